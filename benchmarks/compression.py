@@ -29,23 +29,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, Python looks beside this file only
 
 from benchmarks.record import write_rows
-from gossip_modules import (
-    QSGD,
-    Cast,
-    Choco,
-    Compressor,
-    DeepSqueeze,
-    FlatBuffer,
-    Gossiper,
-    MetropolisHastingsMixing,
-    Moniqua,
-    PowerGossip,
-    PushPull,
-    RandomK,
-    RingGraph,
-    SignNorm,
-    TopK,
-)
+from gossip_modules import QSGD, Choco, DeepSqueeze, Moniqua, PowerGossip, RandomK, RingGraph, SignNorm, TopK
+from gossip_modules.compression import Cast, Compressor
+from gossip_modules.extend import FlatBuffer, Gossiper, PushPull
+from gossip_modules.mixing_manager import MetropolisHastingsMixing
 
 COMPRESSORS: tuple[Compressor, ...] = (
     Cast(torch.bfloat16),

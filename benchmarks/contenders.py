@@ -13,13 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gossip_modules import (
-    AllReduceDataParallel,
-    GossipDataParallel,
-    GossipWrapper,
-    GroupAverageDataParallel,
-    RingGraph,
-)
+from gossip_modules import AllReduceDataParallel, GossipDataParallel, GroupAverageDataParallel, RingGraph
+from gossip_modules.extend import GossipWrapper
 
 Optimizer: TypeAlias = torch.optim.Optimizer
 OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]

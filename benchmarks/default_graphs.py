@@ -30,17 +30,17 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, Python looks beside this file only
 
 from benchmarks.record import write_rows
-from gossip_modules import (
+from gossip_modules.graph_manager import (
     BaseGraph,
     DynamicBipartiteCompleteGraph,
     EquiDynGraph,
     GraphManager,
-    MixingManager,
     NPeerDynamicDirectedExponentialGraph,
     RandomMatchingGraph,
+    default_graph,
 )
-from gossip_modules.graph_manager import default_graph
 from gossip_modules.graph_manager.named_graphs import undirected_ring
+from gossip_modules.mixing_manager import MixingManager
 from visualization.graphs import make_mixing
 from visualization.spectra import gap_and_rounds, messages_in
 

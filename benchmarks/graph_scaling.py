@@ -28,7 +28,8 @@ import networkx as nx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, Python looks beside this file only
 
 from benchmarks.record import write_rows
-from gossip_modules import (
+from gossip_modules import RingGraph
+from gossip_modules.graph_manager import (
     CompleteGraph,
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
@@ -36,15 +37,12 @@ from gossip_modules import (
     DynamicDirectedLinearGraph,
     GraphManager,
     HypercubeGraph,
-    MetropolisHastingsMixing,
-    MixingManager,
     NetworkXGraph,
     NPeerDynamicDirectedExponentialGraph,
-    RingGraph,
     TorusGraph,
-    UniformMixing,
 )
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
+from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager, UniformMixing
 
 MAX_NETWORKX_RANKS = 100_000
 COLUMNS = ("graph", "ranks", "construction_ms", "query_ms", "uniform_mixing_ms", "metropolis_mixing_ms", "peak_bytes")

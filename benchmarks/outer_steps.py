@@ -30,16 +30,8 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.record import append_rows
 from benchmarks.step_time import make_model
-from gossip_modules import (
-    DiLoCo,
-    EagerDiLoCo,
-    GossipDataParallel,
-    NoLoCo,
-    OuterMethod,
-    Schedule,
-    SparseLoCo,
-    StreamingDiLoCo,
-)
+from gossip_modules import DiLoCo, EagerDiLoCo, GossipDataParallel, NoLoCo, Schedule, SparseLoCo, StreamingDiLoCo
+from gossip_modules.extend import OuterMethod
 
 ALONE = "alone"
 ALL_REDUCE = "all_reduce"  # training alone, and an all-reduce of a vector of the model's size

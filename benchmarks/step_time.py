@@ -33,7 +33,9 @@ from torch.nn.functional import cross_entropy
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, Python looks beside this file only
 
 from benchmarks.contenders import CONTENDERS, Contender, tensor_bytes
-from gossip_modules import FlatVector, PushPull, RingGraph, UniformMixing, connect
+from gossip_modules import RingGraph, connect
+from gossip_modules.extend import FlatVector, PushPull
+from gossip_modules.mixing_manager import UniformMixing
 
 MEGABYTE = 1e6
 

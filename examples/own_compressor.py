@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from gossip_modules import Choco, Compressor, GossipDataParallel
+from gossip_modules import Choco, GossipDataParallel
+from gossip_modules.compression import Compressor
 
 
 class Int8(Compressor):

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from gossip_modules import FlatVector, GossipDataParallel, Gossiper, MixingWeights
+from gossip_modules import GossipDataParallel
+from gossip_modules.extend import FlatVector, Gossiper
+from gossip_modules.mixing_manager import MixingWeights
 
 
 class RandomShare(Gossiper):

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from gossip_modules import GossipDataParallel, GraphManager, UniformMixing
+from gossip_modules import GossipDataParallel
+from gossip_modules.graph_manager import GraphManager
+from gossip_modules.mixing_manager import UniformMixing
 
 
 class TwoRacks(GraphManager):

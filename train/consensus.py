@@ -161,7 +161,7 @@ def run(method: Variant, step_size: float, matrices: list[Tensor], *, steps: int
     theta = 2 * largest_difference(matrices, mixing)
     if method.mixes:
         eye = torch.eye(len(matrices), dtype=torch.float64, device="cpu")
-        mixing = gm.MatrixMixing(mixing.graph, eye - step_size * (eye - mixing.matrix(0)))
+        mixing = gm.mixing_manager.MatrixMixing(mixing.graph, eye - step_size * (eye - mixing.matrix(0)))
     driver = method.make(mixing, step_size, theta, seed, shape=tuple(matrices[0].shape))
     x = torch.stack(matrices).flatten(1)
     watch = Watch(x, steps)
@@ -178,12 +178,14 @@ def run(method: Variant, step_size: float, matrices: list[Tensor], *, steps: int
     return watch.points
 
 
-def ring(num_workers: int) -> gm.MixingManager:
+def ring(num_workers: int) -> gm.mixing_manager.MixingManager:
     """Equal weights for a worker and its neighbours in a ring."""
-    return gm.MetropolisHastingsMixing(gm.RingGraph(num_workers, peers_per_itr=min(2, max(1, num_workers - 1))))
+    return gm.mixing_manager.MetropolisHastingsMixing(
+        gm.RingGraph(num_workers, peers_per_itr=min(2, max(1, num_workers - 1)))
+    )
 
 
-def largest_difference(matrices: list[Tensor], mixing: gm.MixingManager) -> float:
+def largest_difference(matrices: list[Tensor], mixing: gm.mixing_manager.MixingManager) -> float:
     """max |x_i - x_j| over entries and neighbours; 1 where all are equal."""
     links = [(i, j) for i in range(len(matrices)) for j in mixing.graph.out_peers(i, 0)]
     return max((float((matrices[i] - matrices[j]).abs().max()) for i, j in links), default=0.0) or 1.0

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from gossip_modules import ConsensusControl, LossInterpolation
+from gossip_modules import ConsensusControl
+from gossip_modules.dpwa import LossInterpolation
 from gossip_modules.graph_manager.named_graphs import PREDEFINED_GRAPHS, TREES
 from gossip_modules.matcha.graph import MatchaGraph
 from gossip_modules.methods import (

@@ -51,7 +51,7 @@ class Rounds:
     matrix: Callable[[int], Matrix]
 
     @classmethod
-    def of(cls, mixing: gm.MixingManager, title: str) -> Rounds:
+    def of(cls, mixing: gm.mixing_manager.MixingManager, title: str) -> Rounds:
         """Those of a mixing manager."""
         return cls(title, mixing.graph.world_size, mixing.period, lambda t: np.asarray(mixing.matrix(t)))
 
@@ -61,7 +61,7 @@ def circle(num_ranks: int) -> list[tuple[float, float]]:
     return [(sin(2 * pi * rank / num_ranks), cos(2 * pi * rank / num_ranks)) for rank in range(num_ranks)]
 
 
-def make_mixing(graph: gm.GraphManager) -> gm.MixingManager:
+def make_mixing(graph: gm.graph_manager.GraphManager) -> gm.mixing_manager.MixingManager:
     """Weights for a graph as D-PSGD takes them: its own, its Laplacian for MATCHA, else Metropolis-Hastings or uniform.
 
     On a regular graph, as all named graphs but base and bipartite-complete are, the last two are the same.
@@ -101,7 +101,7 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
     if num_nodes < 2:
         return "A single node has no peers."
     if recipe == "wagma":
-        groups = gm.ButterflyGroups(num_nodes, group_size=config.get("group_size") or None)
+        groups = gm.graph_manager.ButterflyGroups(num_nodes, group_size=config.get("group_size") or None)
         period = config.get("sync_period", 0)
         return _groups(groups, f", all ranks every {period} rounds" if period else "")
     if recipe == "matcha" and config.get("plan"):
@@ -138,11 +138,11 @@ def _peers_by_epoch(text: str) -> dict[int, int]:
     return {int(epoch): int(peers) for epoch, peers in (pair.split(":") for pair in text.split(","))}
 
 
-def _edges(graph: gm.GraphManager) -> list[tuple[int, int]]:
+def _edges(graph: gm.graph_manager.GraphManager) -> list[tuple[int, int]]:
     return [(i, j) for i in range(graph.world_size) for j in graph.phone_book(i)]
 
 
-def _groups(groups: gm.ButterflyGroups, ending: str) -> Rounds:
+def _groups(groups: gm.graph_manager.ButterflyGroups, ending: str) -> Rounds:
     """The average of a group as weights."""
     n = groups.world_size
     num_bits, num_masks = n.bit_length() - 1, groups.group_size.bit_length() - 1

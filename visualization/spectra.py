@@ -33,9 +33,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from gossip_modules import DoubleBinaryTreeGraph, GraphManager, MixingManager, RandomGraph
-from gossip_modules.graph_manager import networkx_graph
+from gossip_modules.graph_manager import DoubleBinaryTreeGraph, GraphManager, RandomGraph, networkx_graph
 from gossip_modules.graph_manager.named_graphs import DIRECTED_STATIC_GRAPHS, GRAPHS, STATIC_GRAPHS, TREES, named_graph
+from gossip_modules.mixing_manager import MixingManager
 from visualization.command import read_arguments, run_command
 from visualization.graphs import Rounds, make_mixing
 from visualization.style import COLORS, DASHES, MUTED, PAGE, Format, add_legend, new_figure, save, styled

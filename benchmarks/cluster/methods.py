@@ -92,9 +92,9 @@ OURS: Mapping[str, ClusterMethod] = {
     "sgp": ClusterMethod("SGP, one-peer exponential", _gossip()),
     "osgp": ClusterMethod("OSGP", _gossip(overlap=True)),
     "osgp-bf16": ClusterMethod("OSGP, bfloat16 on the wire", _gossip(overlap=True, wire_dtype=torch.bfloat16)),
-    "dpsgd": ClusterMethod("D-PSGD, pairs", _pairs(graph=gm.DynamicBipartiteExponentialGraph)),
+    "dpsgd": ClusterMethod("D-PSGD, pairs", _pairs(graph=gm.graph_manager.DynamicBipartiteExponentialGraph)),
     "dpsgd-overlap": ClusterMethod(
-        "D-PSGD, pairs, overlapped", _pairs(graph=gm.DynamicBipartiteExponentialGraph, overlap=True)
+        "D-PSGD, pairs, overlapped", _pairs(graph=gm.graph_manager.DynamicBipartiteExponentialGraph, overlap=True)
     ),
     "matcha": ClusterMethod("MATCHA, budget 0.5", _pairs(graph=lambda n: gm.MatchaGraph(_base_graph(n), budget=0.5))),
     "matcha-sparse": ClusterMethod(

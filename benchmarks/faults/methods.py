@@ -12,12 +12,12 @@ from gossip_modules import (
     BilatGossipDataParallel,
     Choco,
     GossipDataParallel,
-    GossipWrapper,
     GroupAverageDataParallel,
     PairwiseDataParallel,
     RingGraph,
     SignNorm,
 )
+from gossip_modules.extend import GossipWrapper
 
 Wrapper = AllReduceDataParallel | GossipWrapper
 

@@ -27,7 +27,8 @@ from benchmarks.stragglers.methods import (
     read,
     write,
 )
-from gossip_modules import AllReduceDataParallel, GossipWrapper
+from gossip_modules import AllReduceDataParallel
+from gossip_modules.extend import GossipWrapper
 from train.tasks.images.models import small_cnn
 
 SETTINGS = {

@@ -6,16 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gossip_modules import (
-    D2,
-    BaseGraph,
-    ChainGraph,
-    DecentLaM,
-    GradientTracking,
-    QGDSGDm,
-    RelaySGD,
-    RingGraph,
-)
+from gossip_modules import D2, DecentLaM, GradientTracking, QGDSGDm, RelaySGD, RingGraph
+from gossip_modules.graph_manager import BaseGraph, ChainGraph
 
 
 @dataclass(frozen=True)

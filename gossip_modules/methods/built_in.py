@@ -16,6 +16,7 @@ from ..algorithms.eager_diloco import EagerDiLoCo
 from ..algorithms.exact_diffusion import ExactDiffusion
 from ..algorithms.gasloc import GASLoC
 from ..algorithms.gradient_tracking import GradientTracking
+from ..algorithms.local_sgd import LocalSGD
 from ..algorithms.moniqua import Moniqua
 from ..algorithms.noloco import NoLoCo
 from ..algorithms.power_gossip import PowerGossip
@@ -32,7 +33,6 @@ from ..engine.overlap import OverlapEngine
 from ..gossiper.push_sum import PushPull, PushSum
 from ..matcha.graph import MatchaGraph
 from ..registry import Method, Paper
-from ..schedule import Schedule
 from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES, WIRE_DTYPES
@@ -98,11 +98,6 @@ def sgp() -> dict[str, Any]:
 def overlap_sgp() -> dict[str, Any]:
     """Overlap SGP: SGP under training."""
     return {"push_sum": True, "overlap": True}
-
-
-def local_sgd(sync_every: int = 10) -> dict[str, Any]:
-    """Local SGD: an exact average every `sync_every` steps."""
-    return {"push_sum": False, "schedule": Schedule(gossip_every=sync_every, average_every=1)}
 
 
 def matcha(budget: float = 0.5, plan: str = "") -> dict[str, Any]:
@@ -309,18 +304,11 @@ BUILT_IN: tuple[Method, ...] = (
         pace="shared_steps",
         needs_fixed_ranks="its workers come and go without one; see the guide to dpwa",
     ),
-    Method(
-        "localsgd",
-        "Local SGD",
-        "trains alone, and averages parameters over all ranks every few steps",
-        Schedule,
-        make=local_sgd,
+    entry(
+        LocalSGD,
+        options=NODES,
         text="LocalSGD(sync_every=10)",
-        wrap=wrap_gossip,
         simulate=simulate_local_sgd,
-        paper=Paper("Stich", "Local SGD Converges Fast and Communicates Little", "ICLR 2019", "1805.09767"),
-        example="GossipDataParallel(model, schedule=Schedule(gossip_every=10, average_every=1))",
-        options=frozenset({"overlap", "max_staleness", "nprocs_per_node", "wire_dtype"}),
     ),
     entry(DiLoCo, options=NODES, text="DiLoCo(sync_every=10)", example="DiLoCo()", simulate=simulate_outer(diloco)),
     entry(

@@ -8,6 +8,12 @@ from typing import Any
 from ..registry import Paper
 
 FACTS: Mapping[str, Mapping[str, Any]] = {
+    "LocalSGD": {
+        "short_name": "localsgd",
+        "title": "Local SGD",
+        "summary": "trains alone, and averages parameters over all ranks every few steps",
+        "paper": Paper("Stich", "Local SGD Converges Fast and Communicates Little", "ICLR 2019", "1805.09767"),
+    },
     "DiLoCo": {
         "short_name": "diloco",
         "title": "DiLoCo",

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 from ..compression.compressor import Compressor
 from ..gossiper.gossiper import Gossiper
 from ..registry import METHODS, named
 from ..rounds.algorithm import Algorithm, Over, combined
+from .foreign.user_line import levels_to_user
 
 _LEGACY = (Gossiper,)
 
 
 def sorted_out(outer: Any, rule: Any, gossiper: Any, algorithm: Any) -> tuple[Any, Any, Algorithm | Over | None]:
-    """Those arguments, with an algorithm in the place of its kind, while classes of each kind are left."""
-    parts = (_made(x, x) if isinstance(x, type) and issubclass(x, Algorithm) else x for x in (outer, rule, gossiper))
-    outer, rule, gossiper = parts
+    """Those arguments, with an algorithm in the place of its kind, while classes of each kind are left.
+
+    Warns:
+        DeprecationWarning: one of the older names is used; writes the line with the new one.
+    """
+    old = {
+        name: value for name, value in (("outer", outer), ("rule", rule), ("gossiper", gossiper)) if value is not None
+    }
+    if old:
+        parts = [*map(_written, old.values()), *([] if algorithm is None else [_written(algorithm)])]
+        new = parts.pop()
+        while parts:
+            new = f"{parts.pop()}.over({new})"
+        given = " and ".join(f"{name}={_written(value)}" for name, value in old.items())
+        message = f"got {given}, which is now algorithm={new}; the old names will go"
+        warnings.warn(message, DeprecationWarning, stacklevel=levels_to_user())
+    made = (_made(x, x) if isinstance(x, type) and issubclass(x, Algorithm) else x for x in (outer, rule, gossiper))
+    outer, rule, gossiper = made
     algorithm = as_algorithm(algorithm)
     if isinstance(algorithm, Gossiper):
         gossiper, algorithm = algorithm, None
@@ -25,6 +42,11 @@ def sorted_out(outer: Any, rule: Any, gossiper: Any, algorithm: Any) -> tuple[An
     if other is not None:
         raise ValueError(f"got rule={other!r}, expected an Algorithm such as D2(), QGDSGDm() or GradientTracking()")
     return outer, gossiper, algorithm
+
+
+def _written(algorithm: Any) -> str:
+    """An algorithm as in a line of Python."""
+    return f"{algorithm.__name__}()" if isinstance(algorithm, type) else repr(algorithm)
 
 
 def as_algorithm(algorithm: Any) -> Any:

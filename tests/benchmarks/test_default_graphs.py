@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks import default_graphs
 from benchmarks.default_graphs import disagreement, graphs, rows_of
-from gossip_modules import EquiDynGraph, RingGraph, UniformMixing
-from gossip_modules.mixing_manager import default_mixing
+from gossip_modules import RingGraph
+from gossip_modules.graph_manager import EquiDynGraph
+from gossip_modules.mixing_manager import UniformMixing, default_mixing
 
 
 def test_noise_and_drift_are_geometric_series(monkeypatch: pytest.MonkeyPatch) -> None:

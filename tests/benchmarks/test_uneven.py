@@ -26,7 +26,8 @@ from benchmarks.uneven.images import UnevenBatches, decoded
 from benchmarks.uneven.methods import METHODS
 from benchmarks.uneven.replicas import Replicas, StackedGossip
 from benchmarks.uneven.trial import training_step
-from gossip_modules import AllReduceDataParallel, GossipDataParallel, NetworkXGraph
+from gossip_modules import AllReduceDataParallel, GossipDataParallel
+from gossip_modules.graph_manager import NetworkXGraph
 from tests.harness.ranks import run_ranks
 
 NUM_WORKERS, NUM_STEPS, MOMENTUM = 5, 5, 0.5

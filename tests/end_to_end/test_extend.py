@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import MetropolisHastingsMixing, ProcessGroupTransport, RingGraph, registry
+from gossip_modules import RingGraph, registry
+from gossip_modules.extend import ProcessGroupTransport
 from gossip_modules.methods import METHODS
+from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.simulate.options import MAX_STEPS
 from tests.harness.quadratics import START, descended, solve
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks

@@ -17,23 +17,21 @@ from gossip_modules import (
     Choco,
     DeepSqueeze,
     DiLoCo,
-    FlatBuffer,
-    FlatVector,
     GASLoC,
     GossipDataParallel,
-    MetropolisHastingsMixing,
     Moniqua,
-    OuterMethod,
     PowerGossip,
     RingGraph,
     SignNorm,
-    SimpleGossipDataParallel,
     StreamingDiLoCo,
     TopK,
     connect,
 )
+from gossip_modules.extend import FlatBuffer, FlatVector, OuterMethod
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
+from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.algorithm import Algorithm
+from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from tests.harness.problems import adamw, fill_, mlp, net, sgd, train_step
 from tests.harness.processes import run_processes
 from tests.harness.ranks import TIMEOUT, run_ranks

@@ -7,14 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import (
-    BilatGossipDataParallel,
-    FlatBuffer,
-    FlatVector,
-    GroupAverageDataParallel,
-    PairwiseDataParallel,
-)
+from gossip_modules import BilatGossipDataParallel, GroupAverageDataParallel, PairwiseDataParallel
 from gossip_modules.engine.shared_model import SharedModel
+from gossip_modules.extend import FlatBuffer, FlatVector
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten

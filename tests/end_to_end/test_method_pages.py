@@ -29,7 +29,6 @@ from gossip_modules import (
     MatchaGraph,
     Moniqua,
     NoLoCo,
-    NPeerDynamicDirectedExponentialGraph,
     PowerGossip,
     QGDSGDm,
     RingGraph,
@@ -41,6 +40,7 @@ from gossip_modules import (
     StreamingDiLoCo,
     TopK,
 )
+from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.methods import METHODS
 from gossip_modules.wrappers.base import GossipWrapper
 from tests.harness.ranks import run_ranks

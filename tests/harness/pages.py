@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gossip_modules import AllReduceDataParallel, GossipWrapper
+from gossip_modules import AllReduceDataParallel
+from gossip_modules.extend import GossipWrapper
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 4

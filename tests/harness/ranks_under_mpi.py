@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gossip_modules as gm
-from gossip_modules import init_mpi_process_group, register_mpi_backend
+from gossip_modules.mpi import init_mpi_process_group, register_mpi_backend
 from gossip_modules.mpi.group import MpiProcessGroup
 from gossip_modules.transport.connect import connect
 
@@ -102,7 +102,7 @@ def training(make_group: Callable[[], dist.ProcessGroup]) -> dict[str, Tensor]:
             model.weight.copy_(torch.linspace(-1, 1, 15).view(3, 5))
             model.bias.zero_()
         if options.get("graph"):
-            options = {"graph": gm.NetworkXGraph(nx.star_graph(group.size() - 1))}
+            options = {"graph": gm.graph_manager.NetworkXGraph(nx.star_graph(group.size() - 1))}
         wrapper = gm.GossipDataParallel(model, process_group=group, **options)  # type: ignore[arg-type]
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1, momentum=0.9)
         for _ in range(6):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gossip_modules import GraphManager
+from gossip_modules.graph_manager import GraphManager
 
 Matrix = Callable[[int], Tensor]  # round t -> W(t), float64 [n, n]
 

@@ -7,14 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from gossip_modules import (
-    BilatGossipDataParallel,
-    GossipDataParallel,
-    GroupAverageDataParallel,
-    PairwiseDataParallel,
-    PushPull,
-    PushSum,
-)
+from gossip_modules import BilatGossipDataParallel, GossipDataParallel, GroupAverageDataParallel, PairwiseDataParallel
+from gossip_modules.extend import PushPull, PushSum
 from gossip_modules.wrappers.base import GossipWrapper
 from tests.harness.ranks_at_work import START, TOLERANCE, Rank
 

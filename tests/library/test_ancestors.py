@@ -70,8 +70,8 @@ EXAMPLES: Mapping[str, Any] = {
     "master_addr": "127.0.0.1",
     "master_port": "40100",
     "backend": "gloo",
-    "graph_class": gm.DynamicBipartiteExponentialGraph,
-    "mixing_class": gm.UniformMixing,
+    "graph_class": gm.graph_manager.DynamicBipartiteExponentialGraph,
+    "mixing_class": gm.mixing_manager.UniformMixing,
     "num_peers": 1,
     "comm_device": torch.device("cpu"),
     "lr": 0.1,
@@ -86,7 +86,7 @@ EXAMPLES: Mapping[str, Any] = {
 }
 TABLES: list[tuple[Any, ForeignArguments]] = [
     (gm.GossipDataParallel, SGP_ARGUMENTS),
-    (gm.SimpleGossipDataParallel, SGP_ARGUMENTS),
+    (gm.simple_distributed.SimpleGossipDataParallel, SGP_ARGUMENTS),
     (gm.BilatGossipDataParallel, AD_PSGD_ARGUMENTS),
     (gm.AllReduceDataParallel, ALL_REDUCE_ARGUMENTS),
     (gm.GroupAverageDataParallel, WAGMA_ARGUMENTS),
@@ -227,7 +227,7 @@ def test_the_all_reduce_wrapper_has_them_too() -> None:
 
 
 def test_sgp_weights_are_read() -> None:
-    model = wrapped(graph=lambda n: gm.NetworkXGraph(nx.empty_graph(n)))
+    model = wrapped(graph=lambda n: gm.graph_manager.NetworkXGraph(nx.empty_graph(n)))
     model._buffer.vector.push_sum_weight.fill_(0.5)
     weight, _, _ = said(lambda: model.ps_weight)
     assert weight.item() == 0.5
@@ -264,8 +264,8 @@ def test_every_graph_by_rank_and_world_size(name: str) -> None:
         (gm.RingGraph(4), "is_regular_graph", "read graph.is_regular$"),
         (gm.RingGraph(4), "is_bipartite_graph", "read graph.is_bipartite$"),
         (gm.RingGraph(4), "is_dynamic_graph", "read graph.is_dynamic$"),
-        (gm.UniformMixing(gm.RingGraph(4)), "get_mixing_weights", r"write mixing.weights\(rank, t\)"),
-        (gm.UniformMixing(gm.RingGraph(4)), "is_regular", "read mixing.graph.is_regular$"),
+        (gm.mixing_manager.UniformMixing(gm.RingGraph(4)), "get_mixing_weights", r"write mixing.weights\(rank, t\)"),
+        (gm.mixing_manager.UniformMixing(gm.RingGraph(4)), "is_regular", "read mixing.graph.is_regular$"),
     ],
 )
 def test_every_attribute_of_graphs_and_mixings(instance: Any, name: str, remedy: str) -> None:
@@ -276,11 +276,14 @@ def test_every_attribute_of_graphs_and_mixings(instance: Any, name: str, remedy:
 
 def test_mixings_and_gossipers_by_their_old_arguments() -> None:
     graph = gm.RingGraph(4)
-    for call in (lambda: gm.UniformMixing(graph, "cpu"), lambda: gm.UniformMixing(graph, device="cpu")):  # type: ignore[call-arg]
+    for call in (
+        lambda: gm.mixing_manager.UniformMixing(graph, "cpu"),
+        lambda: gm.mixing_manager.UniformMixing(graph, device="cpu"),
+    ):  # type: ignore[call-arg]
         mixing, warned, _ = said(call)
-        assert repr(mixing) == repr(gm.UniformMixing(graph))
+        assert repr(mixing) == repr(gm.mixing_manager.UniformMixing(graph))
         assert len(warned) == 1
-    kinds: list[Any] = [gm.PushSum, gm.PushPull]
+    kinds: list[Any] = [gm.extend.PushSum, gm.extend.PushPull]
     for kind in kinds:
         with pytest.raises(TypeError, match=r"^Push\w+\(\) got Tensor, RingGraph, expected none of them: .*bind\("):
             kind(torch.zeros(3), graph)
@@ -297,18 +300,23 @@ def test_matcha_graph_by_the_arguments_of_the_processors() -> None:
     kind: Any = gm.MatchaGraph
     given = {"rank": 0, "size": 8, "iterations": 10, "issubgraph": True}
     assert set(given) == set(MATCHA_ARGUMENTS)
-    graph, warned, _ = said(lambda: kind(gm.select_graph(0), commBudget=0.5, **given))
-    assert repr(graph) == repr(gm.MatchaGraph(gm.select_graph(0), budget=0.5))
+    graph, warned, _ = said(lambda: kind(gm.graph_manager.select_graph(0), commBudget=0.5, **given))
+    assert repr(graph) == repr(gm.MatchaGraph(gm.graph_manager.select_graph(0), budget=0.5))
     assert len(warned) == 5
     with pytest.raises(TypeError, match=r"got commBudget= and budget=, expected budget= alone"):
-        kind(gm.select_graph(0), commBudget=0.5, budget=0.5)
+        kind(gm.graph_manager.select_graph(0), commBudget=0.5, budget=0.5)
     assert "commBudget" not in inspect.signature(kind).parameters
 
 
 def test_the_loop_of_sgp() -> None:
     """Of its README and script: transfer_params() after the step, eval() and state_dict() after an epoch."""
     graph = gm.RingGraph(1)
-    options: dict[str, Any] = {"graph": graph, "mixing": gm.UniformMixing(graph), "push_sum": True, "overlap": False}
+    options: dict[str, Any] = {
+        "graph": graph,
+        "mixing": gm.mixing_manager.UniformMixing(graph),
+        "push_sum": True,
+        "overlap": False,
+    }
     old = {"synch_freq": 0, "verbose": False, "use_streams": True, "rank": 0, "world_size": 1}
     model, warned, _ = said(lambda: wrapped(**options, **old))
     assert len(warned) == len(old)

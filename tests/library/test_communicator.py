@@ -70,7 +70,7 @@ def test_communicate_is_a_round_after_the_step(kind: type[MatchaProcessor], budg
         return train(decenCommunicator(rank, 4, graph, process_group=group), rank)
 
     result = torch.stack([torch.cat(history) for history in run_ranks(4, body)], dim=1)
-    expected = oracle(4, gm.LaplacianMixing(topology(kind, 0, budget)).matrix)
+    expected = oracle(4, gm.mixing_manager.LaplacianMixing(topology(kind, 0, budget)).matrix)
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 

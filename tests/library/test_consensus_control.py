@@ -9,18 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossip_modules import (
+from gossip_modules import ConsensusControl, RingGraph
+from gossip_modules.consensus_control import ControlLaw, Differences
+from gossip_modules.graph_manager import (
     BaseGraph,
     ChainGraph,
     CompleteGraph,
-    ConsensusControl,
     GraphManager,
-    MixingManager,
     NPeerDynamicDirectedExponentialGraph,
-    RingGraph,
     TorusGraph,
 )
-from gossip_modules.consensus_control import ControlLaw, Differences
+from gossip_modules.mixing_manager import MixingManager
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 
 N = 8

@@ -22,7 +22,6 @@ from gossip_modules import (
     ConsensusControl,
     DiLoCo,
     GossipDataParallel,
-    GossipWrapper,
     GradientTracking,
     GroupAverageDataParallel,
     Membership,
@@ -34,6 +33,7 @@ from gossip_modules import (
     TopK,
     gossip,
 )
+from gossip_modules.extend import GossipWrapper
 from tests.harness.problems import fill_
 from tests.harness.ranks import run_ranks
 from tests.library.dpwa.workers import introduce, wrap

@@ -38,6 +38,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
             *("gossiper", "rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
         },
         "version": set(),
+        "extend": {*_WRAPPERS, "algorithms"} - {"consensus_control", "membership"},
         "membership": {*_LOCKSTEP, "version"},
         "wrappers": _WRAPPERS - {"wrappers"},
         "ad_psgd": _WRAPPERS,

@@ -30,7 +30,7 @@ from visualization.topology import Topology, as_text, draw_rounds, links_of, rou
 RANDOM = ("equi-dyn", "equi-dyn-undirected", "random-matching", "random-push")
 
 
-def rounds_of(graph: gm.GraphManager) -> Rounds:
+def rounds_of(graph: gm.graph_manager.GraphManager) -> Rounds:
     return Rounds.of(make_mixing(graph), "graph")
 
 
@@ -82,7 +82,7 @@ def test_spectra_of_random_graphs_are_expectations_and_say_so(name: str) -> None
     assert table["basis"].tolist() == ["period", "expectation"]
     assert table["rounds"][0] == table["gap"][0] == 1
     graph = named_graph(name, 8, 1)
-    assert isinstance(graph, gm.RandomGraph)
+    assert isinstance(graph, gm.graph_manager.RandomGraph)
     _, row = table.iterrows()
     rho, num_rounds = (1 - row[1]["gap"]) ** 2, row[1]["rounds"]
     assert rho == pytest.approx(graph.rho)
@@ -129,7 +129,7 @@ def test_relays_are_drawn_without_a_gap(tmp_path: Path, figures: list[Figure]) -
 def test_rounds_that_never_agree_or_never_repeat_are_refused() -> None:
     with pytest.raises(ValueError, match="whose ranks never agree, expected a spectral gap above 0"):
         rounds_to_consensus(Rounds("alone", 4, 1, lambda t: np.eye(4)), error=0.1)
-    matcha = gm.MatchaGraph(gm.select_graph(5), budget=0.5)
+    matcha = gm.MatchaGraph(gm.graph_manager.select_graph(5), budget=0.5)
     with pytest.raises(ValueError, match="without a period, expected rounds that repeat"):
         rounds_to_consensus(rounds_of(matcha), error=0.1)
 
@@ -274,7 +274,7 @@ def test_topology_options_are_checked() -> None:
 OPTIONS = {"graph": "auto", "peers_per_itr": "1", "nprocs_per_node": 1, "budget": 0.5, "seed": 3, "group_size": 0}
 
 
-def assert_equal_rounds(rounds: Rounds | str, mixing: gm.MixingManager, num_rounds: int) -> None:
+def assert_equal_rounds(rounds: Rounds | str, mixing: gm.mixing_manager.MixingManager, num_rounds: int) -> None:
     assert isinstance(rounds, Rounds)
     assert (rounds.num_ranks, rounds.period) == (mixing.graph.world_size, mixing.period)
     for t in range(num_rounds):
@@ -331,13 +331,15 @@ def test_the_graph_of_a_run_that_takes_all_neighbours(name: str, n: int) -> None
     trained = choose_mixing(graph, None, push_sum=False, world_size=n)
     assert_equal_rounds(rounds_of_run({**options, "recipe": "choco"}, n), trained, 1)
     matcha = gm.MatchaGraph(method_graphs.base_graph(name, num_nodes=n), budget=0.5, seed=3)
-    assert_equal_rounds(rounds_of_run({**options, "recipe": "matcha"}, n), gm.LaplacianMixing(matcha), 20)
+    assert_equal_rounds(
+        rounds_of_run({**options, "recipe": "matcha"}, n), gm.mixing_manager.LaplacianMixing(matcha), 20
+    )
 
 
 def test_the_graph_of_a_run_by_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_plan(["--graph", "0", "--budget", "0.3", "--num-budgets", "0", "--output", str(path)])
-    planned = gm.LaplacianMixing(gm.MatchaGraph.from_plan(path, seed=3))
+    planned = gm.mixing_manager.LaplacianMixing(gm.MatchaGraph.from_plan(path, seed=3))
     assert_equal_rounds(rounds_of_run({**OPTIONS, "recipe": "matcha", "plan": str(path)}, 8), planned, 20)
 
 
@@ -346,7 +348,7 @@ def test_groups_average_and_come_around(n: int, group_size: int) -> None:
     rounds = rounds_of_run({**OPTIONS, "recipe": "wagma", "group_size": group_size, "sync_period": 10}, n)
     assert isinstance(rounds, Rounds)
     assert rounds.title.endswith(", all ranks every 10 rounds")
-    groups = gm.ButterflyGroups(n, group_size=group_size or None)
+    groups = gm.graph_manager.ButterflyGroups(n, group_size=group_size or None)
     for t in range(3 * rounds.period):
         matrix = rounds.matrix(t)
         np.testing.assert_allclose(matrix.sum(0), 1)

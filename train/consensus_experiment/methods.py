@@ -35,7 +35,13 @@ class Variant:
     mixes: bool = False
 
     def make(
-        self, mixing: gm.MixingManager, step_size: float, theta: float, seed: int, *, shape: tuple[int, ...]
+        self,
+        mixing: gm.mixing_manager.MixingManager,
+        step_size: float,
+        theta: float,
+        seed: int,
+        *,
+        shape: tuple[int, ...],
     ) -> Stacked:
         """What runs the rounds of all workers.
 
@@ -50,9 +56,9 @@ class Variant:
         assert make is not None, f"{self.method} has no gossiper"
         options = replace(PUBLISHED, **{"step_size": step_size, "theta": theta, **self.options})
         made = make(options, seed)
-        if isinstance(made, gm.PushPull):
+        if isinstance(made, gm.extend.PushPull):
             return Stacked(DPSGD(), mixing, wire_dtype=made.wire_dtype)
-        if isinstance(made, gm.Gossiper):
+        if isinstance(made, gm.extend.Gossiper):
             return OneThread(lambda: make(options, seed), mixing)
         return Stacked(made, mixing, shape=shape)
 

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from gossip_modules import ProcessGroupTransport, connect, init_mpi_process_group, job_store, mpi_store
+from gossip_modules import connect, job_store
+from gossip_modules.extend import ProcessGroupTransport
+from gossip_modules.mpi import init_mpi_process_group, mpi_store
 from train.job.attempt import attempt_store
 from train.job.errors import UsageError
 from train.job.rank_environment import RankEnvironment, rank_environment, rendezvous_address

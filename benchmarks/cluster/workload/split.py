@@ -17,7 +17,8 @@ from benchmarks.contenders import (
     HandWrittenOverlapped,
     PeriodicallyAveraged,
 )
-from gossip_modules import GossipDataParallel, Gossiper, GossipWrapper, OverlapEngine
+from gossip_modules import GossipDataParallel
+from gossip_modules.extend import Gossiper, GossipWrapper, OverlapEngine
 from gossip_modules.transport.base import Pending
 
 T = TypeVar("T")

@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import (
-    BilatGossipDataParallel,
+from gossip_modules import BilatGossipDataParallel, RingGraph
+from gossip_modules.flat.vector import FlatVector
+from gossip_modules.graph_manager import (
     DynamicBipartiteCompleteGraph,
     DynamicBipartiteExponentialGraph,
     NetworkXGraph,
-    RingGraph,
 )
-from gossip_modules.flat.vector import FlatVector
 from tests.harness.named_group import NamedGroup
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
 from tests.harness.ranks import TIMEOUT, run_ranks

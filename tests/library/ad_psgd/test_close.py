@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import (
-    BilatGossipDataParallel,
+from gossip_modules import BilatGossipDataParallel, GossipDataParallel
+from gossip_modules.flat.vector import FlatVector
+from gossip_modules.graph_manager import (
     DynamicBipartiteCompleteGraph,
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
-    GossipDataParallel,
 )
-from gossip_modules.flat.vector import FlatVector
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.processes import Outcome, run_processes
 from tests.harness.ranks import assert_no_gossip_threads, run_ranks, solo_group

@@ -17,15 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gossip_modules import (
-    BilatGossipDataParallel,
-    DynamicBipartiteCompleteGraph,
-    DynamicBipartiteExponentialGraph,
-    Membership,
-)
+from gossip_modules import BilatGossipDataParallel, Membership
 from gossip_modules.ad_psgd.exchange import BilateralAverage, _UnderWay
 from gossip_modules.engine.shared_model import SharedModel
 from gossip_modules.flat.vector import FlatVector
+from gossip_modules.graph_manager import DynamicBipartiteCompleteGraph, DynamicBipartiteExponentialGraph
 from gossip_modules.membership import limits
 from gossip_modules.membership.links import LinkTransport, alone, connect_links
 from gossip_modules.testing import Chaos, Join, Kill, Worker

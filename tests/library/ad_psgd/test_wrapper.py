@@ -11,13 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import (
-    BilatGossipDataParallel,
-    DynamicBipartiteExponentialGraph,
-    DynamicBipartiteLinearGraph,
-    MetropolisHastingsMixing,
-)
+from gossip_modules import BilatGossipDataParallel
 from gossip_modules.flat.vector import FlatVector
+from gossip_modules.graph_manager import DynamicBipartiteExponentialGraph, DynamicBipartiteLinearGraph
+from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from tests.harness.problems import adamw, fill_, loss_of, mlp, net, sgd, train_step
 from tests.harness.ranks import assert_no_gossip_threads, gossip_threads, run_ranks, solo_group
 from tests.harness.reference import flatten

@@ -16,17 +16,10 @@ from gossip_modules import (
     QSGD,
     Choco,
     DeepSqueeze,
-    DynamicBipartiteExponentialGraph,
-    FlatVector,
     GossipDataParallel,
-    LaplacianMixing,
     MatchaGraph,
-    MetropolisHastingsMixing,
-    MixingManager,
     Moniqua,
-    NetworkXGraph,
     PowerGossip,
-    PushPull,
     RandomK,
     RingGraph,
     SignNorm,
@@ -34,7 +27,10 @@ from gossip_modules import (
     TopK,
     connect,
 )
+from gossip_modules.extend import FlatVector, PushPull
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
+from gossip_modules.graph_manager import DynamicBipartiteExponentialGraph, NetworkXGraph
+from gossip_modules.mixing_manager import LaplacianMixing, MetropolisHastingsMixing, MixingManager
 from gossip_modules.rounds.algorithm import Algorithm
 from gossip_modules.rounds.rounds import Rounds
 from tests.harness.problems import train_step

@@ -9,20 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import (
-    Choco,
-    Compressor,
-    DynamicBipartiteExponentialGraph,
-    GossipDataParallel,
-    HypercubeGraph,
-    MatrixMixing,
-    MetropolisHastingsMixing,
-    MixingManager,
-    RingGraph,
-    SignNorm,
-    TopK,
-)
+from gossip_modules import Choco, GossipDataParallel, RingGraph, SignNorm, TopK
+from gossip_modules.compression import Compressor
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
+from gossip_modules.graph_manager import DynamicBipartiteExponentialGraph, HypercubeGraph
+from gossip_modules.mixing_manager import MatrixMixing, MetropolisHastingsMixing, MixingManager
 from gossip_modules.rounds.algorithm import Algorithm
 from tests.harness.problems import loss_of, net, train_step
 from tests.harness.ranks import run_ranks, solo_group

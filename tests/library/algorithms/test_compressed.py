@@ -13,22 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gossip_modules
-from gossip_modules import (
-    Choco,
-    DeepSqueeze,
-    FlatVector,
-    MatrixMixing,
-    MixingManager,
-    Moniqua,
-    NPeerDynamicDirectedExponentialGraph,
-    PowerGossip,
-    RingGraph,
-    SignNorm,
-    Sparta,
-    TopK,
-    UniformMixing,
-)
+from gossip_modules import Choco, DeepSqueeze, Moniqua, PowerGossip, RingGraph, SignNorm, Sparta, TopK
+from gossip_modules.extend import FlatVector
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
+from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
+from gossip_modules.mixing_manager import MatrixMixing, MixingManager, UniformMixing
 from gossip_modules.rounds.algorithm import Algorithm
 from tests.harness.ranks import run_ranks, solo_group
 from tests.library.algorithms.contract import (

@@ -13,15 +13,14 @@ from torch import Tensor
 
 from gossip_modules import (
     QSGD,
-    ChunkTopK,
     DiLoCo,
     EagerDiLoCo,
     GossipDataParallel,
     SparseLoCo,
     StreamingDiLoCo,
     TopK,
-    TwoBit,
 )
+from gossip_modules.compression import ChunkTopK, TwoBit
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE
 from tests.harness.ranks import run_ranks

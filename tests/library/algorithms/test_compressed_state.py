@@ -9,15 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules import (
-    Choco,
-    CompleteGraph,
-    MetropolisHastingsMixing,
-    PowerGossip,
-    PushPull,
-    TopK,
-)
+from gossip_modules import Choco, PowerGossip, TopK
+from gossip_modules.extend import PushPull
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
+from gossip_modules.graph_manager import CompleteGraph
+from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from tests.harness.problems import net
 from tests.harness.ranks import HangUp, run_ranks, solo_group
 from tests.library.algorithms.contract import (

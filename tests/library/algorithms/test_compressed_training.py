@@ -13,15 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import (
-    Choco,
-    DeepSqueeze,
-    Moniqua,
-    PowerGossip,
-    PushPull,
-    SignNorm,
-    TopK,
-)
+from gossip_modules import Choco, DeepSqueeze, Moniqua, PowerGossip, SignNorm, TopK
+from gossip_modules.extend import PushPull
 from gossip_modules.flat.buffer import FlatBuffer
 from gossip_modules.rounds.algorithm import Algorithm
 from tests.harness.problems import loss_of, mlp, net, numerator, sgd

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules import Compressor, DeepSqueeze, SignNorm, TopK
+from gossip_modules import DeepSqueeze, SignNorm, TopK
+from gossip_modules.compression import Compressor
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from tests.harness.ranks import run_ranks
 from tests.library.algorithms.contract import DYNAMIC, STATIC, bound, vector_of

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import FlatVector, Moniqua
+from gossip_modules import Moniqua
+from gossip_modules.extend import FlatVector
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from tests.harness.ranks import run_ranks
 from tests.library.algorithms.contract import DYNAMIC, STATIC, bound, ring, vector_of

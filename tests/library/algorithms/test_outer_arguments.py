@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gossip_modules import DiLoCo, GASLoC, NoLoCo, OuterMethod, SlowMo, SparseLoCo, StreamingDiLoCo
+from gossip_modules import DiLoCo, GASLoC, NoLoCo, SlowMo, SparseLoCo, StreamingDiLoCo
+from gossip_modules.extend import OuterMethod
 
 METHODS: list[type[OuterMethod]] = [DiLoCo, SlowMo, NoLoCo, GASLoC]
 

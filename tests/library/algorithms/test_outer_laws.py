@@ -11,24 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import (
-    CompleteGraph,
-    DiLoCo,
-    FlatBuffer,
-    GASLoC,
-    GossipDataParallel,
-    GraphMixing,
-    HypercubeGraph,
-    MetropolisHastingsMixing,
-    MixingManager,
-    NetworkXGraph,
-    NoLoCo,
-    OuterMethod,
-    RandomMatchingGraph,
-    RingGraph,
-    SlowMo,
-    UniformMixing,
-)
+from gossip_modules import DiLoCo, GASLoC, GossipDataParallel, NoLoCo, RingGraph, SlowMo
+from gossip_modules.extend import FlatBuffer, OuterMethod
+from gossip_modules.graph_manager import CompleteGraph, HypercubeGraph, NetworkXGraph, RandomMatchingGraph
+from gossip_modules.mixing_manager import GraphMixing, MetropolisHastingsMixing, MixingManager, UniformMixing
 from tests.harness.problems import adamw, mlp, train_step
 from tests.harness.quadratics import START, descended, solve
 from tests.harness.ranks import run_ranks

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import DiLoCo, GASLoC, GossipDataParallel, OuterMethod, SlowMo
+from gossip_modules import DiLoCo, GASLoC, GossipDataParallel, SlowMo
+from gossip_modules.extend import OuterMethod
 from tests.harness.problems import loss_of, mlp, sgd, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.library.rounds.memories import optimizer_of

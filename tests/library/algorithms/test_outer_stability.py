@@ -9,24 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules import (
+from gossip_modules import GASLoC, GossipDataParallel, Membership, NoLoCo, RingGraph
+from gossip_modules.extend import OuterMethod
+from gossip_modules.graph_manager import (
     BaseGraph,
     CompleteGraph,
     DynamicBipartiteExponentialGraph,
     EquiDynGraph,
     EquiStaticGraph,
-    GASLoC,
-    GossipDataParallel,
     GraphManager,
-    GraphMixing,
-    Membership,
-    MixingManager,
-    NoLoCo,
-    OuterMethod,
     RandomMatchingGraph,
-    RingGraph,
 )
-from gossip_modules.mixing_manager import default_mixing
+from gossip_modules.mixing_manager import GraphMixing, MixingManager, default_mixing
 from gossip_modules.rounds.memory import Memory
 from gossip_modules.rounds.requests import Mix
 from gossip_modules.rounds.vector import Vector

@@ -9,20 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules import (
-    BaseGraph,
-    EquiDynGraph,
-    EquiStaticGraph,
-    GossipDataParallel,
-    GraphManager,
-    MatrixMixing,
-    MixingManager,
-    QGDSGDm,
-    RingGraph,
-    SGDStep,
-)
-from gossip_modules.graph_manager import default_graph
-from gossip_modules.mixing_manager import default_mixing
+from gossip_modules import GossipDataParallel, QGDSGDm, RingGraph
+from gossip_modules.extend import SGDStep
+from gossip_modules.graph_manager import BaseGraph, EquiDynGraph, EquiStaticGraph, GraphManager, default_graph
+from gossip_modules.mixing_manager import MatrixMixing, MixingManager, default_mixing
 from gossip_modules.rounds.stacked import Stacked
 from tests.harness.problems import loss_of, mlp, train_step
 from tests.harness.ranks import run_ranks

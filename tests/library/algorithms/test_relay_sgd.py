@@ -11,21 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import (
-    ChainGraph,
-    DoubleBinaryTreeGraph,
-    GossipDataParallel,
-    GraphManager,
-    MetropolisHastingsMixing,
-    NetworkXGraph,
-    PushPull,
-    RelaySGD,
-    RingGraph,
-    Schedule,
-    connect,
-)
+from gossip_modules import GossipDataParallel, RelaySGD, RingGraph, Schedule, connect
 from gossip_modules.algorithms.relay_sgd import trees_of
+from gossip_modules.extend import PushPull
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
+from gossip_modules.graph_manager import ChainGraph, DoubleBinaryTreeGraph, GraphManager, NetworkXGraph
+from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.message import MessageBuffer
 from gossip_modules.rounds.rounds import rounds_of as mixer_of
 from gossip_modules.rounds.stacked import Stacked

@@ -13,25 +13,21 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     D2,
-    Algorithm,
-    BaseGraph,
     DecentLaM,
-    DynamicBipartiteExponentialGraph,
     ExactDiffusion,
     GossipDataParallel,
     GradientTracking,
-    MetropolisHastingsMixing,
-    NetworkXGraph,
     PowerGossip,
     QGDSGDm,
     RingGraph,
     Schedule,
-    SGDStep,
     SignNorm,
-    UniformMixing,
 )
 from gossip_modules.algorithms.choco import Choco
 from gossip_modules.algorithms.d_psgd import DPSGD
+from gossip_modules.extend import Algorithm, SGDStep
+from gossip_modules.graph_manager import BaseGraph, DynamicBipartiteExponentialGraph, NetworkXGraph
+from gossip_modules.mixing_manager import MetropolisHastingsMixing, UniformMixing
 from gossip_modules.rounds.stacked import Stacked
 from tests.harness.problems import loss_of, mlp
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, plain_sgd, solve

@@ -9,17 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import (
-    ChunkTopK,
-    Compressor,
-    DiLoCo,
-    GossipDataParallel,
-    OuterMethod,
-    RandomK,
-    SparseLoCo,
-    TopK,
-    TwoBit,
-)
+from gossip_modules import DiLoCo, GossipDataParallel, RandomK, SparseLoCo, TopK
+from gossip_modules.compression import ChunkTopK, Compressor, TwoBit
+from gossip_modules.extend import OuterMethod
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE, solve
 from tests.harness.ranks import run_ranks
 

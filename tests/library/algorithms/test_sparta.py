@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import CompleteGraph, GossipDataParallel, RandomK, RingGraph, Sparta
+from gossip_modules import GossipDataParallel, RandomK, RingGraph, Sparta
+from gossip_modules.graph_manager import CompleteGraph
 from gossip_modules.graph_manager.base import GraphManager
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from tests.harness.ranks import run_ranks

@@ -13,20 +13,19 @@ from torch import Tensor, nn
 from gossip_modules import (
     QSGD,
     DiLoCo,
-    DynamicBipartiteExponentialGraph,
     EagerDiLoCo,
-    FlatBuffer,
     GASLoC,
     GossipDataParallel,
     LocalSGD,
     NoLoCo,
-    OuterMethod,
     PowerGossip,
     RingGraph,
     SlowMo,
     SparseLoCo,
     StreamingDiLoCo,
 )
+from gossip_modules.extend import FlatBuffer, OuterMethod
+from gossip_modules.graph_manager import DynamicBipartiteExponentialGraph
 from gossip_modules.rounds.fragment import cut
 from tests.harness.problems import fill_, mlp, net
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, descended, solve

@@ -11,27 +11,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules import (
+from gossip_modules import GossipDataParallel, MatchaGraph, RingGraph, connect
+from gossip_modules.engine.filling import Filling
+from gossip_modules.extend import FlatVector, PushPull, PushSum
+from gossip_modules.flat.layout import CHUNK_ALIGNMENT, CHUNK_BYTES, FlatLayout, TensorSpec
+from gossip_modules.gossiper.pipelined import chunkwise, is_chunkwise
+from gossip_modules.graph_manager import (
     CompleteGraph,
-    FlatVector,
-    GossipDataParallel,
+    NetworkXGraph,
+    NPeerDynamicDirectedExponentialGraph,
+    select_graph,
+)
+from gossip_modules.mixing_manager import (
     LaplacianMixing,
-    MatchaGraph,
     MetropolisHastingsMixing,
     MixingManager,
     MixingWeights,
-    NetworkXGraph,
-    NPeerDynamicDirectedExponentialGraph,
-    PushPull,
-    PushSum,
-    RingGraph,
     UniformMixing,
-    connect,
-    select_graph,
 )
-from gossip_modules.engine.filling import Filling
-from gossip_modules.flat.layout import CHUNK_ALIGNMENT, CHUNK_BYTES, FlatLayout, TensorSpec
-from gossip_modules.gossiper.pipelined import chunkwise, is_chunkwise
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.library.engine.vectors import BOTH, CHUNK, DIGRAPH, random_vector, wide
 

@@ -11,19 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import (
-    D2,
-    Choco,
-    CompleteGraph,
-    ConsensusControl,
-    DiLoCo,
-    GossipDataParallel,
-    Membership,
-    MetropolisHastingsMixing,
-    Schedule,
-    SignNorm,
-)
+from gossip_modules import D2, Choco, ConsensusControl, DiLoCo, GossipDataParallel, Membership, Schedule, SignNorm
+from gossip_modules.graph_manager import CompleteGraph
 from gossip_modules.graph_manager.named_graphs import undirected_ring
+from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.wrappers.defaults import Choices
 from tests.harness.problems import loss_of, mlp
 from tests.harness.ranks import TIMEOUT, run_ranks, solo_group

@@ -16,17 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import (
-    FlatVector,
-    GossipDataParallel,
-    OverlapEngine,
-    PushSum,
-    RingGraph,
-    Schedule,
-    SyncEngine,
-    UniformMixing,
-)
+from gossip_modules import GossipDataParallel, RingGraph, Schedule
 from gossip_modules.engine.engine import LockstepEngine
+from gossip_modules.extend import FlatVector, OverlapEngine, PushSum, SyncEngine
+from gossip_modules.mixing_manager import UniformMixing
 from gossip_modules.rounds.gossip_thread import GossipThread
 from tests.harness.problems import fill_, loss_of, mlp
 from tests.harness.ranks import HangUp, assert_no_gossip_threads, gossip_threads, run_ranks

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from gossip_modules import D2, MetropolisHastingsMixing, PushPull, QGDSGDm, RingGraph, Schedule
+from gossip_modules import D2, QGDSGDm, RingGraph, Schedule
 from gossip_modules.engine.engine import LockstepEngine, SyncEngine
 from gossip_modules.engine.following import FollowingEngine
 from gossip_modules.engine.overlap import OverlapEngine
+from gossip_modules.extend import PushPull
 from gossip_modules.flat.buffer import FlatBuffer
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership.links import alone
+from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rounds import rounds_of
 from tests.harness.problems import mlp, sgd
 

@@ -8,11 +8,9 @@ import networkx as nx
 import torch
 from torch import nn
 
-from gossip_modules import (
-    FlatVector,
-    NetworkXGraph,
-)
+from gossip_modules.extend import FlatVector
 from gossip_modules.flat.layout import CHUNK_ALIGNMENT, FlatLayout
+from gossip_modules.graph_manager import NetworkXGraph
 from tests.harness.problems import fill_
 from tests.harness.ranks import CPU
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import FlatBuffer, GossipDataParallel
+from gossip_modules import GossipDataParallel
+from gossip_modules.extend import FlatBuffer
 from tests.harness.problems import fill_
 from tests.harness.ranks import run_ranks
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossip_modules import FlatBuffer
+from gossip_modules.extend import FlatBuffer
 from gossip_modules.flat.layout import TensorSpec
 from tests.harness.problems import fill_, net, train_step
 from tests.harness.reference import flatten

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gossip_modules import FlatVector
+from gossip_modules.extend import FlatVector
 from gossip_modules.flat.layout import FlatLayout
 from gossip_modules.flat.nonfinite import FiniteCheck, is_finite
 

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from gossip_modules import FlatBuffer, FlatVector, PushPull
+from gossip_modules.extend import FlatBuffer, FlatVector, PushPull
 from gossip_modules.flat.renamed import Renamed, renamed_argument
 from gossip_modules.gossiper.pipelined import is_chunkwise, piecewise
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, spectral_norm
 
-from gossip_modules import FlatBuffer, Selection
+from gossip_modules.extend import FlatBuffer, Selection
 
 
 class Statistics(nn.Module):

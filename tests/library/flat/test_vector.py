@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossip_modules import FlatVector
+from gossip_modules.extend import FlatVector
 from gossip_modules.flat.layout import ALIGNMENT, FlatLayout, TensorSpec
 from gossip_modules.flat.vector import SCRATCH_NUMEL, add_
 

@@ -7,18 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import (
-    CompleteGraph,
-    Gossiper,
-    MatrixMixing,
-    MetropolisHastingsMixing,
-    MixingManager,
-    NetworkXGraph,
-    NPeerDynamicDirectedExponentialGraph,
-    RingGraph,
-    UniformMixing,
-    connect,
-)
+from gossip_modules import RingGraph, connect
+from gossip_modules.extend import Gossiper
+from gossip_modules.graph_manager import CompleteGraph, NetworkXGraph, NPeerDynamicDirectedExponentialGraph
+from gossip_modules.mixing_manager import MatrixMixing, MetropolisHastingsMixing, MixingManager, UniformMixing
 from tests.harness.ranks import CPU, TIMEOUT
 
 DIGRAPH = NetworkXGraph(nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]))

@@ -9,20 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import (
-    FlatVector,
-    Gossiper,
-    GraphManager,
-    MatrixMixing,
-    MixingManager,
-    MixingWeights,
-    NPeerDynamicDirectedExponentialGraph,
-    PushPull,
-    PushSum,
-    RingGraph,
-    UniformMixing,
-)
+from gossip_modules import RingGraph
+from gossip_modules.extend import FlatVector, Gossiper, PushPull, PushSum
 from gossip_modules.flat.layout import FlatLayout
+from gossip_modules.graph_manager import GraphManager, NPeerDynamicDirectedExponentialGraph
+from gossip_modules.mixing_manager import MatrixMixing, MixingManager, MixingWeights, UniformMixing
 from tests.harness.ranks import CPU, run_ranks, solo_group
 from tests.library.gossiper.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of
 

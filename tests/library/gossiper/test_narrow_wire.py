@@ -12,23 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import (
-    FlatVector,
-    GlobalAverage,
-    GossipDataParallel,
-    Gossiper,
-    LaplacianMixing,
-    MatchaGraph,
-    MatrixMixing,
-    MixingManager,
-    PushPull,
-    PushSum,
-    RingGraph,
-    UniformMixing,
-    connect,
-    select_graph,
-)
+from gossip_modules import GossipDataParallel, MatchaGraph, RingGraph, connect
+from gossip_modules.extend import FlatVector, GlobalAverage, Gossiper, PushPull, PushSum
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
+from gossip_modules.graph_manager import select_graph
+from gossip_modules.mixing_manager import LaplacianMixing, MatrixMixing, MixingManager, UniformMixing
 from tests.harness.problems import loss_of, net, sgd
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.library.gossiper.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of

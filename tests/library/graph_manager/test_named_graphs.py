@@ -58,7 +58,7 @@ def test_other_graphs_take_one_peer(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "index"), PREDEFINED_GRAPHS.items())
 def test_predefined_graphs_have_their_size(name: str, index: int) -> None:
-    expected = gm.NetworkXGraph(gm.select_graph(index))
+    expected = gm.graph_manager.NetworkXGraph(gm.graph_manager.select_graph(index))
     assert repr(named_graph(name, expected.world_size)) == repr(expected)
     with pytest.raises(
         ValueError, match=rf"got graph='{name}' for 7 nodes, expected the {expected.world_size} .*; start"
@@ -71,7 +71,7 @@ def test_predefined_graphs_have_their_size(name: str, index: int) -> None:
 def test_the_default_graph_connects_all_ranks(n: int, push_sum: bool) -> None:
     """Undirected without push-sum, whatever the world; and one peer per round but on the ring of up to 7 ranks."""
     graph = default_graph(n, push_sum=push_sum)
-    mixing = gm.UniformMixing(graph) if push_sum else gm.MetropolisHastingsMixing(graph)
+    mixing = gm.mixing_manager.UniformMixing(graph) if push_sum else gm.mixing_manager.MetropolisHastingsMixing(graph)
     assert mixing.is_doubly_stochastic
     assert n == 1 or mixing.spectral_gap() > 0
     assert graph.num_peers(0) == (0 if n == 1 else 2 if n in (3, 5, 7) and not push_sum else 1)
@@ -81,7 +81,9 @@ def test_the_default_graph_connects_all_ranks(n: int, push_sum: bool) -> None:
 def test_the_default_graph_takes_more_peers() -> None:
     assert default_graph(9, push_sum=True, peers_per_itr={0: 2, 5: 1}).num_peers(4) == 2
     assert default_graph(8, push_sum=False, peers_per_itr=2).num_peers(0) == 2
-    assert repr(default_graph(9, push_sum=False, peers_per_itr={0: 2, 5: 1})) == repr(gm.BaseGraph(9, {0: 2, 5: 1}))
+    assert repr(default_graph(9, push_sum=False, peers_per_itr={0: 2, 5: 1})) == repr(
+        gm.graph_manager.BaseGraph(9, {0: 2, 5: 1})
+    )
     with pytest.raises(ValueError, match="RingGraph: got peers_per_itr=3, expected 1 to 2"):
         default_graph(7, push_sum=False, peers_per_itr=3)
 
@@ -134,7 +136,7 @@ def test_a_directed_graph_is_no_base_for_matchings() -> None:
 
 
 def test_trees_have_all_neighbours() -> None:
-    assert repr(named_graph("chain", 5)) == repr(gm.ChainGraph(5))
+    assert repr(named_graph("chain", 5)) == repr(gm.graph_manager.ChainGraph(5))
     graph = named_graph("double-binary-tree", 5)
     assert not graph.is_dynamic
     assert graph.out_peers(0, 0) == graph.phone_book(0)

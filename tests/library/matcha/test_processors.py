@@ -11,8 +11,12 @@ from gossip_modules.matcha import FixedProcessor, MatchaProcessor
 
 
 def test_the_processor_is_the_graph() -> None:
-    graph = gm.MatchaGraph(gm.select_graph(0), budget=0.5)
-    for base, is_list in ((gm.select_graph(0), False), (gm.select_graph(0), True), (predefined_matchings(0), True)):
+    graph = gm.MatchaGraph(gm.graph_manager.select_graph(0), budget=0.5)
+    for base, is_list in (
+        (gm.graph_manager.select_graph(0), False),
+        (gm.graph_manager.select_graph(0), True),
+        (predefined_matchings(0), True),
+    ):
         processor = MatchaProcessor(base, commBudget=0.5, rank=0, size=8, iterations=50, issubgraph=is_list)
         assert isinstance(processor, gm.MatchaGraph)
         assert processor.probabilities == graph.probabilities
@@ -25,9 +29,9 @@ def test_the_processor_is_the_graph() -> None:
 
 
 def test_the_fixed_one_uses_all_matchings_or_none() -> None:
-    processor = FixedProcessor(gm.select_graph(5), 0.5, 0, 8, 40)
+    processor = FixedProcessor(gm.graph_manager.select_graph(5), 0.5, 0, 8, 40)
     assert {tuple(flags) for flags in processor.active_flags} == {(0, 0), (1, 1)}
-    whole = FixedProcessor(gm.select_graph(1), 1.0, 0, 16, 3)
+    whole = FixedProcessor(gm.graph_manager.select_graph(1), 1.0, 0, 16, 3)
     assert whole.active_flags == [[1] * 5] * 3
     assert not whole.is_dynamic
     assert whole.alpha == pytest.approx(2 / (0.1177 + 6.4945), abs=1e-4)
@@ -35,7 +39,7 @@ def test_the_fixed_one_uses_all_matchings_or_none() -> None:
 
 def test_what_they_refuse() -> None:
     with pytest.raises(ValueError, match=r"got size=4 for a graph of 8 ranks, expected the same number; start 8"):
-        MatchaProcessor(gm.select_graph(0), 0.5, 0, 4, 1)
+        MatchaProcessor(gm.graph_manager.select_graph(0), 0.5, 0, 4, 1)
     with pytest.raises(ValueError, match=r"got matchings as base_graph with issubgraph=False.*pass issubgraph=True"):
         MatchaProcessor(predefined_matchings(0), 0.5, 0, 8, 1)
     with pytest.raises(ValueError, match=r"rank"):

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from gossip_modules import MetropolisHastingsMixing
 from gossip_modules.graph_manager.named_graphs import undirected_ring
 from gossip_modules.membership.links import LinkTransport, connect_links
+from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.mixing_manager.base import MixingManager
 from tests.harness.ranks import TIMEOUT
 

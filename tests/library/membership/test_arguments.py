@@ -8,17 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gossip_modules import (
-    BaseGraph,
-    Choco,
-    DiLoCo,
-    DynamicBipartiteExponentialGraph,
-    GossipDataParallel,
-    Membership,
-    RingGraph,
-    SlowMo,
-)
+from gossip_modules import Choco, DiLoCo, GossipDataParallel, Membership, RingGraph, SlowMo
 from gossip_modules.compression.quantizer import SignNorm
+from gossip_modules.graph_manager import BaseGraph, DynamicBipartiteExponentialGraph
 from tests.library.membership.test_membership import SECONDS, _no_thread_stays, member_of, model_of
 
 __all__ = ["_no_thread_stays"]

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import Choco, Gossiper, PowerGossip, PushPull, SignNorm, TopK
+from gossip_modules import Choco, PowerGossip, SignNorm, TopK
+from gossip_modules.extend import Gossiper, PushPull
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.membership.links import LinkTransport
 from gossip_modules.mixing_manager.base import MixingManager

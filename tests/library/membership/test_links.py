@@ -17,21 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import (
-    Gossiper,
-    LaplacianMixing,
-    MatchaGraph,
-    MetropolisHastingsMixing,
-    MixingManager,
-    NPeerDynamicDirectedExponentialGraph,
-    PushPull,
-    PushSum,
-    RingGraph,
-    UniformMixing,
-)
+from gossip_modules import MatchaGraph, RingGraph
+from gossip_modules.extend import Gossiper, PushPull, PushSum
 from gossip_modules.flat.vector import FlatVector
+from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.membership import links
 from gossip_modules.membership.links import LinkTransport, alone, connect_links
+from gossip_modules.mixing_manager import LaplacianMixing, MetropolisHastingsMixing, MixingManager, UniformMixing
 from gossip_modules.transport.exchange import Exchange
 from gossip_modules.transport.waits import Waits
 from tests.harness.ranks import TIMEOUT

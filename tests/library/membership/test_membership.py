@@ -16,13 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gossip_modules import (
-    BaseGraph,
-    GossipDataParallel,
-    Membership,
-    PushSum,
-    RingGraph,
-)
+from gossip_modules import GossipDataParallel, Membership, RingGraph
+from gossip_modules.extend import PushSum
+from gossip_modules.graph_manager import BaseGraph
 from gossip_modules.membership import limits
 from gossip_modules.membership.liveness.background_log import log
 from gossip_modules.membership.participant import Change

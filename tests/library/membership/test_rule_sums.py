@@ -14,21 +14,20 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     D2,
-    Algorithm,
-    BaseGraph,
     DecentLaM,
     ExactDiffusion,
     GossipDataParallel,
     GradientTracking,
     Membership,
-    MixingManager,
-    PushPull,
     QGDSGDm,
     RingGraph,
 )
 from gossip_modules.engine.engine import LockstepEngine, SyncEngine
+from gossip_modules.extend import Algorithm, PushPull
 from gossip_modules.flat.vector import FlatVector
+from gossip_modules.graph_manager import BaseGraph
 from gossip_modules.membership.links import LinkTransport
+from gossip_modules.mixing_manager import MixingManager
 from gossip_modules.rounds.memory import Memory
 from gossip_modules.rounds.rounds import Rounds, rounds_of
 from gossip_modules.schedule import Schedule

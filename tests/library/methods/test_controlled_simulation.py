@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossip_modules import CompleteGraph, ConsensusControl, RingGraph
+from gossip_modules import ConsensusControl, RingGraph
+from gossip_modules.graph_manager import CompleteGraph
 from gossip_modules.methods import METHODS
 from gossip_modules.methods.controlled_simulation import ControlSimulation, RateSimulation
 from gossip_modules.methods.wrapping import schedule_of

@@ -46,7 +46,7 @@ from train.job.errors import UsageError
 from train.tasks.images.config import Config
 
 
-class HalfStep(gm.Gossiper):
+class HalfStep(gm.extend.Gossiper):
     """Goes half of the way that D-PSGD goes: x_i <- x_i + 1/2 sum_j W_ij (x_j - x_i)."""
 
     needs_symmetric_weights = True
@@ -56,13 +56,13 @@ class HalfStep(gm.Gossiper):
         sends = dict.fromkeys(out_peers, (self._mine.raw,))
         return sends, {peer: (x.raw,) for peer, x in self._theirs.items()}
 
-    def decode(self, s: FlatVector, weights: gm.MixingWeights) -> None:
+    def decode(self, s: FlatVector, weights: gm.mixing_manager.MixingWeights) -> None:
         for peer, theirs in self._theirs.items():
             s.add_(theirs, alpha=weights.inp[peer] / 2)
             s.add_(self._mine, alpha=-weights.inp[peer] / 2)
 
 
-class Half(gm.Compressor):
+class Half(gm.compression.Compressor):
     """Half of each entry, as it is."""
 
     def num_bytes(self, d: int, dtype: torch.dtype) -> int:
@@ -181,7 +181,9 @@ def test_the_simulator_compresses_drifts_as_training_does(method: type[gm.DiLoCo
 def test_the_simulator_sends_the_messages_of_sparse_loco() -> None:
     """To each of the others, on a link that a message of the whole model would keep busy much longer."""
     setting = replace(CLUSTER, world_size=5, local_steps=2)
-    size = gm.ChunkTopK(41, 4096, values=gm.TwoBit()).num_bytes(setting.num_parameters, torch.float32)
+    size = gm.compression.ChunkTopK(41, 4096, values=gm.compression.TwoBit()).num_bytes(
+        setting.num_parameters, torch.float32
+    )
     waited = {}
     for name in ("sparseloco", "diloco"):
         method, x = make_method(Choice.parse(name), setting), torch.zeros(5, 100)
@@ -239,7 +241,7 @@ def test_one_entry_gives_a_recipe(own: methods.Method, monkeypatch: pytest.Monke
     config = read_command_line(Config, description="", arguments=["--recipe", "half", "--graph", "torus"])
     arguments: Any = wrap(config.recipe, nn.Linear(2, 2), config, Context(world_size=8))
     assert isinstance(arguments["algorithm"], HalfStep)
-    assert repr(arguments["graph"](8)) == repr(gm.TorusGraph(8, peers_per_itr=3))
+    assert repr(arguments["graph"](8)) == repr(gm.graph_manager.TorusGraph(8, peers_per_itr=3))
     assert config.identity["recipe"] == "half"
 
 

@@ -9,23 +9,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules import (
+from gossip_modules import GossipDataParallel, RingGraph
+from gossip_modules.extend import PushPull
+from gossip_modules.graph_manager import (
     BaseGraph,
     EquiDynGraph,
     EquiStaticGraph,
-    GossipDataParallel,
     GraphManager,
+    RandomMatchingGraph,
+    RandomPushGraph,
+)
+from gossip_modules.mixing_manager import (
     GraphMixing,
     LaplacianMixing,
     MetropolisHastingsMixing,
     MixingManager,
-    PushPull,
-    RandomMatchingGraph,
-    RandomPushGraph,
-    RingGraph,
     UniformMixing,
+    default_mixing,
+    graph_weights,
 )
-from gossip_modules.mixing_manager import default_mixing, graph_weights
 from gossip_modules.wrappers.defaults import choose_mixing
 from tests.harness.problems import loss_of, net, sgd
 from tests.harness.ranks import run_ranks

@@ -8,21 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossip_modules import (
+from gossip_modules import RingGraph
+from gossip_modules.graph_manager import (
     BaseGraph,
     CompleteGraph,
     DynamicBipartiteLinearGraph,
     EquiDynGraph,
     GraphManager,
     HypercubeGraph,
-    MatrixMixing,
-    MixingManager,
-    MixingWeights,
     RandomMatchingGraph,
-    RingGraph,
-    UniformMixing,
 )
-from gossip_modules.mixing_manager import default_mixing
+from gossip_modules.mixing_manager import MatrixMixing, MixingManager, MixingWeights, UniformMixing, default_mixing
 from gossip_modules.mixing_manager.growth import (
     MAX_RANKS,
     MAX_STATIC_RANKS,

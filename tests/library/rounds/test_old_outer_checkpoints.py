@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules import DiLoCo, GASLoC, GossipDataParallel, NoLoCo, OuterMethod, SlowMo, StreamingDiLoCo
+from gossip_modules import DiLoCo, GASLoC, GossipDataParallel, NoLoCo, SlowMo, StreamingDiLoCo
+from gossip_modules.extend import OuterMethod
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten

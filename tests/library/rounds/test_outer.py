@@ -15,21 +15,14 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     QSGD,
-    Algorithm,
-    ChunkTopK,
     ConsensusControl,
     DiLoCo,
     EagerDiLoCo,
-    FlatBuffer,
     GASLoC,
     GossipDataParallel,
     LocalSGD,
-    NetworkXGraph,
     NoLoCo,
-    OuterMethod,
     PowerGossip,
-    ProcessGroupTransport,
-    PushPull,
     RandomK,
     RingGraph,
     Schedule,
@@ -37,11 +30,13 @@ from gossip_modules import (
     SparseLoCo,
     StreamingDiLoCo,
     TopK,
-    TwoBit,
-    UniformMixing,
     gossip,
 )
+from gossip_modules.compression import ChunkTopK, TwoBit
 from gossip_modules.engine.engine import SyncEngine
+from gossip_modules.extend import Algorithm, FlatBuffer, OuterMethod, ProcessGroupTransport, PushPull
+from gossip_modules.graph_manager import NetworkXGraph
+from gossip_modules.mixing_manager import UniformMixing
 from gossip_modules.rounds.rounds import Rounds
 from tests.harness.problems import fill_, loss_of, mlp, net, sgd, train_step
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group

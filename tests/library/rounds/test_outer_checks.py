@@ -14,17 +14,15 @@ from gossip_modules import (
     Choco,
     GASLoC,
     GossipDataParallel,
-    Gossiper,
     NoLoCo,
-    OuterMethod,
     PowerGossip,
-    PushPull,
     RelaySGD,
     RingGraph,
     SignNorm,
     SlowMo,
     Sparta,
 )
+from gossip_modules.extend import Gossiper, OuterMethod, PushPull
 from tests.harness.problems import mlp
 from tests.harness.ranks import run_ranks, solo_group
 

@@ -19,10 +19,7 @@ from gossip_modules import (
     GASLoC,
     GossipDataParallel,
     Membership,
-    MixingManager,
     NoLoCo,
-    OuterMethod,
-    PushPull,
     Schedule,
     SlowMo,
     SparseLoCo,
@@ -30,8 +27,10 @@ from gossip_modules import (
     TopK,
 )
 from gossip_modules.engine.engine import SyncEngine
+from gossip_modules.extend import OuterMethod, PushPull
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership.links import LinkTransport
+from gossip_modules.mixing_manager import MixingManager
 from gossip_modules.rounds.memory import Memory
 from gossip_modules.rounds.pieces import Pieces, mixer_of
 from gossip_modules.rounds.rounds import Rounds

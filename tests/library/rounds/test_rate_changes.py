@@ -12,16 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import (
-    D2,
-    Algorithm,
-    ExactDiffusion,
-    GossipDataParallel,
-    GradientTracking,
-    Memory,
-    MetropolisHastingsMixing,
-    RingGraph,
-)
+from gossip_modules import D2, ExactDiffusion, GossipDataParallel, GradientTracking, RingGraph
+from gossip_modules.extend import Algorithm, Memory
+from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rates import RateUnits
 from gossip_modules.rounds.vector import Vector
 from tests.harness.problems import loss_of, mlp, train_step

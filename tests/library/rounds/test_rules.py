@@ -14,17 +14,11 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     D2,
-    Algorithm,
     DecentLaM,
     DiLoCo,
     ExactDiffusion,
-    FlatBuffer,
     GossipDataParallel,
     GradientTracking,
-    Memory,
-    MetropolisHastingsMixing,
-    ProcessGroupTransport,
-    PushPull,
     QGDSGDm,
     RingGraph,
     Schedule,
@@ -34,6 +28,8 @@ from gossip_modules import (
 from gossip_modules.algorithms.choco import Choco as NewChoco
 from gossip_modules.algorithms.d_psgd import DPSGD
 from gossip_modules.engine.engine import SyncEngine
+from gossip_modules.extend import Algorithm, FlatBuffer, Memory, ProcessGroupTransport, PushPull
+from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rounds import Rounds, rounds_of
 from gossip_modules.wrappers.arguments import check_algorithm
 from tests.harness.problems import adamw, loss_of, mlp, net, train_step

@@ -176,7 +176,7 @@ def test_rows_are_ranks_whose_rounds_overlap(algorithm: Algorithm, dtype: torch.
 def test_rows_have_push_sum_weights(dtype: torch.dtype, overlap: bool) -> None:
     import networkx as nx
 
-    star = gm.NetworkXGraph(nx.star_graph(NUM_RANKS - 1))
+    star = gm.graph_manager.NetworkXGraph(nx.star_graph(NUM_RANKS - 1))
     compare(DPSGD(), dtype, graph=star, overlap=overlap, schedule=gm.Schedule(gossip_every=2, average_every=3))
 
 

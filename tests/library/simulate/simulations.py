@@ -28,16 +28,16 @@ LINKS = LinkModel(rate_bit_s=1e9)
 CLUSTER = Setting(8, 11_175_000, EVEN, LINKS)  # 44.7 MB
 
 
-def irregular(n: int, *, is_directed: bool) -> gm.GraphManager:
+def irregular(n: int, *, is_directed: bool) -> gm.graph_manager.GraphManager:
     """A ring with chords from rank 0: degrees differ."""
     graph = nx.cycle_graph(n, create_using=nx.DiGraph if is_directed else nx.Graph)
     graph.add_edges_from((0, j) for j in range(2, n - 1, 2))
-    return gm.NetworkXGraph(graph)
+    return gm.graph_manager.NetworkXGraph(graph)
 
 
-def graphs(n: int) -> dict[str, gm.GraphManager]:
+def graphs(n: int) -> dict[str, gm.graph_manager.GraphManager]:
     """All kinds that exist for n ranks, with one peer and with more."""
-    found: dict[str, gm.GraphManager] = {}
+    found: dict[str, gm.graph_manager.GraphManager] = {}
     for name in GRAPHS:
         for peers in (1, 2, None):
             try:

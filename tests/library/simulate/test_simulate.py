@@ -41,7 +41,7 @@ CASES = [
 ]
 
 
-def lockstep(graph: gm.GraphManager, algorithm: Algorithm, *, push_sum: bool = False) -> LockstepMethod:
+def lockstep(graph: gm.graph_manager.GraphManager, algorithm: Algorithm, *, push_sum: bool = False) -> LockstepMethod:
     network = Network(LINKS, graph.world_size)
     driver = Stacked(algorithm, default_mixing(graph, push_sum=push_sum), shape=(8, 8))
     return LockstepMethod(driver, gm.Schedule(), SyncClock(EVEN, network, MessageCost(1e6)))
@@ -58,7 +58,7 @@ def test_d_psgd_is_simulated_on_its_default_graph(n: int, peers: int) -> None:
 
 
 @pytest.mark.parametrize(("graph", "push_sum"), CASES)
-def test_consensus_equals_the_product_of_dense_matrices(graph: gm.GraphManager, push_sum: bool) -> None:
+def test_consensus_equals_the_product_of_dense_matrices(graph: gm.graph_manager.GraphManager, push_sum: bool) -> None:
     mixing = default_mixing(graph, push_sum=push_sum)
     method = lockstep(graph, DPSGD(), push_sum=push_sum)
     x = Consensus(seed=2).start(graph.world_size)
@@ -71,11 +71,13 @@ def test_consensus_equals_the_product_of_dense_matrices(graph: gm.GraphManager, 
 
 
 def test_weights_of_its_own_and_schedules_of_peers_are_simulated() -> None:
-    graph = gm.NPeerDynamicDirectedExponentialGraph(6, peers_per_itr={0: 2, 3: 1})
-    matrices = [gm.UniformMixing(graph).matrix(t) for t in range(8)]
-    simulated = StackedMixing(gm.UniformMixing(graph))
+    graph = gm.graph_manager.NPeerDynamicDirectedExponentialGraph(6, peers_per_itr={0: 2, 3: 1})
+    matrices = [gm.mixing_manager.UniformMixing(graph).matrix(t) for t in range(8)]
+    simulated = StackedMixing(gm.mixing_manager.UniformMixing(graph))
     ring = gm.RingGraph(6, peers_per_itr=2)
-    skewed = gm.MatrixMixing(ring, 0.3 * torch.eye(6) + 0.7 * gm.UniformMixing(ring).matrix(0))
+    skewed = gm.mixing_manager.MatrixMixing(
+        ring, 0.3 * torch.eye(6) + 0.7 * gm.mixing_manager.UniformMixing(ring).matrix(0)
+    )
     for t, matrix in enumerate(matrices):
         eye = torch.eye(6, dtype=torch.float64)
         torch.testing.assert_close(simulated.round(t).mix(eye), matrix, rtol=0, atol=1e-12)
@@ -92,13 +94,15 @@ def test_weights_of_its_own_and_schedules_of_peers_are_simulated() -> None:
             gm.SignNorm(None),
             gm.TopK(0.1),
             gm.RandomK(0.2, seed=3),
-            gm.Cast(torch.bfloat16),
+            gm.compression.Cast(torch.bfloat16),
         ),
         *(gm.RandomK(0.2, unbiased=True), gm.QSGD(8), gm.QSGD(4, bucket_size=64, seed=5), gm.QSGD(2, unbiased=True)),
     ],
     ids=repr,
 )
-def test_codes_of_all_rows_are_those_of_the_compressor(compressor: gm.Compressor, dtype: torch.dtype) -> None:
+def test_codes_of_all_rows_are_those_of_the_compressor(
+    compressor: gm.compression.Compressor, dtype: torch.dtype
+) -> None:
     x = torch.randn(5, 150, generator=torch.Generator().manual_seed(1), dtype=dtype)
     x[3] = 0
     for t in (0, 7):
@@ -110,15 +114,15 @@ def test_codes_of_all_rows_are_those_of_the_compressor(compressor: gm.Compressor
 
 
 def test_a_code_of_its_own_is_computed_row_by_row() -> None:
-    class Wrapped(gm.Compressor):
+    class Wrapped(gm.compression.Compressor):
         def num_bytes(self, d: int, dtype: torch.dtype) -> int:
             return 2 * d
 
         def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
-            gm.Cast(torch.float16).compress(x, message)
+            gm.compression.Cast(torch.float16).compress(x, message)
 
         def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
-            gm.Cast(torch.float16).add_decompressed(message, target, alpha=alpha)
+            gm.compression.Cast(torch.float16).add_decompressed(message, target, alpha=alpha)
 
         def __repr__(self) -> str:
             return "Wrapped()"
@@ -156,8 +160,8 @@ def test_the_theta_of_a_prediction_is_one_that_a_run_can_have() -> None:
     assert prediction.error == pytest.approx(problem.error(x), rel=0.5)
 
 
-def ring(n: int) -> gm.MixingManager:
-    return gm.MetropolisHastingsMixing(gm.RingGraph(n, peers_per_itr=2))
+def ring(n: int) -> gm.mixing_manager.MixingManager:
+    return gm.mixing_manager.MetropolisHastingsMixing(gm.RingGraph(n, peers_per_itr=2))
 
 
 def test_the_options_of_the_best_are_in_the_advice() -> None:
@@ -240,7 +244,7 @@ def test_all_reduce_learns_like_sgd_on_the_mean_gradient() -> None:
 def test_a_method_of_its_own_is_simulated_like_a_named_one() -> None:
     """Any graph, weights, rule, schedule and clock: here those of D-PSGD on a ring, with lazier weights."""
     ring = gm.RingGraph(8, peers_per_itr=2)
-    lazy = gm.MatrixMixing(ring, (torch.eye(8) + gm.UniformMixing(ring).matrix(0)) / 2)
+    lazy = gm.mixing_manager.MatrixMixing(ring, (torch.eye(8) + gm.mixing_manager.UniformMixing(ring).matrix(0)) / 2)
     clock = SyncClock(EVEN, CLUSTER.network, CLUSTER.network.plain_message(CLUSTER.model_bytes))
     method = LockstepMethod(Stacked(DPSGD(), lazy), gm.Schedule(), clock)
     own, named = simulate(method, CLUSTER, Consensus()), simulate("dpsgd:ring", CLUSTER, Consensus())

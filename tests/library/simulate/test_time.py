@@ -30,7 +30,9 @@ from tests.library.simulate.simulations import CLUSTER, LINKS, UNEVEN, graphs
 # Time.
 
 
-def exchange_of(network: Network, mixing: gm.MixingManager, i: int, t: int, message: MessageCost) -> float:
+def exchange_of(
+    network: Network, mixing: gm.mixing_manager.MixingManager, i: int, t: int, message: MessageCost
+) -> float:
     """Of rank i in round t, by the definition, link by link."""
     graph, wire = mixing.graph, network.links.wire_seconds(message.num_bytes)
     peers = graph.in_peers(i, t)
@@ -43,7 +45,7 @@ def exchange_of(network: Network, mixing: gm.MixingManager, i: int, t: int, mess
 def event_loop(
     compute: ComputeModel,
     network: Network,
-    mixing: gm.MixingManager,
+    mixing: gm.mixing_manager.MixingManager,
     message: MessageCost,
     steps: int,
     *,
@@ -73,7 +75,7 @@ def event_loop(
     return starts
 
 
-def clock_starts(clock: Clock, mixing: gm.MixingManager | None, steps: int) -> list[list[float]]:
+def clock_starts(clock: Clock, mixing: gm.mixing_manager.MixingManager | None, steps: int) -> list[list[float]]:
     starts = []
     for t in range(steps):
         clock.advance([None if mixing is None else StackedMixing(mixing).round(t)])

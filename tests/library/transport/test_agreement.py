@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import ProcessGroupTransport, connect
+from gossip_modules import connect
+from gossip_modules.extend import ProcessGroupTransport
 from gossip_modules.transport.agreement import broadcast_tensors, check_agreement
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 

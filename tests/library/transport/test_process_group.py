@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import ProcessGroupTransport, Transport, connect
+from gossip_modules import connect
+from gossip_modules.extend import ProcessGroupTransport, Transport
 from gossip_modules.transport.exchange import ROUND_BITS
 from tests.harness.ranks import CPU, TIMEOUT, HangUp, run_ranks, solo_group
 

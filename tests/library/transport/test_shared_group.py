@@ -17,14 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gossip_modules import (
-    BilatGossipDataParallel,
-    GossipDataParallel,
-    GroupAverageDataParallel,
-    ProcessGroupTransport,
-    RingGraph,
-    connect,
-)
+from gossip_modules import BilatGossipDataParallel, GossipDataParallel, GroupAverageDataParallel, RingGraph, connect
+from gossip_modules.extend import ProcessGroupTransport
 from gossip_modules.transport import process_group
 from gossip_modules.transport.gloo import at_once, gloo_group
 from gossip_modules.transport.shared_group import CAN_RELEASE, NUM_CHANNELS, SharedGroup

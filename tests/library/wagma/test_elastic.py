@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gossip_modules import GroupAverageDataParallel, Membership, MetropolisHastingsMixing
+from gossip_modules import GroupAverageDataParallel, Membership
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager.named_graphs import undirected_ring
 from gossip_modules.membership.links import LinkTransport
 from gossip_modules.membership.participant import Change
+from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.testing import Chaos, Join, Kill, Stop, StoreKill, Worker
 from gossip_modules.wagma import elastic
 from gossip_modules.wagma.elastic import ElasticGroupEngine, GenerationWorker

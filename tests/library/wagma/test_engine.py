@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules import FlatVector
+from gossip_modules.extend import FlatVector
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
 from gossip_modules.wagma.group_average import GroupAverage
 from gossip_modules.wagma.pace import RelativePace

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gossip_modules import FlatVector
+from gossip_modules.extend import FlatVector
 from gossip_modules.transport.base import Pending
 from gossip_modules.wagma.control import ControlChannel, ControlKind, ControlMessage
 from gossip_modules.wagma.pace import RelativePace

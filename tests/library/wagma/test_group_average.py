@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import FlatVector, ProcessGroupTransport
+from gossip_modules.extend import FlatVector, ProcessGroupTransport
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
 from gossip_modules.wagma.group_average import GroupAverage
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group

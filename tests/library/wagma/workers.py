@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules import FlatVector, GlobalAverage, ProcessGroupTransport
+from gossip_modules.extend import FlatVector, GlobalAverage, ProcessGroupTransport
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
 from gossip_modules.wagma.engine import WaitAvoidingEngine
 from gossip_modules.wagma.group_average import GroupAverage

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossip_modules as gm
+from gossip_modules.wrappers.algorithm import as_algorithm, sorted_out
 from gossip_modules.wrappers.arguments import as_gossiper, as_graph, as_mixing, as_schedule, as_timeout
 from gossip_modules.wrappers.defaults import choose_mixing
 from tests.harness.named_group import NamedGroup
@@ -34,19 +35,23 @@ RING = gm.RingGraph(4, peers_per_itr=2)
         (gm.RingGraph, gm.RingGraph(4)),
         (lambda n: gm.RingGraph(n, peers_per_itr=2), RING),
         ("ring", RING),
-        ("exponential", gm.DynamicDirectedExponentialGraph(4)),
-        (nx.cycle_graph(4), gm.NetworkXGraph(nx.cycle_graph(4))),
-        (nx.cycle_graph, gm.NetworkXGraph(nx.cycle_graph(4))),
+        ("exponential", gm.graph_manager.DynamicDirectedExponentialGraph(4)),
+        (nx.cycle_graph(4), gm.graph_manager.NetworkXGraph(nx.cycle_graph(4))),
+        (nx.cycle_graph, gm.graph_manager.NetworkXGraph(nx.cycle_graph(4))),
     ],
 )
-def test_a_graph_is_given_in_many_ways(given: Any, expected: gm.GraphManager) -> None:
+def test_a_graph_is_given_in_many_ways(given: Any, expected: gm.graph_manager.GraphManager) -> None:
     assert repr(as_graph(given, 4)) == repr(expected)
 
 
-@pytest.mark.parametrize("given", [gm.UniformMixing, lambda graph: gm.UniformMixing(graph)])
+@pytest.mark.parametrize(
+    "given", [gm.mixing_manager.UniformMixing, lambda graph: gm.mixing_manager.UniformMixing(graph)]
+)
 def test_a_mixing_is_a_class_or_a_function_of_the_graph(given: Any) -> None:
-    assert repr(as_mixing(given, RING)) == repr(gm.UniformMixing(RING))
-    assert repr(choose_mixing("ring", given, push_sum=True, world_size=4)) == repr(gm.UniformMixing(RING))
+    assert repr(as_mixing(given, RING)) == repr(gm.mixing_manager.UniformMixing(RING))
+    assert repr(choose_mixing("ring", given, push_sum=True, world_size=4)) == repr(
+        gm.mixing_manager.UniformMixing(RING)
+    )
 
 
 def test_numbers_and_classes_stand_for_what_they_make() -> None:
@@ -55,7 +60,7 @@ def test_numbers_and_classes_stand_for_what_they_make() -> None:
     assert as_timeout(30) == timedelta(seconds=30)
     assert as_timeout(0.5) == timedelta(milliseconds=500)
     assert as_timeout(timedelta(minutes=1)) == timedelta(minutes=1)
-    assert repr(as_gossiper(gm.PushSum)) == repr(gm.PushSum())
+    assert repr(as_gossiper(gm.extend.PushSum)) == repr(gm.extend.PushSum())
 
 
 def test_a_wrapper_takes_them_all() -> None:
@@ -71,11 +76,18 @@ def test_a_wrapper_takes_them_all() -> None:
         return torch.cat([x.detach().flatten() for x in model.parameters()])
 
     def body(group: dist.ProcessGroup) -> bool:
-        named = train(group, graph="ring", mixing=gm.UniformMixing, gossiper=gm.PushSum, schedule=2, timeout=15)
+        named = train(
+            group,
+            graph="ring",
+            mixing=gm.mixing_manager.UniformMixing,
+            gossiper=gm.extend.PushSum,
+            schedule=2,
+            timeout=15,
+        )
         built = train(
             group,
-            mixing=gm.UniformMixing(gm.RingGraph(3, peers_per_itr=2)),
-            gossiper=gm.PushSum(),
+            mixing=gm.mixing_manager.UniformMixing(gm.RingGraph(3, peers_per_itr=2)),
+            gossiper=gm.extend.PushSum(),
             schedule=gm.Schedule(gossip_every=2),
             timeout=timedelta(seconds=15),
         )
@@ -88,8 +100,8 @@ def gossip(module: Any = None, **options: Any) -> gm.GossipDataParallel:
     return gm.GossipDataParallel(mlp() if module is None else module, **{"process_group": solo_group(), **options})
 
 
-def used_gossiper() -> gm.Gossiper:
-    gossiper = gm.PushSum()
+def used_gossiper() -> gm.extend.Gossiper:
+    gossiper = gm.extend.PushSum()
     gossip(gossiper=gossiper)
     return gossiper
 
@@ -124,17 +136,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"got the nodes \['a', 'b'\].*convert_node_labels_to_integers",
     ),
     "a class that needs more than a number": (
-        lambda: gossip(graph=gm.NetworkXGraph),
+        lambda: gossip(graph=gm.graph_manager.NetworkXGraph),
         r"got graph=NetworkXGraph, and NetworkXGraph\(1\) fails.*call it yourself .*pass the result",
     ),
     "a number for a graph": (lambda: gossip(graph=4), r"got graph=4, which makes no graph, expected a GraphManager"),
     "a mixing for a graph": (
-        lambda: gossip(graph=gm.UniformMixing(gm.RingGraph(1))),
+        lambda: gossip(graph=gm.mixing_manager.UniformMixing(gm.RingGraph(1))),
         r"got the mixing UniformMixing.* as graph.*pass mixing=",
     ),
     "a graph for a mixing": (lambda: gossip(mixing=gm.RingGraph(1)), r"got mixing=RingGraph.*expected a MixingManager"),
     "a mixing that needs a matrix": (
-        lambda: gossip(mixing=gm.MatrixMixing),
+        lambda: gossip(mixing=gm.mixing_manager.MatrixMixing),
         r"MatrixMixing\(.* fails.*pass the result",
     ),
     "a compressor for a gossiper": (
@@ -212,7 +224,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"got process_group='gloo', expected a ProcessGroup; make one with torch.distributed.new_group\(ranks\)",
     ),
     "overlap where there is none": (
-        lambda: gm.SimpleGossipDataParallel(mlp(), overlap=True),
+        lambda: gm.simple_distributed.SimpleGossipDataParallel(mlp(), overlap=True),
         r"got overlap for SimpleGossipDataParallel.*use GossipDataParallel",
     ),
 }
@@ -313,3 +325,46 @@ def test_a_checkpoint_of_a_membership_warns_in_no_fixed_world() -> None:
         wrapper.close()
 
     run_ranks(9, body)  # a warning would be an error
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "made"),
+    [
+        (lambda: gm.D2(), "D2()"),
+        (lambda: gm.D2, "D2()"),
+        (lambda: "d2", "D2()"),
+        (lambda: "GradientTracking", "GradientTracking()"),
+        (lambda: "powergossip", "PowerGossip("),
+    ],
+)
+def test_an_algorithm_is_an_object_a_class_or_a_name(algorithm: Any, made: str) -> None:
+    assert repr(as_algorithm(algorithm())).startswith(made)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ("diloko", "got algorithm='diloko', expected an Algorithm or a name of ar, .*; did you mean 'diloco'"),
+        ("choco", r"got algorithm='choco', expected Choco with its arguments, as compressor and step_size have no def"),
+        ("sgp", r"got algorithm='sgp', which is a wrapper with arguments, .*; write GossipDataParallel\(model\)$"),
+        ("wagma", r"write GroupAverageDataParallel\(model\)$"),
+        (
+            gm.SignNorm(),
+            r"got the compressor SignNorm\(2048\) as algorithm, .*as in Choco\(TopK\(0.01\), step_size=0.04\)",
+        ),
+        (3, r"got algorithm=3, expected an Algorithm such as DiLoCo\(\).*its class or its name, such as 'diloco'"),
+    ],
+)
+def test_an_algorithm_that_is_none_is_told_the_remedy(algorithm: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        as_algorithm(algorithm)
+
+
+def test_the_older_names_of_the_argument_say_the_new_line() -> None:
+    expected = r"^got rule=D2\(\), which is now algorithm=D2\(\); the old names will go$"
+    with pytest.warns(DeprecationWarning, match=expected) as caught:
+        gm.GossipDataParallel(nn.Linear(2, 2), rule=gm.D2(), process_group=solo_group()).close()
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match=r"is now algorithm=D2\(\)\.over\(PowerGossip\(.*\)\); the old names"):
+        sorted_out(None, gm.D2(), gm.PowerGossip(), None)

@@ -15,18 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gossip_modules import (
-    CompleteGraph,
-    GossipDataParallel,
-    MatrixMixing,
-    MetropolisHastingsMixing,
-    NetworkXGraph,
-    PushPull,
-    RingGraph,
-    Schedule,
-    SimpleGossipDataParallel,
-    UniformMixing,
-)
+from gossip_modules import GossipDataParallel, RingGraph, Schedule
+from gossip_modules.extend import PushPull
+from gossip_modules.graph_manager import CompleteGraph, NetworkXGraph
+from gossip_modules.mixing_manager import MatrixMixing, MetropolisHastingsMixing, UniformMixing
+from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from gossip_modules.wrappers.base import GossipWrapper
 from tests.harness.problems import fill_, loss_of, mlp, net, numerator, sgd, train_step
 from tests.harness.ranks import assert_no_gossip_threads, run_ranks, solo_group

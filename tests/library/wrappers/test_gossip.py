@@ -13,12 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gossip_modules import (
-    GossipDataParallel,
-    NetworkXGraph,
-    RingGraph,
-    Schedule,
-)
+from gossip_modules import GossipDataParallel, RingGraph, Schedule
+from gossip_modules.graph_manager import NetworkXGraph
 from tests.harness.problems import adamw, batch, fill_, loss_of, mlp, net, sgd, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten

@@ -10,14 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
-from gossip_modules import (
-    AllReduceDataParallel,
-    GossipDataParallel,
-    NetworkXGraph,
-    Schedule,
-    SimpleGossipDataParallel,
-    gossip,
-)
+from gossip_modules import AllReduceDataParallel, GossipDataParallel, Schedule, gossip
+from gossip_modules.graph_manager import NetworkXGraph
+from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from tests.harness.problems import loss_of, mlp, numerator, sgd
 from tests.harness.processes import run_processes
 from tests.harness.ranks import solo_group

@@ -12,14 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import (
-    GossipDataParallel,
-    GraphManager,
-    NetworkXGraph,
-    NPeerDynamicDirectedExponentialGraph,
-    ProcessGroupTransport,
-    Schedule,
-)
+from gossip_modules import GossipDataParallel, Schedule
+from gossip_modules.extend import ProcessGroupTransport
+from gossip_modules.graph_manager import GraphManager, NetworkXGraph, NPeerDynamicDirectedExponentialGraph
 from gossip_modules.wrappers.node import Node
 from tests.harness.problems import adamw, batch, loss_of, mlp, numerator, sgd, train_step
 from tests.harness.processes import run_processes

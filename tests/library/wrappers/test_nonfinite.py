@@ -17,9 +17,7 @@ from gossip_modules import (
     Choco,
     ConsensusControl,
     DeepSqueeze,
-    DynamicBipartiteExponentialGraph,
     GossipDataParallel,
-    NetworkXGraph,
     PowerGossip,
     RingGraph,
     Schedule,
@@ -27,6 +25,7 @@ from gossip_modules import (
 )
 from gossip_modules.flat.nonfinite import is_finite
 from gossip_modules.flat.vector import FlatVector
+from gossip_modules.graph_manager import DynamicBipartiteExponentialGraph, NetworkXGraph
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
 from tests.harness.ranks import HangUp, run_ranks, solo_group
 from tests.harness.reference import flatten

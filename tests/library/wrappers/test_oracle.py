@@ -11,26 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import (
+from gossip_modules import ConsensusControl, GossipDataParallel, RingGraph, Schedule
+from gossip_modules.engine.engine import LockstepEngine
+from gossip_modules.extend import OverlapEngine
+from gossip_modules.gossiper.gossiper import Gossiper
+from gossip_modules.graph_manager import (
     CompleteGraph,
-    ConsensusControl,
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
     DynamicDirectedExponentialGraph,
     DynamicDirectedLinearGraph,
-    GossipDataParallel,
     GraphManager,
     HypercubeGraph,
     NetworkXGraph,
     NPeerDynamicDirectedExponentialGraph,
-    OverlapEngine,
-    RingGraph,
-    Schedule,
-    SimpleGossipDataParallel,
     TorusGraph,
 )
-from gossip_modules.engine.engine import LockstepEngine
-from gossip_modules.gossiper.gossiper import Gossiper
+from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from gossip_modules.wrappers.base import GossipWrapper
 from tests.harness.problems import MakeOptimizer, adamw, loss_of, mlp, net, numerator, sgd, train
 from tests.harness.ranks import run_ranks

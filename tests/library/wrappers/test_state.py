@@ -17,11 +17,11 @@ from gossip_modules import (
     BilatGossipDataParallel,
     GossipDataParallel,
     GroupAverageDataParallel,
-    NetworkXGraph,
     RingGraph,
     Schedule,
     gossip,
 )
+from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.wrappers.base import GossipWrapper
 from gossip_modules.wrappers.whole_state import place_of
 from tests.harness.problems import adamw, fill_, loss_of, mlp, net, sgd, train_step

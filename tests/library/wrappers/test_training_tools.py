@@ -14,12 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gossip_modules import (
-    GossipDataParallel,
-    Membership,
-    NetworkXGraph,
-    RingGraph,
-)
+from gossip_modules import GossipDataParallel, Membership, RingGraph
+from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.wrappers.base import GossipWrapper
 from tests.harness.problems import adamw, batch, fill_, loss_of, mlp, net, numerator, sgd, train_step
 from tests.harness.ranks import run_ranks, solo_group

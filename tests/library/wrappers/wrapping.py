@@ -8,10 +8,8 @@ import networkx as nx
 import torch.distributed as dist
 from torch import nn
 
-from gossip_modules import (
-    GossipDataParallel,
-    NetworkXGraph,
-)
+from gossip_modules import GossipDataParallel
+from gossip_modules.graph_manager import NetworkXGraph
 
 MODES: list[dict[str, Any]] = [{}, {"overlap": True}, {"overlap": True, "max_staleness": 2}]
 

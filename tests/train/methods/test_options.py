@@ -50,9 +50,9 @@ def test_every_graph_of_the_command_line_exists(name: str) -> None:
 def test_auto_graph_is_the_librarys_choice() -> None:
     assert make_graph("auto", num_nodes=4, peers_per_itr=1, push_sum=True) is None
     directed = make_graph("auto", num_nodes=4, peers_per_itr=2, push_sum=True)
-    assert isinstance(directed, gm.NPeerDynamicDirectedExponentialGraph)
+    assert isinstance(directed, gm.graph_manager.NPeerDynamicDirectedExponentialGraph)
     pairs = make_graph("auto", num_nodes=4, peers_per_itr=2, push_sum=False)
-    assert isinstance(pairs, gm.DynamicBipartiteExponentialGraph)
+    assert isinstance(pairs, gm.graph_manager.DynamicBipartiteExponentialGraph)
     ring = make_graph("auto", num_nodes=5, peers_per_itr=2, push_sum=False)
     assert isinstance(ring, gm.RingGraph)
 

@@ -73,15 +73,15 @@ def test_the_algorithm_reaches_the_wrapper(
 @pytest.mark.parametrize(
     ("graph", "expected"),
     [
-        ("torus", gm.TorusGraph(8, peers_per_itr=3)),
-        ("bipartite-exponential", gm.DynamicBipartiteExponentialGraph(8)),
-        ("matcha0", gm.NetworkXGraph(gm.select_graph(0))),
+        ("torus", gm.graph_manager.TorusGraph(8, peers_per_itr=3)),
+        ("bipartite-exponential", gm.graph_manager.DynamicBipartiteExponentialGraph(8)),
+        ("matcha0", gm.graph_manager.NetworkXGraph(gm.graph_manager.select_graph(0))),
         ("RingGraph(peers_per_itr=1)", gm.RingGraph(8)),
-        ("BaseGraph()", gm.BaseGraph(8)),
+        ("BaseGraph()", gm.graph_manager.BaseGraph(8)),
     ],
 )
 def test_a_graph_is_a_name_or_a_text(
-    wrapped: Callable[..., dict[str, Any]], graph: str, expected: gm.GraphManager
+    wrapped: Callable[..., dict[str, Any]], graph: str, expected: gm.graph_manager.GraphManager
 ) -> None:
     assert repr(wrapped(8, recipe="choco", graph=graph)["graph"](8)) == repr(expected)
 
@@ -171,7 +171,7 @@ def test_base_graphs_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"got graph='matcha0', expected one of .*MATCHA\(budget=1.0\)"):
         make_graph("matcha0", num_nodes=8, peers_per_itr=1, push_sum=False)
     for index in range(6):
-        graph = gm.select_graph(index)
+        graph = gm.graph_manager.select_graph(index)
         assert set(base_graph(f"matcha{index}", num_nodes=len(graph)).edges) == set(graph.edges)
 
 
@@ -189,7 +189,7 @@ def test_matcha_trains_by_the_plan_that_is_printed(
     path = tmp_path / "plan.json"
     write_plan(["--graph", str(index), "--budget", "0.5", "--num-budgets", "0", "--output", str(path)])
     rho = json.loads(path.read_text(encoding="utf-8"))["rho"]
-    size = len(gm.select_graph(index))
+    size = len(gm.graph_manager.select_graph(index))
     named = wrapped(size, recipe="matcha", graph=f"matcha{index}", seed=5)["graph"](size)
     planned = wrapped(size, algorithm=f"MATCHA(plan={str(path)!r})", seed=5)["graph"]
     assert repr(planned(size)) == repr(named)
@@ -238,7 +238,7 @@ def test_adpsgd_takes_the_graph_that_is_named(monkeypatch: pytest.MonkeyPatch) -
     arguments = said_to(monkeypatch, wrapper, recipe="adpsgd", timeout_seconds=7)
     assert arguments == {"graph": None, "timeout": timedelta(seconds=7), "membership": None}
     arguments = said_to(monkeypatch, wrapper, recipe="adpsgd", graph="bipartite-linear")
-    assert repr(arguments["graph"](4)) == repr(gm.DynamicBipartiteLinearGraph(4))
+    assert repr(arguments["graph"](4)) == repr(gm.graph_manager.DynamicBipartiteLinearGraph(4))
 
 
 def test_wagma_takes_its_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,14 +253,14 @@ def test_wagma_takes_its_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "interpolation"),
     [
-        ("", gm.ConstantInterpolation(0.5)),
-        ("interpolation=ConstantInterpolation(0.2), ", gm.ConstantInterpolation(0.2)),
-        ("interpolation=ClockInterpolation(), ", gm.ClockInterpolation()),
-        ("interpolation=LossInterpolation(), ", gm.LossInterpolation()),
+        ("", gm.dpwa.ConstantInterpolation(0.5)),
+        ("interpolation=ConstantInterpolation(0.2), ", gm.dpwa.ConstantInterpolation(0.2)),
+        ("interpolation=ClockInterpolation(), ", gm.dpwa.ClockInterpolation()),
+        ("interpolation=LossInterpolation(), ", gm.dpwa.LossInterpolation()),
     ],
 )
 def test_workers_of_dpwa_learn_the_addresses_of_all_others(
-    monkeypatch: pytest.MonkeyPatch, options: str, interpolation: gm.Interpolation
+    monkeypatch: pytest.MonkeyPatch, options: str, interpolation: gm.dpwa.Interpolation
 ) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -312,11 +312,6 @@ def test_who_takes_its_steps_how() -> None:
 def test_dpwa_weighs_losses_where_its_arguments_say_so() -> None:
     texts = ("Dpwa()", "Dpwa(interpolation=LossInterpolation())", "Dpwa(divergence_threshold=0.1)", "SGP()")
     assert [Config(algorithm=text).weighs_losses for text in texts] == [False, True, True, False]
-
-
-def test_local_sgd_averages_and_never_gossips(wrapped: Callable[..., dict[str, Any]]) -> None:
-    schedule = wrapped(4, algorithm="LocalSGD(sync_every=3)")["schedule"]
-    assert schedule == gm.Schedule(gossip_every=3, average_every=1)
 
 
 def test_a_schedule_is_a_text(wrapped: Callable[..., dict[str, Any]]) -> None:

@@ -23,9 +23,7 @@ from gossip_modules import (
     ConsensusControl,
     DiLoCo,
     GossipDataParallel,
-    GraphManager,
     Membership,
-    NetworkXGraph,
     PowerGossip,
     QGDSGDm,
     RingGraph,
@@ -33,6 +31,7 @@ from gossip_modules import (
     StreamingDiLoCo,
 )
 from gossip_modules.flat.vector import FlatVector
+from gossip_modules.graph_manager import GraphManager, NetworkXGraph
 from gossip_modules.membership import limits
 from gossip_modules.transport.shared_group import SharedGroup
 from tests.harness.problems import loss_of, mlp, sgd

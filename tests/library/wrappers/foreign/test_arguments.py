@@ -108,7 +108,7 @@ def with_group(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "SGP": with_group(gm.GossipDataParallel),
-    "SGP without overlap": with_group(gm.SimpleGossipDataParallel),
+    "SGP without overlap": with_group(gm.simple_distributed.SimpleGossipDataParallel),
     "gossip()": with_group(gm.gossip),
     "AD-PSGD": with_group(gm.BilatGossipDataParallel),
     "WAGMA": with_group(gm.GroupAverageDataParallel),

@@ -151,7 +151,7 @@ def test_models_see_only_what_is_before_and_gossip_takes_the_embeddings_once(
     assert not torch.allclose(first[:, 2], second[:, 2])
     tied = [p for p in model.parameters() if p.shape[0] == 30 and p.ndim == 2]
     assert len(tied) == 1
-    buffer = gm.FlatBuffer(model)
+    buffer = gm.extend.FlatBuffer(model)
     assert len(buffer.tensors) == len(list(model.parameters()))
     assert buffer.buffer_segments[0].numel() == 0
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -93,7 +93,7 @@ def test_the_embeddings_are_one_matrix_and_positions_are_fixed(translator: Trans
 
 def test_gossip_takes_the_embeddings_once_and_no_position(task: TranslationTask) -> None:
     model = task.make_model()
-    buffer = gm.FlatBuffer(model)
+    buffer = gm.extend.FlatBuffer(model)
     assert len(buffer.tensors) == sum(p.requires_grad for p in model.parameters())
     assert buffer.buffer_segments[0].numel() == 0
 

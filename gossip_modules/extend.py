@@ -1,0 +1,64 @@
+"""What a class of your own extends: algorithms, memory and requests, graphs, weights, compressors, transports."""
+
+from .algorithms.outer_method import OuterMethod
+from .compression.compressor import Compressor as Compressor
+from .engine.engine import Engine, LockstepEngine, SyncEngine
+from .engine.overlap import OverlapEngine
+from .flat.buffer import FlatBuffer
+from .flat.selection import Selection
+from .flat.vector import FlatVector
+from .gossiper.gossiper import Gossiper
+from .gossiper.mixer import GlobalAverage, Mixer
+from .gossiper.push_pull import PushPull
+from .gossiper.push_sum import PushSum
+from .graph_manager.base import GraphManager as GraphManager
+from .mixing_manager.base import MixingManager as MixingManager
+from .mixing_manager.base import MixingWeights as MixingWeights
+from .rounds.algorithm import Algorithm
+from .rounds.memory import Memory
+from .rounds.message import Message as Message
+from .rounds.message import Received as Received
+from .rounds.requests import Average, Exchange, Gather, Mix, RoundLost, Share
+from .rounds.vector import Vector
+from .rounds.vectors import SGDStep, Vectors
+from .transport.base import Transport
+from .transport.process_group import ProcessGroupTransport
+from .wrappers.base import GossipWrapper
+from .wrappers.composable import GossipModule
+
+__all__ = [
+    "Algorithm",
+    "Average",
+    "Compressor",
+    "Engine",
+    "Exchange",
+    "FlatBuffer",
+    "FlatVector",
+    "Gather",
+    "GlobalAverage",
+    "GossipModule",
+    "GossipWrapper",
+    "Gossiper",
+    "GraphManager",
+    "LockstepEngine",
+    "Memory",
+    "Message",
+    "Mix",
+    "Mixer",
+    "MixingManager",
+    "MixingWeights",
+    "OuterMethod",
+    "OverlapEngine",
+    "ProcessGroupTransport",
+    "PushPull",
+    "PushSum",
+    "Received",
+    "RoundLost",
+    "SGDStep",
+    "Selection",
+    "Share",
+    "SyncEngine",
+    "Transport",
+    "Vector",
+    "Vectors",
+]
