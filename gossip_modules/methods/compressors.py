@@ -21,20 +21,20 @@ WIRE_DTYPES: Mapping[str, torch.dtype | None] = {
 
 
 @dataclass(frozen=True)
-class Code:
+class NamedCode:
     """A compressor by name: how it is made of (options, seed), and which option it uses, if any."""
 
     make: Callable[[MethodOptions, int], Compressor]
     option: str | None = None
 
 
-COMPRESSORS: Mapping[str, Code] = {
-    "sign": Code(lambda options, seed: SignNorm()),
-    "topk": Code(lambda options, seed: TopK(options.compression_ratio), "compression_ratio"),
-    "randomk": Code(lambda options, seed: RandomK(options.compression_ratio, seed=seed), "compression_ratio"),
-    "qsgd": Code(lambda options, seed: QSGD(options.compression_bits, seed=seed), "compression_bits"),
-    "bfloat16": Code(lambda options, seed: Cast(torch.bfloat16)),
-    "float16": Code(lambda options, seed: Cast(torch.float16)),
+COMPRESSORS: Mapping[str, NamedCode] = {
+    "sign": NamedCode(lambda options, seed: SignNorm()),
+    "topk": NamedCode(lambda options, seed: TopK(options.compression_ratio), "compression_ratio"),
+    "randomk": NamedCode(lambda options, seed: RandomK(options.compression_ratio, seed=seed), "compression_ratio"),
+    "qsgd": NamedCode(lambda options, seed: QSGD(options.compression_bits, seed=seed), "compression_bits"),
+    "bfloat16": NamedCode(lambda options, seed: Cast(torch.bfloat16)),
+    "float16": NamedCode(lambda options, seed: Cast(torch.float16)),
 }
 
 CHOCO_STEP_SIZES: StepSizes = {

@@ -29,7 +29,7 @@ Answered: TypeAlias = Rows | None
 """What a request was answered with: the rows of W(t), or None for an average over all ranks."""
 
 
-class _Flight(NamedTuple):
+class _Begun(NamedTuple):
     """A round that has asked for something, and the answer."""
 
     generator: Generator[Request, Any, None]
@@ -106,7 +106,7 @@ class Stacked:
         self._has_begun = False
         self._late: tuple[Tensor, Tensor | None] | None = None
         self._flights: list[tuple[int, int]] = []  # the steps at which rounds of fragments are due, and the fragments
-        self._flight: _Flight | None = None
+        self._flight: _Begun | None = None
 
         others: dict[str, Any] = {"wire_dtype": wire_dtype, "shape": shape}
         self.inner = Stacked(algorithm.inner, mixing, num_ranks, **others) if isinstance(algorithm, Over) else None
@@ -238,7 +238,7 @@ class Stacked:
         if self.algorithm.follows_rate:
             self.memory.scale(None if sgd is None else sgd.lr)
         generator = self.algorithm.round(v, self.memory, k)
-        self._flight = _Flight(generator, v, self._answer(next(generator), v))
+        self._flight = _Begun(generator, v, self._answer(next(generator), v))
 
     def land(self, x: Vector) -> None:
         """End the round that was begun. x: the models as they are now."""
