@@ -21,6 +21,7 @@ from gossip_modules.rounds.algorithm import Algorithm
 from gossip_modules.rounds.requests import Average, Mix, Request, RoundLost
 from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.rounds.vector import Vector
+from gossip_modules.rounds.vectors import Vectors
 from tests.harness.problems import net
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.library.rounds.test_stacked import examples
@@ -50,10 +51,14 @@ class FailingRounds(Rounds):
         reply = super()._answer(request)
         if fails and self.failure == "interrupt":
             raise KeyboardInterrupt
-        if fails and self.failure == "infinity":
+        return RoundLost if fails and self.failure == "lost" else reply
+
+    def _reply_to(self, request: Request, v: Vectors) -> Any:
+        reply = super()._reply_to(request, v)
+        if len(self.requests) == self.at + 1 and self.failure == "infinity":
             assert isinstance(request, Mix | Average)
             request.x.parts[0][0] = float("inf")
-        return RoundLost if fails and self.failure == "lost" else reply
+        return reply
 
     def fail(self, at: int, failure: str) -> None:
         """Let the next round fail; "" = let it run."""
