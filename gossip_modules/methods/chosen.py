@@ -122,7 +122,7 @@ class Chosen:
             found = outermost.get("sync_period") or getattr(outermost.get("schedule"), "gossip_every", 1)
         else:
             found = getattr(outermost, "sync_every", 1)
-        return int(found)
+        return int(found or 1)
 
 
 def names_of_algorithms() -> dict[str, Callable[..., Any]]:

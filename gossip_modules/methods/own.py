@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from ..gossiper.gossiper import Gossiper
 from ..registry import Method, Paper
@@ -37,7 +38,9 @@ def gossiper_method(
         summary: what it does, in one sentence; "": the first line of the docstring of `algorithm`.
         is_static: whether it needs a graph that never changes.
     """
-    facts = {key: value for key, value in {"title": title, "summary": summary, "paper": paper}.items() if value}
+    facts: dict[str, Any] = {
+        key: value for key, value in {"title": title, "summary": summary, "paper": paper}.items() if value
+    }
     return entry(
         algorithm,
         name=name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -162,9 +162,7 @@ def _worker(rank: int) -> str:
     return f"rank_{rank:04d}"
 
 
-def _graph_of(
-    chosen: Chosen, options: WrapperOptions, context: Context
-) -> GraphManager | Callable[[int], GraphManager] | None:
+def _graph_of(chosen: Chosen, options: WrapperOptions, context: Context) -> GraphManager | Callable[[int], Any] | None:
     """The argument `graph` of a wrapper, a function of the number of nodes; None: the wrapper's own choice."""
     if "(" in options.graph:
         return read_graph(options.graph, seed=context.seed)

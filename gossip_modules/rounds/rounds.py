@@ -352,7 +352,7 @@ class Rounds(Mixer):
         """One round, blocking."""
         self._open(x)
         while self._request is not None:
-            self._go_on(self._ask(self._request))
+            self._go_on(self._answer(self._request))
         self._end(x, 0.0)
 
     def blocking(self, x: FlatVector, t: int, k: int) -> None:
@@ -377,7 +377,7 @@ class Rounds(Mixer):
 
         def answer() -> float:
             if self._request is not None:
-                replies.append(self._ask(self._request))
+                replies.append(self._answer(self._request))
             return 1.0
 
         self._replies = replies
@@ -397,7 +397,7 @@ class Rounds(Mixer):
                 self._alpha = None
             self._go_on(reply)
             while self._request is not None:
-                self._go_on(self._ask(self._request))
+                self._go_on(self._answer(self._request))
         self._end(Vector.of(x), kept)
 
     def give_up(self) -> None:
@@ -471,11 +471,11 @@ class Rounds(Mixer):
         if is_open and self.watch is not None:
             self.watch.after_round(self.memory)
 
-    def _ask(self, request: Request) -> Any:
+    def _answer(self, request: Request) -> Any:
         v = self._v
         assert v is not None, "a round is open"
         try:
-            reply = self._answer(request, v)
+            reply = self._reply_to(request, v)
             if self._agree_finite is not None and isinstance(request, Mix | Average):
                 flat = request.x.flat
                 if flat is not None and not self._agree_finite(is_finite(flat)):
@@ -491,7 +491,7 @@ class Rounds(Mixer):
             raise
         return reply
 
-    def _answer(self, request: Request, v: Vectors) -> Any:
+    def _reply_to(self, request: Request, v: Vectors) -> Any:
         if isinstance(request, Mix):
             return self._mix(request.x, v, self.mixer)
         if isinstance(request, Average):
