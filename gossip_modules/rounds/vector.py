@@ -17,9 +17,9 @@ Factor: TypeAlias = float | Tensor
 
 
 class Vector:
-    """The parameters of a model, one flat tensor for each dtype; operations are in place, but for `plus`, and return the vector.
+    """The parameters of a model, one flat tensor for each dtype; operations return the vector.
 
-    Operations leave the buffers of the model alone: drivers see to them.
+    All are in place but for `plus`. Operations leave the buffers of the model alone: drivers see to them.
 
     Args:
         parts: the tensors, [d] each; with ranks stacked [n, d].
