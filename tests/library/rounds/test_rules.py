@@ -205,6 +205,26 @@ def test_buffers_are_averaged_and_touched_by_no_rule(rule: Algorithm) -> None:
     assert not torch.equal(one, other)
 
 
+@pytest.mark.parametrize("algorithm", [D2(), GradientTracking(), DiLoCo(sync_every=1)], ids=str)
+def test_buffers_that_come_and_go_change_nothing_for_parameters(algorithm: Algorithm) -> None:
+    """A layer without parameters is replaced: other buffers are mixed, and what rounds keep stays."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        model: Any = mlp()
+        model.append(nn.BatchNorm1d(2, affine=False, device="cpu"))
+        wrapper, optimizer = wrap(model, group, algorithm), sgd(model)
+        for step in range(2):
+            train_step(wrapper, optimizer, group.rank(), step)
+        for norm in (nn.Identity(), model[-1]):
+            model[-1] = norm
+            for step in range(2):
+                train_step(wrapper, optimizer, group.rank(), step)
+        assert memory_of(wrapper).num_rounds >= 5
+        wrapper.close()
+
+    run_ranks(2, body)
+
+
 def test_what_is_carried_of_a_narrow_model_is_float32() -> None:
     model = mlp().bfloat16()
     wrapper, optimizer = wrap(model, solo_group(), QGDSGDm()), sgd(model)
