@@ -158,7 +158,8 @@ class Choices:
         gossip = {
             "graph": self.graph,
             "mixing": self.mixing,
-            "gossiper": self.gossiper or (self.algorithm if isinstance(self.algorithm, Over) else None),
+            "gossiper": self.gossiper,
+            "another algorithm": self.algorithm.inner if isinstance(self.algorithm, Over) else None,
             "wire_dtype": self.wire_dtype,
         }
         if self.outer is not None:
