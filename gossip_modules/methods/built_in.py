@@ -30,9 +30,9 @@ from ..dpwa.config import DEFAULT_INTERPOLATION
 from ..dpwa.engine import PairwiseEngine
 from ..dpwa.interpolation import Interpolation
 from ..engine.overlap import OverlapEngine
-from ..gossiper.push_sum import PushSum
 from ..matcha.graph import MatchaGraph
 from ..registry import Method, Paper, StepSizes
+from ..rounds.push_pull import PushSum
 from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .graphs import pairs, static

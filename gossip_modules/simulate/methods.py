@@ -85,7 +85,7 @@ def make_method(choice: Choice, setting: Setting) -> SimulatedMethod:
     simulate = chosen.method.simulate or _SIMULATIONS.get(choice.method, simulate_rounds)
     method: SimulatedMethod = simulate(chosen, choice, setting)
     given = {name: value for name, value in chosen.given.items() if name != "seed"}
-    method.algorithm = choice.algorithm or replace(chosen, given=given).text
+    method.algorithm = choice.algorithm or Chosen(chosen.method, chosen.method.make(**given), given).text
     return method
 
 

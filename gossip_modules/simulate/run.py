@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..rounds.algorithm import Algorithm, Over
+from ..wrappers.algorithm import written
 from .advice import Prediction
 from .choice import Choice
 from .gossip import SimulatedMethod, TooFarApartError
@@ -46,7 +47,11 @@ def simulate(
         )
     if isinstance(choice, SimulatedMethod):
         return _train(choice, Choice(type(choice).__name__, "", ""), setting, problem, target, max_steps)
-    parsed = choice if isinstance(choice, Choice) else Choice.parse(str(choice))
+    parsed = (
+        choice
+        if isinstance(choice, Choice)
+        else Choice.parse(written(choice) if isinstance(choice, Algorithm | Over) else choice)
+    )
     chosen = parsed.resolved(setting.world_size, setting.peers_per_itr)
     has_gradients = not problem.is_solved_by_rounds
     setting = replace(setting, shape=problem.shape, has_gradients=has_gradients)

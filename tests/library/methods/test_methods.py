@@ -36,6 +36,7 @@ from gossip_modules.simulate.advice import recipe_options
 from gossip_modules.simulate.codes import measured_message
 from gossip_modules.simulate.delays import Network
 from gossip_modules.simulate.methods import make_method, simulate_rounds
+from gossip_modules.wrappers.algorithm import written
 from tests.harness.quadratics import LEARNING_RATE, START, descended, solve
 from tests.library.simulate.simulations import CLUSTER, LINKS
 from train.command_line import read_command_line
@@ -223,7 +224,7 @@ def test_bytes_are_measured_on_messages_of_the_algorithm() -> None:
 def test_the_simulator_takes_the_object_or_text_that_training_takes(algorithm: Any) -> None:
     setting, problem = replace(CLUSTER, world_size=4), Digits()
     found = simulate(algorithm, setting, problem, target=1e9, max_steps=1)
-    assert found == simulate(str(algorithm), setting, problem, target=1e9, max_steps=1)
+    assert found == simulate(written(algorithm), setting, problem, target=1e9, max_steps=1)
     arguments = shlex.split(recipe_options(found, setting))
     assert read_command_line(Config, description="", arguments=arguments).chosen.made == algorithm
     outer = algorithm.outer if isinstance(algorithm, Over) else algorithm
