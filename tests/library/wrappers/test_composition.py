@@ -30,9 +30,9 @@ from gossip_modules import (
 )
 from gossip_modules.dpwa import PairwiseAverager, PairwiseConfig
 from gossip_modules.extend import PushPull, PushSum
-from gossip_modules.gossiper.mixer import Mixer
 from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, UniformMixing
+from gossip_modules.rounds.mixer import Mixer
 from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
@@ -304,9 +304,9 @@ def test_a_copy_without_peers_warns_where_it_trains() -> None:
 def test_a_gossiper_belongs_to_one_wrapper() -> None:
     def body(group: dist.ProcessGroup) -> None:
         gossiper = PushSum()
-        first = wrap(mlp(group.rank()), group, gossiper=gossiper)
+        first = wrap(mlp(group.rank()), group, algorithm=gossiper)
         with pytest.raises(ValueError, match=r"which belongs to another wrapper.*make another"):
-            wrap(mlp(group.rank()), group, gossiper=gossiper)
+            wrap(mlp(group.rank()), group, algorithm=gossiper)
         twin = copy.deepcopy(first)
         for wrapper in (first, twin):
             loss_of(wrapper, 0, 0)
