@@ -45,7 +45,7 @@ class GradientTracking(Algorithm):
     """
 
     needs_current: ClassVar[bool] = True
-    is_skippable: ClassVar[bool] = False  # the sum of the y over ranks is that of the u
+    is_skippable: ClassVar[bool] = False  # the sum of the y over ranks equals the sum of the u
     mixes_several: ClassVar[bool] = True
     follows_rate: ClassVar[bool] = True
 
