@@ -40,8 +40,8 @@ class SlowMo(OuterMethod):
             other arguments say (SGP or D-PSGD); 0: none, ranks train alone (local SGD).
         inner_lr: eta, for inner learning rates that change: "optimizer" is the rate of the first group of the optimizer
             that steps the model; or a function that returns it, such as `lambda: optimizer.param_groups[0]["lr"]`. Both
-            are read when the optimizer has stepped, before a scheduler changes the rate, so that eta is the rate
-            of the last step before the outer one; with several optimizers, of the optimizer that steps last. None: eta is constant.
+            are read when the optimizer has stepped, before a scheduler changes the rate, so that eta is the rate of the
+            last step before the outer one; with several optimizers, of the one that steps last. None: eta is constant.
 
     Raises:
         ValueError: a rate, `gossip_every` or `inner_lr` out of range; (outer steps) eta is not positive.

@@ -1,6 +1,7 @@
 """The arguments of the wrappers as a user gives them, turned into what the library works with.
 
-Each function takes an argument whose meaning is certain, and raises a ValueError with got, expected and remedy otherwise.
+Each function takes an argument whose meaning is certain, and raises a ValueError with got, expected and remedy for any
+other one.
 """
 
 from __future__ import annotations
