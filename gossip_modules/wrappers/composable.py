@@ -53,7 +53,7 @@ def gossip(module: nn.Module, **options: Any) -> GossipModule:
 
 
 class GossipModule(nn.Module):
-    """The additions of `gossip` to the class of a module: the methods of `GossipDataParallel`, which holds the module."""
+    """The methods that `gossip` adds to the class of a module, all of `GossipDataParallel`, which holds the module."""
 
     _gossip: GossipDataParallel
 
