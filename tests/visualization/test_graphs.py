@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 import gossip_modules as gm
+from gossip_modules.algorithms.relay_sgd import trees_of
 from gossip_modules.graph_manager.named_graphs import GRAPHS, TREES, named_graph
 from gossip_modules.matcha.__main__ import main as write_plan
 from gossip_modules.methods import METHODS
 from gossip_modules.methods import graphs as method_graphs
-from gossip_modules.relay.relay_sgd import trees_of
 from gossip_modules.wrappers.defaults import choose_bipartite_mixing, choose_mixing
 from train.tasks.images.config import Config
 from visualization import spectra, topology
@@ -327,7 +327,7 @@ def test_the_graph_of_a_run_of_ad_psgd(n: int) -> None:
 @pytest.mark.parametrize(("name", "n"), [("auto", 6), ("torus", 6), ("matcha0", 8)])
 def test_the_graph_of_a_run_that_takes_all_neighbours(name: str, n: int) -> None:
     options = {**OPTIONS, "graph": name}
-    graph = method_graphs.make_static_graph(name, num_nodes=n)
+    graph = method_graphs.named(name, n)
     trained = choose_mixing(graph, None, push_sum=False, world_size=n)
     assert_equal_rounds(rounds_of_run({**options, "recipe": "choco"}, n), trained, 1)
     matcha = gm.MatchaGraph(method_graphs.base_graph(name, num_nodes=n), budget=0.5, seed=3)
