@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import gossip_modules as gm
 
 
-
 def by(algorithm: Any) -> Callable[[nn.Module], Any]:
     """Wraps a module for an algorithm, of which version 0.1 said `gossiper`."""
     argument = "algorithm" if "algorithm" in inspect.signature(gm.GossipDataParallel).parameters else "gossiper"

@@ -69,7 +69,7 @@ EXAMPLES: dict[type[Algorithm], list[Algorithm]] = {
 """Of algorithms that cannot be made without arguments, or take several ways with them."""
 
 
-def examples() -> list[Algorithm | Over]:
+def examples() -> list[Algorithm]:
     """An object of each algorithm at least."""
     return [made for kind in found_algorithms() for made in (EXAMPLES[kind] if kind in EXAMPLES else [kind()])]
 
@@ -91,7 +91,7 @@ def graph_for(algorithm: Algorithm) -> dict[str, Any]:
 
 
 def may_overlap(algorithm: Algorithm) -> bool:
-    return not (algorithm.needs_current or algorithm.keeps_models or getattr(algorithm, "delay", 0))
+    return not (algorithm.needs_current or algorithm.keeps_models or bool(getattr(algorithm, "delay", 0)))
 
 
 class Quadratic(nn.Module):
