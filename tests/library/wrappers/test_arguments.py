@@ -80,14 +80,14 @@ def test_a_wrapper_takes_them_all() -> None:
             group,
             graph="ring",
             mixing=gm.mixing_manager.UniformMixing,
-            gossiper=gm.extend.PushSum,
+            algorithm=gm.extend.PushSum,
             schedule=2,
             timeout=15,
         )
         built = train(
             group,
             mixing=gm.mixing_manager.UniformMixing(gm.RingGraph(3, peers_per_itr=2)),
-            gossiper=gm.extend.PushSum(),
+            algorithm=gm.extend.PushSum(),
             schedule=gm.Schedule(gossip_every=2),
             timeout=timedelta(seconds=15),
         )
@@ -102,7 +102,7 @@ def gossip(module: Any = None, **options: Any) -> gm.GossipDataParallel:
 
 def used_gossiper() -> gm.extend.Gossiper:
     gossiper = gm.extend.PushSum()
-    gossip(gossiper=gossiper)
+    gossip(algorithm=gossiper)
     return gossiper
 
 
@@ -150,16 +150,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"MatrixMixing\(.* fails.*pass the result",
     ),
     "a compressor for a gossiper": (
-        lambda: gossip(gossiper=gm.TopK(0.1)),
-        r"got the compressor TopK.*as gossiper.*Choco\(TopK\(0.01\), step_size=0.04\)",
+        lambda: gossip(algorithm=gm.TopK(0.1)),
+        r"got the compressor TopK.*as algorithm.*Choco\(TopK\(0.01\), step_size=0.04\)",
     ),
-    "a compressor's class for a gossiper": (lambda: gossip(gossiper=gm.SignNorm), r"got the compressor.*in Choco"),
+    "a compressor's class for a gossiper": (lambda: gossip(algorithm=gm.SignNorm), r"got the compressor.*in Choco"),
     "an algorithm's class that needs a compressor": (
         lambda: gossip(algorithm=gm.Choco),
         r"got algorithm=Choco, expected Choco with its arguments, as compressor and step_size have no default",
     ),
-    "a name for a gossiper": (lambda: gossip(gossiper="choco"), r"got gossiper='choco', expected a Gossiper, such as"),
-    "a gossiper for two models": (lambda: gossip(gossiper=used_gossiper()), r"another wrapper.*make another PushSum"),
+    "a name of no algorithm": (lambda: gossip(algorithm="diloko"), r"got .*diloko.*did you mean 'diloco'"),
+    "a gossiper for two models": (lambda: gossip(algorithm=used_gossiper()), r"another wrapper.*make another PushSum"),
     "schedule=0": (lambda: gossip(schedule=0), r"got schedule=0, expected .* at least 1; schedule=1, the default"),
     "a fraction for a schedule": (
         lambda: gossip(schedule=0.5),
@@ -258,12 +258,12 @@ def without_graph(state: dict[str, Any]) -> dict[str, Any]:
         ({"push_sum": False}, True),
         ({"push_sum": False, "schedule": gm.Schedule(gossip_every=5, average_every=2)}, True),
         ({"push_sum": False, "schedule": gm.ConsensusControl(2.0)}, True),
-        ({"rule": gm.QGDSGDm()}, True),
+        ({"algorithm": gm.QGDSGDm()}, True),
         ({"push_sum": False, "graph": "ring"}, False),
         ({"push_sum": False, "schedule": gm.Schedule(gossip_every=5, average_every=1)}, False),
         ({"push_sum": False, "schedule": gm.ConsensusControl(2.0, average_every=1)}, False),
         ({"push_sum": True}, False),
-        ({"outer": gm.DiLoCo(5)}, False),
+        ({"algorithm": gm.DiLoCo(5)}, False),
     ],
 )
 def test_a_checkpoint_from_when_nine_ranks_had_a_ring_says_how_to_go_on_with_it(
