@@ -182,6 +182,11 @@ class Over:
     inner: Algorithm | Over
 
     def __post_init__(self) -> None:
+        if not isinstance(self.inner, Algorithm | Over):
+            raise ValueError(
+                f"got {self.inner!r} below {self.outer}, expected an algorithm whose rounds mix; pass an object of its "
+                "class, such as PowerGossip()"
+            )
         inner = self.inner.outer if isinstance(self.inner, Over) else self.inner
         if inner.needs_current and not inner.keeps_models:
             raise ValueError(

@@ -368,3 +368,23 @@ def test_the_older_names_of_the_argument_say_the_new_line() -> None:
     assert caught[0].filename == __file__
     with pytest.warns(DeprecationWarning, match=r"is now algorithm=D2\(\)\.over\(PowerGossip\(.*\)\); the old names"):
         sorted_out(None, gm.D2(), gm.PowerGossip(), None)
+
+
+def test_the_new_line_makes_the_same_algorithm() -> None:
+    outer = gm.SlowMo(sync_every=2, gossip_every=1, inner_lr="optimizer")
+    new = r"algorithm=SlowMo\(sync_every=2, gossip_every=1, inner_lr='optimizer'\)\.over\(PowerGossip\(\)\); the old"
+    with pytest.warns(DeprecationWarning, match=new):
+        sorted_out(outer, None, None, "powergossip")
+    with pytest.warns(DeprecationWarning, match=r"is now algorithm=DiLoCo\(optimizer=\.\.\.\); the old names will go"):
+        sorted_out(gm.DiLoCo(optimizer=lambda parameters: torch.optim.Adam(parameters)), None, None, None)
+
+
+@pytest.mark.parametrize("inner", [gm.PowerGossip, "powergossip", gm.TopK(0.1), None])
+def test_an_algorithm_is_over_an_algorithm_only(inner: Any) -> None:
+    with pytest.raises(ValueError, match=r"below SlowMo\(.*\), expected an algorithm .*such as PowerGossip\(\)$"):
+        gm.SlowMo(gossip_every=1).over(inner)
+
+
+def test_an_algorithm_that_never_gossips_is_over_none() -> None:
+    with pytest.raises(ValueError, match="got another algorithm beside DiLoCo"):
+        gm.GossipDataParallel(nn.Linear(2, 2), algorithm=gm.DiLoCo().over(gm.PowerGossip()), process_group=solo_group())
