@@ -34,15 +34,15 @@ class RandomShare(Algorithm):
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = GossipDataParallel(nn.Linear(100, 1), algorithm=RandomShare(0.1))
+model = GossipDataParallel(nn.Linear(100, 10), algorithm=RandomShare(0.1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 draws = torch.Generator().manual_seed(1 + dist.get_rank())
 for _ in range(300):
     x = torch.randn(16, 100, generator=draws)
     optimizer.zero_grad()
-    mse_loss(model(x), x.sum(dim=1, keepdim=True)).backward()
+    mse_loss(model(x), x.sum(dim=1, keepdim=True).expand(-1, 10)).backward()
     optimizer.step()
-distance, share = model.consensus_distance(), model.comm_stats()["bytes_sent"] / (2 * 300 * 101 * 4)
+distance, share = model.consensus_distance(), model.comm_stats()["bytes_sent"] / (2 * 300 * 1010 * 4)
 if dist.get_rank() == 0:
     print(f"distance from the average {distance:.1e}; sent {share:.0%} of what plain gossip sends")
 model.close()
