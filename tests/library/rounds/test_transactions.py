@@ -43,18 +43,22 @@ class FailingRounds(Rounds):
         super().__init__(algorithm, PushPull())
         self.at, self.failure, self.requests = -1, "", list[Request]()
 
-    def _answer(self, request: Request, v: Vectors) -> Any:
+    def _answer(self, request: Request) -> Any:
         self.requests.append(request)
         fails = len(self.requests) == self.at + 1
         if fails and self.failure == "connection":
             raise ConnectionError("rank 1 is gone")
-        reply = super()._answer(request, v)
+        reply = super()._answer(request)
         if fails and self.failure == "interrupt":
             raise KeyboardInterrupt
-        if fails and self.failure == "infinity":
+        return RoundLost if fails and self.failure == "lost" else reply
+
+    def _reply_to(self, request: Request, v: Vectors) -> Any:
+        reply = super()._reply_to(request, v)
+        if len(self.requests) == self.at + 1 and self.failure == "infinity":
             assert isinstance(request, Mix | Average)
             request.x.parts[0][0] = float("inf")
-        return RoundLost if fails and self.failure == "lost" else reply
+        return reply
 
     def fail(self, at: int, failure: str) -> None:
         """Let the next round fail; "" = let it run."""
@@ -204,7 +208,7 @@ def test_a_generator_that_is_closed_changes_nothing(algorithm: Algorithm) -> Non
                 assert request is not None
                 if isinstance(request, Mix | Average) and request.x is rounds._v.x:
                     break  # the end of a round, which its answer writes
-                reply = rounds._ask(request)
+                reply = rounds._answer(request)
                 if number < at:
                     rounds._go_on(reply)
             rounds._close()
