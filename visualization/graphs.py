@@ -35,7 +35,7 @@ _AVERAGED = {
 
 
 @dataclass(frozen=True)
-class Rounds:
+class MatrixRounds:
     """Who mixes with whom, and how.
 
     Attributes:
@@ -51,7 +51,7 @@ class Rounds:
     matrix: Callable[[int], Matrix]
 
     @classmethod
-    def of(cls, mixing: gm.mixing_manager.MixingManager, title: str) -> Rounds:
+    def of(cls, mixing: gm.mixing_manager.MixingManager, title: str) -> MatrixRounds:
         """Those of a mixing manager."""
         return cls(title, mixing.graph.world_size, mixing.period, lambda t: np.asarray(mixing.matrix(t)))
 
@@ -69,7 +69,7 @@ def make_mixing(graph: gm.graph_manager.GraphManager) -> gm.mixing_manager.Mixin
     return default_mixing(graph, push_sum=False)
 
 
-def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
+def rounds_of_run(config: Mapping[str, Any], world_size: int) -> MatrixRounds | str:
     """The mixing of a run, or why there is none to show.
 
     Where the number of peers changes with the epochs, the rounds are those before it first does.
@@ -106,15 +106,15 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
         return _groups(groups, f", all ranks every {period} rounds" if period else "")
     if recipe == "matcha" and config.get("plan"):
         matcha = gm.MatchaGraph.from_plan(config["plan"], seed=config["seed"], world_size=num_nodes)
-        return Rounds.of(make_mixing(matcha), f"MATCHA by {config['plan']}")
+        return MatrixRounds.of(make_mixing(matcha), f"MATCHA by {config['plan']}")
     if recipe == "matcha":
         name = "ring" if name == "auto" else name
         base = nx.Graph(_edges(named_graph(name, num_nodes)))
         matcha = gm.MatchaGraph(base, budget=config["budget"], seed=config["seed"])
-        return Rounds.of(make_mixing(matcha), f"MATCHA on {name}, budget {config['budget']:g}")
+        return MatrixRounds.of(make_mixing(matcha), f"MATCHA on {name}, budget {config['budget']:g}")
     if recipe in ALL_NEIGHBOURS:
         name = "ring" if name == "auto" else name
-        return Rounds.of(make_mixing(named_graph(name, num_nodes)), f"{name}, all neighbours")
+        return MatrixRounds.of(make_mixing(named_graph(name, num_nodes)), f"{name}, all neighbours")
     is_push_sum = recipe in PUSH_SUM or mixes_between
     by_epoch = {0: 1} if recipe == "adpsgd" else _peers_by_epoch(str(config.get("peers_per_itr", "1")))
     peers = by_epoch[min(by_epoch)]
@@ -128,7 +128,7 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> Rounds | str:
     mixing = default_mixing(graph, push_sum=is_push_sum)
     between = ", between averages over all ranks" if mixes_between else ""
     until = f" until epoch {changes[0]}" if changes else ""
-    return Rounds.of(mixing, f"{name}, {peers} peer{'s' if peers > 1 else ''} per round{until}{between}")
+    return MatrixRounds.of(mixing, f"{name}, {peers} peer{'s' if peers > 1 else ''} per round{until}{between}")
 
 
 def _peers_by_epoch(text: str) -> dict[int, int]:
@@ -142,7 +142,7 @@ def _edges(graph: gm.graph_manager.GraphManager) -> list[tuple[int, int]]:
     return [(i, j) for i in range(graph.world_size) for j in graph.phone_book(i)]
 
 
-def _groups(groups: gm.graph_manager.ButterflyGroups, ending: str) -> Rounds:
+def _groups(groups: gm.graph_manager.ButterflyGroups, ending: str) -> MatrixRounds:
     """The average of a group as weights."""
     n = groups.world_size
     num_bits, num_masks = n.bit_length() - 1, groups.group_size.bit_length() - 1
@@ -156,4 +156,4 @@ def _groups(groups: gm.graph_manager.ButterflyGroups, ending: str) -> Rounds:
             weights[rank, list(members)] = 1 / len(members)
         return weights
 
-    return Rounds(f"groups of {groups.group_size}{ending}", n, period, matrix)
+    return MatrixRounds(f"groups of {groups.group_size}{ending}", n, period, matrix)

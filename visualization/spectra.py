@@ -37,7 +37,7 @@ from gossip_modules.graph_manager import DoubleBinaryTreeGraph, GraphManager, Ra
 from gossip_modules.graph_manager.named_graphs import DIRECTED_STATIC_GRAPHS, GRAPHS, STATIC_GRAPHS, TREES, named_graph
 from gossip_modules.mixing_manager import MixingManager
 from visualization.command import read_arguments, run_command
-from visualization.graphs import Rounds, make_mixing
+from visualization.graphs import MatrixRounds, make_mixing
 from visualization.style import COLORS, DASHES, MUTED, PAGE, Format, add_legend, new_figure, save, styled
 
 CASES: dict[str, tuple[str, int | None]] = {
@@ -91,7 +91,7 @@ class Spectra:
             raise ValueError(f"got sizes={self.sizes} and error={self.error}, expected n >= 2 and 0 < error < 1")
 
 
-def rounds_to_consensus(rounds: Rounds, *, error: float) -> int:
+def rounds_to_consensus(rounds: MatrixRounds, *, error: float) -> int:
     """The least T with ||W(T-1) ... W(0) - J|| <= error, in the spectral norm; J = 1 1^T / n.
 
     Periods are doubled until they are enough and then halved back, so it costs O((period + log T) n^3).
@@ -156,7 +156,7 @@ def gap_and_rounds(mixing: MixingManager, title: str, *, error: float) -> tuple[
         rho = graph.rho
         num_rounds = ceil(2 * log(error) / log(rho)) if rho > 0 else 1
         return 1 - sqrt(rho), num_rounds, EXPECTATION
-    return mixing.spectral_gap(), rounds_to_consensus(Rounds.of(mixing, title), error=error), PERIOD
+    return mixing.spectral_gap(), rounds_to_consensus(MatrixRounds.of(mixing, title), error=error), PERIOD
 
 
 def relay_rounds(graph: GraphManager) -> int:

@@ -28,7 +28,7 @@ from matplotlib.patches import FancyArrowPatch
 import gossip_modules as gm
 from gossip_modules.graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
 from visualization.command import read_arguments, run_command
-from visualization.graphs import Matrix, Rounds, circle, make_mixing
+from visualization.graphs import Matrix, MatrixRounds, circle, make_mixing
 from visualization.style import COLORS, COLUMN, DASHES, MUTED, PAGE, Format, legend_columns, new_figure, save, styled
 
 MAX_ROUNDS, MAX_COLUMNS = 8, 4
@@ -98,7 +98,7 @@ def as_text(weight: float) -> str:
     return str(fraction) if abs(float(fraction) - weight) < SAME else f"{weight:.3f}"
 
 
-def draw_rounds(rounds: Rounds, *, max_rounds: int = MAX_ROUNDS) -> Figure:
+def draw_rounds(rounds: MatrixRounds, *, max_rounds: int = MAX_ROUNDS) -> Figure:
     """The first rounds as panels, one legend of all weights; to be called within `styled`."""
     matrices = [rounds.matrix(t) for t in range(min(rounds.period or max_rounds, max_rounds))]
     links = [links_of(matrix) for matrix in matrices]
@@ -194,7 +194,7 @@ def _look(looks: Looks, weight: float) -> dict[str, Any]:
     return looks[above[-1]]
 
 
-def _title(rounds: Rounds, num_panels: int) -> str:
+def _title(rounds: MatrixRounds, num_panels: int) -> str:
     title = f"{rounds.title}, {rounds.num_ranks} ranks"
     if rounds.period == 1:
         return f"{title}: every round"
@@ -205,7 +205,7 @@ def _title(rounds: Rounds, num_panels: int) -> str:
     return f"{title}: a period of {rounds.period} rounds"
 
 
-def rounds_named(name: str, topology: Topology) -> Rounds:
+def rounds_named(name: str, topology: Topology) -> MatrixRounds:
     """The rounds of the graph of that name.
 
     Raises:
@@ -214,12 +214,12 @@ def rounds_named(name: str, topology: Topology) -> Rounds:
     graph = named_graph(name, topology.num_nodes, topology.peers)
     if topology.budget is None:
         peers = graph.num_peers(0)
-        return Rounds.of(make_mixing(graph), f"{name}, {peers} peer{'s' if peers > 1 else ''} per round")
+        return MatrixRounds.of(make_mixing(graph), f"{name}, {peers} peer{'s' if peers > 1 else ''} per round")
     if graph.is_dynamic or not graph.is_symmetric:
         raise ValueError(f"got budget={topology.budget} for {name}, expected an undirected graph that never changes")
     base = nx.Graph([(i, j) for i in range(graph.world_size) for j in graph.phone_book(i)])
     matcha = gm.MatchaGraph(base, budget=topology.budget)
-    return Rounds.of(make_mixing(matcha), f"MATCHA on {name}, budget {topology.budget:g}")
+    return MatrixRounds.of(make_mixing(matcha), f"MATCHA on {name}, budget {topology.budget:g}")
 
 
 def main(topology: Topology) -> int:

@@ -73,12 +73,8 @@ class DeepSqueeze(Algorithm):
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
         e = m.vector("error", average="on_request", join="zero")
-        e.add_(v.x)  # v_i, in the memory of e_i, since a copy of the model would cost more than a round that fails
-        try:
-            q = v.encode(self.compressor, e)
-            received = yield Share(q)
-        except BaseException:
-            e.sub_(v.x)  # as before the round, to rounding
-            raise
+        q = v.encode(self.compressor, e.plus(v.x))  # v_i is there only while it is compressed
+        received = yield Share(q)
+        e.add_(v.x)
         q.add_to(e, alpha=-1.0)
         received.add_to(v.x, alpha=self.step_size)

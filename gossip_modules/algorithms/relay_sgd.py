@@ -41,9 +41,8 @@ class RelaySGD(Algorithm):
     The weights W of the mixing are used for buffers only, such as BatchNorm statistics; of parameters its graph counts.
     On a `DoubleBinaryTreeGraph`, the default, the first half of the tensors of each dtype is relayed through one tree
     and the second half through the other, so that all ranks send about twice the model per round. `ChainGraph` and any
-    tree of networkx carry whole models. Sums are of float32 at least. A rank keeps a message to and from each
-    neighbour. After a round that failed the messages are no longer usable: resume all ranks from a checkpoint, or start
-    without one.
+    tree of networkx carry whole models. Sums are of float32 at least. A rank keeps a message from each
+    neighbour, and while a round runs it has two more: the next one, and its own.
 
     Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi, "RelaySum for Decentralized Deep Learning on Heterogeneous
     Data", NeurIPS 2021, arXiv 2110.04175, Algorithm 1.
@@ -99,7 +98,7 @@ class RelaySGD(Algorithm):
                     total.add_(fields[index])
                 x.copy_(total.div_(n))
         for j, reply in replies.items():
-            links[j]["received"] = reply.raw  # in memory that the next message of j is written to
+            links[j]["received"] = reply.raw
 
 
 class Relay:

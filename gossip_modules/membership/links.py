@@ -36,10 +36,10 @@ class LinkTransport(PointToPoint):
     what becomes of the group's other connections. So each link has a group of its own with two ranks. A link that fails
     closes alone, and nothing that is late can arrive in a buffer that is used again.
 
-    A round with a lost peer is complete without it: `Exchange.lost` names it, and the gossiper leaves what would have
-    travelled with who has it ([Note: lost peers] of `Gossiper`). Collectives are those of a group over all ranks; they
-    fail with an error where a rank has, and from then on: who fails closes its connections, so that nobody waits for
-    it. The next attempt asks for another generation.
+    A round with a lost peer is complete without it: `PendingExchange.lost` names it, and the gossiper leaves what would
+    have travelled with its sender ([Note: lost peers] of `Gossiper`). Collectives are those of a group over all
+    ranks; they fail with an error where a rank has, and from then on: a rank that fails closes its connections, so that
+    no other waits for it. The next attempt asks for another generation.
 
     Args:
         whole: a transport over all ranks, for collectives.

@@ -111,6 +111,8 @@ class MessageRounds(Gossiper):
     def _room(self, sizes: tuple[tuple[torch.dtype, int], ...], key: object) -> MessageBuffer:
         flat = self._x.flat
         assert flat is not None, "messages carry the buffers of a flat vector"
+        if not self._is_checked:  # messages are models, whose memory is free for training between rounds
+            return MessageBuffer(sizes, flat.raw.device)
         return self._kept.cached((key, sizes), lambda: MessageBuffer(sizes, flat.raw.device))
 
     def row_of(self, message: Message, replies: Mapping[int, Message]) -> Received:
@@ -149,7 +151,9 @@ class MessageRounds(Gossiper):
             self._mix_buffers(buffers)
         self._phase += 1
         self._peers = tuple(self._buffers)
-        return {j: self._inboxes[j] for j in self._buffers}
+        replies = {j: self._inboxes[j] for j in self._buffers}
+        self._buffers, self._inboxes = {}, {}
+        return replies
 
     def post_headers(self) -> None:
         """Send the headers of the messages in `_buffers`."""

@@ -17,9 +17,9 @@ Factor: TypeAlias = float | Tensor
 
 
 class Vector:
-    """The parameters of a model, one flat tensor for each dtype; every operation is in place and returns the vector.
+    """The parameters of a model, one flat tensor for each dtype; operations return the vector.
 
-    Operations leave the buffers of the model alone: drivers see to them.
+    All are in place but for `plus`. Operations leave the buffers of the model alone: drivers see to them.
 
     Args:
         parts: the tensors, [d] each; with ranks stacked [n, d].
@@ -71,6 +71,10 @@ class Vector:
         for x, y, z in zip(self.parts, a.parts, b.parts, strict=True):
             torch.add(y, z, alpha=alpha, out=x)
         return self
+
+    def plus(self, other: Vector) -> Vector:
+        """self + other, in memory of its own; self has float32 at least."""
+        return Vector([x.clone() for x in self.parts]).add_(other)
 
     def add_(self, other: Vector, alpha: float = 1.0) -> Vector:
         """self <- self + alpha other."""

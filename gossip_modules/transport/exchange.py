@@ -46,7 +46,7 @@ class _Chunk(NamedTuple):
     staged: list[tuple[Tensor, Tensor]]
 
 
-class Exchange:
+class PendingExchange:
     """One posted round; a `Pending` of the link.
 
     Args:
@@ -243,7 +243,7 @@ class PointToPoint(ABC):
         is_staged = any(x.device.type != self.device.type for xs in messages for x in xs)
         inbox = self._stage_receives(recvs, num_tensors=sum(map(len, messages))) if is_staged else recvs
         self._use.is_active = True
-        exchange = Exchange(self, num_chunks, tag=tag, what=what or f"round {tag}")
+        exchange = PendingExchange(self, num_chunks, tag=tag, what=what or f"round {tag}")
         for peer, xs in inbox.items():
             total_bytes = sum(map(_num_bytes, xs))
             for k, x in enumerate(xs):

@@ -22,7 +22,7 @@ from gossip_modules.relay.relay_sgd import trees_of
 from gossip_modules.wrappers.defaults import choose_bipartite_mixing, choose_mixing
 from train.tasks.images.config import Config
 from visualization import spectra, topology
-from visualization.graphs import Rounds, make_mixing, rounds_of_run
+from visualization.graphs import MatrixRounds, make_mixing, rounds_of_run
 from visualization.spectra import Spectra, measure, rounds_to_consensus
 from visualization.style import styled
 from visualization.topology import Topology, as_text, draw_rounds, links_of, rounds_named
@@ -30,8 +30,8 @@ from visualization.topology import Topology, as_text, draw_rounds, links_of, rou
 RANDOM = ("equi-dyn", "equi-dyn-undirected", "random-matching", "random-push")
 
 
-def rounds_of(graph: gm.graph_manager.GraphManager) -> Rounds:
-    return Rounds.of(make_mixing(graph), "graph")
+def rounds_of(graph: gm.graph_manager.GraphManager) -> MatrixRounds:
+    return MatrixRounds.of(make_mixing(graph), "graph")
 
 
 @pytest.mark.parametrize("n", [4, 6, 8, 16])
@@ -128,7 +128,7 @@ def test_relays_are_drawn_without_a_gap(tmp_path: Path, figures: list[Figure]) -
 
 def test_rounds_that_never_agree_or_never_repeat_are_refused() -> None:
     with pytest.raises(ValueError, match="whose ranks never agree, expected a spectral gap above 0"):
-        rounds_to_consensus(Rounds("alone", 4, 1, lambda t: np.eye(4)), error=0.1)
+        rounds_to_consensus(MatrixRounds("alone", 4, 1, lambda t: np.eye(4)), error=0.1)
     matcha = gm.MatchaGraph(gm.graph_manager.select_graph(5), budget=0.5)
     with pytest.raises(ValueError, match="without a period, expected rounds that repeat"):
         rounds_to_consensus(rounds_of(matcha), error=0.1)
@@ -229,7 +229,7 @@ def test_own_weights_are_written_where_they_differ() -> None:
 
 def test_many_weights_share_looks_and_long_periods_are_cut() -> None:
     weights = np.random.default_rng(0).uniform(0, 0.05, (9, 9))
-    many = Rounds("many", 9, 100, lambda t: weights)
+    many = MatrixRounds("many", 9, 100, lambda t: weights)
     with styled():
         figure = draw_rounds(many, max_rounds=2)
     assert figure.get_suptitle() == "many, 9 ranks: 2 of the 100 rounds of a period"
@@ -274,8 +274,8 @@ def test_topology_options_are_checked() -> None:
 OPTIONS = {"graph": "auto", "peers_per_itr": "1", "nprocs_per_node": 1, "budget": 0.5, "seed": 3, "group_size": 0}
 
 
-def assert_equal_rounds(rounds: Rounds | str, mixing: gm.mixing_manager.MixingManager, num_rounds: int) -> None:
-    assert isinstance(rounds, Rounds)
+def assert_equal_rounds(rounds: MatrixRounds | str, mixing: gm.mixing_manager.MixingManager, num_rounds: int) -> None:
+    assert isinstance(rounds, MatrixRounds)
     assert (rounds.num_ranks, rounds.period) == (mixing.graph.world_size, mixing.period)
     for t in range(num_rounds):
         np.testing.assert_array_equal(rounds.matrix(t), mixing.matrix(t))
@@ -312,7 +312,7 @@ def test_the_graph_of_a_run_is_that_of_all_its_numbers_of_peers(
     graph = method_graphs.make_graph("auto", num_nodes=n, peers_per_itr=trains, push_sum=False)
     trained = choose_mixing(graph, None, push_sum=False, world_size=n)
     rounds = rounds_of_run({**OPTIONS, "recipe": "dpsgd", "peers_per_itr": peers}, n)
-    assert isinstance(rounds, Rounds)
+    assert isinstance(rounds, MatrixRounds)
     assert rounds.title == title
     for t in range(30):
         np.testing.assert_allclose(rounds.matrix(t), trained.matrix(t), rtol=1e-12)  # 1/3 and 1 - 2/3
@@ -346,7 +346,7 @@ def test_the_graph_of_a_run_by_a_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("n", "group_size"), [(8, 0), (8, 2), (6, 2), (7, 4), (4, 1)])
 def test_groups_average_and_come_around(n: int, group_size: int) -> None:
     rounds = rounds_of_run({**OPTIONS, "recipe": "wagma", "group_size": group_size, "sync_period": 10}, n)
-    assert isinstance(rounds, Rounds)
+    assert isinstance(rounds, MatrixRounds)
     assert rounds.title.endswith(", all ranks every 10 rounds")
     groups = gm.graph_manager.ButterflyGroups(n, group_size=group_size or None)
     for t in range(3 * rounds.period):
@@ -375,13 +375,13 @@ def test_slowmo_gossips_between_its_averages() -> None:
     rounds = rounds_of_run({**options, "outer_gossip_every": 2}, 8)
     trained = choose_mixing(None, None, push_sum=True, world_size=8)
     assert_equal_rounds(rounds, trained, trained.period)
-    assert isinstance(rounds, Rounds)
+    assert isinstance(rounds, MatrixRounds)
     assert rounds.title == "npeer-exponential, 1 peer per round, between averages over all ranks"
 
 
 def test_nodes_gossip_not_processes() -> None:
     rounds = rounds_of_run({**OPTIONS, "recipe": "sgp", "nprocs_per_node": 2}, 8)
-    assert isinstance(rounds, Rounds)
+    assert isinstance(rounds, MatrixRounds)
     assert rounds.num_ranks == 4
 
 

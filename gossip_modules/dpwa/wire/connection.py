@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 
 from ...transport.ports.bounded_listener import BACKLOG
-from .message import HEADER_BYTES, Message, MessageError
+from .message import HEADER_BYTES, MessageError, MessageHeader
 
 PEER_SECONDS = 10.0  # without progress, after which the other end is given up
 CHUNK_BYTES = 1 << 20  # that one system call sends or receives at most
@@ -27,11 +27,11 @@ class PeerConnection:
     """One connection: a request, its reply, and the end. Both ends of the protocol are here.
 
     [Note: The wire of dpwa] A frame is its length, 8 bytes, little-endian, and that many bytes. The client sends one
-    frame: a header of 56 bytes (`Message`). The server answers with a header, and with a second frame, the bytes of the
-    model, where the header says so. Then the server closes. Both ends know the length of each frame before it comes, so
-    a frame that declares another length is refused unread, and no memory is ever taken for what a length says. Each
-    wait ends at a deadline, and a reply also when no byte of it was taken for PEER_SECONDS. TLS, if there is any, is
-    below the frames.
+    frame: a header of 56 bytes (`MessageHeader`). The server answers with a header, and with a second frame, the bytes
+    of the model, where the header says so. Then the server closes. Both ends know the length of each frame before it
+    comes, so a frame that declares another length is refused unread, and no memory is ever taken for what a length
+    says. Each wait ends at a deadline, and a reply also when no byte of it was taken for PEER_SECONDS. TLS, if there is
+    any, is below the frames.
 
     A connection belongs to one thread, which also closes it; `end` may come from any thread. `_lock` keeps `end` from a
     descriptor that is closed and belongs to another socket.
@@ -61,7 +61,7 @@ class PeerConnection:
             self._limit(deadline)
             self.socket.do_handshake()
 
-    def send(self, message: Message, model: memoryview | None = None, *, deadline: float) -> None:
+    def send(self, message: MessageHeader, model: memoryview | None = None, *, deadline: float) -> None:
         """Send a header, and a model if there is one.
 
         Raises:
@@ -77,7 +77,7 @@ class PeerConnection:
                 self.num_sent += num_bytes
                 rest = rest[num_bytes:]
 
-    def receive(self, deadline: float) -> Message:
+    def receive(self, deadline: float) -> MessageHeader:
         """The next frame, which must be a header.
 
         Raises:
@@ -86,7 +86,7 @@ class PeerConnection:
         """
         header = bytearray(HEADER_BYTES)
         self.receive_into(memoryview(header), deadline)
-        return Message.parse(bytes(header))
+        return MessageHeader.parse(bytes(header))
 
     def receive_into(self, frame: memoryview, deadline: float) -> None:
         """frame <- the next frame, which must be as long; raises as `receive`."""

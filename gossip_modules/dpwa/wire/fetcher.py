@@ -21,7 +21,7 @@ from ..interpolation import Standing
 from .connection import PEER_SECONDS, PeerConnection, PeerConnections, PeerLostError, connect
 from .counts import Counts
 from .distance_bound import DistanceBound
-from .message import Message, MessageError, MessageKind, ModelShape, RefusedModelError
+from .message import MessageError, MessageHeader, MessageKind, ModelShape, RefusedModelError
 from .peer_scores import PeerScores
 
 REPLY_FRACTION = 0.25  # of a round's timeout, until a peer has begun to answer
@@ -189,7 +189,7 @@ class ModelFetcher:
         return reply.standing
 
     @contextlib.contextmanager
-    def _asking(self, peer: str, kind: MessageKind, deadline: float) -> Iterator[tuple[PeerConnection, Message]]:
+    def _asking(self, peer: str, kind: MessageKind, deadline: float) -> Iterator[tuple[PeerConnection, MessageHeader]]:
         """A context with the connection over which a peer was asked, and the header of its reply."""
         if (address := self._peers.get(peer)) is None:
             raise PeerLostError("it was removed")
@@ -197,7 +197,7 @@ class ModelFetcher:
         with self._connections.holding(connection):
             try:
                 connection.secure(deadline)
-                connection.send(Message(kind, self._shape), deadline=deadline)
+                connection.send(MessageHeader(kind, self._shape), deadline=deadline)
                 yield connection, connection.receive(deadline)
             finally:
                 self._counts.add(bytes_sent=connection.num_sent, bytes_received=connection.num_received)

@@ -1,4 +1,4 @@
-"""Message: the header of 56 bytes that workers send each other, alone or before the bytes of a model."""
+"""MessageHeader: the header of 56 bytes that workers send each other, alone or before the bytes of a model."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ModelShape(NamedTuple):
         return f"{self.num_tensors} tensors of {'/'.join(names) or 'no known dtype'}, {self.num_bytes} bytes"
 
 
-class Message(NamedTuple):
+class MessageHeader(NamedTuple):
     """A header.
 
     kind: the kind of the message.
@@ -100,7 +100,7 @@ class Message(NamedTuple):
         return _HEADER.pack(*head, *numbers, self.shape.num_bytes)
 
     @classmethod
-    def parse(cls, data: bytes) -> Message:
+    def parse(cls, data: bytes) -> MessageHeader:
         """The message in these bytes. Allocates no memory whose size depends on them.
 
         Raises:

@@ -14,7 +14,7 @@ from ...engine.background import Background
 from ...transport.ports.bounded_listener import TICK_SECONDS, BoundedListener
 from .connection import PEER_SECONDS, PeerConnection, PeerConnections, address_of, listen
 from .counts import Counts
-from .message import Message, MessageError, MessageKind, ModelShape
+from .message import MessageError, MessageHeader, MessageKind, ModelShape
 from .snapshot_pool import SnapshotPool
 
 
@@ -133,9 +133,9 @@ class ModelServer:
         deadline = connection.since + self._reply_seconds
         with self._snapshots.for_peer() as snapshot:
             if request.kind is MessageKind.PROBE or snapshot is None:
-                connection.send(Message(MessageKind.EMPTY, self.shape), deadline=deadline)
+                connection.send(MessageHeader(MessageKind.EMPTY, self.shape), deadline=deadline)
                 return
             is_same = request.shape == self.shape
             model = snapshot.vector.raw.numpy().data if is_same else None
-            connection.send(Message(MessageKind.MODEL, self.shape, snapshot.standing), model, deadline=deadline)
+            connection.send(MessageHeader(MessageKind.MODEL, self.shape, snapshot.standing), model, deadline=deadline)
             self._counts.add(num_models_sent=is_same)

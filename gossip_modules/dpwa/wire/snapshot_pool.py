@@ -17,7 +17,7 @@ MAX_READ = 4  # snapshots that are sent to peers at once
 MAX_SNAPSHOTS = MAX_READ + 3
 
 
-class Snapshot:
+class ModelSnapshot:
     """A copy of a model in host memory.
 
     Args:
@@ -55,13 +55,13 @@ class SnapshotPool:
     """
 
     def __init__(self, layout: FlatLayout, *, is_pinned: bool) -> None:
-        self.snapshots: list[Snapshot] = []
+        self.snapshots: list[ModelSnapshot] = []
         self._layout, self._is_pinned = layout, is_pinned
         self._copy = HostCopy()
         self._lock = threading.Lock()
         self._num_published = 0
-        self._latest: Snapshot | None = None
-        self._next: Snapshot | None = None  # its copy from a GPU may not be complete
+        self._latest: ModelSnapshot | None = None
+        self._next: ModelSnapshot | None = None  # its copy from a GPU may not be complete
 
     def publish(self, x: FlatVector, standing: Standing) -> bool:
         """Serve a copy of x from now on, or from when its copy from the GPU is complete.
@@ -94,7 +94,7 @@ class SnapshotPool:
         with self._lock:
             return self._latest is not None or self._next is not None
 
-    def for_peer(self) -> contextlib.AbstractContextManager[Snapshot | None]:
+    def for_peer(self) -> contextlib.AbstractContextManager[ModelSnapshot | None]:
         """A context with the snapshot that a peer gets, whole and not written inside; None where there is none."""
         return self._read(self._choose)
 
@@ -106,7 +106,7 @@ class SnapshotPool:
                 snapshot.written.synchronize()
             yield None if snapshot is None else snapshot.vector
 
-    def take(self) -> Snapshot:
+    def take(self) -> ModelSnapshot:
         """A snapshot that is neither read nor the latest one; its content is old. Under the lock."""
         for snapshot in self.snapshots:
             if snapshot is not self._latest and snapshot.num_readings == 0:
@@ -114,15 +114,15 @@ class SnapshotPool:
         assert len(self.snapshots) < MAX_SNAPSHOTS, "fewer snapshots are read at once than there are"
         # Zeros, not empty memory: the padding between segments is sent too, and must not reveal what was there before.
         raw = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned, device="cpu")
-        self.snapshots.append(Snapshot(FlatVector(self._layout, raw)))
+        self.snapshots.append(ModelSnapshot(FlatVector(self._layout, raw)))
         return self.snapshots[-1]
 
-    def write(self, snapshot: Snapshot, x: FlatVector) -> None:
-        """snapshot <- x. From a GPU nothing waits: see `Snapshot.written` and [Note: copies to the host]."""
+    def write(self, snapshot: ModelSnapshot, x: FlatVector) -> None:
+        """snapshot <- x. From a GPU nothing waits: see `ModelSnapshot.written` and [Note: copies to the host]."""
         snapshot.written = self._copy.write(snapshot.vector, x)
 
     @contextlib.contextmanager
-    def _read(self, choose: Callable[[], Snapshot | None]) -> Iterator[Snapshot | None]:
+    def _read(self, choose: Callable[[], ModelSnapshot | None]) -> Iterator[ModelSnapshot | None]:
         with self._lock:
             self._promote()
             snapshot = choose()
@@ -135,7 +135,7 @@ class SnapshotPool:
                 if snapshot is not None:
                     snapshot.num_readings -= 1
 
-    def _choose(self) -> Snapshot | None:
+    def _choose(self) -> ModelSnapshot | None:
         latest = self._latest
         read = [snapshot for snapshot in self.snapshots if snapshot.num_readings]
         if latest is None or latest in read or len(read) < MAX_READ:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from gossip_modules import GossipDataParallel, PowerGossip, RelaySGD, RingGraph
 from gossip_modules.extend import FlatVector
+from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.graph_manager import CompleteGraph, NetworkXGraph
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager
-from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.rounds.memory import Memory
 from gossip_modules.rounds.requests import Round
 from gossip_modules.rounds.vectors import Vectors

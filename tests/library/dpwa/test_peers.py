@@ -18,7 +18,7 @@ import pytest
 
 from gossip_modules.dpwa.averager import PairwiseAverager
 from gossip_modules.dpwa.interpolation import Standing
-from gossip_modules.dpwa.wire.message import HEADER_BYTES, Message, MessageKind
+from gossip_modules.dpwa.wire.message import HEADER_BYTES, MessageHeader, MessageKind
 from tests.harness.certificates import Authority
 from tests.harness.strangers import LENGTH_BYTES, answer, framed
 from tests.library.dpwa.workers import REFUSED, averager, filled, introduce, silent_peer, value_of, wait_for, wrap
@@ -175,13 +175,15 @@ def test_a_peer_whose_model_is_not_finite_is_refused_and_another_one_asked(worke
         first.update_send()
 
 
-def model(request: Message, *, clock: float = 0.0, loss: float | None = None, num_bytes: int | None = None) -> bytes:
+def model(
+    request: MessageHeader, *, clock: float = 0.0, loss: float | None = None, num_bytes: int | None = None
+) -> bytes:
     """The answer with a model of zeros."""
-    header = Message(MessageKind.MODEL, request.shape, Standing(clock, loss)).pack()
+    header = MessageHeader(MessageKind.MODEL, request.shape, Standing(clock, loss)).pack()
     return framed(header) + framed(bytes(request.shape.num_bytes if num_bytes is None else num_bytes))
 
 
-LIES: dict[str, Callable[[Message], bytes]] = {
+LIES: dict[str, Callable[[MessageHeader], bytes]] = {
     "no header": lambda request: framed(b"x"),
     "another header": lambda request: framed(b"x" * HEADER_BYTES),
     "a frame of 2^63 bytes": lambda request: struct.pack("<Q", 1 << 63),

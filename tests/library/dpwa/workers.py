@@ -16,7 +16,7 @@ from torch import nn
 
 from gossip_modules.dpwa.averager import PairwiseAverager
 from gossip_modules.dpwa.config import PairwiseConfig
-from gossip_modules.dpwa.wire.message import Message
+from gossip_modules.dpwa.wire.message import MessageHeader
 from gossip_modules.dpwa.wrapper import PairwiseDataParallel
 from tests.harness.strangers import answer
 
@@ -93,7 +93,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def silent_peer(reply: Callable[[Message], bytes] | None = None) -> Iterator[str]:
+def silent_peer(reply: Callable[[MessageHeader], bytes] | None = None) -> Iterator[str]:
     """The address of a peer that never answers, or answers each request with these bytes and closes."""
     listener, open_ends = socket.create_server(("127.0.0.1", 0)), list[socket.socket]()
 

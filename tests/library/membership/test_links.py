@@ -24,7 +24,7 @@ from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.membership import links
 from gossip_modules.membership.links import LinkTransport, alone, connect_links
 from gossip_modules.mixing_manager import LaplacianMixing, MetropolisHastingsMixing, MixingManager, UniformMixing
-from gossip_modules.transport.exchange import Exchange
+from gossip_modules.transport.exchange import PendingExchange
 from gossip_modules.transport.waits import Waits
 from tests.harness.ranks import TIMEOUT
 
@@ -184,7 +184,7 @@ def test_a_message_of_which_only_a_part_came_is_left_out(late: bool) -> None:
     def body(transport: LinkTransport, barrier: threading.Barrier) -> Tensor | None:
         s = FlatVector.over(x + transport.rank)
         if transport.rank == 1:
-            exchange = Exchange(transport, 1, tag=0, what="")
+            exchange = PendingExchange(transport, 1, tag=0, what="")
             exchange.post(0, 0, s.raw[:256], total_bytes=s.raw.numel(), is_send=True)
             exchange.begin()
             exchange.wait()

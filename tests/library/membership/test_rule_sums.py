@@ -35,7 +35,6 @@ from gossip_modules.testing import Chaos, Join, Kill
 from gossip_modules.testing import Worker as ChaosWorker
 from tests.harness.ranks import TIMEOUT
 from tests.library.membership.scripted import Ended, ScriptedWorker, run_workers
-from tests.library.membership.test_outer import freeze_first
 
 DEATH, SECOND, SNAPSHOT, THIRD, LAST = 12, 15, 18, 21, 110
 """The steps of a death, of the generation without the dead one, of a donor's snapshot, and of that with one more."""
@@ -115,6 +114,16 @@ def memory_of(engine: LockstepEngine) -> Memory:
     rounds = engine.gossiper
     assert isinstance(rounds, Rounds)
     return rounds.memory
+
+
+def freeze_first(wrapper: GossipDataParallel) -> None:
+    """The first layer leaves the vector, as after a round that has taken it along."""
+    wrapper.module.get_submodule("0").requires_grad_(False)
+    wrapper._choose()
+    wrapper._engine.t += 1
+    wrapper._choose()
+    wrapper._engine.t -= 1
+    assert len(wrapper._buffer.tensors) == 2
 
 
 def training(rule: Algorithm, first_rounds: dict[int, Any], last: list[int]) -> Callable[[ChaosWorker], None]:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import RingGraph, Schedule
-from gossip_modules.algorithms.relay_sgd import RelaySGD
 from gossip_modules.engine.engine import SyncEngine
 from gossip_modules.extend import FlatBuffer, ProcessGroupTransport, PushPull
 from gossip_modules.graph_manager import GraphManager
@@ -28,8 +27,6 @@ from tests.library.rounds.test_stacked import examples
 
 NUM_RANKS = 3
 ALGORITHMS = [algorithm for algorithm in examples() if isinstance(algorithm, Algorithm) and not algorithm.is_plain]
-RECEIVES_IN_PLACE = (RelaySGD,)
-"""Their messages are received over those of the last round, which saves a model for each neighbour: see `RelaySGD`."""
 
 
 class FailingRounds(Rounds):
@@ -100,10 +97,11 @@ class Rank:
 
     def kept(self) -> list[Any]:
         """Copies of all that must not change."""
-        memory = copy.deepcopy(self.rounds.memory.state_dict())
-        if isinstance(self.algorithm, RECEIVES_IN_PLACE) and self.rounds.failure != "connection":
-            memory.pop("links", None)
-        return [self.x.raw.clone(), self.x.push_sum_weight.clone(), memory]
+        return [
+            self.x.raw.clone(),
+            self.x.push_sum_weight.clone(),
+            copy.deepcopy(self.rounds.memory.state_dict()),
+        ]
 
 
 def mixing_of(algorithm: Algorithm) -> MixingManager:

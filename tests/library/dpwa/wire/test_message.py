@@ -15,8 +15,8 @@ from gossip_modules.dpwa.interpolation import Standing
 from gossip_modules.dpwa.wire.message import (
     HEADER_BYTES,
     MAGIC,
-    Message,
     MessageError,
+    MessageHeader,
     MessageKind,
     ModelShape,
     RefusedModelError,
@@ -31,7 +31,7 @@ def shape_of(module: nn.Module) -> ModelShape:
 
 
 SHAPE = shape_of(nn.Linear(3, 2))
-MESSAGE = Message(MessageKind.MODEL, SHAPE, Standing(12.5, 0.25))
+MESSAGE = MessageHeader(MessageKind.MODEL, SHAPE, Standing(12.5, 0.25))
 
 
 @settings(derandomize=True, deadline=None)
@@ -42,10 +42,10 @@ MESSAGE = Message(MessageKind.MODEL, SHAPE, Standing(12.5, 0.25))
     num_bytes=st.integers(0, 2**64 - 1),
 )
 def test_what_is_packed_is_parsed(kind: MessageKind, clock: float, loss: float | None, num_bytes: int) -> None:
-    message = Message(kind, SHAPE._replace(num_bytes=num_bytes), Standing(clock, loss))
+    message = MessageHeader(kind, SHAPE._replace(num_bytes=num_bytes), Standing(clock, loss))
     data = message.pack()
     assert len(data) == HEADER_BYTES == 56
-    assert Message.parse(data) == message
+    assert MessageHeader.parse(data) == message
 
 
 def test_layout_of_the_header() -> None:
@@ -62,7 +62,7 @@ def test_layout_of_the_header() -> None:
 @example(MESSAGE.pack() + b"\0")
 def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
     try:
-        message = Message.parse(data)
+        message = MessageHeader.parse(data)
     except MessageError:
         return
     assert message.pack() == data
@@ -75,7 +75,7 @@ def test_a_changed_byte_takes_no_memory_and_is_judged(place: int, value: int) ->
     data[place] = value
     tracemalloc.start()
     try:
-        message = Message.parse(bytes(data))
+        message = MessageHeader.parse(bytes(data))
         message.check(SHAPE)
     except (MessageError, RefusedModelError):
         pass
@@ -101,7 +101,7 @@ def test_a_changed_byte_takes_no_memory_and_is_judged(place: int, value: int) ->
 )
 def test_what_is_no_message_says_why(data: bytes, error: str) -> None:
     with pytest.raises(MessageError, match=error):
-        Message.parse(data)
+        MessageHeader.parse(data)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_what_is_no_message_says_why(data: bytes, error: str) -> None:
         (MESSAGE._replace(shape=shape_of(nn.Linear(3, 2).double())), "of float64, .*expected 2 tensors of float32"),
     ],
 )
-def test_a_model_that_does_not_fit_is_refused(message: Message, error: str) -> None:
+def test_a_model_that_does_not_fit_is_refused(message: MessageHeader, error: str) -> None:
     with pytest.raises(RefusedModelError, match=error):
-        Message.parse(message.pack()).check(SHAPE)
+        MessageHeader.parse(message.pack()).check(SHAPE)
 
 
 def test_digest_knows_names_shapes_and_dtypes() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from gossip_modules.dpwa.interpolation import Standing
 from gossip_modules.dpwa.wire import connection, server
 from gossip_modules.dpwa.wire.fetcher import Fetched
-from gossip_modules.dpwa.wire.message import HEADER_BYTES, Message, MessageKind
+from gossip_modules.dpwa.wire.message import HEADER_BYTES, MessageHeader, MessageKind
 from gossip_modules.dpwa.wire.snapshot_pool import MAX_READ, MAX_SNAPSHOTS
 from gossip_modules.transport.ports import bounded_listener
 from tests.harness.certificates import Authority
@@ -52,7 +52,7 @@ def be_impatient(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 # Garbage.
 
 X = vector_of(1.0, numel=10)
-REQUEST = Message(MessageKind.FETCH, shape_of(X)).pack()
+REQUEST = MessageHeader(MessageKind.FETCH, shape_of(X)).pack()
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
@@ -65,7 +65,7 @@ REQUEST = Message(MessageKind.FETCH, shape_of(X)).pack()
 @example(framed(REQUEST[:-1]))
 @example(framed(REQUEST)[:-1])
 @example(framed(REQUEST) + bytes(10_000))
-@example(framed(Message(MessageKind.MODEL, shape_of(X)).pack()))  # which is no request
+@example(framed(MessageHeader(MessageKind.MODEL, shape_of(X)).pack()))  # which is no request
 def test_garbage_ends_its_connection_and_nothing_else(garbage: bytes) -> None:
     with serving(X) as served:
         served.publish(X, Standing())
@@ -78,7 +78,7 @@ def test_garbage_ends_its_connection_and_nothing_else(garbage: bytes) -> None:
 
 
 def test_garbage_is_counted() -> None:
-    garbage = [framed(b"x"), framed(b"x" * HEADER_BYTES), framed(Message(MessageKind.MODEL, shape_of(X)).pack())]
+    garbage = [framed(b"x"), framed(b"x" * HEADER_BYTES), framed(MessageHeader(MessageKind.MODEL, shape_of(X)).pack())]
     garbage.append(struct.pack("<Q", 1 << 40))  # a frame of a terabyte, of which nothing follows
     with serving(X) as served:
         for one in garbage:
