@@ -36,6 +36,7 @@ from gossip_modules import (
     GASLoC,
     GossipDataParallel,
     GradientTracking,
+    LocalSGD,
     MatchaGraph,
     Membership,
     Moniqua,
@@ -76,26 +77,26 @@ ROWS: Mapping[str, Callable[[], Arguments]] = {
     "osgp": lambda: {"overlap": True},
     "pga": lambda: {"push_sum": False, "schedule": Schedule(average_every=3)},
     "control": lambda: {"push_sum": False, "schedule": ConsensusControl(target=2.0)},
-    "localsgd": lambda: {"schedule": Schedule(gossip_every=3, average_every=1)},
+    "localsgd": lambda: {"algorithm": LocalSGD(2)},
     "matcha": lambda: {"push_sum": False, "graph": matcha_graph},
-    "choco": lambda: {"push_sum": False, "gossiper": choco()},
-    "deepsqueeze": lambda: {"push_sum": False, "gossiper": DeepSqueeze(QSGD(8), step_size=0.5)},
-    "moniqua": lambda: {"push_sum": False, "gossiper": Moniqua(theta=4.0)},
-    "powergossip": lambda: {"push_sum": False, "gossiper": PowerGossip()},
-    "sparta": lambda: {"push_sum": False, "gossiper": Sparta(0.7)},
-    "relaysgd": lambda: {"push_sum": False, "gossiper": RelaySGD()},
-    "diloco": lambda: {"outer": DiLoCo(2, momentum=0.3)},
-    "streamingdiloco": lambda: {"outer": StreamingDiLoCo(2, momentum=0.3)},
-    "eagerdiloco": lambda: {"outer": EagerDiLoCo(2, momentum=0.3)},
-    "sparseloco": lambda: {"outer": SparseLoCo(2)},
-    "slowmo": lambda: {"outer": SlowMo(2, momentum=0.3)},
-    "noloco": lambda: {"outer": NoLoCo(1, momentum=0.3)},
-    "gasloc": lambda: {"outer": GASLoC(2, momentum=0.3)},
-    "qgdsgdm": lambda: {"rule": QGDSGDm()},
-    "d2": lambda: {"rule": D2()},
-    "exactdiffusion": lambda: {"rule": ExactDiffusion()},
-    "gradienttracking": lambda: {"rule": GradientTracking()},
-    "decentlam": lambda: {"rule": DecentLaM()},
+    "choco": lambda: {"push_sum": False, "algorithm": choco()},
+    "deepsqueeze": lambda: {"push_sum": False, "algorithm": DeepSqueeze(QSGD(8), step_size=0.5)},
+    "moniqua": lambda: {"push_sum": False, "algorithm": Moniqua(theta=4.0)},
+    "powergossip": lambda: {"push_sum": False, "algorithm": PowerGossip()},
+    "sparta": lambda: {"push_sum": False, "algorithm": Sparta(0.7)},
+    "relaysgd": lambda: {"push_sum": False, "algorithm": RelaySGD()},
+    "diloco": lambda: {"algorithm": DiLoCo(2, momentum=0.3)},
+    "streamingdiloco": lambda: {"algorithm": StreamingDiLoCo(2, momentum=0.3)},
+    "eagerdiloco": lambda: {"algorithm": EagerDiLoCo(2, momentum=0.3)},
+    "sparseloco": lambda: {"algorithm": SparseLoCo(2)},
+    "slowmo": lambda: {"algorithm": SlowMo(2, momentum=0.3)},
+    "noloco": lambda: {"algorithm": NoLoCo(1, momentum=0.3)},
+    "gasloc": lambda: {"algorithm": GASLoC(1, momentum=0.3)},
+    "qgdsgdm": lambda: {"algorithm": QGDSGDm()},
+    "d2": lambda: {"algorithm": D2()},
+    "exactdiffusion": lambda: {"algorithm": ExactDiffusion()},
+    "gradienttracking": lambda: {"algorithm": GradientTracking()},
+    "decentlam": lambda: {"algorithm": DecentLaM()},
 }
 """The arguments of each method, with settings whose effect a dozen steps show."""
 
@@ -104,11 +105,8 @@ TITLES = {"pga": "Gossip-PGA", "control": "D-PSGD, controlled"}
 
 
 def schedule_of(own: Arguments, **counts: int) -> Arguments:
-    """The method's own schedule with other counts; where every round is an average, every round stays one."""
-    schedule = own.get("schedule", Schedule())
-    if schedule.average_every == 1:
-        counts.pop("average_every", None)
-    return {"schedule": replace(schedule, **counts)}
+    """The method's own schedule with other counts."""
+    return {"schedule": replace(own.get("schedule", Schedule()), **counts)}
 
 
 def control_of(own: Arguments) -> Arguments:
@@ -128,41 +126,38 @@ COLUMNS: Mapping[str, Callable[[Arguments], Arguments]] = {
     "average every 4th round": lambda own: schedule_of(own, average_every=4),
     "consensus control": control_of,
     "skip non-finite": lambda own: {"on_nonfinite": "skip"},
-    "+ PowerGossip": lambda own: {"gossiper": PowerGossip()},
-    "+ CHOCO": lambda own: {"gossiper": choco()},
-    "+ D2": lambda own: {"rule": D2()},
-    "+ SlowMo": lambda own: {"outer": SlowMo(2, momentum=0.3, gossip_every=1)},
+    "+ PowerGossip": lambda own: {"algorithm": PowerGossip()},
+    "+ CHOCO": lambda own: {"algorithm": choco()},
+    "+ D2": lambda own: {"algorithm": D2()},
+    "+ SlowMo": lambda own: {"algorithm": SlowMo(2, momentum=0.3, gossip_every=1)},
     "MATCHA graph": lambda own: {"graph": matcha_graph},
     "membership": lambda own: {},
     "nodes of two": lambda own: {"nprocs_per_node": 2},
 }
 """The features: the arguments that each adds, given the arguments of a method."""
 
-ALGORITHMS = {
-    "gossiper": "how models are mixed",
-    "outer": "how models move an anchor",
-    "rule": "what a round makes of a step",
-}
-"""The arguments of the wrapper that are an algorithm, and what each says."""
+BELOW = ("+ PowerGossip", "+ CHOCO")
+"""The features that are an algorithm by which the method mixes; the others are over the method."""
 
 MEMBERSHIP, NODES = "membership", "nodes of two"
 AMONG_RANKS = tuple(column for column in COLUMNS if column not in (MEMBERSHIP, NODES))
 
 
 def arguments(row: str, column: str) -> Arguments:
-    """The arguments of `GossipDataParallel` for a method with a feature.
+    """The arguments of `GossipDataParallel` for a method with a feature; a second algorithm is over or below the first.
 
     Raises:
-        ValueError: both are the same argument of the wrapper, and neither takes the other one.
+        ValueError: the two algorithms are none together.
     """
     own = ROWS[row]()
     added = COLUMNS[column](own)
-    for name, says in ALGORITHMS.items():
-        if name in own and name in added:
-            if type(own[name]) is type(added[name]):  # the feature is the method
-                return own
-            raise ValueError(f"got {own[name]} and {added[name]}, expected one of them: both say {says}")
-    return {**own, **added}
+    if "algorithm" not in own or "algorithm" not in added:
+        return {**own, **added}
+    first, second = own["algorithm"], added["algorithm"]
+    if type(first) is type(second):  # the feature is the method
+        return own
+    outer, inner = (first, second) if column in BELOW else (second, first)
+    return {**own, "algorithm": outer.over(inner)}
 
 
 # --- Training ---------------------------------------------------------------------------------------------------------
