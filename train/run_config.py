@@ -208,14 +208,14 @@ class RunConfig(WrapperOptions, ABC):
         """Check recipe and algorithm; the recipe becomes the name of the method, and "" an algorithm that it is."""
         recipe = name_of(self.recipe)
         if self.algorithm:
-            chosen = read_algorithm(self.algorithm)
-            name, text = chosen.method.name, chosen.text
+            chosen = read_algorithm(self.algorithm, seed=self.seed)
+            name = chosen.method.name
             if recipe not in (type(self).recipe, name):
                 raise ValueError(
                     f"got recipe={self.recipe!r} beside algorithm={self.algorithm!r}, expected one of them; leave the "
                     "recipe out"
                 )
-            is_recipe = text == read_algorithm(name).text
+            is_recipe = chosen.text == read_algorithm(name, seed=self.seed).text
             object.__setattr__(self, "algorithm", "" if is_recipe else self.algorithm)
             recipe = name
         object.__setattr__(self, "recipe", recipe)

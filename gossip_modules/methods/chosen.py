@@ -28,6 +28,7 @@ from ..graph_manager import (
 from ..registry import METHODS, Method, name_of
 from ..rounds.algorithm import Algorithm, Over
 from ..schedule import Schedule
+from ..wrappers.algorithm import written
 from .written import read
 
 COMPRESSORS: Mapping[str, Callable[..., Any]] = {
@@ -86,6 +87,10 @@ class Chosen:
         Raises:
             ValueError: one of them is no algorithm.
         """
+        if not isinstance(inner, Chosen):
+            raise ValueError(
+                f"got {inner!r} below {self.text}, expected an algorithm, such as 'D2().over(PowerGossip())'; take one"
+            )
         own, other = self._algorithm(), inner._algorithm()
         return Chosen(self.method, own.over(other))
 
@@ -109,7 +114,7 @@ class Chosen:
     def text(self) -> str:
         """The text that makes the same: equal for equal methods."""
         if not isinstance(self.made, Mapping):
-            return repr(self.made)
+            return written(self.made)
         parameters = inspect.signature(self.method.make).parameters
         given = [f"{name}={value!r}" for name, value in self.given.items() if value != parameters[name].default]
         return f"{self.method.call}({', '.join(given)})"

@@ -75,6 +75,9 @@ class _Reader:
                 args = [self._value(item) for item in node.args]
                 if any(keyword.arg is None for keyword in node.keywords):
                     self._refuse(f"in which {_source(node)} has no names of arguments after **")
+                names = [keyword.arg for keyword in node.keywords]
+                if len({*names}) < len(names):
+                    self._refuse(f"in which {_source(node)} has an argument twice")
                 keywords = {str(keyword.arg): self._value(keyword.value) for keyword in node.keywords}
                 if isinstance(func, ast.Attribute) and func.attr == "over":
                     outer = self._value(func.value)

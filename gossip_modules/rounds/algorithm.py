@@ -189,6 +189,11 @@ class Over:
     inner: Algorithm | Over
 
     def __post_init__(self) -> None:
+        if not isinstance(self.inner, Algorithm | Over):
+            raise ValueError(
+                f"got {self.inner!r} below {self.outer}, expected an algorithm whose rounds mix; pass an object of its "
+                "class, such as PowerGossip()"
+            )
         outer, inner = self.outer, self.parts[1]
         if not (outer.mixes and outer.takes_wire_dtype):
             raise ValueError(

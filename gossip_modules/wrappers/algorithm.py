@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import warnings
 from typing import Any
@@ -25,11 +26,11 @@ def sorted_out(outer: Any, rule: Any, gossiper: Any, algorithm: Any) -> tuple[An
         name: value for name, value in (("outer", outer), ("rule", rule), ("gossiper", gossiper)) if value is not None
     }
     if old:
-        parts = [*map(_written, old.values()), *([] if algorithm is None else [_written(algorithm)])]
+        parts = [*map(written, old.values()), *([] if algorithm is None else [written(as_algorithm(algorithm))])]
         new = parts.pop()
         while parts:
             new = f"{parts.pop()}.over({new})"
-        given = " and ".join(f"{name}={_written(value)}" for name, value in old.items())
+        given = " and ".join(f"{name}={written(value)}" for name, value in old.items())
         message = f"got {given}, which is now algorithm={new}; the old names will go"
         warnings.warn(message, DeprecationWarning, stacklevel=levels_to_user())
     made = (_made(x, x) if isinstance(x, type) and issubclass(x, Algorithm) else x for x in (outer, rule, gossiper))
@@ -44,9 +45,20 @@ def sorted_out(outer: Any, rule: Any, gossiper: Any, algorithm: Any) -> tuple[An
     return outer, gossiper, algorithm
 
 
-def _written(algorithm: Any) -> str:
-    """An algorithm as in a line of Python."""
-    return f"{algorithm.__name__}()" if isinstance(algorithm, type) else repr(algorithm)
+def written(algorithm: Any) -> str:
+    """An algorithm as in a line of Python, without the settings that are the defaults; "..." stands for a function."""
+    if isinstance(algorithm, Over):
+        return f"{written(algorithm.outer)}.over({written(algorithm.inner)})"
+    if isinstance(algorithm, type):
+        return f"{algorithm.__name__}()"
+    if not isinstance(algorithm, Algorithm):
+        return repr(algorithm)
+    settings = [
+        f"{field.name}={'...' if inspect.isroutine(value) else repr(value)}"
+        for field in dataclasses.fields(algorithm)
+        if field.init and (value := getattr(algorithm, field.name)) != field.default
+    ]
+    return f"{type(algorithm).__name__}({', '.join(settings)})"
 
 
 def as_algorithm(algorithm: Any) -> Any:

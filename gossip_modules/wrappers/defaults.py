@@ -54,7 +54,7 @@ def choose_gossiper(
         return (PushSum if push_sum else PushPull)(wire_dtype=wire_dtype)
     if wire_dtype is not None:
         raise ValueError(
-            f"got gossiper={gossiper} and wire_dtype={wire_dtype}, expected one of them; give it to the gossiper, "
+            f"got algorithm={gossiper} and wire_dtype={wire_dtype}, expected one of them; give it to the gossiper, "
             "e.g. PushPull(wire_dtype=torch.bfloat16)"
         )
     return as_gossiper(gossiper)

@@ -76,11 +76,11 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     | Overlap SGP  | overlap=True, and max_staleness=tau - 1 for tau > 1           |
     | D-PSGD       | push_sum=False                                                |
     | Gossip-PGA   | schedule=Schedule(average_every=H)                            |
-    | Local SGD    | schedule=Schedule(gossip_every=H, average_every=1)            |
+    | Local SGD    | algorithm=LocalSGD(sync_every=H)                              |
     | controlled   | schedule=ConsensusControl(target=2.0)                         |
     | MATCHA       | graph=MatchaGraph(base, budget=0.5)                           |
     | PowerGossip  | algorithm=PowerGossip(), or Choco, DeepSqueeze, Moniqua       |
-    | DiLoCo       | outer=DiLoCo(), or SparseLoCo, SlowMo, NoLoCo, GASLoC, ...    |
+    | DiLoCo       | algorithm=DiLoCo(), or SparseLoCo, SlowMo, NoLoCo, GASLoC     |
     | D2           | algorithm=D2(), or QGDSGDm, GradientTracking, DecentLaM            |
 
     Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792, Algorithms 1
@@ -100,15 +100,11 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         max_staleness: the number of forwards that an overlapped round may be late before training waits for it;
             rounds then start every max_staleness + 1 steps.
         algorithm: what a round does: an `Algorithm`, such as `D2()`, or one over another, `GASLoC().over(Choco(...))`;
-            None = plain gossip: SGP or D-PSGD, as `push_sum` says.
-        gossiper: another algorithm, or its class; where it needs no particular graph, `push_sum` still chooses the
-            default graph.
+            its class or its name, "d2"; None = plain gossip: SGP or D-PSGD, as `push_sum` says.
+        gossiper, outer, rule: older names of `algorithm`, which work with a warning that writes the new line.
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
         schedule: the steps that gossip and those that average globally; a number k = gossip at every k-th step; a
             `ConsensusControl` = as often as the distance between the models asks for.
-        outer: an algorithm such as `DiLoCo`, as `algorithm`: ranks train alone, and every H steps an outer optimizer
-            steps on where they have come. Costs three copies of the model.
-        rule: an older name of `algorithm`.
         process_group: a group that carries nothing else; None = a new one over all ranks.
         nprocs_per_node: the number of consecutive ranks that form one node and hold one model, see `Node`. With a
             membership: of processes that are one worker, all of torch.distributed or of `process_group`; the first one
@@ -294,7 +290,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             yield
 
     def settle(self) -> None:
-        """See `AveragingMixin`. As all ranks call it, it also makes what is trained now what travels."""
+        """See `AveragingMixin`. As all ranks call it, later rounds mix the tensors that are trained now."""
         if not (self._is_closed or self._is_averaged):
             for _ in range(self._steps.take_left_out()):
                 self._step_start()

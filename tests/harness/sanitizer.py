@@ -38,7 +38,8 @@ from tests.harness.ranks_at_work import LENGTH, LONG, Board, Rank
 from tests.harness.workloads import WORKLOADS, Workload
 
 _THREADED = {  # modules that share state between threads
-    "engine": ("background", "gossip_thread", "overlap", "shared_model"),
+    "engine": ("background", "overlap", "shared_model"),
+    "rounds": ("gossip_thread",),
     "transport": ("listener",),
     "ad_psgd": ("engine", "exchange", "presence", "watched_transport"),
     "wagma": (

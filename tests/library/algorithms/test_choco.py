@@ -154,7 +154,7 @@ def train_ranks(make: Callable[[], Algorithm], mixing: MixingManager, num_steps:
 
     def body(group: dist.ProcessGroup) -> list[Tensor]:
         model = net(group.rank()).double()
-        wrapper = GossipDataParallel(model, mixing=mixing, gossiper=make(), init_sync=False, process_group=group)
+        wrapper = GossipDataParallel(model, mixing=mixing, algorithm=make(), init_sync=False, process_group=group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         states = []
         for step in range(num_steps):

@@ -165,7 +165,7 @@ def test_the_anchor_and_the_messages_of_a_narrow_model_are_wide() -> None:
 
     def body(group: dist.ProcessGroup) -> Tensor:
         model = mlp().to(torch.bfloat16)
-        wrapper = GossipDataParallel(model, process_group=group, outer=DiLoCo(2, compressor=FOUR_BITS))
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=DiLoCo(2, compressor=FOUR_BITS))
         for step in range(5):
             x = torch.ones(2, 3, dtype=torch.bfloat16)
             wrapper(x)
@@ -187,7 +187,7 @@ def test_a_rank_that_is_not_finite_sends_what_it_had_left_out() -> None:
     def body(group: dist.ProcessGroup) -> tuple[Tensor, float]:
         model = mlp()
         outer = DiLoCo(2, compressor=FOUR_BITS)
-        wrapper = GossipDataParallel(model, process_group=group, outer=outer, on_nonfinite="skip")
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=outer, on_nonfinite="skip")
         optimizer = sgd(model)
         for step in range(7):
             if group.rank() == 1 and step == 4:
@@ -210,7 +210,7 @@ def test_ranks_agree_on_the_compressor() -> None:
     def body(group: dist.ProcessGroup) -> None:
         outer = DiLoCo(2, compressor=QSGD(8 if group.rank() else 4))
         with pytest.raises(ValueError, match=r"rank 1: gossiper: got DiLoCo.*QSGD\(bits=8.*, expected .*QSGD\(bits=4"):
-            GossipDataParallel(mlp(), process_group=group, outer=outer)
+            GossipDataParallel(mlp(), process_group=group, algorithm=outer)
 
     run_ranks(2, body)
 
@@ -237,7 +237,7 @@ def test_a_run_that_goes_on_without_a_compressor_sends_what_was_left_out() -> No
     def body(group: dist.ProcessGroup) -> None:
         options: dict[str, Any] = {"lr": 1.0, "momentum": 0.0}
         model = mlp()
-        saving = GossipDataParallel(model, process_group=group, outer=DiLoCo(1, compressor=coarse, **options))
+        saving = GossipDataParallel(model, process_group=group, algorithm=DiLoCo(1, compressor=coarse, **options))
         optimizer = sgd(model)
         for step in range(4):
             train_step(saving, optimizer, group.rank(), step)
@@ -247,7 +247,7 @@ def test_a_run_that_goes_on_without_a_compressor_sends_what_was_left_out() -> No
         assert left_out.abs().max() > 0
         saving.close()
         model = mlp()
-        wrapper = GossipDataParallel(model, process_group=group, outer=DiLoCo(1, **options))
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=DiLoCo(1, **options))
         wrapper.load_state_dict(state)
         dist.all_reduce(left_out, group=group)
         phi -= left_out / group.size()

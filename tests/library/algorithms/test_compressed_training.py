@@ -74,7 +74,7 @@ def test_a_resumed_wrapper_is_bit_identical(name: str) -> None:
             train(other, group.rank(), range(3, 6))
         assert torch.equal(flatten(wrapper.module), flatten(resumed.module))
         with pytest.raises(ValueError, match=r"got state \[.*\] of another algorithm, expected none for PushPull"):
-            wrap(net(9), group, gossiper=PushPull(), **options).load_state_dict(wrapper.state_dict())
+            wrap(net(9), group, algorithm=PushPull(), **options).load_state_dict(wrapper.state_dict())
 
     run_ranks(4, body)
 

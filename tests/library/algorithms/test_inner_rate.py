@@ -35,7 +35,7 @@ def wrapped(group: dist.ProcessGroup, *, by_function: bool = False) -> tuple[Gos
     point = Point()
     optimizer = torch.optim.SGD(point.parameters(), lr=LEARNING_RATE)
     slowmo = SlowMo(H, inner_lr=(lambda: optimizer.param_groups[0]["lr"]) if by_function else "optimizer")
-    return GossipDataParallel(point, process_group=group, outer=slowmo), optimizer
+    return GossipDataParallel(point, process_group=group, algorithm=slowmo), optimizer
 
 
 def law(rates: list[float]) -> Tensor:
@@ -111,7 +111,7 @@ def test_a_step_that_grad_scaler_leaves_out_inside_step_has_no_rate() -> None:
     point = Point()
     optimizer = torch.optim.SGD(point.parameters(), lr=LEARNING_RATE, fused=True)
     slowmo = SlowMo(H, inner_lr="optimizer")
-    wrapper = GossipDataParallel(point, process_group=solo_group(), outer=slowmo)
+    wrapper = GossipDataParallel(point, process_group=solo_group(), algorithm=slowmo)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for lr, factor in ((0.1, 1.0), (0.2, float("inf")), (0.3, float("inf"))):
         optimizer.param_groups[0]["lr"] = lr

@@ -31,10 +31,10 @@ def complete() -> CompleteGraph:
 @pytest.mark.parametrize(
     ("make_options", "expected"),
     [
-        (lambda: {"outer": DiLoCo(5)}, 0.7702157507),
-        (lambda: {"outer": SlowMo(5)}, 0.7307994909),
-        (lambda: {"outer": SlowMo(5, lr=0.7, momentum=0.9)}, 0.8018335365),
-        (lambda: {"outer": GASLoC(5, step_size=1.0), "graph": complete()}, 0.7702157507),  # as DiLoCo
+        (lambda: {"algorithm": DiLoCo(5)}, 0.7702157507),
+        (lambda: {"algorithm": SlowMo(5)}, 0.7307994909),
+        (lambda: {"algorithm": SlowMo(5, lr=0.7, momentum=0.9)}, 0.8018335365),
+        (lambda: {"algorithm": GASLoC(5, step_size=1.0), "graph": complete()}, 0.7702157507),  # as DiLoCo
     ],
     ids=["diloco", "slowmo", "slowmo-heavy-ball", "gasloc-complete"],
 )
@@ -54,7 +54,7 @@ def test_gasloc_on_a_ring_is_its_law(alpha: float) -> None:
         y = phi + 0.7 * (descended(phi, 5) - phi)
         e = y + 0.9 * (y - before)
         phi, before = e + alpha * (w @ e - e), y
-    found = solve(lambda: {"outer": GASLoC(5, step_size=alpha), "graph": RING})
+    found = solve(lambda: {"algorithm": GASLoC(5, step_size=alpha), "graph": RING})
     torch.testing.assert_close(found, phi, rtol=0, atol=1e-12)
     assert found.std() > 0.1
 
@@ -70,7 +70,7 @@ def test_gasloc_with_another_optimizer_steps_by_the_own_drift_and_mixes_the_resu
     def nesterov(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
-    found = solve(lambda: {"outer": GASLoC(5, optimizer=nesterov), "graph": RING})
+    found = solve(lambda: {"algorithm": GASLoC(5, optimizer=nesterov), "graph": RING})
     torch.testing.assert_close(found, phi, rtol=0, atol=1e-12)
 
 
@@ -102,12 +102,12 @@ def test_noloco_is_its_law(n: int, pull: float | None) -> None:
     for w in matrices(GraphMixing(RandomMatchingGraph(n, seed=3)), 4):
         m = 0.5 * m + 0.7 * (w @ (descended(phi, 5) - phi)) + c * (w @ phi - phi)
         phi = phi + m
-    found = solve(lambda: {"outer": NoLoCo(5, pull=pull, seed=3)}, num_ranks=n)
+    found = solve(lambda: {"algorithm": NoLoCo(5, pull=pull, seed=3)}, num_ranks=n)
     torch.testing.assert_close(found, phi, rtol=0, atol=1e-12)
 
 
 def test_noloco_mixes_on_a_graph_that_is_named() -> None:
-    found = solve(lambda: {"outer": NoLoCo(5), "graph": complete()})
+    found = solve(lambda: {"algorithm": NoLoCo(5), "graph": complete()})
     torch.testing.assert_close(found, found.mean().expand(5), rtol=0, atol=1e-12)
 
 
@@ -125,7 +125,7 @@ def test_slowmo_with_gossip_between_outer_steps() -> None:
             x = x + descended(z, 1) - z
         u = 0.5 * u + (phi - x.mean())
         phi = phi - u
-    found = solve(lambda: {"outer": SlowMo(4, gossip_every=1), "graph": graph}, num_steps=8, num_ranks=3)
+    found = solve(lambda: {"algorithm": SlowMo(4, gossip_every=1), "graph": graph}, num_steps=8, num_ranks=3)
     torch.testing.assert_close(found, phi, rtol=0, atol=1e-12)
 
 
@@ -146,7 +146,7 @@ SYNC_EVERY, NUM_OUTER_STEPS = 3, 4
 def test_diloco_is_torchs_optimizer_on_the_mean_drift_to_the_bit(outer: OuterMethod, reference: Any) -> None:
     def body(group: dist.ProcessGroup) -> list[Tensor]:
         model = mlp()
-        wrapper, optimizer = GossipDataParallel(model, process_group=group, outer=outer), adamw(model)
+        wrapper, optimizer = GossipDataParallel(model, process_group=group, algorithm=outer), adamw(model)
         steps = []
         for step in range(SYNC_EVERY * NUM_OUTER_STEPS + 1):
             train_step(wrapper, optimizer, group.rank(), step)
@@ -176,7 +176,7 @@ def test_diloco_without_momentum_is_local_sgd() -> None:
     phi = torch.full((5,), START, dtype=torch.float64)
     for _ in range(4):
         phi = descended(phi, 5).mean().expand(5)
-    found = solve(lambda: {"outer": DiLoCo(5, lr=1.0, momentum=0.0)})
+    found = solve(lambda: {"algorithm": DiLoCo(5, lr=1.0, momentum=0.0)})
     torch.testing.assert_close(found, phi, rtol=0, atol=1e-12)
 
 

@@ -19,7 +19,7 @@ from tests.library.rounds.memories import optimizer_of
 
 def trained(outer: OuterMethod, num_steps: int = 5) -> GossipDataParallel:
     model = mlp()
-    wrapper, optimizer = GossipDataParallel(model, process_group=solo_group(), outer=outer), sgd(model)
+    wrapper, optimizer = GossipDataParallel(model, process_group=solo_group(), algorithm=outer), sgd(model)
     for step in range(num_steps):
         train_step(wrapper, optimizer, 0, step)
     return wrapper
@@ -156,7 +156,7 @@ def test_ranks_that_differ_in_the_outer_optimizer_are_told_so(
 ) -> None:
     def body(group: dist.ProcessGroup) -> None:
         with pytest.raises(ValueError, match=rf"ranks do not agree with rank 0: .*{differing}"):
-            GossipDataParallel(mlp(), process_group=group, outer=outers[group.rank()])
+            GossipDataParallel(mlp(), process_group=group, algorithm=outers[group.rank()])
 
     run_ranks(2, body)
 
@@ -180,7 +180,7 @@ def test_groups_by_dtype_and_functions_among_settings_are_the_same_on_all_ranks(
 
     def body(group: dist.ProcessGroup) -> Tensor:
         model = TwoDtypes()
-        wrapper = GossipDataParallel(model, process_group=group, outer=DiLoCo(1, optimizer=WithFunction))
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=DiLoCo(1, optimizer=WithFunction))
         inner = torch.optim.SGD(model.parameters(), lr=group.rank() + 1.0)
         for _ in range(2):
             wrapper().backward()

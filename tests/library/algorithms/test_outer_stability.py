@@ -101,7 +101,7 @@ def test_the_wrapper_refuses_a_graph_that_the_rates_are_unstable_on() -> None:
         with pytest.raises(
             ValueError, match=r"NoLoCo: .*expected a factor of at most 1; take a smaller pull, an undir"
         ):
-            GossipDataParallel(mlp(), process_group=group, outer=NoLoCo(), graph=RingGraph(8))
+            GossipDataParallel(mlp(), process_group=group, algorithm=NoLoCo(), graph=RingGraph(8))
 
     run_ranks(8, body)
 
@@ -110,7 +110,7 @@ def test_the_wrapper_refuses_a_graph_that_the_rates_are_unstable_on() -> None:
 def test_a_membership_looks_at_every_number_of_workers_when_the_model_is_wrapped(graph: type[GraphManager]) -> None:
     membership = Membership(dist.HashStore(), min_workers=2)
     with pytest.raises(ValueError, match=rf"GASLoC: got step_size=0.5 and momentum=0.9 on .*{graph.__name__}\(\d+"):
-        GossipDataParallel(mlp(), outer=GASLoC(), graph=graph, membership=membership)
+        GossipDataParallel(mlp(), algorithm=GASLoC(), graph=graph, membership=membership)
     membership.close()
 
 
@@ -118,7 +118,7 @@ def test_a_generation_of_another_size_goes_on_without_another_look() -> None:
     """Sizes that were not tried when the model was wrapped: no survivor may end in a step because of them."""
 
     def body(group: dist.ProcessGroup) -> None:
-        wrapper = GossipDataParallel(mlp(), process_group=group, outer=GASLoC())
+        wrapper = GossipDataParallel(mlp(), process_group=group, algorithm=GASLoC())
         unstable = default_mixing(RingGraph(8), push_sum=False)
         wrapper._engine.rebind(unstable, wrapper._transport)
         with pytest.raises(ValueError, match=r"GASLoC: got step_size=0.5 .* grow 1.19"):

@@ -39,7 +39,7 @@ def train(outer: OuterMethod) -> tuple[list[Tensor], float]:
 
     def body(group: dist.ProcessGroup) -> tuple[list[Tensor], float]:
         model = Elements()
-        wrapper = GossipDataParallel(model, process_group=group, outer=outer)
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=outer)
         before, seen = wrapper.comm_stats()["bytes_sent"], []
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         for _ in range(NUM_STEPS):
@@ -112,8 +112,8 @@ def test_sparse_loco_is_its_law(outer: SparseLoCo) -> None:
 
 
 def test_without_loss_and_memory_it_is_diloco_without_momentum() -> None:
-    found = solve(lambda: {"outer": SparseLoCo(5, lr=0.7, decay=0.0, compressor=TopK(1.0))})
-    torch.testing.assert_close(found, solve(lambda: {"outer": DiLoCo(5, momentum=0.0)}), rtol=0, atol=1e-12)
+    found = solve(lambda: {"algorithm": SparseLoCo(5, lr=0.7, decay=0.0, compressor=TopK(1.0))})
+    torch.testing.assert_close(found, solve(lambda: {"algorithm": DiLoCo(5, momentum=0.0)}), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

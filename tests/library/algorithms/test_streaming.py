@@ -54,7 +54,7 @@ def train(outer: OuterMethod) -> list[Tensor]:
         model.forward = lambda: sum(
             CURVATURES[rank] / 2 * (x - MINIMA[rank]).square().sum() for x in model.parameters()
         )
-        wrapper = GossipDataParallel(model, process_group=group, outer=outer)
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=outer)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         seen = []
         for _ in range(NUM_STEPS):
@@ -122,7 +122,7 @@ def test_special_cases_are_diloco(outer: OuterMethod, num_ranks: int) -> None:
         drift = (phi - descended(phi, 5)).mean()
         m = 0.9 * m + drift
         phi = phi - 0.7 * (drift + 0.9 * m)
-    torch.testing.assert_close(solve(lambda: {"outer": outer}, num_ranks=num_ranks), phi, rtol=0, atol=1e-12)
+    torch.testing.assert_close(solve(lambda: {"algorithm": outer}, num_ranks=num_ranks), phi, rtol=0, atol=1e-12)
     if num_ranks == 5:
         assert abs(float(phi[0]) - 0.7702157507) < 1e-9
 
@@ -153,15 +153,15 @@ def test_eager_is_its_law() -> None:
         m = 0.9 * m + gradient
         phi = phi - 0.7 * (gradient + 0.9 * m)
         late = drift.mean() - drift / 5
-    found = solve(lambda: {"outer": EagerDiLoCo(5)})
+    found = solve(lambda: {"algorithm": EagerDiLoCo(5)})
     torch.testing.assert_close(found, phi, rtol=0, atol=1e-12)
     assert found.std() > 0.01
 
 
 def test_gossip_travels_late_too() -> None:
     """GASLoC's outer step of a rank is in what is sent: with a delay its result comes tau steps later."""
-    found = solve(lambda: {"outer": GASLoC(5, delay=2), "graph": RingGraph(5, peers_per_itr=2)})
-    at_once = solve(lambda: {"outer": GASLoC(5), "graph": RingGraph(5, peers_per_itr=2)})
+    found = solve(lambda: {"algorithm": GASLoC(5, delay=2), "graph": RingGraph(5, peers_per_itr=2)})
+    at_once = solve(lambda: {"algorithm": GASLoC(5), "graph": RingGraph(5, peers_per_itr=2)})
     assert found.isfinite().all()
     assert 1e-3 < float((found - at_once).abs().max()) < 1
 
@@ -175,7 +175,7 @@ def test_each_fragment_meets_every_matrix_of_a_graph(fragments: int) -> None:
     def body(group: dist.ProcessGroup) -> Tensor:
         model = nn.Linear(20, 20)
         outer = GASLoC(2, lr=1.0, momentum=0.0, step_size=1.0, fragments=fragments)
-        wrapper = GossipDataParallel(model, process_group=group, outer=outer, graph=graph, push_sum=False)
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=outer, graph=graph, push_sum=False)
         fill_(model, group.rank())
         for _ in range(5):  # two outer steps of each
             wrapper(torch.zeros(1, 20))
@@ -198,7 +198,7 @@ def test_each_fragment_meets_every_matrix_of_a_graph(fragments: int) -> None:
 def test_memory_is_what_the_pages_say(outer: OuterMethod, num_models: int) -> None:
     """Copies of the model that the engine keeps: tensors that share memory count once."""
     model = nn.Linear(64, 64)
-    wrapper = GossipDataParallel(model, process_group=solo_group(), outer=outer)
+    wrapper = GossipDataParallel(model, process_group=solo_group(), algorithm=outer)
     for _ in range(7):
         wrapper(torch.zeros(1, 64))
     wrapper.flush()
@@ -247,7 +247,7 @@ def test_what_is_out_of_range_is_refused(make: Callable[[], object], message: st
 
 
 def test_fragments_that_do_not_fit_the_model_are_refused() -> None:
-    wrapper = GossipDataParallel(mlp(), process_group=solo_group(), outer=StreamingDiLoCo(fragments=[["0"], ["1"]]))
+    wrapper = GossipDataParallel(mlp(), process_group=solo_group(), algorithm=StreamingDiLoCo(fragments=[["0"], ["1"]]))
     with pytest.raises(ValueError, match=r"of which 0 have '2.weight', expected each trained tensor in exactly one"):
         wrapper(torch.zeros(2, 3))
     wrapper.close()
@@ -255,7 +255,7 @@ def test_fragments_that_do_not_fit_the_model_are_refused() -> None:
         ValueError,
         match=r"of which \['head', '0.w'\] are names of no module, .* expected names such as \['0', '1', '2'\]",
     ):
-        GossipDataParallel(mlp(), process_group=solo_group(), outer=DiLoCo(fragments=[["0", "head"], ["2", "0.w"]]))
+        GossipDataParallel(mlp(), process_group=solo_group(), algorithm=DiLoCo(fragments=[["0", "head"], ["2", "0.w"]]))
 
 
 def test_each_fragment_has_links_of_its_own_below_it() -> None:

@@ -23,10 +23,10 @@ from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.ranks import TIMEOUT, assert_no_gossip_threads, run_ranks
 
 OPTIONS: list[dict[str, Any]] = [
-    {"outer": EagerDiLoCo(4)},
-    {"outer": StreamingDiLoCo(4, delay=2)},
-    {"outer": SlowMo(4, delay=2)},
-    {"outer": SparseLoCo(4, delay=2)},
+    {"algorithm": EagerDiLoCo(4)},
+    {"algorithm": StreamingDiLoCo(4, delay=2)},
+    {"algorithm": SlowMo(4, delay=2)},
+    {"algorithm": SparseLoCo(4, delay=2)},
     {"overlap": True, "push_sum": False, "schedule": Schedule(average_every=1)},
     {"overlap": True, "push_sum": False, "schedule": ConsensusControl(target=2.0, average_every=1, max_interval=1)},
 ]

@@ -302,7 +302,7 @@ def test_narrow_messages_stay_whole() -> None:
 def test_ranks_must_cut_alike() -> None:
     def body(group: dist.ProcessGroup) -> None:
         with pytest.raises(ValueError, match="chunk_bytes=256"):
-            GossipDataParallel(wide(), gossiper=PushSum(chunk_bytes=CHUNK << group.rank()), process_group=group)
+            GossipDataParallel(wide(), algorithm=PushSum(chunk_bytes=CHUNK << group.rank()), process_group=group)
 
     run_ranks(2, body)
 

@@ -171,7 +171,7 @@ def train_both(group: dist.ProcessGroup, **options: Any) -> list[Any]:
     for chunks in BOTH:
         gossiper = PushSum(**chunks)
         wrapper = GossipDataParallel(
-            wide(group.rank()), gossiper=gossiper, init_sync=False, process_group=group, **options
+            wide(group.rank()), algorithm=gossiper, init_sync=False, process_group=group, **options
         )
         assert len(gossiper.chunks(wrapper._gossiped)) == (7 if chunks else 1)
         steps = train(wrapper, sgd(wrapper.module), group.rank(), 6)
@@ -200,7 +200,7 @@ def test_overlap_in_chunks_equals_the_oracle(max_staleness: int) -> None:
         wrapper = GossipDataParallel(
             wide(group.rank()),
             graph=DIGRAPH,
-            gossiper=gossiper,
+            algorithm=gossiper,
             overlap=True,
             max_staleness=max_staleness,
             init_sync=False,

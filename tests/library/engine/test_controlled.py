@@ -252,8 +252,11 @@ def test_one_rank_and_checkpoints_of_plain_schedules() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gossiper": Choco(SignNorm(), step_size=0.4)}, "with Choco.*, expected no gossiper: its corrections are not"),
-        ({"outer": DiLoCo(2)}, r"got schedule=ConsensusControl\(target=1.0, .* beside outer=DiLoCo"),
+        (
+            {"algorithm": Choco(SignNorm(), step_size=0.4)},
+            "with Choco.*, expected no gossiper: its corrections are",
+        ),
+        ({"algorithm": DiLoCo(2)}, r"got schedule=ConsensusControl\(target=1.0, .* beside DiLoCo"),
         ({"algorithm": D2()}, r"got schedule=ConsensusControl\(target=1.0, .* with D2\(\), expected no"),
         (
             {"schedule": "often"},

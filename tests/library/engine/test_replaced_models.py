@@ -44,19 +44,19 @@ METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "sgp": dict,
     "controlled": lambda: on_a_ring(schedule=ConsensusControl(2.0)),
     "overlap": lambda: {"overlap": True},
-    "choco": lambda: on_a_ring(gossiper=Choco(SignNorm(), step_size=0.4)),
-    "powergossip": lambda: on_a_ring(gossiper=PowerGossip()),
-    "relaysgd": lambda: {"gossiper": RelaySGD()},
-    "diloco": lambda: {"outer": DiLoCo(PERIOD)},
-    "slowmo": lambda: {"outer": SlowMo(PERIOD, gossip_every=1, inner_lr="optimizer")},
-    "noloco": lambda: {"outer": NoLoCo(PERIOD)},
-    "gasloc": lambda: {"outer": GASLoC(PERIOD), "graph": RingGraph(NUM_RANKS, peers_per_itr=2)},
-    "sparseloco": lambda: {"outer": SparseLoCo(PERIOD)},
-    "qgdsgdm": lambda: {"rule": QGDSGDm()},
-    "decentlam": lambda: {"rule": DecentLaM()},
-    "d2": lambda: {"rule": D2()},
-    "exactdiffusion": lambda: {"rule": ExactDiffusion()},
-    "gradienttracking": lambda: {"rule": GradientTracking()},
+    "choco": lambda: on_a_ring(algorithm=Choco(SignNorm(), step_size=0.4)),
+    "powergossip": lambda: on_a_ring(algorithm=PowerGossip()),
+    "relaysgd": lambda: {"algorithm": RelaySGD()},
+    "diloco": lambda: {"algorithm": DiLoCo(PERIOD)},
+    "slowmo": lambda: {"algorithm": SlowMo(PERIOD, gossip_every=1, inner_lr="optimizer")},
+    "noloco": lambda: {"algorithm": NoLoCo(PERIOD)},
+    "gasloc": lambda: {"algorithm": GASLoC(PERIOD), "graph": RingGraph(NUM_RANKS, peers_per_itr=2)},
+    "sparseloco": lambda: {"algorithm": SparseLoCo(PERIOD)},
+    "qgdsgdm": lambda: {"algorithm": QGDSGDm()},
+    "decentlam": lambda: {"algorithm": DecentLaM()},
+    "d2": lambda: {"algorithm": D2()},
+    "exactdiffusion": lambda: {"algorithm": ExactDiffusion()},
+    "gradienttracking": lambda: {"algorithm": GradientTracking()},
 }
 KEEPS_MOMENTUM = ("diloco", "slowmo", "sparseloco")  # in average_(), as all ranks have the same anchor
 
@@ -102,7 +102,7 @@ def test_after_an_average_ranks_stay_together(name: str) -> None:
 def test_an_average_changes_nothing_in_exact_outer_steps(name: str) -> None:
     def body(group: dist.ProcessGroup, *, averages: bool) -> Tensor:
         point = Point()
-        options = {"outer": SlowMo(PERIOD)} if name == "slowmo" else METHODS[name]()
+        options = {"algorithm": SlowMo(PERIOD)} if name == "slowmo" else METHODS[name]()
         wrapper = GossipDataParallel(point, process_group=group, **options)
         optimizer = sgd_for(name, wrapper)
         train(wrapper, optimizer, group.rank(), 2 * PERIOD)
@@ -142,7 +142,7 @@ def test_what_averaged_lends_is_no_new_model() -> None:
 
     def body(group: dist.ProcessGroup, *, looks: bool) -> Tensor:
         point = Point()
-        wrapper = GossipDataParallel(point, process_group=group, outer=NoLoCo(PERIOD))
+        wrapper = GossipDataParallel(point, process_group=group, algorithm=NoLoCo(PERIOD))
         optimizer = sgd_for("noloco", wrapper)
         train(wrapper, optimizer, group.rank(), PERIOD + 1)
         if looks:
@@ -160,7 +160,7 @@ def test_what_averaged_lends_is_no_new_model() -> None:
 
 def test_a_composable_model_loads_a_plain_one_and_starts_anew() -> None:
     def body(group: dist.ProcessGroup) -> None:
-        point = gossip(Point(), process_group=group, outer=NoLoCo(PERIOD))
+        point = gossip(Point(), process_group=group, algorithm=NoLoCo(PERIOD))
         optimizer = sgd_for("noloco", point)
         train(point, optimizer, group.rank(), PERIOD + 1)
         expected = torch.tensor([7.0], dtype=torch.float64)

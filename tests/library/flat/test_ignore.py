@@ -35,16 +35,16 @@ Make = Callable[..., Any]
 
 
 def choco(module: nn.Module, **options: Any) -> GossipDataParallel:
-    return GossipDataParallel(module, gossiper=Choco(TopK(0.5), step_size=0.3), **options)
+    return GossipDataParallel(module, algorithm=Choco(TopK(0.5), step_size=0.3), **options)
 
 
 WRAPPERS: dict[str, tuple[Make, dict[str, Any]]] = {
     "SGP": (GossipDataParallel, {}),
     "overlapped": (GossipDataParallel, {"overlap": True}),
-    "DiLoCo": (GossipDataParallel, {"outer": DiLoCo(sync_every=2)}),
+    "DiLoCo": (GossipDataParallel, {"algorithm": DiLoCo(sync_every=2)}),
     "CHOCO": (choco, {}),
-    "D2": (GossipDataParallel, {"rule": D2()}),
-    "QG-DSGDm": (GossipDataParallel, {"rule": QGDSGDm()}),
+    "D2": (GossipDataParallel, {"algorithm": D2()}),
+    "QG-DSGDm": (GossipDataParallel, {"algorithm": QGDSGDm()}),
     "in place": (gossip, {}),
     "AD-PSGD": (BilatGossipDataParallel, {}),
     "WAGMA": (GroupAverageDataParallel, {"wait_avoiding": False}),
@@ -167,7 +167,7 @@ def test_the_state_of_an_optimizer_for_ignored_parameters_stays_local() -> None:
 def test_freezing_an_ignored_parameter_on_one_rank_changes_no_vector() -> None:
     def body(group: dist.ProcessGroup) -> bool:
         module = Personal(group.rank())
-        wrapper = GossipDataParallel(module, process_group=group, ignore=NAMES, outer=DiLoCo(sync_every=2))
+        wrapper = GossipDataParallel(module, process_group=group, ignore=NAMES, algorithm=DiLoCo(sync_every=2))
         vector = wrapper._buffer.vector
         for step in range(6):
             if step == 3 and group.rank() == 1:

@@ -29,7 +29,7 @@ WRAPPERS: dict[str, tuple[Make, dict[str, Any]]] = {
     "SGP": (GossipDataParallel, {}),
     "overlapped": (GossipDataParallel, {"overlap": True}),
     "local SGD": (GossipDataParallel, {"schedule": Schedule(gossip_every=5, average_every=1)}),
-    "DiLoCo": (GossipDataParallel, {"outer": DiLoCo(sync_every=4)}),
+    "DiLoCo": (GossipDataParallel, {"algorithm": DiLoCo(sync_every=4)}),
     "in place": (gossip, {}),
     "AD-PSGD": (BilatGossipDataParallel, {}),
     "WAGMA": (GroupAverageDataParallel, {"wait_avoiding": False, "group_size": 1, "sync_period": 3}),

@@ -21,12 +21,12 @@ from gossip_modules import (
 from tests.harness.ranks import run_ranks, solo_group
 
 OPTIONS: list[dict[str, Any]] = [
-    {"outer": DiLoCo(sync_every=2)},
-    {"outer": StreamingDiLoCo(sync_every=4, fragments=1, delay=1)},
-    {"rule": QGDSGDm()},
-    {"rule": D2()},
-    {"rule": GradientTracking()},
-    {"gossiper": RelaySGD},
+    {"algorithm": DiLoCo(sync_every=2)},
+    {"algorithm": StreamingDiLoCo(sync_every=4, fragments=1, delay=1)},
+    {"algorithm": QGDSGDm()},
+    {"algorithm": D2()},
+    {"algorithm": GradientTracking()},
+    {"algorithm": RelaySGD},
 ]
 
 

@@ -152,8 +152,8 @@ def test_wrapper_takes_a_wire_or_a_gossiper() -> None:
                 loss_of(wrapper, group.rank(), 0)
                 sent.append(wrapper.comm_stats()["bytes_sent"] - before)
             assert sent == [192, 128]  # 34 parameters and 8 statistics, in whole cache lines
-            with pytest.raises(ValueError, match=r"got gossiper=PushPull\(\) and wire_dtype=torch.float16, expected"):
-                GossipDataParallel(net(), gossiper=PushPull(), wire_dtype=torch.float16, **options)
+            with pytest.raises(ValueError, match=r"got algorithm=PushPull\(\) and wire_dtype=torch.float16, expected"):
+                GossipDataParallel(net(), algorithm=PushPull(), wire_dtype=torch.float16, **options)
 
     run_ranks(2, body)
 
@@ -168,7 +168,7 @@ def test_training_over_a_narrow_wire_loses_no_gradient_step(overlap: bool) -> No
         wrapper = GossipDataParallel(
             model,
             graph=RingGraph(3, peers_per_itr=2),
-            gossiper=PushPull(wire_dtype=torch.bfloat16),
+            algorithm=PushPull(wire_dtype=torch.bfloat16),
             push_sum=False,
             overlap=overlap,
             init_sync=False,

@@ -62,9 +62,12 @@ def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> Non
     [
         ({"graph": RingGraph(4)}, r"got graph=RingGraph\(4, .* with a membership, expected a class"),
         ({"graph": DynamicBipartiteExponentialGraph}, r"does not exist for \[3, 5, 7, 9, 11, 13, 15\] workers"),
-        ({"gossiper": Choco(SignNorm(), step_size=0.4), "graph": BaseGraph}, "got .* a graph that never changes"),
-        ({"outer": SlowMo(gossip_every=1)}, "got push_sum=True between the outer steps .*, expected push_sum=False"),
-        ({"outer": DiLoCo(), "graph": RingGraph}, "got graph beside outer=DiLoCo.*, which averages over all ranks"),
+        ({"algorithm": Choco(SignNorm(), step_size=0.4), "graph": BaseGraph}, "got .* a graph that never changes"),
+        (
+            {"algorithm": SlowMo(gossip_every=1)},
+            "got push_sum=True between .*, expected push_sum=False",
+        ),
+        ({"algorithm": DiLoCo(), "graph": RingGraph}, "got graph beside DiLoCo.*, which averages over all ranks"),
         ({"comm_device": "cuda"}, "got comm_device=cuda with a membership"),
         ({"init_sync": False}, "got init_sync=False with a membership, expected True: its workers begin"),
         ({"timeout": 7}, "got timeout=7 s with a membership, which has a timeout of 60 s, expected none"),

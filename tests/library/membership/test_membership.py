@@ -408,7 +408,9 @@ def test_founders_that_ask_for_more_workers_are_heeded(caplog: pytest.LogCapture
 
 def test_one_membership_is_for_one_wrapper() -> None:
     membership = Membership(dist.HashStore(), min_workers=1, timeout=timedelta(seconds=SECONDS))
-    wrapper = GossipDataParallel(model_of(), membership=membership, gossiper=PushSum(), graph=lambda n: BaseGraph(n, 1))
+    wrapper = GossipDataParallel(
+        model_of(), membership=membership, algorithm=PushSum(), graph=lambda n: BaseGraph(n, 1)
+    )
     assert (membership.rank, membership.world_size, membership.join()) == (0, 1, 0)
     with pytest.raises(ValueError, match="got membership of job 'job' in a second wrapper, expected one wrapper"):
         GossipDataParallel(model_of(), membership=membership)

@@ -18,9 +18,9 @@ __all__ = ["_no_thread_stays"]
 METHODS: list[dict[str, Any]] = [
     {},
     {"overlap": True},
-    {"gossiper": Choco(SignNorm(), step_size=0.3), "push_sum": False, "graph": "ring"},
-    {"outer": DiLoCo(sync_every=3), "push_sum": False},
-    {"outer": NoLoCo(sync_every=3)},
+    {"algorithm": Choco(SignNorm(), step_size=0.3), "push_sum": False, "graph": "ring"},
+    {"algorithm": DiLoCo(sync_every=3), "push_sum": False},
+    {"algorithm": NoLoCo(sync_every=3)},
 ]
 
 

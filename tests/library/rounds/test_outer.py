@@ -64,7 +64,7 @@ LATE: list[OuterMethod] = [
 
 
 def wrap(module: nn.Module, group: dist.ProcessGroup, outer: OuterMethod, **options: Any) -> GossipDataParallel:
-    return GossipDataParallel(module, process_group=group, outer=outer, **options)
+    return GossipDataParallel(module, process_group=group, algorithm=outer, **options)
 
 
 @pytest.mark.parametrize("outer", [*METHODS, *LATE], ids=str)
@@ -407,7 +407,7 @@ def test_outer_steps_on_the_shards_of_a_node_are_those_of_the_whole(num_shards: 
 
 
 def test_gossip_in_place_takes_outer_steps_too() -> None:
-    model = gossip(mlp(), process_group=solo_group(), outer=DiLoCo(2, lr=1.0, momentum=0.0))
+    model = gossip(mlp(), process_group=solo_group(), algorithm=DiLoCo(2, lr=1.0, momentum=0.0))
     for step in range(5):
         loss_of(model, 0, step)
     assert model.comm_stats()["num_rounds"] == 2
@@ -417,17 +417,20 @@ def test_gossip_in_place_takes_outer_steps_too() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"outer": "diloco"}, r"got outer='diloco', expected an algorithm such as DiLoCo\(sync_every=30\)"),
-        ({"outer": torch.optim.SGD}, "expected an algorithm .*for another optimizer pass"),
+        (
+            {"algorithm": 2.0},
+            r"got algorithm=2.0, expected an Algorithm such as DiLoCo\(\) or .*, its class",
+        ),
+        ({"algorithm": torch.optim.SGD}, "got algorithm=<class .*, expected an Algorithm such as DiLoCo"),
         ({"schedule": ConsensusControl(2.0)}, "got schedule=ConsensusControl.* beside DiLoCo.*says itself when"),
-        ({"outer": StreamingDiLoCo(), "overlap": True}, "got overlap=True beside StreamingDiLoCo.*its delay says"),
+        ({"algorithm": StreamingDiLoCo(), "overlap": True}, "got overlap=True beside StreamingDiLoCo.*its delay says"),
         ({"init_sync": False}, "got init_sync=False beside DiLoCo.*all ranks move one anchor"),
-        ({"gossiper": PowerGossip(), "graph": "ring"}, "got graph.* beside DiLoCo.*never gossips|algorithm"),
+        ({"algorithm": DiLoCo().over(PowerGossip()), "graph": "ring"}, "got graph.* beside DiLoCo.*never gossips"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        GossipDataParallel(mlp(), process_group=solo_group(), **{"outer": DiLoCo(), **options})
+        GossipDataParallel(mlp(), process_group=solo_group(), **{"algorithm": DiLoCo(), **options})
 
 
 def test_weights_that_do_not_keep_the_mean_are_refused() -> None:
@@ -470,7 +473,7 @@ def test_a_rank_that_is_not_finite_recovers_between_rounds_of_push_sum() -> None
     def body(group: dist.ProcessGroup) -> Tensor:
         model = mlp()
         outer = SlowMo(4, gossip_every=1)
-        wrapper = GossipDataParallel(model, process_group=group, outer=outer, graph=graph, on_nonfinite="skip")
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=outer, graph=graph, on_nonfinite="skip")
         for step in range(9):
             loss_of(wrapper, group.rank(), step)
             if group.rank() == 1 and step == 2:

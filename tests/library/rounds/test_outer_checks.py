@@ -30,12 +30,12 @@ from tests.harness.ranks import run_ranks, solo_group
 def test_models_of_peers_do_not_go_with_exact_averages_between_them() -> None:
     message = r"got RelaySGD\(\) between the exact averages of SlowMo\(.*; leave it out, or pass gossip_every=0"
     with pytest.raises(ValueError, match=message):
-        GossipDataParallel(mlp(), process_group=solo_group(), outer=SlowMo(4, gossip_every=1), gossiper=RelaySGD())
+        GossipDataParallel(mlp(), process_group=solo_group(), algorithm=SlowMo(4, gossip_every=1).over(RelaySGD()))
 
 
 @pytest.mark.parametrize("outer", [NoLoCo(4), GASLoC(4)])
 def test_models_of_peers_go_with_outer_steps_on_a_graph(outer: OuterMethod) -> None:
-    GossipDataParallel(mlp(), process_group=solo_group(), outer=outer, gossiper=RelaySGD()).close()
+    GossipDataParallel(mlp(), process_group=solo_group(), algorithm=outer.over(RelaySGD())).close()
 
 
 COMPRESSED: list[Callable[[], Gossiper]] = [PowerGossip, lambda: Sparta(0.1), lambda: Choco(SignNorm(), step_size=0.4)]
@@ -50,7 +50,7 @@ def test_compressed_rounds_do_not_go_with_a_momentum_of_what_they_change(
     with pytest.raises(
         ValueError, match=r"got .* with (GASLoC|NoLoCo)\(.*, expected plain gossip: the momentum repeats what a"
     ):
-        GossipDataParallel(mlp(), process_group=solo_group(), outer=outer, gossiper=make_gossiper(), graph=RingGraph(1))
+        GossipDataParallel(mlp(), process_group=solo_group(), algorithm=outer.over(make_gossiper()), graph=RingGraph(1))
 
 
 @pytest.mark.parametrize("make_gossiper", COMPRESSED, ids=NAMES)
@@ -71,7 +71,7 @@ def test_differences_shrink_where_compressed_rounds_are_allowed(
     def body(group: dist.ProcessGroup) -> tuple[float, float]:
         model = nn.Linear(20, 10)
         graph = RingGraph(5, peers_per_itr=2)
-        wrapper = GossipDataParallel(model, process_group=group, outer=outer, gossiper=make_gossiper(), graph=graph)
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=outer.over(make_gossiper()), graph=graph)
         generator, distances = torch.Generator().manual_seed(group.rank()), []
         for k in range(150):
             wrapper(torch.zeros(1, 20))
@@ -102,5 +102,5 @@ def test_a_gossiper_of_ones_own_that_leaves_nothing_out_says_so() -> None:
 def test_public_copies_go_with_exact_averages() -> None:
     """They are behind the models after an average, as with Schedule(average_every=...), and keep the mean."""
     slowmo = SlowMo(4, gossip_every=1)
-    gossiper = Choco(SignNorm(), step_size=0.4)
-    GossipDataParallel(mlp(), process_group=solo_group(), outer=slowmo, gossiper=gossiper, push_sum=False).close()
+    choco = Choco(SignNorm(), step_size=0.4)
+    GossipDataParallel(mlp(), process_group=solo_group(), algorithm=slowmo.over(choco), push_sum=False).close()

@@ -368,7 +368,7 @@ def training(outer: OuterMethod, seen: dict[int, Any], last: list[int]) -> Calla
     def body(worker: ChaosWorker) -> None:
         membership = worker.membership(min_workers=3, timeout=60, min_deadline=20.0)
         model = nn.Linear(200, 1, dtype=torch.float64)
-        wrapper = GossipDataParallel(model, membership=membership, outer=outer, push_sum=False)
+        wrapper = GossipDataParallel(model, membership=membership, algorithm=outer, push_sum=False)
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.001)
         membership.track(optimizer=optimizer)
         first, engine, own = membership.join(), wrapper._engine, seen.setdefault(worker.rank, {})
@@ -419,7 +419,7 @@ def test_no_survivor_raises_and_anchors_are_one_after_a_death_and_a_join(outer: 
 def test_methods_that_cannot_lose_an_average_are_refused(outer: OuterMethod, message: str) -> None:
     membership = Membership(dist.HashStore(), min_workers=2)
     with pytest.raises(ValueError, match=message):
-        GossipDataParallel(nn.Linear(2, 1), membership=membership, outer=outer)
+        GossipDataParallel(nn.Linear(2, 1), membership=membership, algorithm=outer)
     membership.close()
 
 
@@ -453,7 +453,7 @@ def test_a_layer_may_be_frozen_while_a_worker_joins(outer: OuterMethod, options:
     def body(worker: ChaosWorker) -> None:
         membership = worker.membership(min_workers=2, timeout=SECONDS, min_deadline=SECONDS)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-        wrapper = GossipDataParallel(model, membership=membership, outer=outer, **options)
+        wrapper = GossipDataParallel(model, membership=membership, algorithm=outer, **options)
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.001)
         membership.track(loading=Loading(frozen_at, steps, is_newcomer=worker.rank == 2))
         first = membership.join()

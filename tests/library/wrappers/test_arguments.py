@@ -80,14 +80,14 @@ def test_a_wrapper_takes_them_all() -> None:
             group,
             graph="ring",
             mixing=gm.mixing_manager.UniformMixing,
-            gossiper=gm.extend.PushSum,
+            algorithm=gm.extend.PushSum,
             schedule=2,
             timeout=15,
         )
         built = train(
             group,
             mixing=gm.mixing_manager.UniformMixing(gm.RingGraph(3, peers_per_itr=2)),
-            gossiper=gm.extend.PushSum(),
+            algorithm=gm.extend.PushSum(),
             schedule=gm.Schedule(gossip_every=2),
             timeout=timedelta(seconds=15),
         )
@@ -102,7 +102,7 @@ def gossip(module: Any = None, **options: Any) -> gm.GossipDataParallel:
 
 def used_gossiper() -> gm.extend.Gossiper:
     gossiper = gm.extend.PushSum()
-    gossip(gossiper=gossiper)
+    gossip(algorithm=gossiper)
     return gossiper
 
 
@@ -150,16 +150,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"MatrixMixing\(.* fails.*pass the result",
     ),
     "a compressor for a gossiper": (
-        lambda: gossip(gossiper=gm.TopK(0.1)),
-        r"got the compressor TopK.*as gossiper.*Choco\(TopK\(0.01\), step_size=0.04\)",
+        lambda: gossip(algorithm=gm.TopK(0.1)),
+        r"got the compressor TopK.*as algorithm.*Choco\(TopK\(0.01\), step_size=0.04\)",
     ),
-    "a compressor's class for a gossiper": (lambda: gossip(gossiper=gm.SignNorm), r"got the compressor.*in Choco"),
+    "a compressor's class for a gossiper": (lambda: gossip(algorithm=gm.SignNorm), r"got the compressor.*in Choco"),
     "an algorithm's class that needs a compressor": (
         lambda: gossip(algorithm=gm.Choco),
         r"got algorithm=Choco, expected Choco with its arguments, as compressor and step_size have no default",
     ),
-    "a name for a gossiper": (lambda: gossip(gossiper="choco"), r"got gossiper='choco', expected a Gossiper, such as"),
-    "a gossiper for two models": (lambda: gossip(gossiper=used_gossiper()), r"another wrapper.*make another PushSum"),
+    "a name of no algorithm": (lambda: gossip(algorithm="diloko"), r"got .*diloko.*did you mean 'diloco'"),
+    "a gossiper for two models": (lambda: gossip(algorithm=used_gossiper()), r"another wrapper.*make another PushSum"),
     "schedule=0": (lambda: gossip(schedule=0), r"got schedule=0, expected .* at least 1; schedule=1, the default"),
     "a fraction for a schedule": (
         lambda: gossip(schedule=0.5),
@@ -258,12 +258,12 @@ def without_graph(state: dict[str, Any]) -> dict[str, Any]:
         ({"push_sum": False}, True),
         ({"push_sum": False, "schedule": gm.Schedule(gossip_every=5, average_every=2)}, True),
         ({"push_sum": False, "schedule": gm.ConsensusControl(2.0)}, True),
-        ({"rule": gm.QGDSGDm()}, True),
+        ({"algorithm": gm.QGDSGDm()}, True),
         ({"push_sum": False, "graph": "ring"}, False),
         ({"push_sum": False, "schedule": gm.Schedule(gossip_every=5, average_every=1)}, False),
         ({"push_sum": False, "schedule": gm.ConsensusControl(2.0, average_every=1)}, False),
         ({"push_sum": True}, False),
-        ({"outer": gm.DiLoCo(5)}, False),
+        ({"algorithm": gm.DiLoCo(5)}, False),
     ],
 )
 def test_a_checkpoint_from_when_nine_ranks_had_a_ring_says_how_to_go_on_with_it(
@@ -368,3 +368,23 @@ def test_the_older_names_of_the_argument_say_the_new_line() -> None:
     assert caught[0].filename == __file__
     with pytest.warns(DeprecationWarning, match=r"is now algorithm=D2\(\)\.over\(PowerGossip\(.*\)\); the old names"):
         sorted_out(None, gm.D2(), gm.PowerGossip(), None)
+
+
+def test_the_new_line_makes_the_same_algorithm() -> None:
+    outer = gm.SlowMo(sync_every=2, gossip_every=1, inner_lr="optimizer")
+    new = r"algorithm=SlowMo\(sync_every=2, gossip_every=1, inner_lr='optimizer'\)\.over\(PowerGossip\(\)\); the old"
+    with pytest.warns(DeprecationWarning, match=new):
+        sorted_out(outer, None, None, "powergossip")
+    with pytest.warns(DeprecationWarning, match=r"is now algorithm=DiLoCo\(optimizer=\.\.\.\); the old names will go"):
+        sorted_out(gm.DiLoCo(optimizer=lambda parameters: torch.optim.Adam(parameters)), None, None, None)
+
+
+@pytest.mark.parametrize("inner", [gm.PowerGossip, "powergossip", gm.TopK(0.1), None])
+def test_an_algorithm_is_over_an_algorithm_only(inner: Any) -> None:
+    with pytest.raises(ValueError, match=r"below SlowMo\(.*\), expected an algorithm .*such as PowerGossip\(\)$"):
+        gm.SlowMo(gossip_every=1).over(inner)
+
+
+def test_an_algorithm_that_never_gossips_is_over_none() -> None:
+    with pytest.raises(ValueError, match=r"got DiLoCo.*\.over\(.*the first one asks for no `Mix`"):
+        gm.GossipDataParallel(nn.Linear(2, 2), algorithm=gm.DiLoCo().over(gm.PowerGossip()), process_group=solo_group())

@@ -277,14 +277,14 @@ WRONG_WEIGHTS: list[tuple[int, dict[str, Any], str]] = [
         {"mixing": MatrixMixing(RingGraph(2), [[0.5, 0.5], [0.25, 0.75]])},
         r"got MatrixMixing.* whose columns do not sum to one, expected column-stochastic .* use push_sum=False",
     ),
-    (3, {"graph": irregular(), "gossiper": PushPull()}, r"rows do not sum to one"),
+    (3, {"graph": irregular(), "algorithm": PushPull()}, r"rows do not sum to one"),
 ]
 
 
 @pytest.mark.parametrize(("world_size", "options", "message"), WRONG_WEIGHTS, ids=["rows", "columns", "graph"])
 def test_wrong_weights_are_named(world_size: int, options: dict[str, Any], message: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        own = {**options, "gossiper": PushPull()} if "gossiper" in options else options
+        own = {**options, "algorithm": PushPull()} if "algorithm" in options else options
         with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
             wrap(mlp(), group, **own)
 

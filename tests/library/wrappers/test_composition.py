@@ -304,9 +304,9 @@ def test_a_copy_without_peers_warns_where_it_trains() -> None:
 def test_a_gossiper_belongs_to_one_wrapper() -> None:
     def body(group: dist.ProcessGroup) -> None:
         gossiper = PushSum()
-        first = wrap(mlp(group.rank()), group, gossiper=gossiper)
+        first = wrap(mlp(group.rank()), group, algorithm=gossiper)
         with pytest.raises(ValueError, match=r"which belongs to another wrapper.*make another"):
-            wrap(mlp(group.rank()), group, gossiper=gossiper)
+            wrap(mlp(group.rank()), group, algorithm=gossiper)
         twin = copy.deepcopy(first)
         for wrapper in (first, twin):
             loss_of(wrapper, 0, 0)

@@ -142,7 +142,7 @@ def test_overlapped_messages_that_change_the_state_are_looked_at_before_they_are
     def body(group: dist.ProcessGroup, *, falls_ill: bool) -> tuple[Tensor, int]:
         model = net(group.rank())
         graph = RingGraph(4, peers_per_itr=2)
-        wrapper = wrap(model, group, push_sum=False, overlap=True, gossiper=gossiper(), graph=graph, **options)
+        wrapper = wrap(model, group, push_sum=False, overlap=True, algorithm=gossiper(), graph=graph, **options)
         optimizer, num_raised = sgd(model), 0
         for step in range(10):
             if falls_ill and group.rank() == SICK and step in (2, 4, 6):  # rounds of each schedule; one is an average
@@ -277,7 +277,7 @@ def test_skip_costs_no_accuracy() -> None:
 )
 def test_messages_that_change_the_state_cannot_be_left_out(gossiper: Any) -> None:
     with pytest.raises(ValueError, match=r"got on_nonfinite='skip' with \w+\(.*expected 'raise' or 'spread'"):
-        wrap(mlp(), solo_group(), gossiper=gossiper(), on_nonfinite="skip")
+        wrap(mlp(), solo_group(), algorithm=gossiper(), on_nonfinite="skip")
 
 
 def test_another_policy_is_an_error() -> None:

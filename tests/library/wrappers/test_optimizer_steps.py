@@ -78,7 +78,7 @@ def test_the_attribute_of_ddp_is_a_bool(value: Any) -> None:
 
 
 def test_an_outer_method_counts_optimizer_steps() -> None:
-    wrapper = wrap(mlp(), solo_group(), outer=DiLoCo(sync_every=3), init_sync=True)
+    wrapper = wrap(mlp(), solo_group(), algorithm=DiLoCo(sync_every=3), init_sync=True)
     optimizer = sgd(wrapper)
     for step in range(7):  # the round of step k runs before forward k, k = 0 ... 6
         for micro in range(4):
@@ -342,7 +342,7 @@ def test_steps_without_rounds_are_an_error_once(kind: str, loss: Callable[[Any, 
 
 @pytest.mark.parametrize(
     "options",
-    [{"schedule": 3}, {"schedule": Schedule(gossip_every=4, average_every=1)}, {"outer": DiLoCo(sync_every=5)}],
+    [{"schedule": 3}, {"schedule": Schedule(gossip_every=4, average_every=1)}, {"algorithm": DiLoCo(sync_every=5)}],
 )
 def test_steps_between_the_rounds_of_a_schedule_are_no_error(options: dict[str, Any]) -> None:
     wrapper = wrap(mlp(), solo_group(), **options, init_sync=True)
@@ -506,7 +506,7 @@ def test_rounds_after_steps_train_as_those_before_forwards_and_mix_once_more() -
 
 
 @pytest.mark.parametrize("rounds", ["step", "manual"])
-@pytest.mark.parametrize("options", [{"outer": DiLoCo(sync_every=3)}, {"rule": D2()}, {"overlap": True}])
+@pytest.mark.parametrize("options", [{"algorithm": DiLoCo(sync_every=3)}, {"algorithm": D2()}, {"overlap": True}])
 def test_methods_do_the_same_whenever_rounds_run(options: dict[str, Any], rounds: str) -> None:
     """An anchor is the model before the first step, and every third step is an outer step."""
 

@@ -39,16 +39,16 @@ METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "D-PSGD": lambda: {"push_sum": False, "graph": "ring"},
     "Local SGD": lambda: {"schedule": Schedule(gossip_every=4, average_every=1)},
     "controlled": lambda: {"push_sum": False, "graph": "ring", "schedule": ConsensusControl(target=0.5)},
-    "Choco": lambda: {"gossiper": Choco(SignNorm(), step_size=0.3)},
-    "PowerGossip": lambda: {"gossiper": PowerGossip()},
-    "PowerGossip, overlap": lambda: {"gossiper": PowerGossip(), "overlap": True},
-    "RelaySGD": lambda: {"gossiper": RelaySGD()},
-    "SPARTA": lambda: {"gossiper": Sparta(0.5)},
-    "D2": lambda: {"rule": D2()},
-    "DiLoCo": lambda: {"outer": DiLoCo(sync_every=3)},
-    "StreamingDiLoCo": lambda: {"outer": StreamingDiLoCo(sync_every=4, fragments=2, delay=1)},
-    "NoLoCo": lambda: {"outer": NoLoCo(sync_every=3)},
-    "SlowMo": lambda: {"outer": SlowMo(sync_every=3)},
+    "Choco": lambda: {"algorithm": Choco(SignNorm(), step_size=0.3)},
+    "PowerGossip": lambda: {"algorithm": PowerGossip()},
+    "PowerGossip, overlap": lambda: {"algorithm": PowerGossip(), "overlap": True},
+    "RelaySGD": lambda: {"algorithm": RelaySGD()},
+    "SPARTA": lambda: {"algorithm": Sparta(0.5)},
+    "D2": lambda: {"algorithm": D2()},
+    "DiLoCo": lambda: {"algorithm": DiLoCo(sync_every=3)},
+    "StreamingDiLoCo": lambda: {"algorithm": StreamingDiLoCo(sync_every=4, fragments=2, delay=1)},
+    "NoLoCo": lambda: {"algorithm": NoLoCo(sync_every=3)},
+    "SlowMo": lambda: {"algorithm": SlowMo(sync_every=3)},
 }
 ANY_METHOD = pytest.mark.parametrize("method", METHODS)
 STARTS_ANEW = pytest.mark.filterwarnings("ignore:.*other tensors", "ignore:.*saves nothing", "ignore:.*dimension")
@@ -297,7 +297,9 @@ def test_a_measurement_lets_nothing_leave() -> None:
 
 @STARTS_ANEW
 @pytest.mark.parametrize(
-    "options", [{"schedule": 2}, {}, {"overlap": True}, {"outer": DiLoCo(sync_every=4)}, {"outer": SlowMo(4)}], ids=str
+    "options",
+    [{"schedule": 2}, {}, {"overlap": True}, {"algorithm": DiLoCo(sync_every=4)}, {"algorithm": SlowMo(4)}],
+    ids=str,
 )
 def test_halves_that_are_trained_in_turn_travel_as_one_model(options: dict[str, Any]) -> None:
     """Bit for bit as where both are in the vector all the time, and only one has a gradient."""
@@ -335,7 +337,7 @@ LENDERS: dict[str, Callable[[nn.Module, nn.Module], dict[str, Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"outer": DiLoCo(sync_every=2)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"algorithm": DiLoCo(sync_every=2)}], ids=str)
 @pytest.mark.parametrize("lender", LENDERS)
 def test_a_functional_call_starts_no_round_and_mixes_nothing(lender: str, options: dict[str, Any]) -> None:
     def body(group: dist.ProcessGroup) -> None:

@@ -70,18 +70,18 @@ def load(model: GossipDataParallel, key: str, folder: Path) -> None:
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "SGP": dict,
     "overlap": lambda: {"overlap": True},
-    "PowerGossip": lambda: {"gossiper": PowerGossip(), "push_sum": False},
-    "PowerGossip overlapped": lambda: {"gossiper": PowerGossip(), "push_sum": False, "overlap": True},
-    "CHOCO": lambda: {"gossiper": Choco(SignNorm(), step_size=0.4), "graph": RingGraph},
-    "DeepSqueeze": lambda: {"gossiper": DeepSqueeze(SignNorm(), step_size=0.4), "graph": RingGraph},
-    "Moniqua": lambda: {"gossiper": Moniqua(theta=2.0), "graph": RingGraph},
-    "RelaySGD": lambda: {"gossiper": RelaySGD()},
-    "DiLoCo": lambda: {"outer": DiLoCo(2)},
-    "StreamingDiLoCo": lambda: {"outer": StreamingDiLoCo(4, fragments=2, delay=1)},
-    "SlowMo": lambda: {"outer": SlowMo(2)},
-    "D2": lambda: {"rule": D2()},
-    "gradient tracking": lambda: {"rule": GradientTracking()},
-    "QG-DSGDm": lambda: {"rule": QGDSGDm()},
+    "PowerGossip": lambda: {"algorithm": PowerGossip(), "push_sum": False},
+    "PowerGossip overlapped": lambda: {"algorithm": PowerGossip(), "push_sum": False, "overlap": True},
+    "CHOCO": lambda: {"algorithm": Choco(SignNorm(), step_size=0.4), "graph": RingGraph},
+    "DeepSqueeze": lambda: {"algorithm": DeepSqueeze(SignNorm(), step_size=0.4), "graph": RingGraph},
+    "Moniqua": lambda: {"algorithm": Moniqua(theta=2.0), "graph": RingGraph},
+    "RelaySGD": lambda: {"algorithm": RelaySGD()},
+    "DiLoCo": lambda: {"algorithm": DiLoCo(2)},
+    "StreamingDiLoCo": lambda: {"algorithm": StreamingDiLoCo(4, fragments=2, delay=1)},
+    "SlowMo": lambda: {"algorithm": SlowMo(2)},
+    "D2": lambda: {"algorithm": D2()},
+    "gradient tracking": lambda: {"algorithm": GradientTracking()},
+    "QG-DSGDm": lambda: {"algorithm": QGDSGDm()},
     "control": lambda: {"schedule": ConsensusControl(target=0.5)},
 }
 
@@ -293,11 +293,11 @@ def test_tensors_that_a_tool_puts_beside_another_state_have_none(wrap: Any, tmp_
 
     def body(group: dist.ProcessGroup) -> None:
         folder, key = tmp_path / str(group.rank()), recipe_key(group)
-        old = wrap(mlp(), process_group=group, outer=DiLoCo(sync_every=2))
+        old = wrap(mlp(), process_group=group, algorithm=DiLoCo(sync_every=2))
         optimizer = torch.optim.SGD(old.parameters(), lr=0.1)
         for step in range(3):
             train_step(old, optimizer, group.rank(), step)
-        new = wrap(mlp(), process_group=group, outer=DiLoCo(sync_every=2))
+        new = wrap(mlp(), process_group=group, algorithm=DiLoCo(sync_every=2))
         with _dcp_lock:
             dcp.save({key: old.state_dict()}, checkpoint_id=folder, no_dist=True)
             state = {key: new.state_dict()}

@@ -127,6 +127,9 @@ def test_a_graph_that_is_none_is_named(graph: str, message: str) -> None:
         ("DiLoCo(", "which is no expression of Python"),
         ("SignNorm()", r"expected an algorithm; pass SignNorm\(2048\) to one"),
         ("SGP().over(Choco(SignNorm(), step_size=0.4))", r"got SGP beside .over\(\), expected an algorithm that runs"),
+        ("D2().over(TopK(0.1))", r"got TopK\(0.1\) below D2\(\), expected an algorithm, such as"),
+        ("D2().over(1)", r"got 1 below D2\(\), expected an algorithm, such as 'D2\(\).over\(PowerGossip\(\)\)'"),
+        ("DiLoCo(sync_every=10, sync_every=3)", "has an argument twice"),
         ("f(" * 600 + ")" * 600, r"unknown name|no expression of Python"),
         ("x" * 3000, "got algorithm of 3000 characters, expected at most 2000"),
         ("DiLoCo(sync_every=0)", "DiLoCo: got sync_every=0, expected a whole number of at least 1"),
@@ -152,6 +155,20 @@ def test_a_recipe_is_the_short_name_of_an_algorithm() -> None:
     assert Config(recipe="diloco", algorithm="diloco") == Config(recipe="diloco")
     with pytest.raises(ValueError, match=r"got recipe='choco' beside algorithm='DiLoCo\(\)', expected one of them"):
         Config(recipe="choco", algorithm="DiLoCo()")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "text"),
+    [
+        ("SlowMo(sync_every=10)", "SlowMo(sync_every=10)"),
+        ("Sparta(0.01, seed=0)", "Sparta(ratio=0.01)"),
+        ("DiLoCo(10, anchor_device='cpu')", "DiLoCo(sync_every=10, anchor_device='cpu')"),
+    ],
+)
+def test_an_algorithm_with_one_setting_of_its_own_is_not_the_recipe(algorithm: str, text: str) -> None:
+    config = Config(algorithm=algorithm)
+    assert config.chosen.made != replace(config, algorithm="").chosen.made
+    assert config.identity["algorithm"] == text
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_what_ddp_has_is_missing_with_a_remedy(wrapper: Any) -> None:
         assert not hasattr(model, name)
         with pytest.raises(AttributeError, match=rf"^'{wrapper.__name__}' object has no attribute '{name}': .+"):
             getattr(model, name)
-    with pytest.raises(AttributeError, match=r"for smaller messages pass wire_dtype=torch.bfloat16 or gossiper=Power"):
+    with pytest.raises(AttributeError, match=r"for smaller messages pass wire_dtype=torch.bfloat16 or algorithm=Power"):
         model.register_comm_hook(None, None)
     model.close()
 

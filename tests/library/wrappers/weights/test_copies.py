@@ -34,7 +34,7 @@ WRAPPINGS: dict[str, Callable[[], dict[str, Any]]] = {
     "sync": dict,
     "overlap": lambda: {"overlap": True},
     "weights": lambda: {"graph": irregular()},
-    "outer": lambda: {"outer": DiLoCo(sync_every=3)},
+    "outer": lambda: {"algorithm": DiLoCo(sync_every=3)},
 }
 
 
@@ -127,7 +127,7 @@ def test_a_run_from_a_checkpoint_knows_of_masters_at_its_first_step(make: Any) -
 # State that is a model of its own.
 
 
-@pytest.mark.parametrize("options", [{}, {"outer": DiLoCo(sync_every=2)}])
+@pytest.mark.parametrize("options", [{}, {"algorithm": DiLoCo(sync_every=2)}])
 @pytest.mark.parametrize(("make", "name"), [(ScheduleFreeSGD, "z"), (Lookahead, "slow")])
 def test_a_copy_that_goes_its_own_way_is_told_once_with_the_remedy(
     make: Any, name: str, options: dict[str, Any]
