@@ -7,17 +7,16 @@ from .engine.overlap import OverlapEngine
 from .flat.buffer import FlatBuffer
 from .flat.selection import Selection
 from .flat.vector import FlatVector
-from .gossiper.gossiper import Gossiper
-from .gossiper.mixer import GlobalAverage, Mixer
-from .gossiper.push_pull import PushPull
-from .gossiper.push_sum import PushSum
 from .graph_manager.base import GraphManager as GraphManager
 from .mixing_manager.base import MixingManager as MixingManager
 from .mixing_manager.base import MixingWeights as MixingWeights
 from .rounds.algorithm import Algorithm
+from .rounds.gossiper import Gossiper
 from .rounds.memory import Memory
 from .rounds.message import Message as Message
 from .rounds.message import Received as Received
+from .rounds.mixer import GlobalAverage, Mixer
+from .rounds.push_pull import PushPull, PushSum
 from .rounds.requests import Average, Exchange, Gather, Mix, RoundLost, Share
 from .rounds.vector import Vector
 from .rounds.vectors import SGDStep, Vectors

@@ -13,11 +13,11 @@ from torch import nn
 from ..engine.background import close_at_program_end
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
-from ..gossiper.mixer import GlobalAverage
 from ..membership.links import alone
 from ..membership.lockstep import check_elastic
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
+from ..rounds.mixer import GlobalAverage
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import GraphLike, MixingLike, as_timeout
 from ..wrappers.base import GossipWrapper, close_when_collected

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..flat.vector import FlatVector
-from ..gossiper.mixer import GlobalAverage
+from ..rounds.mixer import GlobalAverage
 from ..transport.connect import connect
 from ..transport.progress import job_store
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..consensus_control import ConsensusControl, ControlLaw, Differences
 from ..flat.vector import SCRATCH_NUMEL, FlatVector
-from ..gossiper.mixer import GlobalAverage, Mixer
-from ..gossiper.push_pull import PushPull
+from ..rounds.mixer import GlobalAverage, Mixer
+from ..rounds.push_pull import PushPull
 from ..transport.base import is_elastic
 
 

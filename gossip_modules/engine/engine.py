@@ -14,8 +14,8 @@ from torch import Tensor
 from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
-from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
 from ..mixing_manager.base import MixingManager
+from ..rounds.mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
 from ..rounds.old_checkpoints import converted
 from ..schedule import Action, Schedule
 from ..transport.base import Transport, is_elastic, timeout_of

@@ -16,8 +16,8 @@ from torch.profiler import record_function
 from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import FiniteCheck, is_finite
 from ..flat.vector import FlatVector, add_
-from ..gossiper.mixer import Mixer
 from ..rounds.gossip_thread import GossipThread
+from ..rounds.mixer import Mixer
 from ..schedule import Schedule
 from .engine import LockstepEngine
 from .filling import Filling

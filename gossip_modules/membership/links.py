@@ -37,7 +37,7 @@ class LinkTransport(PointToPoint):
     closes alone, and nothing that is late can arrive in a buffer that is used again.
 
     A round with a lost peer is complete without it: `PendingExchange.lost` names it, and the gossiper leaves what would
-    have travelled with its sender ([Note: lost peers] of `Gossiper`). Collectives are those of a group over all
+    have travelled with its sender ([Note: lost peers] of `Neighbours`). Collectives are those of a group over all
     ranks; they fail with an error where a rank has, and from then on: a rank that fails closes its connections, so that
     no other waits for it. The next attempt asks for another generation.
 

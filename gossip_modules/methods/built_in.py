@@ -30,9 +30,9 @@ from ..dpwa.config import DEFAULT_INTERPOLATION
 from ..dpwa.engine import PairwiseEngine
 from ..dpwa.interpolation import Interpolation
 from ..engine.overlap import OverlapEngine
-from ..gossiper.push_sum import PushPull, PushSum
 from ..matcha.graph import MatchaGraph
 from ..registry import Method, Paper
+from ..rounds.push_pull import PushPull, PushSum
 from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES, WIRE_DTYPES

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..algorithms.d_psgd import DPSGD
 from ..flat.vector import FlatVector
-from ..gossiper.gossiper import Gossiper
 from ..graph_manager.static_graphs import RingGraph
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
+from ..rounds.gossiper import Gossiper
 from ..rounds.stacked import Stacked
 from ..rounds.vector import Vector
 from ..rounds.vectors import SGDStep

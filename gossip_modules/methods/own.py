@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..gossiper.gossiper import Gossiper
 from ..registry import Method, Paper
+from ..rounds.gossiper import Gossiper
 from ..simulate.choice import Choice
 from ..simulate.clocks import SyncClock
 from ..simulate.gossip import LockstepMethod, SimulatedMethod, options_in

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ..compression.compressor import Code
 from ..flat.vector import FlatVector
-from ..gossiper.message import MessageBuffer
 from ..mixing_manager.base import MixingManager, MixingWeights
 from .algorithm import Algorithm
 from .memory import Memory
-from .message import Message, Received
+from .message import Message, MessageBuffer, Received
 from .requests import Average, Exchange, Gather, Mix, Request, Share
 from .rows import StackedMixing
 from .vector import Snapshot, Vector

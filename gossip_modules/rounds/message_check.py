@@ -7,10 +7,31 @@ from typing import Any, cast
 
 import torch
 
-from ..gossiper.message import WORD, Header, MessageBuffer
 from ..transport.base import ElasticPending, Pending, Transport, is_elastic
+from .message import MessageBuffer
 
+_WORD = 1 << 32  # the numbers in a header are unsigned and have 32 bits
 _HEADER_TAG = -1  # no round has this tag: headers must reach each other even if the two ranks are in different rounds
+
+
+class Header:
+    """The 8 bytes that are sent ahead of a message: its number and a checksum, both modulo 2**32.
+
+    Args:
+        number: the number of the message among those of its sender.
+        checksum: a number that the receiver computes as well and compares.
+        device: the device of the 8 bytes.
+    """
+
+    def __init__(self, number: int = 0, checksum: int = 0, *, device: torch.device) -> None:
+        words = torch.tensor([number % _WORD, checksum % _WORD], dtype=torch.int64, device="cpu")
+        # Stored as int32 with the same bits, since torch has few operations on unsigned numbers.
+        self.raw = torch.where(words < _WORD // 2, words, words - _WORD).to(device, torch.int32)
+
+    def read(self) -> tuple[int, int]:
+        """The number and the checksum. Waits for the device."""
+        number, checksum = self.raw.tolist()
+        return number % _WORD, checksum % _WORD
 
 
 class MessageCheck:
@@ -85,7 +106,7 @@ class MessageCheck:
     def add(self, peer: int, messages: Iterable[MessageBuffer]) -> None:
         """Include messages to and from a peer in its digest."""
         total = sum(int(message.raw.view(torch.int64).sum()) for message in messages)
-        self._digests[peer] = (31 * self._digests.get(peer, 0) + total) % WORD
+        self._digests[peer] = (31 * self._digests.get(peer, 0) + total) % _WORD
 
     def state_dict(self) -> dict[str, Any]:
         """The digests, for a checkpoint."""

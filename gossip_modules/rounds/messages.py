@@ -9,24 +9,23 @@ import torch
 from torch import Tensor
 
 from ..compression.compressor import Compressor
-from ..flat.vector import FlatVector, add_
-from ..gossiper.gossiper import Gossiper, Messages
-from ..gossiper.message import MessageBuffer, warn_of_little
-from ..mixing_manager.base import MixingManager, MixingWeights
-from ..transport.base import ElasticPending, Transport
+from ..flat.vector import add_
+from ..mixing_manager.base import MixingManager
+from ..transport.base import ElasticPending, Pending, Transport, is_elastic
 from .memory import Memory
-from .message import Code, Message, Received
+from .message import Code, Message, MessageBuffer, Received, warn_of_little
 from .message_check import MessageCheck
+from .neighbours import Neighbours
 from .vector import Vector
 
 _PHASES = 64  # exchanges of one round, at most
 
 
-class MessageRounds(Gossiper):
+class MessageRounds:
     """Sends the messages of an algorithm, with the buffers of the model in front of them, and receives those of peers.
 
     Messages are numbered and compared by digests: see [Note: out of step] of `MessageCheck`. A peer that fails is left
-    out of the round: see [Note: lost peers] of `Gossiper`.
+    out of the round: see [Note: lost peers] of `Neighbours`.
 
     [Note: links anew] What is kept of the link to a peer that fails is dropped. If the peer lives all the same, it may
     have dropped nothing, or have applied a message more. So at the first round over a link after the transport has
@@ -40,8 +39,6 @@ class MessageRounds(Gossiper):
         is_checked: whether numbers and digests are compared.
     """
 
-    is_elastic = True
-
     def __init__(self, memory: Memory, *, has_links: bool, is_checked: bool = True) -> None:
         self.has_links = has_links
         self._kept, self._is_checked = memory, is_checked
@@ -53,6 +50,22 @@ class MessageRounds(Gossiper):
         self._phase = 0
         self._checksums: Mapping[int, int] = {}
         self._inboxes: Mapping[int, Message] = {}
+        self._pending: Pending | None = None
+
+    def bind(self, mixing: MixingManager, transport: Transport) -> None:
+        """Talk to these peers from now on."""
+        self.mixing, self.transport, self._is_elastic = mixing, transport, is_elastic(transport)
+        self._row = Neighbours(mixing, transport)
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """The peers of the last round that has begun."""
+        return self._row.in_peers
+
+    @property
+    def own_buffer_weight(self) -> float:
+        """See `Mixer`."""
+        return self._row.buffer_weights.own
 
     def begin_round(self, x: Vector, t: int) -> None:
         """Round t is about x; nothing is sent."""
@@ -68,13 +81,13 @@ class MessageRounds(Gossiper):
         """The peers of the round that are there. The first look of a round compares links, see [Note: links anew]."""
         if not self._is_planned:
             assert self._x.flat is not None, "messages carry the buffers of a flat vector"
-            self._begin(self._x.flat, self._t)
+            self._row.begin(self._t, self._x.flat.push_sum_weight)
             self._peers, self._is_planned = self._live_peers(), True
         return self._peers
 
     def _live_peers(self) -> tuple[int, ...]:
         """Those of the round that have not failed; begins anew with some, see [Note: links anew]."""
-        peers = tuple(peer for peer in self._in_peers if peer not in self._lost)
+        peers = tuple(peer for peer in self._row.in_peers if peer not in self._lost)
         new = [peer for peer in peers if peer not in self._compared] if self.has_links and self._is_elastic else []
         self._compared.update(new)
         if new:
@@ -117,8 +130,8 @@ class MessageRounds(Gossiper):
 
     def row_of(self, message: Message, replies: Mapping[int, Message]) -> Received:
         """See `Share`. message: went to all peers. replies: of the peers."""
-        inp, names = self._weights.inp, self.transport.names
-        row = [(self._weights.own - 1, message), *((inp[j], reply) for j, reply in replies.items())]
+        weights, inp, names = self._row.weights, self._row.weights.inp, self.transport.names
+        row = [(weights.own - 1, message), *((inp[j], reply) for j, reply in replies.items())]
         return Received(row, [names[j] for j in (self.transport.rank, *replies)])
 
     def post(
@@ -161,20 +174,18 @@ class MessageRounds(Gossiper):
         self._message_check.post(self.transport, numbers, t=self._t)
 
     def _wait(self) -> None:
-        if not self._is_checked:
-            super()._wait()
-            return
         messages, self._pending = self._pending, None
         assert messages is not None, "no message is in flight: post() comes first"
         # Headers first: where the numbers differ, the messages may have another size.
-        lost = self._message_check.wait(self.transport, t=self._t)
+        lost = self._message_check.wait(self.transport, t=self._t) if self._is_checked else frozenset()
         messages.wait()
         if self._is_elastic:
             self._lost |= lost | cast("ElasticPending", messages).lost
-            if lost := self._lost.intersection(self._in_peers):
+            if lost := self._lost.intersection(self._row.in_peers):
                 self._leave_out(lost)
-        for peer, buffers in self._buffers.items():
-            self._message_check.add(peer, buffers)
+        if self._is_checked:
+            for peer, buffers in self._buffers.items():
+                self._message_check.add(peer, buffers)
 
     def _message_number(self, peer: int) -> int:
         """Of the next message. Workers of a membership have exchanged more or fewer messages, so the round counts."""
@@ -184,12 +195,12 @@ class MessageRounds(Gossiper):
 
     def weight_of(self, peer: int) -> float:
         """See `Vectors`."""
-        return self._weights.inp[peer]
+        return self._row.weights.inp[peer]
 
     def _mix_buffers(self, buffers: Sequence[Tensor]) -> None:
         """b <- b + sum_j W_ij (b_j - b), with weights that are not negative."""
         for j, (mine, theirs) in self._buffers.items():
-            alpha = self._buffer_weights.inp[j]
+            alpha = self._row.buffer_weights.inp[j]
             for b, own, other in zip(buffers, mine.fields, theirs.fields, strict=False):
                 add_(b, other, alpha=alpha)
                 add_(b, own, alpha=-alpha)
@@ -201,8 +212,8 @@ class MessageRounds(Gossiper):
         return self._numbers.get(peer, 0)
 
     def _leave_out(self, lost: Set[int]) -> None:
-        """See `Gossiper`; a peer that fails again is another one for what is kept."""
-        super()._leave_out(lost)
+        """[Note: lost peers]; a peer that fails again is another one for what is kept."""
+        self._row.leave_out(lost)
         for peer in lost:
             self._buffers.pop(peer, None)
             self._forget(peer)
@@ -217,26 +228,13 @@ class MessageRounds(Gossiper):
         names, ranks = self.transport.names, {name: rank for rank, name in enumerate(transport.names)}
         for peer in self._lost:
             self._forget(peer)
-        super().rebind(mixing, transport)
+        self.bind(mixing, transport)
         self._lost, self._compared = set(), set()
         peers = mixing.graph.phone_book(transport.rank) if self.has_links else ()
         kept = {rank: ranks[name] for rank, name in enumerate(names) if name in ranks and ranks[name] in peers}
         self._message_check.renumber(kept)
         self._numbers = {kept[peer]: number for peer, number in self._numbers.items() if peer in kept}
         self._kept.renumber_links(kept)
-
-    # See `Gossiper`.
-
-    def check(self, mixing: MixingManager) -> None:
-        """See `Mixer`; the algorithm has looked."""
-
-    def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
-        """See `Gossiper`; `post` is called in its place."""
-        raise AssertionError("messages of algorithms go through post() and wait()")
-
-    def decode(self, s: FlatVector, weights: MixingWeights) -> None:
-        """See `encode`."""
-        raise AssertionError("messages of algorithms go through post() and wait()")
 
     def state_dict(self) -> dict[str, Any]:
         """See `Mixer`: the numbers and digests of messages."""

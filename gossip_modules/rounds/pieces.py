@@ -15,8 +15,6 @@ from torch.profiler import record_function
 from ..flat.buffer import FlatBuffer
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
-from ..gossiper.gossiper import Gossiper
-from ..gossiper.mixer import Mixer
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport, timeout_of
@@ -24,6 +22,7 @@ from .algorithm import Algorithm, Over
 from .fragment import Fragment, check_names, cut
 from .gossip_thread import GossipThread
 from .memory import Memory, move_parts, places_of, tensors_beyond
+from .mixer import Mixer
 from .periodic import Periodic
 from .rounds import Rounds, average_, rounds_of
 from .vector import widened
@@ -59,8 +58,6 @@ class Pieces(Mixer):
         rounds: of the first fragment; not bound yet.
     """
 
-    is_elastic = True
-
     def __init__(self, rounds: Rounds) -> None:
         assert isinstance(rounds.algorithm, Periodic), "fragments and delays are settings of periodic algorithms"
         self.algorithm = rounds.algorithm
@@ -76,15 +73,6 @@ class Pieces(Mixer):
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `Mixer`."""
-        plain: Mixer = self.rounds[0]
-        while isinstance(plain, Rounds):
-            plain = plain.mixer
-        keeps_links = not plain.is_elastic
-        if self.algorithm.mixes and self.algorithm.num_fragments > 1 and keeps_links:
-            raise ValueError(
-                f"got {plain} with {self.algorithm}, expected fragments=1, or no gossiper: it keeps what it knows of "
-                "its peers for one vector, and each fragment is another one"
-            )
         self.rounds[0].bind(mixing, transport)
         super().bind(mixing, transport)
         self.rounds += [self.rounds[0].sibling() for _ in range(self.algorithm.num_fragments - 1)]
@@ -136,7 +124,7 @@ class Pieces(Mixer):
         return self.rounds[0].sources
 
     def default_graph(self, world_size: int) -> GraphManager | None:
-        """See `Gossiper`."""
+        """See `Mixer`."""
         return self.rounds[0].default_graph(world_size)
 
     def default_mixing(self, world_size: int) -> MixingManager | None:
@@ -148,7 +136,7 @@ class Pieces(Mixer):
         return self.rounds[0].describe(dtypes)
 
     def for_membership(self) -> Pieces:
-        """See `Gossiper`."""
+        """See `Mixer`."""
         return Pieces(self.rounds[0].for_membership())
 
     def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
@@ -381,8 +369,9 @@ class Pieces(Mixer):
         return repr(self.rounds[0])
 
 
-def mixer_of(algorithm: Algorithm | Over, plain: Gossiper) -> Gossiper | Rounds | Pieces:
+def mixer_of(algorithm: Algorithm | Over, plain: Mixer) -> Mixer:
     """What runs the rounds of an algorithm, in pieces where it says so; not bound yet."""
     made = rounds_of(algorithm, plain)
-    is_in_pieces = isinstance(made, Rounds) and isinstance(made.algorithm, Periodic) and made.algorithm.is_in_pieces
-    return Pieces(made) if is_in_pieces else made  # type: ignore[arg-type]
+    if isinstance(made, Rounds) and isinstance(made.algorithm, Periodic) and made.algorithm.is_in_pieces:
+        return Pieces(made)
+    return made

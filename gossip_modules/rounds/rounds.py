@@ -13,9 +13,6 @@ from torch import Tensor
 from ..flat.buffer import FlatBuffer
 from ..flat.nonfinite import is_finite
 from ..flat.vector import FlatVector, add_
-from ..gossiper.gossiper import Gossiper
-from ..gossiper.message import MessageBuffer
-from ..gossiper.mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.relaxed import RelaxedMixing
@@ -23,8 +20,9 @@ from ..transport.agreement import broadcast_state
 from ..transport.base import Transport, is_elastic
 from .algorithm import Algorithm, Over
 from .memory import Memory
-from .message import Message, Received
+from .message import Message, MessageBuffer, Received
 from .messages import MessageRounds
+from .mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
 from .old_checkpoints import renewed
 from .optimizer_watch import OptimizerWatch
 from .requests import Average, Exchange, Gather, Mix, Request, RoundLost, Share
@@ -58,9 +56,7 @@ class Rounds(Mixer):
         mixer: answers `Mix`; not bound yet.
     """
 
-    is_elastic = True
-
-    def __init__(self, algorithm: Algorithm, mixer: Gossiper | Rounds) -> None:
+    def __init__(self, algorithm: Algorithm, mixer: Mixer) -> None:
         self.algorithm, self.mixer = algorithm, mixer
         self.name = type(algorithm).__name__  # in checkpoints
         self._is_torn = False  # whether a round has ended while it was writing what its messages had said
@@ -241,13 +237,12 @@ class Rounds(Mixer):
         )
 
     def default_graph(self, world_size: int) -> GraphManager | None:
-        """See `Gossiper`."""
+        """See `Mixer`."""
         return self.algorithm.default_graph(world_size) or self.mixer.default_graph(world_size)
 
     def default_mixing(self, world_size: int) -> MixingManager | None:
-        """The weights where the user names neither graph nor weights; None: those of the graph."""
-        own = self.algorithm.default_mixing(world_size)
-        return own or (self.mixer.default_mixing(world_size) if isinstance(self.mixer, Rounds) else None)
+        """See `Mixer`."""
+        return self.algorithm.default_mixing(world_size) or self.mixer.default_mixing(world_size)
 
     def refuse_nonfinite(self, agree: Callable[[bool], bool]) -> None:
         """See `Mixer`."""
@@ -673,7 +668,7 @@ class Rounds(Mixer):
             )
 
     def for_membership(self) -> Rounds:
-        """See `Gossiper`."""
+        """See `Mixer`."""
         rounds = Rounds(self.algorithm.for_membership(), self.mixer.for_membership())
         rounds.name = self.name
         return rounds
@@ -699,7 +694,7 @@ def average_(tensors: Sequence[Tensor], x: FlatVector, averager: GlobalAverage) 
     return True
 
 
-def rounds_of(algorithm: Algorithm | Over, plain: Gossiper) -> Gossiper | Rounds:
+def rounds_of(algorithm: Algorithm | Over, plain: Mixer) -> Mixer:
     """What runs the rounds of an algorithm, by plain gossip in the end; not bound yet."""
     if isinstance(algorithm, Over):
         return Rounds(algorithm.outer, rounds_of(algorithm.inner, plain))

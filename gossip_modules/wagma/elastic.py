@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ..flat.vector import FlatVector
-from ..gossiper.mixer import ElasticAverage
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..membership.links import LinkTransport
+from ..rounds.mixer import ElasticAverage
 from .engine import WaitAvoidingEngine
 from .failure_detector import FailureDetector
 from .failure_reason import FailureReason

@@ -11,7 +11,7 @@ from torch.profiler import record_function
 from ..engine.engine import Engine
 from ..flat.nonfinite import is_finite, refuse
 from ..flat.vector import FlatVector
-from ..gossiper.mixer import GlobalAverage
+from ..rounds.mixer import GlobalAverage
 from .barrier import DisseminationBarrier, Patience
 from .group_average import GroupAverage
 from .pace import RelativePace

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch.profiler import record_function
 
 from ..flat.vector import FlatVector
-from ..gossiper.mixer import Mixer
 from ..graph_manager.butterfly_groups import ButterflyGroups, Phase
+from ..rounds.mixer import Mixer
 from ..transport.base import Pending, Transport
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..gossiper.mixer import GlobalAverage
+from ..rounds.mixer import GlobalAverage
 from ..transport.base import Transport
 from .engine import WaitAvoidingEngine
 

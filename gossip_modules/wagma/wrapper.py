@@ -17,11 +17,11 @@ from ..engine.engine import SyncEngine
 from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
-from ..gossiper.mixer import GlobalAverage
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..membership.links import alone
 from ..membership.lockstep import check_links
 from ..membership.membership import Membership
+from ..rounds.mixer import GlobalAverage
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import as_timeout, as_whole, check_flags

@@ -8,12 +8,12 @@ import warnings
 from typing import Any
 
 from ..compression.compressor import Compressor
-from ..gossiper.gossiper import Gossiper
 from ..registry import METHODS, named
 from ..rounds.algorithm import Algorithm, Over, combined
+from ..rounds.push_pull import PushPull
 from .foreign.user_line import levels_to_user
 
-_LEGACY = (Gossiper,)
+_LEGACY = (PushPull,)
 
 
 def sorted_out(outer: Any, rule: Any, gossiper: Any, algorithm: Any) -> tuple[Any, Any, Algorithm | Over | None]:
@@ -36,7 +36,7 @@ def sorted_out(outer: Any, rule: Any, gossiper: Any, algorithm: Any) -> tuple[An
     made = (_made(x, x) if isinstance(x, type) and issubclass(x, Algorithm) else x for x in (outer, rule, gossiper))
     outer, rule, gossiper = made
     algorithm = as_algorithm(algorithm)
-    if isinstance(algorithm, Gossiper):
+    if isinstance(algorithm, PushPull):
         gossiper, algorithm = algorithm, None
     algorithm, others = combined(outer, rule, gossiper, algorithm)
     outer, other, gossiper = others[:3]

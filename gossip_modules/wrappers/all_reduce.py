@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..flat.nonfinite import FiniteCheck, check_policy
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
-from ..gossiper.mixer import GlobalAverage
+from ..rounds.mixer import GlobalAverage
 from ..transport.connect import CPU, connect
 from ..transport.process_group import DEFAULT_TIMEOUT
 from .arguments import as_timeout, check_process_group

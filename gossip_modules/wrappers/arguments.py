@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from ..compression.compressor import Compressor
 from ..consensus_control import ConsensusControl
-from ..gossiper.gossiper import Gossiper
 from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
 from ..graph_manager.static_graphs import NetworkXGraph
 from ..mixing_manager.base import MixingManager
 from ..rounds.algorithm import Algorithm, Over
 from ..rounds.periodic import Periodic
+from ..rounds.push_pull import PushPull
 from ..schedule import Schedule
 from ..transport.waits import as_timeout as as_timeout  # which `Membership` takes from below
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 GraphLike: TypeAlias = "GraphManager | str | Callable[[int], GraphManager | nx.Graph] | nx.Graph"
 MixingLike: TypeAlias = MixingManager | Callable[[GraphManager], MixingManager]
-GossiperLike: TypeAlias = Gossiper | Callable[[], Gossiper]
+GossiperLike: TypeAlias = PushPull | Callable[[], PushPull]
 
 
 def as_graph(graph: GraphLike, world_size: int) -> GraphManager:
@@ -79,7 +79,7 @@ def as_mixing(mixing: MixingLike, graph: GraphManager) -> MixingManager:
     return made
 
 
-def as_gossiper(gossiper: GossiperLike) -> Gossiper:
+def as_gossiper(gossiper: GossiperLike) -> PushPull:
     """The gossiper that is meant: itself, or what its class makes without arguments."""
     expected = "a Gossiper, such as PowerGossip() or Choco(TopK(0.01), step_size=0.04)"
     if isinstance(gossiper, Compressor) or (isinstance(gossiper, type) and issubclass(gossiper, Compressor)):
@@ -88,7 +88,7 @@ def as_gossiper(gossiper: GossiperLike) -> Gossiper:
             "in Choco(TopK(0.01), step_size=0.04)"
         )
     made = _call(gossiper, argument="gossiper", expected=expected) if isinstance(gossiper, type) else gossiper
-    if not isinstance(made, Gossiper):
+    if not isinstance(made, PushPull):
         raise ValueError(f"got gossiper={gossiper!r}, expected {expected}, or None for push-sum or push-pull")
     return made
 

@@ -15,7 +15,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.kept_buffers import KeptBuffers
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
-from ..gossiper.mixer import GlobalAverage
+from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.process_group import ProcessGroupTransport
 from .weights.copies import WeightCopies

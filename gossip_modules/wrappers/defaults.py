@@ -9,9 +9,6 @@ from typing import Any
 import torch
 
 from ..consensus_control import ConsensusControl
-from ..gossiper.gossiper import Gossiper
-from ..gossiper.push_pull import PushPull
-from ..gossiper.push_sum import PushSum
 from ..graph_manager.base import GraphManager
 from ..graph_manager.dynamic_graphs import (
     DynamicBipartiteCompleteGraph,
@@ -21,8 +18,9 @@ from ..graph_manager.named_graphs import default_graph, undirected_ring
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.graph_weights import default_mixing
 from ..rounds.algorithm import Algorithm, Over
-from ..rounds.pieces import Pieces, mixer_of
-from ..rounds.rounds import Rounds
+from ..rounds.mixer import Mixer
+from ..rounds.pieces import mixer_of
+from ..rounds.push_pull import PushPull, PushSum
 from ..schedule import Schedule
 from .arguments import (
     GossiperLike,
@@ -42,7 +40,7 @@ from .arguments import (
 
 def choose_gossiper(
     gossiper: GossiperLike | None, *, push_sum: bool, wire_dtype: torch.dtype | None = None
-) -> Gossiper:
+) -> PushPull:
     """`gossiper`, or push-sum, or push-pull, the latter two with that dtype on the wire.
 
     Raises:
@@ -66,7 +64,7 @@ def choose_mixing(
     *,
     push_sum: bool,
     world_size: int,
-    gossiper: Gossiper | None = None,
+    gossiper: Mixer | None = None,
 ) -> MixingManager:
     """The mixing manager, with its graph.
 
@@ -141,7 +139,7 @@ class Choices:
 
     def choose(
         self, num_nodes: int, *, overlap: bool, init_sync: bool, on_nonfinite: str, nprocs_per_node: int
-    ) -> tuple[MixingManager, Gossiper]:
+    ) -> tuple[MixingManager, Mixer]:
         """The weights, with their graph, and the gossiper, with defaults for what was not named.
 
         Args:
@@ -180,7 +178,7 @@ class Choices:
                 "differently; use a Schedule"
             )
 
-    def choose_for_any_size(self, **options: Any) -> tuple[Callable[[int], MixingManager], Gossiper]:
+    def choose_for_any_size(self, **options: Any) -> tuple[Callable[[int], MixingManager], Mixer]:
         """The weights as a function of the number of ranks, whatever the graph of one rank would be; the gossiper.
 
         Args:
@@ -229,9 +227,9 @@ class Choices:
         return () if self.algorithm is None else self.algorithm.parts
 
     def _mixing_of(
-        self, graph: GraphLike | None, mixing: MixingLike | None, num_nodes: int, gossiper: Gossiper
+        self, graph: GraphLike | None, mixing: MixingLike | None, num_nodes: int, gossiper: Mixer
     ) -> MixingManager:
         """The weights, those of the method where neither graph nor weights are named."""
-        if graph is None and mixing is None and isinstance(gossiper, Rounds | Pieces):
+        if graph is None and mixing is None:
             mixing = gossiper.default_mixing(num_nodes)
         return choose_mixing(graph, mixing, push_sum=self._sends_weights, world_size=num_nodes, gossiper=gossiper)

@@ -16,13 +16,13 @@ from ..engine.engine import LockstepEngine, SyncEngine
 from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
-from ..gossiper.gossiper import Gossiper
 from ..membership.links import alone
 from ..membership.lockstep import LockstepParticipant, check_elastic
 from ..membership.membership import Membership
 from ..membership.node.participant import NodeParticipant
 from ..mixing_manager.base import MixingManager
 from ..rounds.algorithm import Algorithm, Over
+from ..rounds.mixer import Mixer
 from ..rounds.pieces import Pieces
 from ..rounds.rounds import Rounds
 from ..rounds.vector import widened
@@ -242,7 +242,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             self._averager = self._node.averager(is_weighted=gossiper.is_weighted)
         membership.attach(self._elastic, self._elastic.describe())
 
-    def _describe(self, chosen: Choices, mixing: MixingManager, gossiper: Gossiper, **options: object) -> None:
+    def _describe(self, chosen: Choices, mixing: MixingManager, gossiper: Mixer, **options: object) -> None:
         """Note what the ranks must agree on, by name."""
         self._was_on_a_ring = chosen.was_on_a_ring(mixing)
         self._graph = None if self._elastic is not None else str(mixing.graph)
@@ -261,7 +261,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             what["gossiper"] = gossiper.describe([segment.dtype for segment in layout.segments if segment.numel])
         self._description = {name: str(value) for name, value in {**what, **options}.items()}
 
-    def _start(self, chosen: Choices, mixing: MixingManager, gossiper: Gossiper) -> None:
+    def _start(self, chosen: Choices, mixing: MixingManager, gossiper: Mixer) -> None:
         gossiper.bind(mixing, self._transport)
         if isinstance(gossiper, Pieces):
             gossiper.watch_optimizer(self._buffer, is_whole=self._node is None or self._node.is_whole)
@@ -275,7 +275,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         self._travelling.watch(self, self._transport)
         hold(self)
 
-    def _make_engine(self, gossiper: Gossiper, schedule: Schedule | ConsensusControl) -> LockstepEngine:
+    def _make_engine(self, gossiper: Mixer, schedule: Schedule | ConsensusControl) -> LockstepEngine:
         """When rounds run."""
         policy, is_whole = self._on_nonfinite, self._node is None or self._node.is_whole
         if not self.overlap:

@@ -16,10 +16,10 @@ from ..engine.engine import LockstepEngine
 from ..engine.following import FollowingEngine
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
-from ..gossiper.mixer import GlobalAverage
 from ..membership.membership import Membership
 from ..membership.node.collectives import NodeCollectives
 from ..membership.node.siblings import PATIENCE, Siblings
+from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.connect import CPU
 from .gradient_group import NamedReplica, leaving_alone

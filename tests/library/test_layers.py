@@ -13,7 +13,7 @@ import pytest
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.py").exists())
 PACKAGE = "gossip_modules"
 
-_LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "gossiper", "schedule"}
+_LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "schedule"}
 _WRAPPERS = {*_LOCKSTEP, "consensus_control", "engine", "membership", "wrappers", "rounds", "registry"}
 # What a package, or a module beside the packages, may import besides itself.
 MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
@@ -29,13 +29,13 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "mixing_manager": {"graph_manager", "matcha", "old_calls"},
         "consensus_control": {"mixing_manager"},
         "mpi": {"transport"},
-        "gossiper": {*_LOCKSTEP - {"gossiper"}, "old_calls"},
+        "gossiper": {"rounds", "old_calls"},
         "optim": set(),
-        "sparta": {"graph_manager", "compression", "gossiper"},
-        "rounds": {*_LOCKSTEP, "registry"},
+        "sparta": {"graph_manager", "compression"},
+        "rounds": {*_LOCKSTEP, "registry", "old_calls"},
         "algorithms": {"flat", "graph_manager", "mixing_manager", "compression", "rounds", "registry"},
         "engine": {
-            *("gossiper", "rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
+            *("rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
         },
         "version": set(),
         "extend": {*_WRAPPERS, "algorithms"} - {"consensus_control", "membership"},
@@ -218,19 +218,19 @@ def test_nothing_unpickles(folder: str) -> None:
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"gossiper/choco": "from gossip_modules.transport.connect import f\nimport torch, numpy, math"}, None),
+        ({"rounds/choco": "from gossip_modules.transport.connect import f\nimport torch, numpy, math"}, None),
         (
-            {"gossiper/choco": "from ..transport.connect import f\nfrom . import push_sum", "gossiper/push_sum": ""},
+            {"rounds/choco": "from ..transport.connect import f\nfrom . import push_sum", "rounds/push_sum": ""},
             None,
         ),
         (
-            {"transport/connect": "from gossip_modules.gossiper.choco import Choco"},
-            r"connect imports gossiper: transport may",
+            {"transport/connect": "from gossip_modules.rounds.choco import Choco"},
+            r"connect imports rounds: transport may",
         ),
-        ({"transport/connect": "def f() -> None:\n    from ..gossiper import choco"}, "connect imports gossiper"),
-        ({"transport/connect": "from .. import gossiper"}, "connect imports gossiper"),
-        ({"gossiper/choco": "from gossip_modules import PushSum"}, "choco imports __init__"),
-        ({"gossiper/choco": "import gossip_modules"}, "choco imports __init__"),
+        ({"transport/connect": "def f() -> None:\n    from ..rounds import choco"}, "connect imports rounds"),
+        ({"transport/connect": "from .. import rounds"}, "connect imports rounds"),
+        ({"rounds/choco": "from gossip_modules import PushSum"}, "choco imports __init__"),
+        ({"rounds/choco": "import gossip_modules"}, "choco imports __init__"),
         ({"wagma/engine": "from ..ad_psgd import engine", "ad_psgd/engine": ""}, "wagma may not"),
         ({"schedule": "from torch import distributed"}, "schedule imports torch.distributed"),
         ({"flat/vector": "import torch.distributed as dist"}, "flat.vector imports torch.distributed"),
@@ -240,12 +240,12 @@ def test_nothing_unpickles(folder: str) -> None:
         ({"dpwa/config": "import yaml"}, None),
         ({"__init__": "import tqdm"}, "gossip_modules imports tqdm: it is not installed"),
         ({"helpers": ""}, "helpers is in no room that is known"),
-        ({"gossiper/choco": "from . import a", "gossiper/a": "from .choco import Choco"}, "in a circle: .*choco"),
+        ({"rounds/choco": "from . import a", "rounds/a": "from .choco import Choco"}, "in a circle: .*choco"),
     ],
 )
 def test_checker_sees(tmp_path: Path, files: dict[str, str], expected: str | None) -> None:
     library = tmp_path / PACKAGE
-    for module in {"__init__", "transport/connect", "gossiper/choco", *files}:
+    for module in {"__init__", "transport/connect", "rounds/choco", *files}:
         path = library / f"{module}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(files.get(module, ""), encoding="utf-8")

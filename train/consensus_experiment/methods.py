@@ -56,10 +56,10 @@ class Variant:
         assert make is not None, f"{self.method} has no gossiper"
         options = replace(PUBLISHED, **{"step_size": step_size, "theta": theta, **self.options})
         made = make(options, seed)
-        if isinstance(made, gm.extend.PushPull):
-            return Stacked(DPSGD(), mixing, wire_dtype=made.wire_dtype)
         if isinstance(made, gm.extend.Gossiper):
             return OneThread(lambda: make(options, seed), mixing)
+        if isinstance(made, gm.extend.PushPull):
+            return Stacked(DPSGD(), mixing, wire_dtype=made.wire_dtype)
         return Stacked(made, mixing, shape=shape)
 
 

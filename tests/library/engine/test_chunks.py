@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from itertools import pairwise
-from typing import Any
 
 import networkx as nx
 import pytest
@@ -15,7 +14,6 @@ from gossip_modules import GossipDataParallel, MatchaGraph, RingGraph, connect
 from gossip_modules.engine.filling import Filling
 from gossip_modules.extend import FlatVector, PushPull, PushSum
 from gossip_modules.flat.layout import CHUNK_ALIGNMENT, CHUNK_BYTES, FlatLayout, TensorSpec
-from gossip_modules.gossiper.pipelined import chunkwise, is_chunkwise
 from gossip_modules.graph_manager import (
     CompleteGraph,
     NetworkXGraph,
@@ -26,7 +24,6 @@ from gossip_modules.mixing_manager import (
     LaplacianMixing,
     MetropolisHastingsMixing,
     MixingManager,
-    MixingWeights,
     UniformMixing,
 )
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
@@ -310,67 +307,9 @@ def test_ranks_must_cut_alike() -> None:
 # Who overrides what.
 
 
-class Halved(PushPull):
-    """Half of each correction: its `decode` needs the whole."""
-
-    def decode(self, s: FlatVector, weights: MixingWeights) -> None:
-        before = s.clone()
-        super().decode(s, weights)
-        s.combine_(0.5, [before], [0.5])
-
-
-class Doubling:
-    """Not a gossiper, but before one in the order of methods."""
-
-    def encode(self, s: FlatVector, *args: Any) -> Any:
-        """Reads s, which must be there."""
-        s.segments[0].mul_(2)
-        return super().encode(s, *args)  # type: ignore[misc]
-
-
-class Doubled(Doubling, PushSum):
-    """Encodes by a base of its own."""
-
-
-class Quiet(PushSum):
-    """Overrides nothing that sees messages."""
-
-    def __repr__(self) -> str:
-        return "Quiet()"
-
-
-class Outspoken(Halved):
-    """Says that it knows what it does."""
-
-    @chunkwise
-    def decode(self, s: FlatVector, weights: MixingWeights) -> None:
-        """See `Halved`."""
-        super().decode(s, weights)
-
-
-def test_who_overrides_a_method_gets_whole_messages() -> None:
-    classes = (PushPull, PushSum, Quiet, Outspoken, Halved, Doubled)
-    assert list(map(is_chunkwise, classes)) == [True, True, True, True, False, False]
-
-    class Heir(Halved):
-        """Of a class that is not chunkwise."""
-
-    assert not is_chunkwise(Heir)
-
-    def body(group: dist.ProcessGroup) -> None:
-        mixing = UniformMixing(RingGraph(2))
-        for make in (Halved, Doubled):
-            whole, chunked = (bound(make(**options), mixing, group) for options in BOTH)
-            x, y = (random_vector(group.rank(), LAYOUTS["mixed"]) for _ in range(2))
-            assert_same_bits(whole.mix(x, 0), chunked.mix(y, 1))
-            assert chunked.chunks(y) == (y,)
-
-    run_ranks(2, body)
-
-
-@pytest.mark.parametrize("make", [PushPull, Doubled])
+@pytest.mark.parametrize("make", [PushPull, PushSum])
 def test_what_is_filled_is_what_is_sent(make: type[PushPull]) -> None:
-    """In chunks, and for a gossiper that wants the whole; each chunk is filled once and in order."""
+    """Each chunk is filled once and in order."""
 
     def body(group: dist.ProcessGroup) -> None:
         mixing = UniformMixing(RingGraph(2))

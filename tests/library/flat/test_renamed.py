@@ -5,7 +5,6 @@ from torch import nn
 
 from gossip_modules.extend import FlatBuffer, FlatVector, PushPull
 from gossip_modules.flat.renamed import Renamed, renamed_argument
-from gossip_modules.gossiper.pipelined import is_chunkwise, piecewise
 
 
 class _Point:
@@ -59,11 +58,3 @@ def test_public_classes_have_their_former_names() -> None:
         gossiper = PushPull(piece_bytes=512)  # type: ignore[call-arg]
     with pytest.warns(DeprecationWarning, match=r"PushPull.piece_bytes is now chunk_bytes"):
         assert gossiper.piece_bytes == gossiper.chunk_bytes == 512
-
-
-def test_piecewise_is_chunkwise() -> None:
-    class Doubling(PushPull):
-        with pytest.warns(DeprecationWarning, match="piecewise is now chunkwise"):
-            decode = piecewise(PushPull.decode)
-
-    assert is_chunkwise(Doubling)

@@ -15,10 +15,10 @@ from gossip_modules.engine.engine import SyncEngine
 from gossip_modules.engine.overlap import OverlapEngine
 from gossip_modules.extend import PushPull
 from gossip_modules.flat.vector import FlatVector
-from gossip_modules.gossiper.mixer import GlobalAverage
 from gossip_modules.graph_manager.named_graphs import undirected_ring
 from gossip_modules.membership.links import LinkTransport
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
+from gossip_modules.rounds.mixer import GlobalAverage
 from tests.library.membership.test_links import Ended, run_links
 from tests.library.membership.test_membership import Job, Worker, close
 

@@ -18,7 +18,6 @@ from torch import nn
 import gossip_modules as gm
 from gossip_modules import methods, registry
 from gossip_modules.flat.vector import FlatVector
-from gossip_modules.gossiper.gossiper import Messages
 from gossip_modules.methods import (
     METHODS,
     WRAPPER_OPTIONS,
@@ -34,6 +33,7 @@ from gossip_modules.methods.compressors import COMPRESSORS
 from gossip_modules.methods.one_thread import OneThread, make_transports, measured_message, pair
 from gossip_modules.methods.simulated import simulate_outer
 from gossip_modules.mixing_manager.graph_weights import default_mixing
+from gossip_modules.rounds.gossiper import Messages
 from gossip_modules.simulate import Choice, Consensus, Digits, advise, simulate
 from gossip_modules.simulate.__main__ import main as simulate_main
 from gossip_modules.simulate.advice import recipe_options

@@ -30,9 +30,9 @@ from gossip_modules import (
 )
 from gossip_modules.dpwa import PairwiseAverager, PairwiseConfig
 from gossip_modules.extend import PushPull, PushSum
-from gossip_modules.gossiper.mixer import Mixer
 from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, UniformMixing
+from gossip_modules.rounds.mixer import Mixer
 from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step

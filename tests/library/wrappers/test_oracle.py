@@ -14,7 +14,6 @@ from torch import Tensor
 from gossip_modules import ConsensusControl, GossipDataParallel, RingGraph, Schedule
 from gossip_modules.engine.engine import LockstepEngine
 from gossip_modules.extend import OverlapEngine
-from gossip_modules.gossiper.gossiper import Gossiper
 from gossip_modules.graph_manager import (
     CompleteGraph,
     DynamicBipartiteExponentialGraph,
@@ -27,6 +26,7 @@ from gossip_modules.graph_manager import (
     NPeerDynamicDirectedExponentialGraph,
     TorusGraph,
 )
+from gossip_modules.rounds.gossiper import Gossiper
 from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from gossip_modules.wrappers.base import GossipWrapper
 from tests.harness.problems import MakeOptimizer, adamw, loss_of, mlp, net, numerator, sgd, train

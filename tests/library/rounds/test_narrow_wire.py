@@ -19,7 +19,7 @@ from gossip_modules.graph_manager import select_graph
 from gossip_modules.mixing_manager import LaplacianMixing, MatrixMixing, MixingManager, UniformMixing
 from tests.harness.problems import loss_of, net, sgd
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
-from tests.library.gossiper.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of
+from tests.library.rounds.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of
 
 # [Note: narrow wire]
 

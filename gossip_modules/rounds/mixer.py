@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..flat.vector import FlatVector
+from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport, is_elastic
 
@@ -26,9 +27,6 @@ class Mixer(ABC):
     `start(s, t)` posts round t. Then either `finish(s)` or `difference(s)` waits and decodes. `s` belongs to the
     mixer from start to then: it must be neither changed nor freed.
     """
-
-    is_elastic: bool = False
-    """Whether a round goes on without peers that fail: what would have travelled stays with who has it."""
 
     needs_symmetric_weights: bool = False  # so the wrapper's default is an undirected ring
     _is_bound: bool = False
@@ -66,6 +64,22 @@ class Mixer(ABC):
 
     def check(self, mixing: MixingManager) -> None:
         """Raise ValueError when the algorithm is wrong with these weights."""
+
+    def default_graph(self, world_size: int) -> GraphManager | None:
+        """The graph where the user names neither graph nor weights; None: the wrapper's own default."""
+        return None
+
+    def default_mixing(self, world_size: int) -> MixingManager | None:
+        """The weights where the user names neither graph nor weights; None: those of the graph."""
+        return None
+
+    def for_membership(self) -> Mixer:
+        """The mixer that runs this algorithm where peers fail, come and go; itself where it can.
+
+        Raises:
+            ValueError: the algorithm cannot do without a peer in a round.
+        """
+        return self
 
     @property
     def is_weighted(self) -> bool:

@@ -15,7 +15,7 @@ from gossip_modules.flat.layout import FlatLayout
 from gossip_modules.graph_manager import GraphManager, NPeerDynamicDirectedExponentialGraph
 from gossip_modules.mixing_manager import MatrixMixing, MixingManager, MixingWeights, UniformMixing
 from tests.harness.ranks import CPU, run_ranks, solo_group
-from tests.library.gossiper.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of
+from tests.library.rounds.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of
 
 TWO_WAYS = RingGraph(4, peers_per_itr=2)
 GOSSIPERS: dict[str, Callable[[], Gossiper]] = {"PushPull": PushPull, "PushSum": PushSum}

@@ -1,0 +1,302 @@
+"""PushPull and PushSum: plain gossip averaging, the algorithms of D-PSGD and SGP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from ..compression.compressor import Cast
+from ..flat.layout import CHUNK_BYTES, check_chunk_bytes
+from ..flat.renamed import Renamed, renamed_argument
+from ..flat.vector import FlatVector
+from ..mixing_manager.base import MixingManager, MixingWeights
+from ..old_calls import GOSSIPER_ARGUMENTS, GOSSIPER_REMEDY, refused_arguments
+from ..transport.base import ElasticPending, Pending, Transport, is_elastic
+from .chunked import PeersLost, cut_messages, mix_
+from .mixer import Mixer
+from .neighbours import Neighbours
+
+Messages: TypeAlias = Mapping[int, Sequence[Tensor]]  # by rank
+
+
+class PushPull(Mixer):
+    """x_i <- sum_j W_ij x_j: plain gossip averaging, as in D-PSGD.
+
+    Rows of W must sum to one, so that agreement is kept; where columns do too (doubly stochastic W), so is the mean.
+
+    [Note: narrow wire] With `wire_dtype` the numbers that travel are rounded, s' = round(s), and the law is applied to
+    what was sent: x <- x + (W - I) s'. Every rank gives away exactly what its peers add, so the mean is kept to the
+    rounding of x, not of the wire, and no rank drifts. Ranks agree up to the resolution of the wire.
+
+    A message longer than `chunk_bytes` goes in chunks ([Note: chunks]), of which each is mixed while the next one is on
+    its way, with the bits of the whole. A narrow wire sends whole messages, and a GPU's own wire too.
+
+    Args:
+        wire_dtype: torch.bfloat16 or torch.float16, for segments that are wider; None sends what is there. Costs one
+            narrow copy of the model. float16 saturates at 65,504.
+        chunk_bytes: of a chunk at most, a multiple of 256; the same on all ranks.
+
+    Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv 1705.09056,
+    Algorithm 1.
+
+    Example (under `torchrun --nproc-per-node 4`, see README):
+        >>> gossiper = PushPull()
+        >>> gossiper.bind(UniformMixing(RingGraph(4, peers_per_itr=2)), connect())
+        >>> mean = gossiper.average(torch.randn(10), num_rounds=50)
+    """
+
+    is_whole = True
+    sends_shares: bool = False  # columns of W sum to one, and not rows: see [Note: lost peers] of `Neighbours`
+    received: Sequence[FlatVector] = ()  # the messages of the in-peers, in their order
+    piece_bytes = Renamed("chunk_bytes")
+
+    @refused_arguments(GOSSIPER_ARGUMENTS, GOSSIPER_REMEDY)
+    @renamed_argument("piece_bytes", "chunk_bytes")
+    def __init__(self, *, wire_dtype: torch.dtype | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
+        if wire_dtype not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"got wire_dtype={wire_dtype}, expected None, torch.bfloat16 or torch.float16; None sends what is there"
+            )
+        check_chunk_bytes(chunk_bytes)
+        self.wire_dtype = wire_dtype
+        self.chunk_bytes = chunk_bytes
+        self._inbox: list[FlatVector] = []
+        self._sent: FlatVector | None = None
+        self._pending: Pending | None = None
+
+    def bind(self, mixing: MixingManager, transport: Transport) -> None:
+        """See `Mixer`."""
+        super().bind(mixing, transport)
+        self._row = Neighbours(mixing, transport, sends_shares=self.sends_shares)
+        self._sends_weight, self._is_elastic = self.is_weighted, is_elastic(transport)
+        # 0: messages go whole. A function of what all ranks agree on, so all cut alike.
+        self._cut_bytes = self.chunk_bytes if self.wire_dtype is None and transport.device.type == "cpu" else 0
+
+    def check(self, mixing: MixingManager) -> None:
+        """See `Mixer`."""
+        if not mixing.is_row_stochastic:
+            raise ValueError(
+                f"got {mixing} whose rows do not sum to one, expected row-stochastic weights for push-pull gossip; "
+                "use push_sum=True, or MetropolisHastingsMixing on an undirected graph"
+            )
+
+    @property
+    def own_buffer_weight(self) -> float:
+        """See `Mixer`."""
+        return self._row.buffer_weights.own
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """See `Mixer`."""
+        return self._row.in_peers
+
+    def start(self, s: FlatVector, t: int) -> None:
+        """See `Mixer`."""
+        self._post(s, t)
+
+    def start_filling(self, s: FlatVector, t: int, fill: Callable[[int], None]) -> None:
+        """See `Mixer`."""
+        if self._is_cut(s):
+            self._post(s, t, fill)
+        else:
+            super().start_filling(s, t, fill)
+
+    def finish(self, s: FlatVector) -> None:
+        """See `Mixer`. If a round in chunks breaks off, s is as before, to rounding."""
+        if self._mix_arriving(s) is None:
+            self._wait()
+            self.decode(s, self._row.weights)
+
+    def difference(self, s: FlatVector) -> float:
+        """See `Mixer`."""
+        alpha = self._mix_arriving(s, is_difference=True)
+        if alpha is None:
+            self._wait()
+            alpha = self.decode_difference(s, self._row.weights)
+        return alpha
+
+    # Whole messages.
+
+    def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
+        """The tensors that each out-peer gets, and the tensors that the message of each in-peer fills.
+
+        The message is the vector itself, so nothing is copied, and s may be filled later; or a narrow copy of it.
+        """
+        sent = s if self.wire_dtype is None else self._narrow(s)
+        if self._inbox and (self._inbox[0].layout != sent.layout or self._inbox[0].raw.device != sent.raw.device):
+            self._inbox.clear()
+        while len(self._inbox) < len(in_peers):
+            self._inbox.append(sent.like())
+        self.received = self._inbox[: len(in_peers)]
+        message, *inbox = [
+            (v.raw, v.push_sum_weight) if self._sends_weight else (v.raw,) for v in (sent, *self.received)
+        ]
+        return dict.fromkeys(out_peers, message), dict(zip(in_peers, inbox, strict=True))
+
+    def decode(self, s: FlatVector, weights: MixingWeights) -> None:
+        """x_i <- W_ii x_i + sum_j W_ij x_j; buffers may have weights of their own. See also [Note: narrow wire]."""
+        if self._row.buffer_weights == weights:
+            self._mix(s, self._sent, self.received, weights)
+            return
+        for is_buffer, row in ((False, weights), (True, self._row.buffer_weights)):
+            sent = None if self._sent is None else self._sent.where(is_buffer=is_buffer)
+            self._mix(s.where(is_buffer=is_buffer), sent, [m.where(is_buffer=is_buffer) for m in self.received], row)
+
+    def decode_difference(self, s: FlatVector, weights: MixingWeights) -> float:
+        """s <- c with alpha * c = (W - I) s; returns alpha.
+
+        Costs one pass more where buffers have weights of their own, since no factor is common.
+        """
+        if self._sent is not None:  # `decode` does not read s
+            s.raw.zero_()
+            s.push_sum_weight.zero_()
+            self.decode(s, weights)
+            return 1.0
+        if self._row.buffer_weights == weights:
+            return s.difference_(weights.own - 1, self.received, list(weights.inp.values()))
+        for is_buffer, row in ((False, weights), (True, self._row.buffer_weights)):
+            half, *halves = (v.where(is_buffer=is_buffer) for v in (s, *self.received))
+            half.combine_segments_(row.own - 1, halves, list(row.inp.values()))
+        s.push_sum_weight.zero_()
+        return 1.0
+
+    def _post(self, s: FlatVector, t: int, fill: Callable[[int], None] | None = None) -> None:
+        """Post round t. fill: see `Mixer.start_filling`."""
+        assert self._pending is None, "a round is in flight: finish() it before the next start()"
+        row = self._row
+        row.begin(t, s.push_sum_weight)
+        sends, recvs = self.encode(s, row.out_peers, row.in_peers)
+        if row.keeps_all:  # [Note: weights that run dry]
+            sends = {peer: tuple(map(torch.zeros_like, message)) for peer, message in sends.items()}
+        if fill is not None and not (sends or recvs):  # nothing travels that could be filled on its way
+            for k in range(len(self.chunks(s))):
+                fill(k)
+        if self._is_cut(s):
+            sends, recvs = (cut_messages(side, s.layout, num_bytes=self._cut_bytes) for side in (sends, recvs))
+        self._pending = self.transport.exchange(sends, recvs, tag=t, fill=fill)
+
+    def _wait(self) -> None:
+        assert self._pending is not None, "no round is in flight: start() comes first"
+        pending, self._pending = self._pending, None
+        pending.wait()
+        if self._is_elastic and (lost := cast("ElasticPending", pending).lost):
+            kept = self._row.leave_out(lost)
+            self.received = [self.received[k] for k in kept] if self.received else ()
+
+    # In chunks.
+
+    def chunks(self, s: FlatVector) -> Sequence[FlatVector]:
+        """See `Mixer`."""
+        return s.chunks(self._cut_bytes) if self._is_cut(s) else (s,)
+
+    def _is_cut(self, s: FlatVector) -> bool:
+        return 0 < self._cut_bytes < s.layout.num_bytes
+
+    def _mix_arriving(self, s: FlatVector, *, is_difference: bool = False) -> float | None:
+        """Mix chunks as they arrive; returns alpha of `difference`. None: the whole is to be waited for."""
+        weights = self._row.weights
+        # Buffers with weights of their own wait for the whole; and what keeps nothing of s could not be put back.
+        # Without a round in flight the error is raised where whole messages are waited for.
+        waits = self._row.buffer_weights != weights or weights.own == is_difference or self._pending is None
+        if waits or not self._is_cut(s):
+            return None
+        with contextlib.suppress(PeersLost):  # then s is as before, and whole messages are mixed
+            arrivals, num_bytes = self._arrivals(s), self._cut_bytes
+            return mix_(s, self.received, weights, arrivals, num_bytes=num_bytes, is_difference=is_difference)
+        return None
+
+    def _arrivals(self, s: FlatVector) -> Iterable[int]:
+        """The chunks that may be mixed, one after the other."""
+        pending = self._pending
+        assert pending is not None, "`_mix_arriving` has looked"
+        is_alone = not (self._row.out_peers or self._row.in_peers)  # then nothing is sent that could arrive
+        if is_alone or not self._is_elastic:
+            self._pending = None
+            return range(len(self.chunks(s))) if is_alone else pending.arrivals()
+        return self._arrivals_while_all_live(cast("ElasticPending", pending))
+
+    def _arrivals_while_all_live(self, pending: ElasticPending) -> Iterator[int]:
+        """As `Pending.arrivals`; raises PeersLost, and leaves the round in flight, where a peer fails."""
+        for k in chain(pending.arrivals(), (None,)):
+            if pending.lost:
+                raise PeersLost
+            if k is not None:
+                yield k
+        self._pending = None
+
+    # On a narrow wire.
+
+    def _mix(
+        self, s: FlatVector, sent: FlatVector | None, messages: Sequence[FlatVector], weights: MixingWeights
+    ) -> None:
+        """s <- s + (W - I) s, with what was sent in the place of s if it was rounded."""
+        coefficients = list(weights.inp.values())
+        if sent is None:
+            s.combine_(weights.own, messages, coefficients)
+            return
+        for message, weight in ((sent, weights.own - 1), *zip(messages, coefficients, strict=True)):
+            s.add_segments_(message, alpha=weight)
+            if self.is_weighted:
+                s.push_sum_weight.add_(message.push_sum_weight, alpha=weight)
+
+    def _narrow(self, s: FlatVector) -> FlatVector:
+        """A copy of s in the dtype of the wire; numbers beyond its range become its largest."""
+        assert self.wire_dtype is not None
+        cast = Cast(self.wire_dtype)
+        layout = s.layout.with_dtypes(lambda dtype: cast.dtype if dtype.itemsize > 2 else dtype)
+        if self._sent is None or self._sent.layout != layout or self._sent.raw.device != s.raw.device:
+            self._sent = FlatVector.zeros(layout, s.raw.device)
+        for message, x in zip(self._sent.segments, s.segments, strict=True):
+            if x.element_size() > 2:
+                cast.compress(x, message.view(torch.uint8))
+            else:
+                message.copy_(x)
+        self._sent.push_sum_weight.copy_(s.push_sum_weight)
+        return self._sent
+
+    def __repr__(self) -> str:
+        wire = [] if self.wire_dtype is None else [f"wire_dtype={self.wire_dtype}"]
+        chunks = [] if self.chunk_bytes == CHUNK_BYTES else [f"chunk_bytes={self.chunk_bytes}"]
+        return f"{type(self).__name__}({', '.join(wire + chunks)})"
+
+
+class PushSum(PushPull):
+    """Push-sum: x_i <- sum_j P_ij x_j and w_i <- sum_j P_ij w_j; the estimate of the mean is x_i / w_i.
+
+    Columns of P must sum to one, so that the total of x and of w is kept, on any directed graph. A round:
+
+        send (x_i, w_i) to the out-peers                  # `PushPull.encode`; w only where P is not doubly stochastic
+        x_i <- P_ii x_i + sum over in-peers j of P_ij x_j     # `PushPull.decode`, which mixes w_i by the same row
+        w_i <- P_ii w_i + sum over in-peers j of P_ij w_j
+        z_i = x_i / w_i                                   # `Debias`: what the module computes with
+
+    Where P(t) is doubly stochastic w stays one: then it does not travel and nothing is ever divided by it.
+
+    Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792,
+    Algorithm 1; Kempe et al., "Gossip-Based Computation of Aggregate Information", FOCS 2003.
+
+    Example (under `torchrun --nproc-per-node 4`, see README):
+        >>> gossiper = PushSum()
+        >>> gossiper.bind(UniformMixing(NPeerDynamicDirectedExponentialGraph(4)), connect())
+        >>> mean = gossiper.average(torch.randn(10), num_rounds=2)  # exact: 4 is a power of two
+    """
+
+    sends_shares = True
+
+    def check(self, mixing: MixingManager) -> None:
+        """See `Mixer`."""
+        if not mixing.is_column_stochastic:
+            raise ValueError(
+                f"got {mixing} whose columns do not sum to one, expected column-stochastic weights for push-sum; "
+                "use push_sum=False for row-stochastic weights"
+            )
+
+    @property
+    def is_weighted(self) -> bool:
+        """See `Mixer`: only where W(t) is not doubly stochastic, or loses rows and columns with ranks that die."""
+        return is_elastic(self.transport) or not self.mixing.is_doubly_stochastic
