@@ -9,6 +9,7 @@ from ..graph_manager.named_graphs import undirected_ring
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..mixing_manager.laplacian import LaplacianMixing
 from ..mixing_manager.matrix import lowest_eigenvalue
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.requests import Mix, Round
@@ -32,9 +33,9 @@ class D2(Algorithm):
     step of any optimizer: with SGD, lr times the gradient, it is the law of the paper; with momentum the limit is the
     same; with an optimizer that scales gradients, such as Adam, it is where the mean of the scaled gradients is zero.
 
-    What cancels a step is as large as the learning rate. Where the rate changes, on all ranks alike, c is scaled by the
-    ratio of the new one to the old one before the round: see [Note: Units of the learning rate]. The paper has a
-    constant rate.
+    The part that cancels a step is as large as the learning rate. Where the rate changes, on all ranks alike, c is
+    scaled by the ratio of the new one to the old one before the round: see [Note: Units of the learning rate]. The
+    paper has a constant rate.
 
     W must be symmetric, must never change, and all its eigenvalues must be above -1/3, else differences of ranks do not
     die out. A ring of even size with weights of one third has the eigenvalue -1/3. Without graph and mixing a ring is
@@ -52,6 +53,12 @@ class D2(Algorithm):
         >>> model = GossipDataParallel(model, algorithm=D2())
     """
 
+    short_name: ClassVar[str] = "d2"
+    title: ClassVar[str] = "D2"
+    summary: ClassVar[str] = "gossips, and adds what earlier rounds have changed, so that uneven data leaves no bias"
+    paper: ClassVar[Paper | None] = Paper(
+        "Tang, Lian, Yan, Zhang, Liu", "D2: Decentralized Training over Decentralized Data", "ICML 2018", "1803.07068"
+    )
     needs_current: ClassVar[bool] = True
     is_skippable: ClassVar[bool] = False  # the sum of the c over ranks is zero
     needs_static_graph: ClassVar[bool] = True

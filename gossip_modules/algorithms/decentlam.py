@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ..graph_manager.named_graphs import undirected_ring
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.requests import Mix, Round
@@ -24,7 +25,7 @@ class DecentLaM(Algorithm):
         x_i  <- x_i - eta m_i
 
     In D-PSGD with momentum the bias of uneven data grows with 1 / (1 - b)^2, since momentum is blind to the gossip;
-    here momentum sees both, and the bias is that of D-PSGD without momentum.
+    here momentum sees both, and the bias is as large as in D-PSGD without momentum.
 
     The user's optimizer takes the step x_i - eta (b m_i + g_i). The round takes the part of the momentum out again
     before it mixes, makes gt_i and m_i, and writes m_i into the optimizer's `momentum_buffer`. A parameter that has no
@@ -46,6 +47,15 @@ class DecentLaM(Algorithm):
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     """
 
+    short_name: ClassVar[str] = "decentlam"
+    title: ClassVar[str] = "DecentLaM"
+    summary: ClassVar[str] = "gossips, with momentum that sees the gossip as part of the gradient"
+    paper: ClassVar[Paper | None] = Paper(
+        "Yuan, Chen, Huang, Zhang, Pan, Xu, Yin",
+        "DecentLaM: Decentralized Momentum SGD for Large-batch Deep Training",
+        "ICCV 2021",
+        "2104.11981",
+    )
     needs_current: ClassVar[bool] = True
     needs_sgd: ClassVar[bool] = True
     takes_nesterov: ClassVar[bool] = False

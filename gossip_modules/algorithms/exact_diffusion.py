@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ..graph_manager.named_graphs import undirected_ring
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.requests import Mix, Round
@@ -15,11 +16,11 @@ from ..rounds.vectors import Vectors
 
 @dataclass(frozen=True)
 class ExactDiffusion(Algorithm):
-    """Exact diffusion: each rank adapts, corrects what its adaptation repeats, and combines.
+    """Exact diffusion: each rank adapts, corrects the part that its adaptation repeats, and combines.
 
     In a round on rank i, where psi_i = x_i - u_i is what its optimizer has left:
 
-        phi_i = psi_i + x_i - psi'_i              # psi': that of the round before; phi = psi in the first one
+        phi_i = psi_i + x_i - psi'_i              # psi': psi of the round before; phi = psi in the first one
         x_i   = phi_i / 2 + sum_j W_ij phi_j / 2
 
     It is `D2` with (I + W) / 2 in the place of W, whose eigenvalues are never below 0: so it has D2's limit, the
@@ -38,6 +39,15 @@ class ExactDiffusion(Algorithm):
         >>> model = GossipDataParallel(model, algorithm=ExactDiffusion())
     """
 
+    short_name: ClassVar[str] = "exactdiffusion"
+    title: ClassVar[str] = "Exact diffusion"
+    summary: ClassVar[str] = "is D2 with (I + W) / 2, on every undirected graph"
+    paper: ClassVar[Paper | None] = Paper(
+        "Yuan, Ying, Zhao, Sayed",
+        "Exact Diffusion for Distributed Optimization and Learning - Part I: Algorithm Development",
+        "IEEE Transactions on Signal Processing 2019",
+        "1702.05122",
+    )
     needs_current: ClassVar[bool] = True
     is_skippable: ClassVar[bool] = False  # the sum of the c over ranks is zero
     needs_static_graph: ClassVar[bool] = True

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.growth import blocks, check_growth, identity_like
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.requests import Mix, Round
@@ -33,9 +34,9 @@ class QGDSGDm(Algorithm):
         mh_i <- mu mh_i + (1 - mu) (x_i - x'_i) / eta
         x_i  <- x'_i
 
-    The user's optimizer takes the step; the round writes mh_i into its `momentum_buffer`. Local momentum amplifies what
-    is peculiar to the data of one rank; the move x - x' has been averaged with peers, and is closer to that of all.
-    The bias of D-PSGD on uneven data becomes smaller, not zero.
+    The user's optimizer takes the step; the round writes mh_i into its `momentum_buffer`. Local momentum amplifies the
+    bias of the data of one rank; the move x - x' has been averaged with peers, and is closer to the mean of all. The
+    bias of D-PSGD on uneven data becomes smaller, not zero.
 
     The momentum of the mixing itself may let differences between ranks grow: on directed rings of 8 ranks and more with
     mu = b = 0.9, and with a smaller mu on many graphs that change. Such weights are refused, in worlds of up to 128
@@ -61,6 +62,15 @@ class QGDSGDm(Algorithm):
 
     mu: float | None = None
 
+    short_name: ClassVar[str] = "qgdsgdm"
+    title: ClassVar[str] = "QG-DSGDm"
+    summary: ClassVar[str] = "gossips, with momentum that is made of how the mixed models move"
+    paper: ClassVar[Paper | None] = Paper(
+        "Lin, Karimireddy, Stich, Jaggi",
+        "Quasi-Global Momentum: Accelerating Decentralized Deep Learning on Heterogeneous Data",
+        "ICML 2021",
+        "2102.04761",
+    )
     needs_current: ClassVar[bool] = True
     needs_sgd: ClassVar[bool] = True
 

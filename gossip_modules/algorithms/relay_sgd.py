@@ -1,4 +1,4 @@
-"""RelaySGD: sums of models are relayed through a tree, so that every rank averages those of all, some of them late."""
+"""RelaySGD: sums of models are relayed through a tree, so that every rank averages all models, some of them late."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..graph_manager.base import GraphManager
 from ..graph_manager.static_graphs import DoubleBinaryTreeGraph
 from ..mixing_manager.base import MixingManager
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.message import MessageBuffer
@@ -55,6 +56,15 @@ class RelaySGD(Algorithm):
         >>> model = GossipDataParallel(model, algorithm=RelaySGD())
     """
 
+    short_name: ClassVar[str] = "relaysgd"
+    title: ClassVar[str] = "RelaySGD"
+    summary: ClassVar[str] = "relays sums of models through trees, so that every rank averages those of all"
+    paper: ClassVar[Paper | None] = Paper(
+        "Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi",
+        "RelaySum for Decentralized Deep Learning on Heterogeneous Data",
+        "NeurIPS 2021",
+        "2110.04175",
+    )
     takes_wire_dtype: ClassVar[bool] = False
     needs_current: ClassVar[bool] = True
     keeps_models: ClassVar[bool] = True
@@ -102,7 +112,7 @@ class RelaySGD(Algorithm):
 
 
 class Relay:
-    """What goes through each tree: a share of each part of the model, and a count.
+    """The part that goes through each tree: a share of each part of the model, and a count.
 
     Args:
         v: says where in which graph the rank is, and of what parts its model consists.
@@ -130,7 +140,7 @@ class Relay:
         return [size for tree in self._trees(peer) for size in self._sizes[tree]]
 
     def zeros(self, peer: int) -> dict[str, Any]:
-        """What a link keeps before its first message: the bytes of one, since its fields have several dtypes."""
+        """The state of a link before its first message: the bytes of one, since its fields have several dtypes."""
         return {"received": MessageBuffer(self.sizes(peer), self._one.device).raw}
 
     def fields(self, peer: int, message: Tensor) -> Sequence[Tensor]:
@@ -138,7 +148,7 @@ class Relay:
         return MessageBuffer(self.sizes(peer), message).fields
 
     def unpack(self, peer: int, message: Tensor) -> dict[str, Any]:
-        """What a link keeps, of the bytes that 0.1.0 has received, in which parameters and buffers were one."""
+        """The state of a link, made of the bytes that 0.1.0 has received, in which parameters and buffers were one."""
         numels = [last - first for tree in self._trees(peer) for first, last in [*self._places(tree), (0, 1)]]
         dtypes = [dtype for dtype, _ in self.sizes(peer)]
         before = MessageBuffer(list(zip(dtypes, numels, strict=True)), message)
@@ -163,7 +173,7 @@ class Relay:
 
 
 def trees_of(graph: GraphManager) -> Sequence[Sequence[tuple[int, int]]]:
-    """The links of the trees that models are relayed through: those of a `DoubleBinaryTreeGraph`, or the graph itself.
+    """The links of the trees that relay models: the trees of a `DoubleBinaryTreeGraph`, or the graph itself.
 
     Raises:
         ValueError: the graph is no tree, is directed or changes.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
+from ..registry import Paper
 from ..rounds.fragment import Fragments
 from .diloco import DiLoCo
 
@@ -22,13 +24,13 @@ class StreamingDiLoCo(DiLoCo):
 
     So where P <= H a step sends 1 / P of the model at most, H / P steps apart, and training does not wait where that
     takes less than tau steps. Where P > H several fragments have the same steps, and travel one after the other. All
-    ranks keep the same phi and m. P = 1, tau = 0 and alpha = 0 are `DiLoCo`. The paper also rounds what travels to 4
-    bits; here a `compressor` of `DiLoCo` does so, and what it leaves out of a fragment is in its next message.
+    ranks keep the same phi and m. P = 1, tau = 0 and alpha = 0 are `DiLoCo`. The paper also rounds messages to 4
+    bits; here a `compressor` of `DiLoCo` does so, and the rest of a fragment is in its next message.
 
     Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, arXiv
     2501.18512, Algorithm 2.
 
-    `lr`, `momentum`, `optimizer`, `compressor` and `error_decay` are those of `DiLoCo`.
+    `lr`, `momentum`, `optimizer`, `compressor` and `error_decay` mean the same as in `DiLoCo`.
 
     Args:
         sync_every: H, the steps from one outer step of a fragment to its next; 100 in the paper.
@@ -52,3 +54,15 @@ class StreamingDiLoCo(DiLoCo):
     _: KW_ONLY
     fragments: Fragments = 4
     delay: int = 1
+
+    short_name: ClassVar[str] = "streamingdiloco"
+    title: ClassVar[str] = "Streaming DiLoCo"
+    summary: ClassVar[str] = (
+        "takes the outer steps of parts of the model at different times, under the next steps of training"
+    )
+    paper: ClassVar[Paper | None] = Paper(
+        "Douillard et al.",
+        "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
+        "2025",
+        "2501.18512",
+    )
