@@ -1,6 +1,7 @@
 """The arguments of the wrappers as a user gives them, turned into what the library works with.
 
-Each function takes what is meant without doubt, and raises a ValueError with got, expected and remedy otherwise.
+Each function takes an argument whose meaning is certain, and raises a ValueError with got, expected and remedy for any
+other one.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def as_gossiper(gossiper: GossiperLike) -> PushPull:
 
 
 def as_schedule(schedule: Schedule | ConsensusControl | int) -> Schedule | ConsensusControl:
-    """The schedule, or that of a round at every `schedule`-th step."""
+    """The schedule itself, or a schedule with a round at every `schedule`-th step."""
     if isinstance(schedule, Schedule | ConsensusControl):
         return schedule
     if isinstance(schedule, bool) or not isinstance(schedule, int) or schedule < 1:
@@ -226,7 +227,7 @@ def _named_graph(name: str, world_size: int) -> GraphManager:
 
 
 def _call(make: Callable[..., Any], *args: Any, argument: str, expected: str) -> Any:
-    """What the class or function makes."""
+    """The object that the class or function makes."""
     try:
         return make(*args)
     except (TypeError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""What a wrapper uses when the user names no graph, mixing or gossiper."""
+"""The graph, weights and gossiper of a wrapper for which the user names none."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def choose_bipartite_mixing(graph: GraphLike | None, mixing: MixingLike | None, 
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user of a lockstep wrapper has named: whom ranks gossip with, by which weights, what, and when.
+    """The choices of the user of a lockstep wrapper: peers, weights, algorithm, and the steps with a round.
 
     Args:
         graph, mixing, push_sum, gossiper, wire_dtype, schedule, outer, algorithm: see `GossipDataParallel`.
@@ -139,7 +139,7 @@ class Choices:
     def choose(
         self, num_nodes: int, *, overlap: bool, init_sync: bool, on_nonfinite: str, nprocs_per_node: int
     ) -> tuple[MixingManager, Mixer]:
-        """The weights, with their graph, and the gossiper, with defaults for what was not named.
+        """The weights, with their graph, and the gossiper, with defaults for the arguments that were left out.
 
         Args:
             num_nodes: the number of ranks that gossip.
@@ -230,7 +230,7 @@ class Choices:
     def _mixing_of(
         self, graph: GraphLike | None, mixing: MixingLike | None, num_nodes: int, gossiper: Mixer
     ) -> MixingManager:
-        """The weights, those of the method where neither graph nor weights are named."""
+        """The weights; the method says them where the user names neither graph nor weights."""
         if graph is None and mixing is None:
             mixing = gossiper.default_mixing(num_nodes)
         return choose_mixing(graph, mixing, push_sum=self._sends_weights, world_size=num_nodes, gossiper=gossiper)
