@@ -100,7 +100,7 @@ def gossip(module: Any = None, **options: Any) -> gm.GossipDataParallel:
     return gm.GossipDataParallel(mlp() if module is None else module, **{"process_group": solo_group(), **options})
 
 
-def used_gossiper() -> gm.extend.Gossiper:
+def used_gossiper() -> gm.extend.PushSum:
     gossiper = gm.extend.PushSum()
     gossip(algorithm=gossiper)
     return gossiper
