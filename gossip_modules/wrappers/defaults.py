@@ -31,6 +31,7 @@ from .arguments import (
     as_mixing,
     check_algorithm,
     check_flags,
+    check_gossips,
     check_periodic,
     check_size,
     check_wire_dtype,
@@ -159,7 +160,6 @@ class Choices:
             "graph": self.graph,
             "mixing": self.mixing,
             "gossiper": self.gossiper,
-            "another algorithm": self.algorithm.inner if isinstance(self.algorithm, Over) else None,
             "wire_dtype": self.wire_dtype,
         }
         if self.outer is not None:
@@ -167,8 +167,9 @@ class Choices:
                 f"got outer={self.outer!r}, expected an algorithm such as DiLoCo(sync_every=30); for another optimizer "
                 "pass DiLoCo(optimizer=lambda parameters: torch.optim.Adam(parameters))"
             )
+        check_gossips(self.schedule, gossip | {"algorithm": self.algorithm})
         if self.algorithm is not None:
-            check_periodic(self._outermost, self.schedule, overlap=overlap, init_sync=init_sync, gossip=gossip)
+            check_periodic(self._parts[0], self.schedule, overlap=overlap, init_sync=init_sync, gossip=gossip)
             check_algorithm(self.algorithm, self.schedule, overlap=overlap, nprocs_per_node=others["nprocs_per_node"])
         if isinstance(self.schedule, ConsensusControl) and others["nprocs_per_node"] != 1:
             raise ValueError(
@@ -198,13 +199,11 @@ class Choices:
         return choose, gossiper
 
     def _gossiper(self) -> Any:
-        inner = self.algorithm
-        while isinstance(inner, Over):
-            inner = inner.inner
-        if self.wire_dtype is not None and inner is not None and not inner.takes_wire_dtype:
+        innermost = self._parts[-1] if self._parts else None
+        if self.wire_dtype is not None and innermost is not None and not innermost.takes_wire_dtype:
             raise ValueError(
-                f"got wire_dtype={self.wire_dtype} with {inner}, expected one of them: all messages are those of the "
-                "algorithm, which no wire rounds; leave wire_dtype out"
+                f"got wire_dtype={self.wire_dtype} with {innermost}, expected one of them: all messages are those of "
+                "the algorithm, which no wire rounds; leave wire_dtype out"
             )
         plain = choose_gossiper(self.gossiper, push_sum=self._sends_weights, wire_dtype=self.wire_dtype)
         return plain if self.algorithm is None else mixer_of(self.algorithm, plain)
@@ -214,18 +213,18 @@ class Choices:
         is_default = (
             self.graph is None and self.mixing is None and isinstance(mixing.graph, DynamicBipartiteCompleteGraph)
         )
-        gossips = self.algorithm is None or self._outermost.mixes
+        gossips = all(part.mixes for part in self._parts)
         return is_default and gossips and self.schedule.average_every != 1  # 1: all rounds are exact averages
 
     @property
     def _sends_weights(self) -> bool:
         """Whether models have push-sum weights: not where other vectors are mixed."""
-        return self.push_sum and (self.algorithm is None or self._outermost.takes_push_sum)
+        return self.push_sum and all(part.takes_push_sum for part in self._parts)
 
     @property
-    def _outermost(self) -> Algorithm:
-        assert self.algorithm is not None, "an algorithm is named"
-        return self.algorithm.outer if isinstance(self.algorithm, Over) else self.algorithm
+    def _parts(self) -> tuple[Algorithm, ...]:
+        """The algorithms, each over the next; plain gossip is none."""
+        return () if self.algorithm is None else self.algorithm.parts
 
     def _mixing_of(
         self, graph: GraphLike | None, mixing: MixingLike | None, num_nodes: int, gossiper: Mixer
