@@ -13,12 +13,11 @@ from torch import Tensor
 from ..flat.buffer import FlatBuffer
 from ..flat.nonfinite import is_finite
 from ..flat.vector import FlatVector, add_
-from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
-from ..mixing_manager.relaxed import RelaxedMixing
 from ..transport.agreement import broadcast_state
 from ..transport.base import Transport, is_elastic
 from .algorithm import Algorithm, Over
+from .composed import Composed
 from .memory import Memory
 from .message import Message, MessageBuffer, Received
 from .messages import MessageRounds
@@ -30,7 +29,7 @@ from .vector import Snapshot, Vector
 from .vectors import Vectors
 
 
-class Rounds(Mixer):
+class Rounds(Composed):
     """Makes a mixer of an algorithm: s <- one round of it, blocking; or the correction of that round.
 
     [Note: who answers] `Mix(x)` is answered by another mixer: plain gossip, or the rounds of another algorithm, so that
@@ -57,7 +56,7 @@ class Rounds(Mixer):
     """
 
     def __init__(self, algorithm: Algorithm, mixer: Mixer) -> None:
-        self.algorithm, self.mixer = algorithm, mixer
+        super().__init__(algorithm, mixer)
         self.name = type(algorithm).__name__  # in checkpoints
         self._is_torn = False  # whether a round has ended while it was writing what its messages had said
         self._is_cut_off = False  # whether messages of a round have not come, and may still be on their way
@@ -69,7 +68,6 @@ class Rounds(Mixer):
         self._has_checked_step = False
         self._agree_finite: Callable[[bool], bool] | None = None  # where answers are looked at
         self.has_failed = False  # whether the last round took no effect, as a worker had died
-        self._k = self._t = 0
         self._stamp = self._missed = 0  # the steps of the last rounds that took effect, and that were lost
         self._is_agreed = self._has_tried = True  # [Note: One memory]
         self._alpha: float | None = None
@@ -124,54 +122,6 @@ class Rounds(Mixer):
         self._has_begun = False
         self._is_agreed = self._has_tried = not self._must_agree
 
-    def check(self, mixing: MixingManager) -> None:
-        """See `Mixer`."""
-        self.mixer.check(mixing)
-        self.algorithm.check(self._relaxed(mixing))
-        own, inner = self.algorithm, self.mixer
-        if own.averages_exactly and own.mixes and inner.keeps_models:
-            raise ValueError(
-                f"got {inner} between the exact averages of {own}, expected an algorithm that keeps no models of "
-                "peers: it would relay those from before an average, and undo it; leave it out, or pass gossip_every=0"
-            )
-        if own.needs_whole_rounds and not (inner.is_whole or inner.keeps_models):
-            raise ValueError(
-                f"got {inner} with {own}, expected plain gossip: the momentum repeats what a round has changed, and "
-                "differences that compressed rounds leave out may grow by it from round to round; pass momentum=0 "
-                "(NoLoCo: and pull <= 1), take GASLoC(optimizer=...), or compress exact averages: SparseLoCo(). An "
-                "algorithm of your own that leaves nothing out says so by is_whole = True"
-            )
-
-    def _relaxed(self, mixing: MixingManager) -> MixingManager:
-        """About what answers to `Mix` are made by."""
-        step_size = self.mixer.algorithm.step_size_on(mixing) if isinstance(self.mixer, Rounds) else 1.0
-        return mixing if step_size == 1.0 else RelaxedMixing(mixing, step_size)
-
-    @property
-    def is_weighted(self) -> bool:
-        """See `Mixer`."""
-        return self.mixer.is_weighted
-
-    @property
-    def keeps_models(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
-        return self.algorithm.keeps_models or self.mixer.keeps_models
-
-    @property
-    def is_skippable(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
-        return self.algorithm.is_skippable and self.mixer.is_skippable and not self.can_recover
-
-    @property
-    def is_whole(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
-        return self.algorithm.is_whole and self.mixer.is_whole
-
-    @property
-    def can_recover(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
-        return self.algorithm.can_recover
-
     @property
     def has_news(self) -> bool:  # type: ignore[override]
         """See `Mixer`."""
@@ -192,17 +142,6 @@ class Rounds(Mixer):
         if self.algorithm.averages_exactly:
             return range(self.transport.world_size)
         return self.messages.sources or self.mixer.sources
-
-    def is_due(self, k: int) -> bool:
-        """See `Mixer`."""
-        if self.algorithm.is_due(k):
-            self._k = k
-            return True
-        return False
-
-    def start(self, s: FlatVector, t: int) -> None:
-        """See `Mixer`; the round itself runs in `finish` or `difference`."""
-        self._t = t
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`."""
@@ -227,23 +166,6 @@ class Rounds(Mixer):
         s.push_sum_weight.sub_(weight)
         return 1.0
 
-    @property
-    def needs_symmetric_weights(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
-        return (
-            self.algorithm.needs_symmetric_weights
-            or self.algorithm.needs_static_graph
-            or self.mixer.needs_symmetric_weights
-        )
-
-    def default_graph(self, world_size: int) -> GraphManager | None:
-        """See `Mixer`."""
-        return self.algorithm.default_graph(world_size) or self.mixer.default_graph(world_size)
-
-    def default_mixing(self, world_size: int) -> MixingManager | None:
-        """See `Mixer`."""
-        return self.algorithm.default_mixing(world_size) or self.mixer.default_mixing(world_size)
-
     def refuse_nonfinite(self, agree: Callable[[bool], bool]) -> None:
         """See `Mixer`."""
         self._agree_finite = agree
@@ -253,11 +175,6 @@ class Rounds(Mixer):
         self.watch = OptimizerWatch(self.algorithm, buffer)
         if isinstance(self.mixer, Rounds):
             self.mixer.watch_optimizer(buffer)
-
-    def describe(self, dtypes: Sequence[torch.dtype]) -> str:
-        """What all ranks must agree on. dtypes: of the parameters, in float32 at least."""
-        inner = f".over({self.mixer.describe(dtypes)})" if isinstance(self.mixer, Rounds) else f" by {self.mixer}"
-        return f"{self.algorithm.describe(dtypes)}{inner if self.algorithm.mixes else ''}"
 
     # Beside rounds.
 
@@ -675,10 +592,6 @@ class Rounds(Mixer):
     def __getstate__(self) -> dict[str, Any]:
         assert self._generator is None, "flush() before copying: a round is in flight"
         return self.__dict__
-
-    def __repr__(self) -> str:
-        inner = f".over({self.mixer!r})" if isinstance(self.mixer, Rounds) else ""
-        return f"{self.algorithm!r}{inner}"
 
 
 def average_(tensors: Sequence[Tensor], x: FlatVector, averager: GlobalAverage) -> bool:
