@@ -82,7 +82,6 @@ class DiLoCo(OuterMethod):
     error_decay: float = 1.0
 
     averages_exactly: ClassVar[bool] = True
-    mixes: ClassVar[bool] = False
     has_equal_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -30,7 +30,6 @@ class LocalSGD(Periodic):
     sync_every: int = 16
 
     averages_exactly: ClassVar[bool] = True
-    mixes: ClassVar[bool] = False
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""

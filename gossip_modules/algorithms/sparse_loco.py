@@ -57,7 +57,6 @@ class SparseLoCo(OuterMethod):
     compressor: Compressor = field(default_factory=lambda: ChunkTopK(64, values=TwoBit()))
 
     averages_exactly: ClassVar[bool] = True
-    mixes: ClassVar[bool] = False
     has_equal_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
