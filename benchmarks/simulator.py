@@ -18,8 +18,8 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.record import write_rows
+from gossip_modules.methods import METHODS
 from gossip_modules.simulate import ComputeModel, ConsensusControl, Digits, LinkModel, Prediction, Setting, simulate
-from gossip_modules.simulate.choice import simulated_methods
 
 SETTING = Setting(1024, 25_000_000, ComputeModel(seconds=0.25), LinkModel(rate_bit_s=1e9))
 CONTROLS = (ConsensusControl(2.0), ConsensusControl(2.0, average_every=1))
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a CSV file to write")
     arguments = parser.parse_args()
     predictions = []
-    for method in arguments.methods or simulated_methods():
+    for method in arguments.methods or METHODS:
         try:
             predictions.append(simulate(method, SETTING, Digits(seed=0)))
         except ValueError as error:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-StepSizes: TypeAlias = Mapping[tuple[str, float | None], float]
-"""Step sizes of consensus by the name of a code and the value of its option, bits or ratio; None: it has no option."""
+StepSizes: TypeAlias = Mapping[str, float]
+"""Step sizes of consensus by the text of a compressor, such as "TopK(0.01)"."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Method:
-    """A training method: an algorithm, or a wrapper with arguments. `register` enters it in METHODS.
+    """A training method: an algorithm, or a wrapper with arguments. `enter` puts it in METHODS.
 
     Args:
         name: the short name, a single word in lower case: `--recipe NAME`.
@@ -51,18 +51,14 @@ class Method:
         example: a line of Python that wraps `model`.
         paper: the publication; None: there is none.
         options: the names of the fields of `WrapperOptions` that the wrapper takes.
-        needs_sgd: whether training must be by `torch.optim.SGD` with momentum, as that is part of the method.
-        takes_nesterov: whether that momentum may be Nesterov's.
         pace: who takes the steps of a run. "lockstep": every rank every step. "shared_steps": ranks share them, fast
             ranks take more. "shared_rounds": the wrapper counts rounds, and late ranks skip some.
         needs_fixed_ranks: the reason why the method takes no membership, as a clause; "": it takes one.
-        simulate: makes the simulated method, given (`simulate.Choice`, `simulate.Setting`); None: the simulator does
-            not know it.
+        simulate: makes the simulated method, given (`Chosen`, `simulate.Choice`, `simulate.Setting`); None: the
+            simulator runs the rounds of an algorithm, and knows the wrappers of this library.
         simulated_graph: the name of the graph that the simulator takes where none is named, given (number of ranks,
             peers per round or a schedule of it).
-        gossiper: makes the gossiper that the consensus experiment runs alone; None: there is none.
-        step_sizes: the published ones, by code.
-        codes: the names of the compressors that the method takes, its default first.
+        step_sizes: the published ones, by compressor.
         aliases: other names that are accepted.
     """
 
@@ -76,16 +72,22 @@ class Method:
     example: str = ""
     paper: Paper | None = None
     options: frozenset[str] = frozenset()
-    needs_sgd: bool = False
-    takes_nesterov: bool = True
     pace: Literal["lockstep", "shared_steps", "shared_rounds"] = "lockstep"
     needs_fixed_ranks: str = ""
     simulate: Callable[..., Any] | None = None
     simulated_graph: Callable[[int, int | Mapping[int, int]], str] | None = None
-    gossiper: Callable[..., Any] | None = None
     step_sizes: StepSizes = field(default_factory=dict)
-    codes: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+
+    @property
+    def needs_sgd(self) -> bool:
+        """Whether training must be by `torch.optim.SGD` with momentum, as that is part of the method."""
+        return getattr(self.algorithm, "needs_sgd", False)
+
+    @property
+    def takes_nesterov(self) -> bool:
+        """Whether that momentum may be Nesterov's."""
+        return getattr(self.algorithm, "takes_nesterov", True)
 
     @property
     def call(self) -> str:
@@ -116,7 +118,7 @@ METHODS: Mapping[str, Method] = _METHODS
 """All registered methods by name, in the order in which they were registered."""
 
 
-def register(method: Method) -> Method:
+def enter(method: Method) -> Method:
     """Enter a method in METHODS; returns it.
 
     Raises:

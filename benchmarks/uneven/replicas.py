@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossip_modules import Schedule
-from gossip_modules.extend import SGDStep
 from gossip_modules.algorithms.d_psgd import DPSGD
+from gossip_modules.extend import SGDStep
 from gossip_modules.rounds.stacked import Stacked
 from gossip_modules.wrappers.defaults import Choices
 

@@ -9,6 +9,7 @@ from ..graph_manager.named_graphs import undirected_ring
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..mixing_manager.laplacian import LaplacianMixing
 from ..mixing_manager.matrix import lowest_eigenvalue
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.requests import Mix, Round
@@ -52,6 +53,12 @@ class D2(Algorithm):
         >>> model = GossipDataParallel(model, algorithm=D2())
     """
 
+    short_name: ClassVar[str] = "d2"
+    title: ClassVar[str] = "D2"
+    summary: ClassVar[str] = "gossips, and adds what earlier rounds have changed, so that uneven data leaves no bias"
+    paper: ClassVar[Paper | None] = Paper(
+        "Tang, Lian, Yan, Zhang, Liu", "D2: Decentralized Training over Decentralized Data", "ICML 2018", "1803.07068"
+    )
     needs_current: ClassVar[bool] = True
     is_skippable: ClassVar[bool] = False  # the sum of the c over ranks is zero
     needs_static_graph: ClassVar[bool] = True

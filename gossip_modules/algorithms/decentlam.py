@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ..graph_manager.named_graphs import undirected_ring
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.requests import Mix, Round
@@ -46,6 +47,15 @@ class DecentLaM(Algorithm):
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     """
 
+    short_name: ClassVar[str] = "decentlam"
+    title: ClassVar[str] = "DecentLaM"
+    summary: ClassVar[str] = "gossips, with momentum that sees the gossip as part of the gradient"
+    paper: ClassVar[Paper | None] = Paper(
+        "Yuan, Chen, Huang, Zhang, Pan, Xu, Yin",
+        "DecentLaM: Decentralized Momentum SGD for Large-batch Deep Training",
+        "ICCV 2021",
+        "2104.11981",
+    )
     needs_current: ClassVar[bool] = True
     needs_sgd: ClassVar[bool] = True
     takes_nesterov: ClassVar[bool] = False

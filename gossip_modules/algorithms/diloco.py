@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..compression.compressor import Compressor
+from ..registry import Paper
 from ..rounds.memory import Memory
 from ..rounds.outer_optimizer import MakeOptimizer, described_with, step
 from ..rounds.periodic import is_number
@@ -81,6 +82,12 @@ class DiLoCo(OuterMethod):
     compressor: Compressor | None = None
     error_decay: float = 1.0
 
+    short_name: ClassVar[str] = "diloco"
+    title: ClassVar[str] = "DiLoCo"
+    summary: ClassVar[str] = "trains alone, and takes a Nesterov step along the mean drift of all ranks every few steps"
+    paper: ClassVar[Paper | None] = Paper(
+        "Douillard et al.", "DiLoCo: Distributed Low-Communication Training of Language Models", "2023", "2311.08105"
+    )
     averages_exactly: ClassVar[bool] = True
     has_equal_memory: ClassVar[bool] = True
 

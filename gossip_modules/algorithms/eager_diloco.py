@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
+from ..registry import Paper
 from ..rounds.memory import Memory
 from ..rounds.outer_optimizer import step
 from ..rounds.requests import Average, Gather, Round
@@ -46,6 +47,14 @@ class EagerDiLoCo(DiLoCo):
     delay: int = field(default=0, init=False, repr=False)
     own_weight: float | None = field(default=None, init=False, repr=False)
 
+    short_name: ClassVar[str] = "eagerdiloco"
+    title: ClassVar[str] = "Eager DiLoCo"
+    summary: ClassVar[str] = (
+        "takes a rank's own part of the mean drift at once, and that of the others one outer step later"
+    )
+    paper: ClassVar[Paper | None] = Paper(
+        "Kale et al.", "Eager Updates For Overlapped Communication and Computation in DiLoCo", "2025", "2502.12996"
+    )
     writes_early: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ..graph_manager.named_graphs import undirected_ring
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.requests import Mix, Round
@@ -38,6 +39,15 @@ class ExactDiffusion(Algorithm):
         >>> model = GossipDataParallel(model, algorithm=ExactDiffusion())
     """
 
+    short_name: ClassVar[str] = "exactdiffusion"
+    title: ClassVar[str] = "Exact diffusion"
+    summary: ClassVar[str] = "is D2 with (I + W) / 2, on every undirected graph"
+    paper: ClassVar[Paper | None] = Paper(
+        "Yuan, Ying, Zhao, Sayed",
+        "Exact Diffusion for Distributed Optimization and Learning - Part I: Algorithm Development",
+        "IEEE Transactions on Signal Processing 2019",
+        "1702.05122",
+    )
     needs_current: ClassVar[bool] = True
     is_skippable: ClassVar[bool] = False  # the sum of the c over ranks is zero
     needs_static_graph: ClassVar[bool] = True

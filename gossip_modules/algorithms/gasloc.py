@@ -13,6 +13,7 @@ from ..graph_manager.named_graphs import undirected_ring
 from ..graph_manager.static_graphs import RingGraph
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.growth import blocks, check_growth, identity_like
+from ..registry import Paper
 from ..rounds.memory import Memory
 from ..rounds.outer_optimizer import MakeOptimizer, described_with, step
 from ..rounds.requests import Mix, Round
@@ -69,6 +70,15 @@ class GASLoC(OuterMethod):
     step_size: float = 0.5
     optimizer: MakeOptimizer | None = field(default=None, repr=False)
 
+    short_name: ClassVar[str] = "gasloc"
+    title: ClassVar[str] = "GASLoC"
+    summary: ClassVar[str] = "takes outer steps alone, and gossips their result along with the momentum"
+    paper: ClassVar[Paper | None] = Paper(
+        "Cagnasso, Belilovsky, Oyallon",
+        "Unifying Local Communications and Local Updates for LLM Pretraining",
+        "2026",
+        "2606.11081",
+    )
     writes_early: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ..graph_manager.named_graphs import undirected_ring
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.requests import Mix, Round
@@ -44,6 +45,15 @@ class GradientTracking(Algorithm):
         >>> model = GossipDataParallel(model, algorithm=GradientTracking())
     """
 
+    short_name: ClassVar[str] = "gradienttracking"
+    title: ClassVar[str] = "Gradient tracking"
+    summary: ClassVar[str] = "steps along an estimate of the mean step of all ranks, which is gossiped too"
+    paper: ClassVar[Paper | None] = Paper(
+        "Di Lorenzo, Scutari",
+        "NEXT: In-Network Nonconvex Optimization",
+        "IEEE Transactions on Signal and Information Processing over Networks 2016",
+        "1602.00591",
+    )
     needs_current: ClassVar[bool] = True
     is_skippable: ClassVar[bool] = False  # the sum of the y over ranks is that of the u
     mixes_several: ClassVar[bool] = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..registry import Paper
 from ..rounds.memory import Memory
 from ..rounds.periodic import Periodic
 from ..rounds.requests import Average, Round
@@ -29,6 +30,12 @@ class LocalSGD(Periodic):
 
     sync_every: int = 16
 
+    short_name: ClassVar[str] = "localsgd"
+    title: ClassVar[str] = "Local SGD"
+    summary: ClassVar[str] = "trains alone, and averages parameters over all ranks every few steps"
+    paper: ClassVar[Paper | None] = Paper(
+        "Stich", "Local SGD Converges Fast and Communicates Little", "ICLR 2019", "1805.09767"
+    )
     averages_exactly: ClassVar[bool] = True
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from ..compression.compressor import checked_seed
 from ..graph_manager.random_matching_graph import RandomMatchingGraph
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.growth import blocks, check_growth, identity_like
+from ..registry import Paper
 from ..rounds.memory import Memory
 from ..rounds.requests import Mix, Round
 from ..rounds.vectors import Vectors
@@ -58,6 +60,16 @@ class NoLoCo(OuterMethod):
     momentum: float = 0.5
     pull: float | None = None
     seed: int = 0
+
+    short_name: ClassVar[str] = "noloco"
+    title: ClassVar[str] = "NoLoCo"
+    summary: ClassVar[str] = "takes outer steps in random pairs, which pull their anchors together"
+    paper: ClassVar[Paper | None] = Paper(
+        "Kolehmainen et al.",
+        "NoLoCo: No-all-reduce Low Communication Training Method for Large Models",
+        "2025",
+        "2506.10911",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,6 +14,7 @@ from ..compression.compressor import checked_seed
 from ..flat.vector import add_
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.step_size import best_step_size
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.message import warn_of_little
@@ -86,6 +87,15 @@ class PowerGossip(Algorithm):
     check_every: int = 100
     seed: int = 0
 
+    short_name: ClassVar[str] = "powergossip"
+    title: ClassVar[str] = "PowerGossip"
+    summary: ClassVar[str] = "sends low-rank approximations of the differences between neighbours, by power iteration"
+    paper: ClassVar[Paper | None] = Paper(
+        "Vogels, Karimireddy, Jaggi",
+        "Practical Low-Rank Communication Compression in Decentralized Deep Learning",
+        "NeurIPS 2020",
+        "2008.01425",
+    )
     takes_wire_dtype: ClassVar[bool] = False
     is_skippable: ClassVar[bool] = False
     needs_symmetric_weights: ClassVar[bool] = True

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.growth import blocks, check_growth, identity_like
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.requests import Mix, Round
@@ -61,6 +62,15 @@ class QGDSGDm(Algorithm):
 
     mu: float | None = None
 
+    short_name: ClassVar[str] = "qgdsgdm"
+    title: ClassVar[str] = "QG-DSGDm"
+    summary: ClassVar[str] = "gossips, with momentum that is made of how the mixed models move"
+    paper: ClassVar[Paper | None] = Paper(
+        "Lin, Karimireddy, Stich, Jaggi",
+        "Quasi-Global Momentum: Accelerating Decentralized Deep Learning on Heterogeneous Data",
+        "ICML 2021",
+        "2102.04761",
+    )
     needs_current: ClassVar[bool] = True
     needs_sgd: ClassVar[bool] = True
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..graph_manager.base import GraphManager
 from ..graph_manager.static_graphs import DoubleBinaryTreeGraph
 from ..mixing_manager.base import MixingManager
+from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
 from ..rounds.message import MessageBuffer
@@ -55,6 +56,15 @@ class RelaySGD(Algorithm):
         >>> model = GossipDataParallel(model, algorithm=RelaySGD())
     """
 
+    short_name: ClassVar[str] = "relaysgd"
+    title: ClassVar[str] = "RelaySGD"
+    summary: ClassVar[str] = "relays sums of models through trees, so that every rank averages those of all"
+    paper: ClassVar[Paper | None] = Paper(
+        "Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi",
+        "RelaySum for Decentralized Deep Learning on Heterogeneous Data",
+        "NeurIPS 2021",
+        "2110.04175",
+    )
     takes_wire_dtype: ClassVar[bool] = False
     needs_current: ClassVar[bool] = True
     keeps_models: ClassVar[bool] = True

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch.optim import Optimizer
 
+from ..registry import Paper
 from ..rounds.memory import Memory
 from ..rounds.requests import Average, Mix, Round
 from ..rounds.vectors import Vectors
@@ -57,6 +58,15 @@ class SlowMo(OuterMethod):
     gossip_every: int = 0
     inner_lr: Callable[[], float] | Literal["optimizer"] | None = field(default=None, repr=False)
 
+    short_name: ClassVar[str] = "slowmo"
+    title: ClassVar[str] = "SlowMo"
+    summary: ClassVar[str] = "puts a slow momentum on the averages of local SGD or gossip"
+    paper: ClassVar[Paper | None] = Paper(
+        "Wang, Tantia, Ballas, Rabbat",
+        "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum",
+        "ICLR 2020",
+        "1910.00643",
+    )
     averages_exactly: ClassVar[bool] = True
     has_equal_memory: ClassVar[bool] = True
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 from ..compression.chunk_top_k import ChunkTopK
 from ..compression.compressor import Compressor
 from ..compression.two_bit import TwoBit
+from ..registry import Paper
 from ..rounds.memory import Memory
 from ..rounds.requests import Round
 from ..rounds.vectors import Vectors
@@ -56,6 +57,17 @@ class SparseLoCo(OuterMethod):
     decay: float = 0.95
     compressor: Compressor = field(default_factory=lambda: ChunkTopK(64, values=TwoBit()))
 
+    short_name: ClassVar[str] = "sparseloco"
+    title: ClassVar[str] = "SparseLoCo"
+    summary: ClassVar[str] = (
+        "sends the few largest entries of drifts in two bits, and keeps the others for the next outer step"
+    )
+    paper: ClassVar[Paper | None] = Paper(
+        "Sarfi, Therien, Lidin, Belilovsky",
+        "Communication Efficient LLM Pre-training with SparseLoCo",
+        "2025",
+        "2508.15706",
+    )
     averages_exactly: ClassVar[bool] = True
     has_equal_memory: ClassVar[bool] = True
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
+from ..registry import Paper
 from ..rounds.fragment import Fragments
 from .diloco import DiLoCo
 
@@ -52,3 +54,15 @@ class StreamingDiLoCo(DiLoCo):
     _: KW_ONLY
     fragments: Fragments = 4
     delay: int = 1
+
+    short_name: ClassVar[str] = "streamingdiloco"
+    title: ClassVar[str] = "Streaming DiLoCo"
+    summary: ClassVar[str] = (
+        "takes the outer steps of parts of the model at different times, under the next steps of training"
+    )
+    paper: ClassVar[Paper | None] = Paper(
+        "Douillard et al.",
+        "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
+        "2025",
+        "2501.18512",
+    )

@@ -6,14 +6,11 @@
 ('CHOCO-SGD', 'Choco(SignNorm(), step_size=0.45)')
 """
 
-from ..registry import METHODS, Method, Paper, name_of, register
+from ..registry import METHODS, Method, Paper, name_of
 from .built_in import BUILT_IN
 from .chosen import Chosen, read_algorithm, read_graph, read_schedule
-from .entries import entry
-from .options import WRAPPER_OPTIONS, Context, WrapperOptions
-from .own import gossiper_method
-from .usage import unused_options, without_unused, wrap
-from .wrapping import Wrapper
+from .options import WRAPPER_OPTIONS, Context, WrapperOptions, unused_options, without_unused
+from .wrapping import Wrapper, entry, register, wrap
 
 __all__ = [
     "METHODS",
@@ -25,7 +22,6 @@ __all__ = [
     "Wrapper",
     "WrapperOptions",
     "entry",
-    "gossiper_method",
     "name_of",
     "read_algorithm",
     "read_graph",

@@ -20,10 +20,9 @@ def methods_table() -> str:
 
 def step_sizes_table() -> str:
     """A row for each step size of consensus that is published."""
-    rows: list[Sequence[str]] = [("recipe", "code", "bits or ratio", "step size"), ("---",) * 4]
+    rows: list[Sequence[str]] = [("recipe", "compressor", "step size"), ("---",) * 3]
     for name, method in METHODS.items():
-        for (code, value), step_size in method.step_sizes.items():
-            rows.append((name, code, "" if value is None else f"{value:g}", f"{step_size:g}"))
+        rows += [(name, f"`{code}`", f"{step_size:g}") for code, step_size in method.step_sizes.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from ..ad_psgd.exchange import BilateralAverage
@@ -31,37 +31,15 @@ from ..dpwa.engine import PairwiseEngine
 from ..dpwa.interpolation import Interpolation
 from ..engine.overlap import OverlapEngine
 from ..matcha.graph import MatchaGraph
-from ..registry import Method, Paper
-from ..rounds.push_pull import PushPull, PushSum
+from ..registry import Method, Paper, StepSizes
+from ..rounds.push_pull import PushSum
 from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
-from .compressors import CHOCO_STEP_SIZES, COMPRESSORS, DEEP_SQUEEZE_STEP_SIZES, MONIQUA_STEP_SIZES, WIRE_DTYPES
-from .entries import ROUNDS, entry
-from .gossipers import choco, deep_squeeze, moniqua, power_gossip, sparta
+from .graphs import pairs, static
 from .options import WRAPPER_OPTIONS
-from .outer_methods import diloco, eager_diloco, gasloc, noloco, slowmo, sparse_loco, streaming_diloco
-from .simulated import (
-    pairs,
-    simulate_ad_psgd,
-    simulate_all_reduce,
-    simulate_choco,
-    simulate_d_psgd,
-    simulate_deep_squeeze,
-    simulate_dpwa,
-    simulate_local_sgd,
-    simulate_matcha,
-    simulate_moniqua,
-    simulate_osgp,
-    simulate_outer,
-    simulate_power_gossip,
-    simulate_relay_sgd,
-    simulate_rule,
-    simulate_sgp,
-    simulate_sparta,
-    simulate_wagma,
-    static,
-)
 from .wrapping import (
+    ROUNDS,
+    entry,
     wrap_all_reduce,
     wrap_bilateral,
     wrap_gossip,
@@ -80,34 +58,30 @@ NODES = frozenset({"nprocs_per_node"})
 """The options of such a method without a graph."""
 
 
-def all_reduce() -> dict[str, Any]:
-    """AllReduce SGD: the wrapper takes no arguments here."""
-    return {}
+CHOCO_STEP_SIZES: StepSizes = {
+    "SignNorm()": 0.45,
+    "TopK(0.01)": 0.0375,
+    "RandomK(0.01)": 0.01,
+    "QSGD(4)": 0.34,
+    "QSGD(8)": 0.34,
+    "Cast(bfloat16)": 1.0,
+    "Cast(float16)": 1.0,
+}
+"""SignNorm: Koloskova et al., ICLR 2020, arXiv 1907.09356; TopK: Vogels et al., NeurIPS 2020, arXiv 2008.01425; RandomK
+and QSGD with 16 levels, 4 bits: Koloskova et al., ICML 2019, arXiv 1902.00340; all on a ring. 8 bits are finer than 4,
+so a step size for 4 bits serves 8; at 2 bits it diverges. A cast is as good as exact: 1."""
+DEEP_SQUEEZE_STEP_SIZES: StepSizes = {"SignNorm()": 0.01}
+"""Vogels et al., NeurIPS 2020, arXiv 2008.01425, on a ring of 8."""
 
 
-def d_psgd() -> dict[str, Any]:
-    """D-PSGD: plain gossip without push-sum."""
-    return {"push_sum": False}
-
-
-def sgp() -> dict[str, Any]:
-    """SGP: plain gossip with push-sum."""
-    return {"push_sum": True}
-
-
-def overlap_sgp() -> dict[str, Any]:
-    """Overlap SGP: SGP under training."""
-    return {"push_sum": True, "overlap": True}
+def dict_of(**arguments: Any) -> Callable[[], dict[str, Any]]:
+    """The `make` of a method whose wrapper always has these arguments."""
+    return lambda: arguments
 
 
 def matcha(budget: float = 0.5, plan: str = "") -> dict[str, Any]:
     """MATCHA: on the graph of --graph, or by the JSON file that `python -m gossip_modules.matcha --output` wrote."""
     return {"budget": budget, "plan": plan}
-
-
-def ad_psgd() -> dict[str, Any]:
-    """AD-PSGD: the wrapper takes no arguments here."""
-    return {}
 
 
 def wagma(group_size: int | None = None, sync_period: int = 10, wait_avoiding: bool = True) -> dict[str, Any]:
@@ -143,10 +117,9 @@ BUILT_IN: tuple[Method, ...] = (
         "AllReduce SGD",
         "averages gradients over all ranks at every step",
         AllReduceDataParallel,
-        make=all_reduce,
+        make=dict_of(),
         text="AllReduce()",
         wrap=wrap_all_reduce,
-        simulate=simulate_all_reduce,
         example="AllReduceDataParallel(model)",
         aliases=("allreduce",),
         needs_fixed_ranks="every step needs the gradients of all; an all-reduce that survives its workers is torchft",
@@ -156,10 +129,9 @@ BUILT_IN: tuple[Method, ...] = (
         "D-PSGD",
         "averages parameters with a few peers on an undirected graph",
         DPSGD,
-        make=d_psgd,
+        make=dict_of(push_sum=False),
         text="DPSGD()",
         wrap=wrap_gossip,
-        simulate=simulate_d_psgd,
         paper=Paper(
             "Lian, Zhang, Zhang, Hsieh, Zhang, Liu",
             "Can Decentralized Algorithms Outperform Centralized Algorithms?",
@@ -168,7 +140,6 @@ BUILT_IN: tuple[Method, ...] = (
         ),
         example="GossipDataParallel(model, push_sum=False)",
         options=PLAIN,
-        gossiper=lambda options, seed: PushPull(wire_dtype=WIRE_DTYPES[options.wire_dtype]),
         simulated_graph=pairs,
     ),
     Method(
@@ -176,10 +147,9 @@ BUILT_IN: tuple[Method, ...] = (
         "SGP",
         "pushes parameters to a few peers on any graph, and divides by a weight that is sent along",
         PushSum,
-        make=sgp,
+        make=dict_of(push_sum=True),
         text="SGP()",
         wrap=wrap_gossip,
-        simulate=simulate_sgp,
         paper=_SGP,
         example="GossipDataParallel(model)",
         options=PLAIN,
@@ -190,10 +160,9 @@ BUILT_IN: tuple[Method, ...] = (
         "Overlap SGP",
         "SGP whose rounds run while the next steps are computed",
         OverlapEngine,
-        make=overlap_sgp,
+        make=dict_of(push_sum=True, overlap=True),
         text="OverlapSGP()",
         wrap=wrap_gossip,
-        simulate=simulate_osgp,
         paper=_SGP,
         example="GossipDataParallel(model, overlap=True)",
         options=PLAIN,
@@ -207,7 +176,6 @@ BUILT_IN: tuple[Method, ...] = (
         make=matcha,
         text="MATCHA()",
         wrap=wrap_matcha,
-        simulate=simulate_matcha,
         paper=Paper(
             "Wang, Sahu, Yang, Joshi, Kar",
             "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling",
@@ -222,44 +190,29 @@ BUILT_IN: tuple[Method, ...] = (
         Choco,
         options=COMPRESSED,
         text="Choco(SignNorm(), step_size=0.45)",
-        simulate=simulate_choco,
-        gossiper=choco,
         step_sizes=CHOCO_STEP_SIZES,
-        simulated_graph=static,
-        codes=tuple(COMPRESSORS),
     ),
     entry(
         DeepSqueeze,
         options=COMPRESSED,
         text="DeepSqueeze(SignNorm(), step_size=0.01)",
-        simulate=simulate_deep_squeeze,
-        gossiper=deep_squeeze,
         step_sizes=DEEP_SQUEEZE_STEP_SIZES,
-        simulated_graph=pairs,
-        codes=tuple(COMPRESSORS),
     ),
     entry(
         Moniqua,
         options=COMPRESSED,
         text="Moniqua(theta=1.0)",
         example="Moniqua(theta=0.5)",
-        simulate=simulate_moniqua,
-        gossiper=moniqua,
-        step_sizes=MONIQUA_STEP_SIZES,
-        simulated_graph=pairs,
     ),
-    entry(
-        PowerGossip, options=COMPRESSED, simulate=simulate_power_gossip, gossiper=power_gossip, simulated_graph=pairs
-    ),
+    entry(PowerGossip, options=COMPRESSED),
     Method(
         "adpsgd",
         "AD-PSGD",
         "averages pairs of models while both ranks go on training",
         BilateralAverage,
-        make=ad_psgd,
+        make=dict_of(),
         text="ADPSGD()",
         wrap=wrap_bilateral,
-        simulate=simulate_ad_psgd,
         paper=Paper(
             "Lian, Zhang, Zhang, Liu",
             "Asynchronous Decentralized Parallel Stochastic Gradient Descent",
@@ -279,7 +232,6 @@ BUILT_IN: tuple[Method, ...] = (
         make=wagma,
         text="WAGMA()",
         wrap=wrap_group_average,
-        simulate=simulate_wagma,
         paper=Paper(
             "Li, Ben-Nun, Nadiradze, Di Girolamo, Dryden, Alistarh, Hoefler",
             "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging",
@@ -298,7 +250,6 @@ BUILT_IN: tuple[Method, ...] = (
         make=dpwa,
         text="Dpwa()",
         wrap=wrap_pairwise,
-        simulate=simulate_dpwa,
         paper=Paper("Jin, Yuan, Iandola, Keutzer", "How to scale distributed deep learning?", "2016", "1611.04581"),
         example='PairwiseDataParallel(model, name="w0", peers=addresses)',
         pace="shared_steps",
@@ -308,15 +259,13 @@ BUILT_IN: tuple[Method, ...] = (
         LocalSGD,
         options=NODES,
         text="LocalSGD(sync_every=10)",
-        simulate=simulate_local_sgd,
     ),
-    entry(DiLoCo, options=NODES, text="DiLoCo(sync_every=10)", example="DiLoCo()", simulate=simulate_outer(diloco)),
+    entry(DiLoCo, options=NODES, text="DiLoCo(sync_every=10)", example="DiLoCo()"),
     entry(
         StreamingDiLoCo,
         options=NODES,
         text="StreamingDiLoCo(sync_every=10)",
         example="StreamingDiLoCo()",
-        simulate=simulate_outer(streaming_diloco),
     ),
     entry(
         EagerDiLoCo,
@@ -324,7 +273,6 @@ BUILT_IN: tuple[Method, ...] = (
         options=NODES,
         text="EagerDiLoCo(sync_every=10)",
         example="EagerDiLoCo()",
-        simulate=simulate_outer(eager_diloco),
     ),
     entry(
         SparseLoCo,
@@ -332,34 +280,30 @@ BUILT_IN: tuple[Method, ...] = (
         options=NODES,
         text="SparseLoCo(sync_every=10, compressor=ChunkTopK(41, values=TwoBit()))",
         example="SparseLoCo()",
-        simulate=simulate_outer(sparse_loco),
     ),
     entry(
         SlowMo,
         options=NODES,
         text="SlowMo(sync_every=10, inner_lr='optimizer')",
         example="SlowMo()",
-        simulate=simulate_outer(slowmo),
     ),
-    entry(NoLoCo, options=NODES, text="NoLoCo(sync_every=10)", example="NoLoCo()", simulate=simulate_outer(noloco)),
+    entry(NoLoCo, options=NODES, text="NoLoCo(sync_every=10)", example="NoLoCo()", simulated_graph=None),
     entry(
         GASLoC,
         options=GRAPH,
         text="GASLoC(sync_every=10)",
         example="GASLoC()",
-        simulate=simulate_outer(gasloc),
         simulated_graph=static,
     ),
-    entry(QGDSGDm, options=GRAPH, simulate=partial(simulate_rule, QGDSGDm()), simulated_graph=pairs),
-    entry(D2, options=GRAPH, simulate=partial(simulate_rule, D2()), simulated_graph=_ring),
-    entry(ExactDiffusion, options=GRAPH, simulate=partial(simulate_rule, ExactDiffusion()), simulated_graph=_ring),
-    entry(GradientTracking, options=GRAPH, simulate=partial(simulate_rule, GradientTracking()), simulated_graph=_ring),
-    entry(DecentLaM, options=GRAPH, simulate=partial(simulate_rule, DecentLaM()), simulated_graph=_ring),
+    entry(QGDSGDm, options=GRAPH),
+    entry(D2, options=GRAPH, simulated_graph=_ring),
+    entry(ExactDiffusion, options=GRAPH, simulated_graph=_ring),
+    entry(GradientTracking, options=GRAPH, simulated_graph=_ring),
+    entry(DecentLaM, options=GRAPH, simulated_graph=_ring),
     entry(
         RelaySGD,
         needs_fixed_ranks="a sum that is lost with a worker is missing on one side of the tree",
         options=GRAPH,
-        simulate=simulate_relay_sgd,
         simulated_graph=lambda n, peers: "double-binary-tree",
     ),
     entry(
@@ -367,8 +311,6 @@ BUILT_IN: tuple[Method, ...] = (
         options=COMPRESSED,
         text="Sparta(0.01)",
         example="Sparta()",
-        simulate=simulate_sparta,
-        gossiper=sparta,
         simulated_graph=lambda n, peers: "complete",
     ),
 )

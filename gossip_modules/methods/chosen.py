@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..compression.chunk_top_k import ChunkTopK
-from ..compression.compressor import Cast
+from ..compression.compressor import Cast, Compressor
 from ..compression.quantizer import QSGD, SignNorm
 from ..compression.sparsifier import RandomK, TopK
 from ..compression.two_bit import TwoBit
@@ -165,6 +165,16 @@ def read_algorithm(text: str, *, option: str = "algorithm", seed: int | None = N
     if not isinstance(made, Chosen):
         raise ValueError(f"got {option}={text!r}, expected an algorithm; pass {made!r} to one, as in --recipe choco")
     return made
+
+
+def read_compressor(text: str, *, seed: int | None = None) -> Compressor:
+    """The compressor that a text names, such as "TopK(0.01)".
+
+    Raises:
+        ValueError: it names none.
+    """
+    compressor: Compressor = read(text, COMPRESSORS, option="compressor", seed=seed)
+    return compressor
 
 
 def read_schedule(text: str) -> Schedule | ConsensusControl:

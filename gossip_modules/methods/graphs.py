@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from ..graph_manager import named_graphs
 from ..graph_manager.base import GraphManager
-from ..graph_manager.named_graphs import PREDEFINED_GRAPHS, STATIC_GRAPHS, TREES, default_graph, named_graph
+from ..graph_manager.named_graphs import (
+    PREDEFINED_GRAPHS,
+    STATIC_GRAPHS,
+    TREES,
+    default_graph,
+    default_graph_name,
+    named_graph,
+)
 from ..graph_manager.static_graphs import networkx_graph
 
 if TYPE_CHECKING:
@@ -15,6 +22,21 @@ if TYPE_CHECKING:
 
 GRAPHS: Mapping[str, Callable[..., GraphManager] | None] = {"auto": None, **named_graphs.GRAPHS}
 """Graphs that take a number of peers per round; auto: the wrapper's choice."""
+
+
+def pairs(world_size: int, peers_per_itr: int | Mapping[int, int] = 1) -> str:
+    """The graph of D-PSGD where none is named: pairs, or in small odd worlds a ring."""
+    if world_size == 1:
+        return "bipartite-exponential"
+    return default_graph_name(world_size, push_sum=False, peers_per_itr=peers_per_itr)
+
+
+def static(world_size: int, peers_per_itr: int | Mapping[int, int] = 1) -> str:
+    """The best undirected graph that never changes."""
+    if world_size & (world_size - 1) == 0:
+        return "hypercube"
+    is_prime = all(world_size % divisor for divisor in range(2, int(world_size**0.5) + 1))
+    return "ring" if is_prime else "torus"
 
 
 def make_graph(

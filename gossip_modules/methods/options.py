@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..membership.membership import Membership
+from ..registry import Method
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,17 @@ WRAPPER_OPTIONS: tuple[str, ...] = tuple(field.name for field in fields(WrapperO
 """The names of all of them."""
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(WrapperOptions)}
 """Their defaults by name."""
+Options = TypeVar("Options", bound=WrapperOptions)
+
+
+def unused_options(method: Method, options: WrapperOptions) -> list[str]:
+    """The names of the options that are set and that the wrapper of a method does not take."""
+    return [name for name in WRAPPER_OPTIONS if name not in method.options and getattr(options, name) != DEFAULTS[name]]
+
+
+def without_unused(method: Method, options: Options) -> Options:
+    """`options` with the defaults of those that have no effect: equal for runs that are equal."""
+    return replace(options, **{name: DEFAULTS[name] for name in unused_options(method, options)})
 
 
 def _alone(function: Callable[[], Any]) -> list[Any]:

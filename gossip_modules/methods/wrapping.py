@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -14,13 +15,14 @@ from ..consensus_control import ConsensusControl
 from ..dpwa.wrapper import PairwiseDataParallel
 from ..graph_manager.base import GraphManager
 from ..matcha.graph import MatchaGraph
+from ..registry import Method, enter
 from ..schedule import Schedule
 from ..wagma.wrapper import GroupAverageDataParallel
 from ..wrappers.all_reduce import AllReduceDataParallel
 from ..wrappers.gossip import GossipDataParallel
-from .chosen import Chosen, read_graph, read_schedule
-from .graphs import base_graph, make_graph, named, peers_by_round
-from .options import Context, WrapperOptions
+from .chosen import Chosen, read_algorithm, read_graph, read_schedule
+from .graphs import base_graph, make_graph, named, pairs, peers_by_round, static
+from .options import WRAPPER_OPTIONS, Context, WrapperOptions, unused_options, without_unused
 
 Wrapper: TypeAlias = (
     GossipDataParallel
@@ -37,6 +39,70 @@ WIRE_DTYPES: Mapping[str, torch.dtype | None] = {
     "float16": torch.float16,
 }
 """The values of the option wire_dtype."""
+
+
+ROUNDS = frozenset(WRAPPER_OPTIONS) - {"peers_per_itr"}
+"""The options of a method that runs in rounds by an algorithm."""
+
+
+def entry(algorithm: type[Any], *, text: str = "", example: str = "", **others: Any) -> Method:
+    """The entry of an algorithm in the table of methods, made of the facts that its class declares.
+
+    Args:
+        algorithm: a class with the facts of `Algorithm`: `short_name`, `title`, `summary`, `paper`. Without them the
+            name of the class and the first line of its docstring serve.
+        text: the text of Python that `--recipe` stands for; "": the class without arguments.
+        example: the same for the documentation; "": `text`.
+        others: more fields of `Method`.
+    """
+    facts, name = vars(algorithm), algorithm.__name__  # without the facts of its base
+    text, graph = text or f"{name}()", static if algorithm.needs_static_graph else pairs
+    made: dict[str, Any] = {
+        "name": facts.get("short_name") or name.lower(),
+        "title": facts.get("title") or name,
+        "summary": facts.get("summary") or (algorithm.__doc__ or "").strip().partition("\n")[0],
+        "paper": facts.get("paper"),
+        "wrap": wrap_gossip,
+        "example": f"GossipDataParallel(model, algorithm={example or text})",
+        "options": ROUNDS,
+        "simulated_graph": graph if algorithm.mixes and not algorithm.averages_exactly else None,
+    }
+    return Method(algorithm=algorithm, make=algorithm, text=text, **{**made, **others})
+
+
+def register(method: Method | type[Any], **fields: Any) -> Method:
+    """Enter a method in METHODS; returns it. It is a recipe then, and a row of the simulator.
+
+    Args:
+        method: the class of an `Algorithm`, such as one of your own, or an entry.
+        fields: of a class: see `entry`.
+
+    Raises:
+        ValueError: its name or one of its aliases is taken, or is not a word that can be typed.
+    """
+    return enter(method if isinstance(method, Method) else entry(method, **fields))
+
+
+def wrap(text: str, module: nn.Module, options: WrapperOptions, context: Context) -> Wrapper:
+    """A model wrapped by a method; rank 0 warns of options that are set and have no effect.
+
+    Args:
+        text: the algorithm, or the short name of a method; see `read_algorithm`.
+        module: the model.
+        options: arguments of the wrapper.
+        context: the run.
+
+    Raises:
+        ValueError: the text names no method, or options that it does not take; a membership that it does not take.
+    """
+    chosen = read_algorithm(text, seed=context.seed)
+    method = chosen.method
+    if context.membership is not None and (why := method.needs_fixed_ranks):
+        raise ValueError(f"got a membership for {method.title}, expected None: {why}")
+    if (unused := unused_options(method, options)) and context.rank == 0:
+        warnings.warn(f"{', '.join(unused)}: without effect with {method.title}", stacklevel=2)
+    wrapper: Wrapper = method.wrap(module, chosen, without_unused(method, options), context)
+    return wrapper
 
 
 def wrap_all_reduce(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:

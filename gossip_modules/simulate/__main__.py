@@ -22,8 +22,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from ..registry import METHODS
 from .advice import advise, as_table
-from .choice import Choice, simulated_methods
+from .choice import Choice
 from .options import import_named, make_parser, setting_of
 from .problems import Consensus, Digits
 from .run import simulate
@@ -52,7 +53,7 @@ def _run(arguments: Sequence[str] | None) -> str:
     target = problem.target if options.target is None else options.target
     predict = tune if options.tune else simulate
     predictions, left_out = [], []
-    for choice in _choices(options.methods or simulated_methods(), setting):
+    for choice in _choices(options.methods or list(METHODS), setting):
         try:
             predictions.append(predict(choice, setting, problem, target=target, max_steps=options.max_steps))
         except ValueError as error:

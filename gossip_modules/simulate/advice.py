@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,13 +10,13 @@ import numpy as np
 
 from ..consensus_control import ConsensusControl
 from ..graph_manager.named_graphs import DIRECTED_STATIC_GRAPHS, STATIC_GRAPHS, num_neighbours
-from ..registry import METHODS, Method
+from ..methods.chosen import read_algorithm
+from ..registry import METHODS
 from .choice import Choice
 from .setting import ControlRates, Setting
 
 _COLUMNS = ("method", "graph", "steps", "s per step", "s to target", "MB per rank", "waiting", "disagreement", "")
 _LITTLE_WAITING = 0.1  # of a worker's time
-_SHOWN = ("sync_period", "outer_lr", "outer_momentum")  # of the options, in the table
 _NUM_LEFT = 2  # columns that are aligned to the left, from the first on
 
 
@@ -36,7 +34,7 @@ class Prediction:
         waiting_share: of a worker's time, mean over workers; communication that nothing hides is waiting.
         disagreement, max_disagreement: of the workers' models at the end, see `Problem`, and what counts as agreement.
         is_overlapped: whether messages travel while workers compute.
-        options: of the method, by name, that it was simulated with: steps between averages, outer rates, step sizes.
+        algorithm: the text of the method with the arguments that it was simulated with.
         tuned: options that `tune` found faster than those of the setting, by name; the graph is in `choice`.
         control_rates: how often workers communicated, where a `ConsensusControl` decides that.
     """
@@ -52,7 +50,7 @@ class Prediction:
     disagreement: float
     max_disagreement: float
     is_overlapped: bool = False
-    options: Mapping[str, float] = field(default_factory=dict)
+    algorithm: str = ""
     tuned: Mapping[str, float] = field(default_factory=dict)
     control_rates: ControlRates | None = None
 
@@ -70,11 +68,12 @@ class Prediction:
     def name(self) -> str:
         """In words: 'choco with sign on torus'."""
         code = f" with {self.choice.compressor}" if self.choice.compressor else ""
+        method = self.choice.algorithm or self.choice.method
         graph = f" on {self.choice.graph}" if self.choice.graph else ""
         if (rates := self.control_rates) is not None:
             by_averages = rates.averages_per_step == rates.rounds_per_step
             graph = " in averages under control" if by_averages else f"{graph} under control"
-        return f"{self.choice.method}{code}{graph}"
+        return f"{method}{code}{graph}"
 
 
 @dataclass(frozen=True)
@@ -116,10 +115,12 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
 
 def _settings(chosen: Prediction) -> list[str]:
     """What it was simulated with that is no graph, and how often it communicated under control."""
-    sentences, values = [], {**chosen.options, **chosen.tuned}
-    if values:
-        words = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in values.items())
-        sentences.append(f"It was simulated with {words}.")
+    sentences = []
+    words = [f"{name.replace('_', '-')} {value:g}" for name, value in chosen.tuned.items()]
+    if not chosen.choice.algorithm and not chosen.algorithm.endswith("()"):
+        words.insert(0, chosen.algorithm)
+    if any(words):
+        sentences.append(f"It was simulated with {', '.join(words)}.")
     if (rates := chosen.control_rates) is not None:
         sentences.append(
             f"Under control {rates.rounds_per_step:.0%} of the steps had a round, and {rates.averages_per_step:.0%} an "
@@ -167,47 +168,13 @@ def recipe_options(prediction: Prediction, setting: Setting) -> str:
         values["average_every"] = (
             f"{tuned.get('average_every', rounds):g}" if tuned.get("average_every", rounds) else None
         )
-    text = _text_of(method, choice, setting, {**prediction.options, **tuned})
-    chosen = f"--recipe {method.name}" if text == method.text else f'--algorithm "{text}"'
+    own = read_algorithm(method.name)
+    own_text, text = own.text, prediction.algorithm or own.text
+    chosen = f"--recipe {method.name}" if text == own_text else f'--algorithm "{text}"'
     words = [
         f"--{name.replace('_', '-')} {value}" for name, value in values.items() if value and name in method.options
     ]
     return " ".join([chosen, *words, *([] if method.takes_nesterov else ["--no-nesterov"])])
-
-
-def _text_of(method: Method, choice: Choice, setting: Setting, options: Mapping[str, float]) -> str:
-    """The text of the algorithm, with the code that was chosen and the settings that were simulated."""
-    call = ast.parse(method.text, mode="eval").body
-    assert isinstance(call, ast.Call), "the text of a method is a call"
-    own = [ast.unparse(argument) for argument in call.args]
-    if choice.compressor and choice.compressor != method.codes[0]:
-        own[0] = CODE_TEXTS[choice.compressor]
-    found: dict[str, object] = {
-        method.period: setting.local_steps,
-        "budget": setting.budget,
-        "lr": setting.outer_lr,
-        "momentum": setting.outer_momentum,
-        **{_NEW_NAMES.get(name, name) or method.period: value for name, value in options.items()},
-    }
-    keywords = {str(keyword.arg): ast.unparse(keyword.value) for keyword in call.keywords}
-    defaults = inspect.signature(method.make).parameters
-    for name, value in found.items():
-        is_set = name in keywords or (name in defaults and value != defaults[name].default)
-        if is_set and value is not None:
-            keywords[name] = f"{value:g}"
-    return f"{method.call}({', '.join([*own, *(f'{name}={value}' for name, value in keywords.items())])})"
-
-
-_NEW_NAMES = {"sync_period": "", "outer_lr": "lr", "outer_momentum": "momentum"}
-CODE_TEXTS = {
-    "sign": "SignNorm()",
-    "topk": "TopK(0.01)",
-    "randomk": "RandomK(0.01)",
-    "qsgd": "QSGD(8)",
-    "bfloat16": "Cast(bfloat16)",
-    "float16": "Cast(float16)",
-}
-"""The compressors of the simulator, as the text of Python."""
 
 
 def _call_of(schedule: ConsensusControl) -> str:
@@ -234,8 +201,9 @@ def as_table(predictions: Sequence[Prediction]) -> str:
 
 def _row(prediction: Prediction) -> tuple[str, ...]:
     code = f":{prediction.choice.compressor}" if prediction.choice.compressor else ""
-    shown = {name: value for name, value in prediction.options.items() if name in _SHOWN} | dict(prediction.tuned)
-    notes = [f"{name.replace('_', '-')} {value:g}" for name, value in shown.items()]
+    notes = [f"{name.replace('_', '-')} {value:g}" for name, value in prediction.tuned.items()]
+    if not prediction.choice.algorithm and not prediction.algorithm.endswith("()"):
+        notes.insert(0, prediction.algorithm)
     if (rates := prediction.control_rates) is not None:
         notes.append(f"{rates.rounds_per_step:.2f} rounds and {rates.averages_per_step:.2f} averages per step")
     if not prediction.has_reached:
@@ -243,7 +211,7 @@ def _row(prediction: Prediction) -> tuple[str, ...]:
     elif not prediction.has_agreed:
         notes.append("workers disagree")
     return (
-        prediction.choice.method + code,
+        (prediction.choice.algorithm or prediction.choice.method) + code,
         prediction.choice.graph or "-",
         f"{prediction.num_steps:.0f}",
         f"{prediction.step_seconds:.3f}",

@@ -1,26 +1,39 @@
-"""Lossy codes of the models of all n ranks at once: what a `Compressor` makes of every row, and what it costs."""
+"""What messages cost: of a lossy code of the model, and of any algorithm, measured on a small model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from ..algorithms.moniqua import Moniqua
+from ..algorithms.power_gossip import PowerGossip
 from ..compression.compressor import Cast, Compressor
 from ..compression.quantizer import QSGD, SignNorm
 from ..compression.sparsifier import RandomK, TopK
-from .delays import LinkModel, MessageCost
+from ..graph_manager.static_graphs import RingGraph
+from ..mixing_manager.base import MetropolisHastingsMixing
+from ..rounds.algorithm import Algorithm
+from ..rounds.periodic import Periodic
+from ..rounds.stacked import Stacked
+from .delays import LinkModel, MessageCost, Network
 
-CODE_PASSES: Mapping[type[Compressor], tuple[float, float]] = {
+CODE_PASSES: Mapping[type[Any], tuple[float, float]] = {
     Cast: (1.5, 2.5),
     SignNorm: (5.0, 3.5),
     QSGD: (10.5, 3.0),
     TopK: (6.0, 1.0),
     RandomK: (0.3, 0.8),
+    Moniqua: (0.0, 4.0),
+    PowerGossip: (-1.0, 3.0),  # a rank does not hear itself
 }
 """Encoding and decoding, in the time of a pass over the model: measured, see benchmarks/compression.py."""
 UNKNOWN_PASSES = (10.0, 4.0)
 _MEMORY_PASSES = 3.0  # of error feedback or public copies, beside the code itself
+_MAX_PERIOD = 100_000  # steps in which a round is looked for
+_SIDE = 512
+"""Rows and columns of the matrices that a model is taken to be made of: PowerGossip of rank 1 sends 1/512 of it."""
 
 
 def coded_message(compressor: Compressor, num_parameters: int, links: LinkModel) -> MessageCost:
@@ -32,3 +45,29 @@ def coded_message(compressor: Compressor, num_parameters: int, links: LinkModel)
         encode_seconds=(encode + decode + _MEMORY_PASSES) * one_pass,  # a rank hears itself as well
         decode_seconds=decode * one_pass,
     )
+
+
+def measured_message(algorithm: Algorithm, num_parameters: float, network: Network) -> MessageCost:
+    """What a message of an algorithm takes: its bytes are measured on a float32 matrix of 512 x 512.
+
+    An outer method is taken to send its vector as it is.
+
+    Its time to encode and decode is that of its compressor, if it has one that was measured, else of a slow one.
+
+    Args:
+        algorithm: of any kind.
+        num_parameters: of the real model.
+        network: tells how long a pass over the model takes.
+    """
+    num_bytes = 4 * num_parameters
+    if not isinstance(algorithm, Periodic):
+        driver = Stacked(algorithm, MetropolisHastingsMixing(RingGraph(2)), shape=(_SIDE, _SIDE))
+        sample = torch.randn(1, _SIDE**2, generator=torch.Generator().manual_seed(0), device="cpu").repeat(2, 1)
+        answered = driver.step(sample, next(filter(algorithm.is_due, range(_MAX_PERIOD)), 0))
+        num_bytes = driver.sent_bytes / max(len(answered), 1) * num_parameters / _SIDE**2
+    if num_bytes == 4 * num_parameters:
+        return network.plain_message(num_bytes)
+    kinds = (type(getattr(algorithm, "compressor", None)), type(algorithm))
+    encode, decode = next((CODE_PASSES[kind] for kind in kinds if kind in CODE_PASSES), UNKNOWN_PASSES)
+    one_pass = network.links.memory_seconds(4 * num_parameters)
+    return MessageCost(num_bytes, encode_seconds=(encode + decode) * one_pass, decode_seconds=decode * one_pass)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,14 +20,6 @@ from .setting import ControlRates
 
 MOMENTUM = 0.9
 """Of algorithms that need some, with a learning rate that is smaller by one minus this."""
-_OPTIONS = {
-    "sync_every": "sync_period",
-    "lr": "outer_lr",
-    "momentum": "outer_momentum",
-    "theta": "theta",
-    "step_size": "step_size",
-}
-"""The options of training that are fields of algorithms, by the names of the fields."""
 
 
 class SimulatedMethod(ABC):
@@ -39,10 +30,10 @@ class SimulatedMethod(ABC):
         sent_bytes: what a rank has sent so far, mean over ranks.
         is_stepping: bool [n], which ranks compute a step after this forward; None = all.
         is_overlapped: whether messages travel while ranks compute.
-        options: of the method, by name, that a user has to set to train like this.
+        algorithm: the text of the method with its arguments; "": it was put together from parts.
     """
 
-    options: Mapping[str, float] = MappingProxyType({})
+    algorithm = ""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -155,15 +146,11 @@ class LockstepMethod(ClockedMethod):
         driver: runs the rounds; before its first step.
         schedule: which step does what.
         clock: what it takes; an `OverlapClock` where the driver overlaps.
-        options: see `SimulatedMethod`; None: those of the algorithm.
     """
 
-    def __init__(
-        self, driver: Stacked, schedule: Schedule, clock: Clock, *, options: Mapping[str, float] | None = None
-    ) -> None:
+    def __init__(self, driver: Stacked, schedule: Schedule, clock: Clock) -> None:
         super().__init__(clock, overlap=driver.overlap)
         self.driver, self.schedule, self.mixing = driver, schedule, driver.mixing
-        self.options = options_in(driver.algorithm) if options is None else options
         self._momentum = MOMENTUM if driver.algorithm.needs_sgd else 0.0
         self._last: Tensor | None = None  # what the last round has left, where there is momentum
 
@@ -180,7 +167,7 @@ class LockstepMethod(ClockedMethod):
         try:
             exchanges = self.driver.step(x, step, action, sgd=SGDStep(1.0, self._momentum) if step else None)
         except (RuntimeError, ValueError) as error:
-            if (theta := self.options.get("theta")) is None or self.mixing is None:
+            if (theta := getattr(self.driver.algorithm, "theta", None)) is None or self.mixing is None:
                 raise
             exchanges = self._diverged(x, self.mixing.round(self.driver.t), theta, error)
         clock.advance(exchanges)
@@ -196,9 +183,3 @@ class LockstepMethod(ClockedMethod):
             raise TooFarApartError(theta, self.driver.t, difference) from error
         x.fill_(math.nan)
         return [rows]
-
-
-def options_in(algorithm: object) -> dict[str, float]:
-    """The settings of an algorithm or a gossiper that are options of training, by their names there."""
-    found = {option: getattr(algorithm, name, None) for name, option in _OPTIONS.items()}
-    return {option: value for option, value in found.items() if isinstance(value, int | float)}

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..consensus_control import ConsensusControl
+from ..registry import METHODS
 from ..schedule import Schedule
-from .choice import simulated_methods
 from .delays import ComputeModel, LinkModel
 from .problems import PROBLEMS
 from .setting import ControlRates, Setting
@@ -106,8 +106,9 @@ def _add_cluster(add: Callable[..., Any]) -> None:
 def _add_methods(add: Callable[..., Any]) -> None:
     """What is compared, on which problem."""
     add("--import", action="append", metavar="MODULE", help="a module that registers methods")
-    names = ", ".join(simulated_methods())
-    add("--methods", nargs="+", metavar="METHOD", help=f"<method>[:<graph>[:<code>]] of {names} (default: all)")
+    names = ", ".join(METHODS)
+    help_ = f"<method>[:<graph>[:<code>]] of {names}, or <algorithm>[:<graph>] (default: all)"
+    add("--methods", nargs="+", metavar="METHOD", help=help_)
     add("--peers", type=_COUNT, help="peers per round (default: one, on graphs that never change all)")
     add("--gossip-every", type=_COUNT, default=1, help="steps from one round to the next (default 1)")
     add("--average-every", type=_Number(0, is_whole=True), default=0, help="rounds to a global average; 0: never")

@@ -8,16 +8,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..rounds.algorithm import Algorithm, Over
+from ..wrappers.algorithm import written
 from .advice import Prediction
-from .choice import Choice, make_method
+from .choice import Choice
 from .gossip import SimulatedMethod, TooFarApartError
+from .methods import make_method
 from .options import MAX_STEPS
 from .problems import Problem
 from .setting import Setting
 
 
 def simulate(
-    choice: str | Choice | SimulatedMethod,
+    choice: str | Choice | Algorithm | Over | SimulatedMethod,
     setting: Setting,
     problem: Problem,
     *,
@@ -27,8 +30,8 @@ def simulate(
     """Train n small models by one method until their error is at most the target; what that took.
 
     Args:
-        choice: the method, as in `Choice.parse`; or one that was put together from any graph, weights, rule, schedule
-            and clock (`LockstepMethod`), before its first forward.
+        choice: the method, as in `Choice.parse`; an algorithm; or one that was put together from any graph,
+            weights, algorithm, schedule and clock (`LockstepMethod`), before its first forward.
         setting: workers, model, compute and links.
         problem: what they learn, or agree on.
         target: of the error; None = the problem's own.
@@ -44,7 +47,11 @@ def simulate(
         )
     if isinstance(choice, SimulatedMethod):
         return _train(choice, Choice(type(choice).__name__, "", ""), setting, problem, target, max_steps)
-    parsed = Choice.parse(choice) if isinstance(choice, str) else choice
+    parsed = (
+        choice
+        if isinstance(choice, Choice)
+        else Choice.parse(written(choice) if isinstance(choice, Algorithm | Over) else choice)
+    )
     chosen = parsed.resolved(setting.world_size, setting.peers_per_itr)
     has_gradients = not problem.is_solved_by_rounds
     setting = replace(setting, shape=problem.shape, has_gradients=has_gradients)
@@ -59,7 +66,7 @@ def _train_with_theta(chosen: Choice, setting: Setting, problem: Problem, target
         try:
             return _train(method, chosen, setting, problem, target, max_steps)
         except TooFarApartError as error:
-            if setting.theta is not None:
+            if setting.theta is not None or chosen.algorithm:
                 raise ValueError(str(error)) from error
             theta = 2.0 ** (math.floor(math.log2(max(error.difference, error.theta))) + 1)
 
@@ -88,7 +95,7 @@ def _train(
         disagreement=problem.disagreement(method.estimates(x)),
         max_disagreement=problem.max_disagreement,
         is_overlapped=method.is_overlapped,
-        options=method.options,
+        algorithm=method.algorithm,
         control_rates=method.control_rates,
     )
 

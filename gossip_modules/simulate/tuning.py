@@ -11,7 +11,7 @@ from ..graph_manager.named_graphs import TREES
 from ..registry import METHODS
 from ..schedule import Schedule
 from .advice import Prediction
-from .choice import Choice
+from .choice import Choice, codes_of
 from .options import MAX_STEPS
 from .problems import Problem
 from .run import simulate
@@ -44,7 +44,7 @@ def tune(
         choice, setting, problem, target, max_steps: see `simulate`.
 
     Returns:
-        The prediction, with what was chosen in `tuned`.
+        The prediction, with what was chosen in its `algorithm` and `tuned`.
 
     Raises:
         ValueError: see `simulate`.
@@ -83,17 +83,17 @@ def _graphs(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
 
 
 def _codes(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
-    if chosen.compressor is None:
-        for code in METHODS[now.method].codes:
+    if chosen.compressor is None and not chosen.algorithm:
+        for code in codes_of(METHODS[now.method]):
             if code != now.compressor:
                 yield {}, now._replace(compressor=code), setting
 
 
 def _local_steps(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
-    if METHODS[now.method].period:
+    if METHODS[now.method].period and not chosen.algorithm:
         for steps in LOCAL_STEPS_TO_TRY:
             if steps != setting.local_steps:
-                yield {"sync_period": steps}, now, replace(setting, local_steps=steps)
+                yield {}, now, replace(setting, local_steps=steps)
 
 
 def _schedules(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
@@ -116,14 +116,13 @@ def _schedules(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
 
 def _outer_rates(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
     settings = METHODS[now.method].settings
-    if not {"sync_every", "lr"} <= settings:
+    if chosen.algorithm or not {"sync_every", "lr"} <= settings:
         return
     lrs = OUTER_LRS_TO_TRY if setting.outer_lr is None else (setting.outer_lr,)
     momenta = OUTER_MOMENTA_TO_TRY if setting.outer_momentum is None else (setting.outer_momentum,)
     for lr in lrs:
         if "momentum" not in settings:
-            yield {"outer_lr": lr}, now, replace(setting, outer_lr=lr)
+            yield {}, now, replace(setting, outer_lr=lr)
             continue
         for momentum in momenta:
-            rates = {"outer_lr": lr, "outer_momentum": momentum}
-            yield rates, now, replace(setting, outer_lr=lr, outer_momentum=momentum)
+            yield {}, now, replace(setting, outer_lr=lr, outer_momentum=momentum)

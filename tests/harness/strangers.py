@@ -6,7 +6,7 @@ import contextlib
 import socket
 import struct
 
-from gossip_modules.dpwa.wire.message import HEADER_BYTES, Message, MessageKind, ModelShape
+from gossip_modules.dpwa.wire.message import HEADER_BYTES, MessageHeader, MessageKind, ModelShape
 
 TIMEOUT = 20.0
 LENGTH_BYTES = 8
@@ -25,12 +25,12 @@ def framed(body: bytes) -> bytes:
 
 def ask(stranger: socket.socket, shape: ModelShape, kind: MessageKind = MessageKind.FETCH) -> None:
     """Send a request."""
-    stranger.sendall(framed(Message(kind, shape).pack()))
+    stranger.sendall(framed(MessageHeader(kind, shape).pack()))
 
 
-def answer(stranger: socket.socket) -> Message:
+def answer(stranger: socket.socket) -> MessageHeader:
     """The header of what a worker answers."""
-    return Message.parse(read(stranger, LENGTH_BYTES + HEADER_BYTES)[LENGTH_BYTES:])
+    return MessageHeader.parse(read(stranger, LENGTH_BYTES + HEADER_BYTES)[LENGTH_BYTES:])
 
 
 def ask_and_never_read(address: str, shape: ModelShape) -> socket.socket:

@@ -47,9 +47,9 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "registry": set(),
         "simulate": {
             *("graph_manager", "mixing_manager", "compression", "schedule", "consensus_control"),
-            *("algorithms", "rounds", "registry"),
+            *("algorithms", "rounds", "registry", "matcha", "methods", "wrappers"),
         },
-        "methods": {*_WRAPPERS, "algorithms", "sparta", "ad_psgd", "wagma", "dpwa", "simulate", "registry"},
+        "methods": {*_WRAPPERS, "algorithms", "sparta", "ad_psgd", "wagma", "dpwa", "registry"},
         "testing": {"membership", "transport"},
         # Modules with the names that other systems gave to them.
         "distributed": {"wrappers"},

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import gossip_modules as gm
 from gossip_modules.algorithms.d_psgd import DPSGD
-from gossip_modules.methods import METHODS
-from gossip_modules.methods.compressors import WIRE_DTYPES
-from gossip_modules.methods.one_thread import OneThread
-from gossip_modules.methods.simulated_options import MethodOptions
+from gossip_modules.methods import METHODS, read_algorithm
+from gossip_modules.methods.chosen import read_compressor
+from gossip_modules.methods.wrapping import WIRE_DTYPES
+from gossip_modules.rounds.algorithm import Algorithm
 from gossip_modules.rounds.stacked import Stacked
-
-PUBLISHED = MethodOptions(compression_bits=4)
-"""What variants do not say themselves: top-k and random-k send 1 % of the entries, QSGD 4 bits of each."""
+from gossip_modules.simulate.choice import CODES, codes_of
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A gossiper with its options.
+    """An algorithm with its settings.
 
     Args:
-        method: a key of METHODS, which has a gossiper.
-        options: of the method, by name; the others are those of PUBLISHED.
+        method: a key of METHODS.
+        options: arguments of the algorithm, by name; the others are those of its recipe. A compressor is a text.
         is_tuned: whether several step sizes are tried.
-        mixes: whether the step size is that of the weights, I - step_size (I - W), and not the gossiper's.
+        mixes: whether the step size is that of the weights, I - step_size (I - W), and not the algorithm's.
+        wire_dtype: a key of WIRE_DTYPES: what plain gossip rounds models to.
     """
 
     method: str
     options: Mapping[str, Any] = field(default_factory=dict)
     is_tuned: bool = False
     mixes: bool = False
+    wire_dtype: str = "none"
 
     def make(
         self,
@@ -52,32 +52,31 @@ class Variant:
             seed: of what is random.
             shape: of a worker's matrix.
         """
-        make = METHODS[self.method].gossiper
-        assert make is not None, f"{self.method} has no gossiper"
-        options = replace(PUBLISHED, **{"step_size": step_size, "theta": theta, **self.options})
-        made = make(options, seed)
-        if isinstance(made, gm.extend.Gossiper):
-            return OneThread(lambda: make(options, seed), mixing)
-        if isinstance(made, gm.extend.PushPull):
-            return Stacked(DPSGD(), mixing, wire_dtype=made.wire_dtype)
-        return Stacked(made, mixing, shape=shape)
+        if self.mixes:
+            return Stacked(DPSGD(), mixing, wire_dtype=WIRE_DTYPES[self.wire_dtype])
+        chosen = read_algorithm(self.method, seed=seed)
+        given = {**chosen.given, "step_size": step_size, "theta": theta, **self.options}
+        if "compressor" in self.options:
+            given["compressor"] = read_compressor(self.options["compressor"], seed=seed)
+        settings = {name: value for name, value in given.items() if name in chosen.method.settings}
+        return Stacked(chosen.method.make(**settings), mixing, shape=shape)
 
 
 def variants() -> dict[str, Variant]:
-    """All variants by name: those of the methods of this library, then each other gossiper of the registry."""
+    """All variants by name: those of the methods of this library, then each other algorithm that a schedule runs."""
     plain = {
-        "plain" if dtype == "none" else dtype: Variant("dpsgd", {"wire_dtype": dtype}, mixes=True)
-        for dtype in WIRE_DTYPES
+        "plain" if dtype == "none" else dtype: Variant("dpsgd", mixes=True, wire_dtype=dtype) for dtype in WIRE_DTYPES
     }
+    codes = {**CODES, "qsgd": "QSGD(4)"}  # of 4 bits, as published
     coded = {
-        f"{name}-{code}": Variant(name, {"compressor": code}, is_tuned=True)
+        f"{name}-{code}": Variant(name, {"compressor": codes[code]}, is_tuned=True)
         for name, method in METHODS.items()
-        for code in method.codes
+        for code in codes_of(method)
     }
-    bits = {f"moniqua-{bits}": Variant("moniqua", {"compression_bits": bits}, is_tuned=bits < 8) for bits in (8, 4, 2)}
+    bits = {f"moniqua-{bits}": Variant("moniqua", {"bits": bits}, is_tuned=bits < 8) for bits in (8, 4, 2)}
     power = {
         f"power-r{rank}-i{number}{'' if is_warm else '-cold'}": Variant(
-            "powergossip", {"power_rank": rank, "power_iterations": number, "warm_start": is_warm}
+            "powergossip", {"rank": rank, "num_iterations": number, "warm_start": is_warm}
         )
         for is_warm in (True, False)
         for rank in (1, 2)
@@ -85,7 +84,11 @@ def variants() -> dict[str, Variant]:
     }
     named = {**plain, **coded, **bits, **power}
     seen = {variant.method for variant in named.values()}
-    others = [name for name, method in METHODS.items() if method.gossiper is not None and name not in seen]
+    others = [
+        name
+        for name, method in METHODS.items()
+        if issubclass(method.algorithm, Algorithm) and "gossip_every" in method.options and name not in seen
+    ]
     return {**named, **{name: Variant(name, is_tuned=True) for name in others}}
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from gossip_modules import ConsensusControl, RingGraph
 from gossip_modules.graph_manager import CompleteGraph
 from gossip_modules.methods import METHODS
-from gossip_modules.methods.controlled_simulation import ControlSimulation, RateSimulation
 from gossip_modules.methods.wrapping import schedule_of
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.rounds.rows import StackedMixing
@@ -22,9 +21,10 @@ from gossip_modules.schedule import Schedule
 from gossip_modules.simulate import Choice, Consensus, ControlRates, Digits, Setting, advise, simulate, tune
 from gossip_modules.simulate.__main__ import main
 from gossip_modules.simulate.advice import recipe_options
-from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.clocks import ControlledRound, SyncClock
+from gossip_modules.simulate.control import ControlSimulation, RateSimulation
 from gossip_modules.simulate.gossip import SimulatedMethod
+from gossip_modules.simulate.methods import make_method
 from tests.harness.ranks import run_ranks
 from tests.library.engine.test_controlled import LR, targets, train
 from tests.library.simulate.simulations import CLUSTER, LINKS, UNEVEN, irregular

@@ -5,11 +5,11 @@ from __future__ import annotations
 import doctest
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,27 +17,26 @@ from torch import nn
 
 import gossip_modules as gm
 from gossip_modules import methods, registry
-from gossip_modules.flat.vector import FlatVector
 from gossip_modules.methods import (
     METHODS,
     WRAPPER_OPTIONS,
+    Chosen,
     Context,
-    entry,
-    gossiper_method,
     read_algorithm,
     register,
     wrap,
 )
 from gossip_modules.methods.__main__ import methods_table, step_sizes_table
-from gossip_modules.methods.compressors import COMPRESSORS
-from gossip_modules.methods.one_thread import OneThread, make_transports, measured_message, pair
-from gossip_modules.methods.simulated import simulate_outer
+from gossip_modules.methods.chosen import read_compressor
 from gossip_modules.mixing_manager.graph_weights import default_mixing
-from gossip_modules.rounds.gossiper import Messages
+from gossip_modules.rounds.algorithm import Over
 from gossip_modules.simulate import Choice, Consensus, Digits, advise, simulate
 from gossip_modules.simulate.__main__ import main as simulate_main
 from gossip_modules.simulate.advice import recipe_options
-from gossip_modules.simulate.choice import make_method
+from gossip_modules.simulate.codes import measured_message
+from gossip_modules.simulate.delays import Network
+from gossip_modules.simulate.methods import make_method, simulate_rounds
+from gossip_modules.wrappers.algorithm import written
 from tests.harness.quadratics import LEARNING_RATE, START, descended, solve
 from tests.library.simulate.simulations import CLUSTER, LINKS
 from train.command_line import read_command_line
@@ -46,20 +45,18 @@ from train.job.errors import UsageError
 from train.tasks.images.config import Config
 
 
-class HalfStep(gm.extend.Gossiper):
+@dataclass(frozen=True)
+class HalfStep(gm.extend.Algorithm):
     """Goes half of the way that D-PSGD goes: x_i <- x_i + 1/2 sum_j W_ij (x_j - x_i)."""
 
-    needs_symmetric_weights = True
+    short_name: ClassVar[str] = "half"
+    title: ClassVar[str] = "Half step"
+    needs_symmetric_weights: ClassVar[bool] = True
 
-    def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
-        self._mine, self._theirs = s.clone(), {peer: s.clone() for peer in in_peers}
-        sends = dict.fromkeys(out_peers, (self._mine.raw,))
-        return sends, {peer: (x.raw,) for peer, x in self._theirs.items()}
-
-    def decode(self, s: FlatVector, weights: gm.mixing_manager.MixingWeights) -> None:
-        for peer, theirs in self._theirs.items():
-            s.add_(theirs, alpha=weights.inp[peer] / 2)
-            s.add_(self._mine, alpha=-weights.inp[peer] / 2)
+    def round(self, v: gm.extend.Vectors, m: gm.extend.Memory, k: int) -> gm.extend.Round:
+        x = m.scratch("x").set_(v.x)
+        yield gm.extend.Mix(x)
+        v.x.add_(v.x, alpha=-0.5).add_(x, alpha=0.5)
 
 
 class Half(gm.compression.Compressor):
@@ -81,7 +78,7 @@ class Half(gm.compression.Compressor):
 @pytest.fixture
 def own() -> Iterator[methods.Method]:
     """The entry of HalfStep, for the time of a test."""
-    method = register(gossiper_method("half", lambda options, seed: HalfStep(), algorithm=HalfStep, title="Half step"))
+    method = register(HalfStep)
     yield method
     del registry._METHODS["half"]
 
@@ -92,9 +89,8 @@ def test_an_entry_says_where_its_algorithm_stands() -> None:
         assert method.name == name
         assert f"class {method.algorithm.__name__}" in (root / method.file).read_text(encoding="utf-8")
         assert method.options <= set(WRAPPER_OPTIONS)
-        assert method.simulate is not None
         assert name == "ar" or method.paper is not None
-        assert set(method.codes) <= set(COMPRESSORS)
+        assert all(repr(read_compressor(code)) for code in method.step_sizes)
 
 
 def test_an_algorithm_of_ones_own_is_an_entry_by_its_class() -> None:
@@ -105,10 +101,9 @@ def test_an_algorithm_of_ones_own_is_an_entry_by_its_class() -> None:
         short_name = "twice"
         title = "Twice"
 
-    method = entry(Twice, text="Twice(sync_every=3)")
+    method = register(Twice, text="Twice(sync_every=3)")
     assert (method.name, method.title, method.summary) == ("twice", "Twice", "Does as DiLoCo does.")
     assert method.example == "GossipDataParallel(model, algorithm=Twice(sync_every=3))"
-    register(method)
     try:
         assert read_algorithm("twice").made == Twice(3)
         assert read_algorithm("Twice(sync_every=4)").made == Twice(4)
@@ -132,7 +127,7 @@ def test_the_tables_have_a_row_for_each_entry() -> None:
         "| `choco` | CHOCO-SGD | `Choco(SignNorm(), step_size=0.45)` | "
         "`GossipDataParallel(model, algorithm=Choco(SignNorm(), step_size=0.45))` |" in rows[7]
     )
-    assert "| choco | topk | 0.01 | 0.0375 |" in step_sizes_table()
+    assert "| choco | `TopK(0.01)` | 0.0375 |" in step_sizes_table()
 
 
 @pytest.mark.parametrize("name", ["diloco", "eagerdiloco", "sparseloco", "slowmo", "gasloc:ring"])
@@ -168,7 +163,8 @@ def test_the_simulator_compresses_drifts_as_training_does(method: type[gm.DiLoCo
     options: dict[str, Any] = {"fragments": 1, "delay": 0} if method is gm.StreamingDiLoCo else {}
     outer = method(5, compressor=Half(), momentum=0.5, **options)
     setting = replace(CLUSTER, world_size=5, local_steps=5)
-    simulated = simulate_outer(lambda options, seed: outer)(Choice.parse("diloco"), setting)
+    chosen = Chosen(METHODS[outer.short_name], outer)
+    simulated = simulate_rounds(chosen, Choice.parse(outer.short_name).resolved(5), setting)
     x = torch.full((5, 1), START, dtype=torch.float64)
     for step in range(21):
         simulated.forward(x)
@@ -217,23 +213,22 @@ def test_the_simulator_takes_rounds_of_a_rule_as_training_does(name: str) -> Non
     assert method.sent_bytes == num_messages * setting.model_bytes
 
 
-def test_what_one_thread_cannot_run_is_refused() -> None:
-    mixing = default_mixing(gm.RingGraph(4, peers_per_itr=2), push_sum=False)
-
-    class Twice(HalfStep):
-        num_phases = 2
-
-    with pytest.raises(ValueError, match=r"rounds of 2 phases, expected one phase; write an `Algorithm`"):
-        OneThread(Twice, mixing)
-    (transport,) = make_transports(1)
-    with pytest.raises(NotImplementedError, match=r"got a collective \(a sum\) among ranks of one thread"):
-        transport.all_reduce(torch.zeros(1), what="a sum")
-
-
-def test_bytes_are_measured_on_messages_of_the_gossiper() -> None:
+def test_bytes_are_measured_on_messages_of_the_algorithm() -> None:
     size = 25_000_000
-    plain = measured_message(OneThread(HalfStep, pair()), size, LINKS).num_bytes
-    assert plain == pytest.approx(4 * size, rel=1e-3)
+    network = Network(LINKS, 2)
+    assert measured_message(HalfStep(), size, network) == network.plain_message(4 * size)
+    assert measured_message(gm.PowerGossip(rank=2), size, network).num_bytes == pytest.approx(4 * size / 256, rel=0.01)
+
+
+@pytest.mark.parametrize("algorithm", [gm.DiLoCo(5, lr=0.4), gm.GASLoC(5).over(gm.PowerGossip())], ids=["one", "over"])
+def test_the_simulator_takes_the_object_or_text_that_training_takes(algorithm: Any) -> None:
+    setting, problem = replace(CLUSTER, world_size=4), Digits()
+    found = simulate(algorithm, setting, problem, target=1e9, max_steps=1)
+    assert found == simulate(written(algorithm), setting, problem, target=1e9, max_steps=1)
+    arguments = shlex.split(recipe_options(found, setting))
+    assert read_command_line(Config, description="", arguments=arguments).chosen.made == algorithm
+    outer = algorithm.outer if isinstance(algorithm, Over) else algorithm
+    assert found.num_steps == simulate(type(outer).short_name, setting, problem, target=1e9, max_steps=1).num_steps
 
 
 def test_one_entry_gives_a_recipe(own: methods.Method, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,18 +254,17 @@ def test_one_entry_gives_a_row_of_the_simulator(own: methods.Method) -> None:
 def test_one_entry_gives_a_row_of_the_table_and_of_the_consensus_experiment(own: methods.Method) -> None:
     summary = "Goes half of the way that D-PSGD goes: x_i <- x_i + 1/2 sum_j W_ij (x_j - x_i)."
     assert summary in methods_table().splitlines()[-1]
-    driver = variants()["half"].make(pair(), 1.0, 1.0, 0, shape=(2, 2))
-    assert isinstance(driver, OneThread)
-    assert isinstance(driver.gossipers[0], HalfStep)
+    ring = default_mixing(gm.RingGraph(2), push_sum=False)
+    assert variants()["half"].make(ring, 1.0, 1.0, 0, shape=(2, 2)).algorithm == HalfStep()
 
 
 def test_a_module_that_registers_methods_is_imported_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "my_half.py").write_text(
-        "from gossip_modules.methods import gossiper_method, register\n"
+        "from gossip_modules.methods import register\n"
         "from tests.library.methods.test_methods import HalfStep\n"
-        "register(gossiper_method('half', lambda options, seed: HalfStep(), algorithm=HalfStep))\n"
+        "register(HalfStep)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
@@ -329,9 +323,9 @@ def test_examples_run() -> None:
 def test_the_step_size_is_the_published_one_everywhere() -> None:
     for code, expected in (("sign", 0.45), ("topk", 0.0375), ("randomk", 0.01), ("qsgd", 0.34)):
         method = make_method(Choice("choco", "ring", code), CLUSTER)
-        assert method.options == {"step_size": expected}
+        assert f"step_size={expected})" in method.algorithm
     assert "step_size=0.45" in METHODS["choco"].text
     with pytest.raises(
-        ValueError, match="got deepsqueeze with compressor=qsgd and compression_bits=8 and no step_size"
+        ValueError, match=r"got deepsqueeze with QSGD\(8\) and no step_size, expected one: known are those of SignNorm"
     ):
         make_method(Choice("deepsqueeze", "ring", "qsgd"), CLUSTER)

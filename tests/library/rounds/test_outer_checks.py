@@ -22,7 +22,7 @@ from gossip_modules import (
     SlowMo,
     Sparta,
 )
-from gossip_modules.extend import Gossiper, OuterMethod, PushPull
+from gossip_modules.extend import Algorithm, OuterMethod, PushPull
 from tests.harness.problems import mlp
 from tests.harness.ranks import run_ranks, solo_group
 
@@ -38,22 +38,24 @@ def test_models_of_peers_go_with_outer_steps_on_a_graph(outer: OuterMethod) -> N
     GossipDataParallel(mlp(), process_group=solo_group(), algorithm=outer.over(RelaySGD())).close()
 
 
-COMPRESSED: list[Callable[[], Gossiper]] = [PowerGossip, lambda: Sparta(0.1), lambda: Choco(SignNorm(), step_size=0.4)]
+COMPRESSED: list[Callable[[], Algorithm]] = [PowerGossip, lambda: Sparta(0.1), lambda: Choco(SignNorm(), step_size=0.4)]
 NAMES = ["PowerGossip", "Sparta", "Choco"]
 
 
-@pytest.mark.parametrize("make_gossiper", COMPRESSED, ids=NAMES)
+@pytest.mark.parametrize("make_compressed", COMPRESSED, ids=NAMES)
 @pytest.mark.parametrize("outer", [GASLoC(4), GASLoC(4, momentum=0.1), NoLoCo(4), NoLoCo(4, momentum=0.0, pull=1.2)])
 def test_compressed_rounds_do_not_go_with_a_momentum_of_what_they_change(
-    outer: OuterMethod, make_gossiper: Callable[[], Gossiper]
+    outer: OuterMethod, make_compressed: Callable[[], Algorithm]
 ) -> None:
     with pytest.raises(
         ValueError, match=r"got .* with (GASLoC|NoLoCo)\(.*, expected plain gossip: the momentum repeats what a"
     ):
-        GossipDataParallel(mlp(), process_group=solo_group(), algorithm=outer.over(make_gossiper()), graph=RingGraph(1))
+        GossipDataParallel(
+            mlp(), process_group=solo_group(), algorithm=outer.over(make_compressed()), graph=RingGraph(1)
+        )
 
 
-@pytest.mark.parametrize("make_gossiper", COMPRESSED, ids=NAMES)
+@pytest.mark.parametrize("make_compressed", COMPRESSED, ids=NAMES)
 @pytest.mark.parametrize(
     "outer",
     [
@@ -64,14 +66,14 @@ def test_compressed_rounds_do_not_go_with_a_momentum_of_what_they_change(
     ids=str,
 )
 def test_differences_shrink_where_compressed_rounds_are_allowed(
-    outer: OuterMethod, make_gossiper: Callable[[], Gossiper]
+    outer: OuterMethod, make_compressed: Callable[[], Algorithm]
 ) -> None:
     """Models that were moved apart once and never train."""
 
     def body(group: dist.ProcessGroup) -> tuple[float, float]:
         model = nn.Linear(20, 10)
         graph = RingGraph(5, peers_per_itr=2)
-        wrapper = GossipDataParallel(model, process_group=group, algorithm=outer.over(make_gossiper()), graph=graph)
+        wrapper = GossipDataParallel(model, process_group=group, algorithm=outer.over(make_compressed()), graph=graph)
         generator, distances = torch.Generator().manual_seed(group.rank()), []
         for k in range(150):
             wrapper(torch.zeros(1, 20))

@@ -201,6 +201,7 @@ def test_a_generator_that_is_closed_changes_nothing(algorithm: Algorithm) -> Non
             for number in range(at + 1):
                 request = rounds._request
                 assert request is not None
+                assert rounds._v is not None
                 if isinstance(request, Mix | Average) and request.x is rounds._v.x:
                     break  # the end of a round, which its answer writes
                 reply = rounds._answer(request)

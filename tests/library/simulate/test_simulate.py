@@ -26,10 +26,10 @@ from gossip_modules.simulate import (
     simulate,
 )
 from gossip_modules.simulate.asynchronous import BilateralMethod
-from gossip_modules.simulate.choice import make_method
 from gossip_modules.simulate.clocks import SyncClock
 from gossip_modules.simulate.delays import MessageCost, Network
 from gossip_modules.simulate.gossip import LockstepMethod
+from gossip_modules.simulate.methods import make_method
 from tests.library.simulate.simulations import CLUSTER, EVEN, LINKS, UNEVEN, graphs, prediction
 
 CASES = [
@@ -148,7 +148,7 @@ def test_the_theta_of_a_prediction_is_one_that_a_run_can_have() -> None:
     """The least power of two that no neighbours differ by; and what a fixed grid cannot reach is not promised."""
     setting = replace(CLUSTER, world_size=4, seed=3)
     prediction = simulate("moniqua:ring", setting, Consensus(), max_steps=40)
-    theta = prediction.options["theta"]
+    theta = float(prediction.algorithm.removeprefix("Moniqua(theta=").partition(")")[0])
     start = Consensus().start(4)
     largest = float((start - start.roll(1, dims=0)).abs().max())
     assert largest < theta <= 2 * largest
@@ -166,10 +166,10 @@ def ring(n: int) -> gm.mixing_manager.MixingManager:
 
 def test_the_options_of_the_best_are_in_the_advice() -> None:
     plain = prediction("sgp", error=0.3, seconds=2.0)
-    chosen = replace(prediction("moniqua", error=0.3, seconds=1.0), options={"theta": 4.0, "step_size": 1.0})
+    chosen = replace(prediction("moniqua", error=0.3, seconds=1.0), algorithm="Moniqua(theta=4.0)")
     sentences = advise([chosen, plain], CLUSTER).sentences
     launch = f"torchrun --standalone --nproc-per-node {CLUSTER.world_size} -m train.gossip_sgd"
-    command = f'{launch} --algorithm "Moniqua(theta=4)"'
+    command = f'{launch} --algorithm "Moniqua(theta=4.0)"'
     assert any(sentence.startswith(f"To train like this: {command} (") for sentence in sentences)
     assert not any("simulated with" in sentence for sentence in advise([plain], CLUSTER).sentences)
 

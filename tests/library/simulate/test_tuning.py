@@ -10,6 +10,7 @@ import pytest
 from gossip_modules.simulate import Choice, Consensus, Digits, Prediction, Schedule, Setting, simulate, tune
 from gossip_modules.simulate.__main__ import main
 from gossip_modules.simulate.advice import recipe_options
+from gossip_modules.simulate.methods import chosen_for
 from tests.library.simulate.simulations import CLUSTER, prediction
 
 SECONDS_OF_GRAPHS = {"base": 5.0, "torus": 3.0, "ring": 2.0}  # the ring does not come to agree
@@ -24,9 +25,8 @@ def simulated(choice: str | Choice, setting: Setting, *_: Any, **__: Any) -> Pre
     seconds += abs(setting.local_steps - 30) / 100 + abs(setting.schedule.gossip_every - 4) / 100
     lr, momentum = setting.outer_lr or 0.7, 0.9 if setting.outer_momentum is None else setting.outer_momentum
     seconds += abs(lr - 0.4) + abs(momentum - 0.5)
-    return replace(
-        prediction(chosen.method, error=0.3, seconds=seconds, disagreement=float(chosen.graph == "ring")), choice=chosen
-    )
+    found = prediction(chosen.method, error=0.3, seconds=seconds, disagreement=float(chosen.graph == "ring"))
+    return replace(found, choice=chosen, algorithm=chosen_for(chosen, setting).text)
 
 
 @pytest.fixture
@@ -36,31 +36,27 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_known")
 @pytest.mark.parametrize(
-    ("method", "graph", "tuned"),
+    ("method", "graph", "options"),
     [
-        ("dpsgd", "torus", {"gossip_every": 4}),
-        ("dpsgd:base", "base", {"gossip_every": 4}),
-        ("localsgd", "", {"sync_period": 30}),
-        ("diloco", "", {"sync_period": 30, "outer_lr": 0.4, "outer_momentum": 0.5}),
-        ("gasloc", "torus", {"sync_period": 30, "outer_lr": 0.4, "outer_momentum": 0.5}),
-        ("ar", "", {}),
+        ("dpsgd", "torus", "--recipe dpsgd --graph torus --peers-per-itr 3 --gossip-every 4"),
+        ("dpsgd:base", "base", "--recipe dpsgd --graph base --gossip-every 4"),
+        ("localsgd", "", '--algorithm "LocalSGD(sync_every=30)"'),
+        ("diloco", "", '--algorithm "DiLoCo(lr=0.4, momentum=0.5)"'),
+        ("gasloc", "torus", '--algorithm "GASLoC(lr=0.4, momentum=0.5)" --graph torus'),
+        ("DiLoCo(sync_every=7)", "", '--algorithm "DiLoCo(sync_every=7)"'),
+        ("ar", "", "--recipe ar"),
     ],
 )
-def test_the_fastest_that_agrees_is_found(method: str, graph: str, tuned: dict[str, float]) -> None:
+def test_the_fastest_that_agrees_is_found(method: str, graph: str, options: str) -> None:
     found = tune(method, CLUSTER, Digits())
-    assert (found.choice.graph, found.tuned) == (graph, tuned)
-    options = recipe_options(found, CLUSTER)
-    names = {"sync_period": "sync_every", "outer_lr": "lr", "outer_momentum": "momentum"}
-    for name, value in tuned.items():
-        written = f"{names[name]}={value:g}" if name in names else f"--{name.replace('_', '-')} {value:g}"
-        assert written in options
+    assert found.choice.graph == graph
+    assert recipe_options(found, CLUSTER) == options
 
 
 @pytest.mark.usefixtures("_known")
 def test_rates_that_are_given_stay() -> None:
     found = tune("diloco", replace(CLUSTER, outer_lr=1.0), Digits())
-    assert found.tuned["outer_lr"] == 1.0
-    assert found.tuned["outer_momentum"] == 0.5
+    assert found.algorithm == "DiLoCo(lr=1.0, momentum=0.5)"
 
 
 def test_what_is_said_is_what_was_simulated() -> None:

@@ -289,7 +289,7 @@ def test_a_node_falls_and_joins_as_one(options: dict[str, Any], dies: int) -> No
     _, _, changes, _ = results[0, 0]["all"]
     assert [len(members) for _, _, _, members, _, _ in changes][:4] == [2, 3, 2, 3]
     assert list(changes[2][5].values()) == ["its connection closed"]
-    if isinstance(options["algorithm"], DiLoCo):
+    if isinstance(options.get("algorithm"), DiLoCo):
         check_anchor(results[3, 0], [results[0, 0], results[2, 0]])
     (error,) = errors
     assert re.search(rf"rank {dies} (is gone|did not take part)", str(error))

@@ -14,9 +14,9 @@ from ..mixing_manager.base import MixingManager
 from ..rounds.rows import Rows, StackedMixing
 from ..rounds.stacked import Stacked
 from ..schedule import Schedule
-from ..simulate.clocks import Clock, ControlledRound
-from ..simulate.gossip import ClockedMethod, LockstepMethod
-from ..simulate.setting import ControlRates, Setting
+from .clocks import Clock, ControlledRound
+from .gossip import ClockedMethod, LockstepMethod
+from .setting import ControlRates, Setting
 
 _ROUNDING = 1e-9  # of products of a count and a rate, which are whole numbers where rates were measured
 
