@@ -349,6 +349,7 @@ class Rounds(Composed):
                     b.copy_(torch.lerp(mixed, b.to(mixed), kept) if kept else mixed)
             if self.algorithm.averages_at(self._k):
                 self.stamps.taken = self._k
+                self.mixer.end_average()
         self._close()
         if is_open and self.watch is not None:
             self.watch.after_round(self.memory)
