@@ -26,7 +26,6 @@ class OuterMethod(Periodic):
     It takes the arguments of `Periodic`.
     """
 
-
     def anchor(self, m: Memory) -> Vector:
         """phi. After an exact average of all models it stays where all ranks have one, and else starts anew."""
         return m.vector("phi", start="x", average="keep" if self.averages_exactly else "reset")
