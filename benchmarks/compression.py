@@ -4,7 +4,7 @@
     .venv/bin/python -m benchmarks.compression --device cuda --repeats 50
     .venv/bin/python -m benchmarks.compression --num-elements 25600000 --output compression.csv
 
-First the compressors alone, on a normal vector as long as the parameters of ResNet-18; then whole gossipers, on a
+First the compressors alone, on a normal vector as long as the parameters of ResNet-18; then whole rounds, on a
 ResNet-18 with its buffers, between two ranks of which the other is an echo. "Encode" is what a sender does once a
 round, "decode" is adding its own message and that of one neighbour; times are medians, on a CPU of the processor time
 of one thread. "Saved" is the time that one message takes less than float32 would, at 1 Gbit/s; the columns after it are
@@ -31,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, Pyt
 from benchmarks.record import write_rows
 from gossip_modules import QSGD, Choco, DeepSqueeze, Moniqua, PowerGossip, RandomK, RingGraph, SignNorm, TopK
 from gossip_modules.compression import Cast, Compressor
-from gossip_modules.extend import FlatBuffer, Gossiper, PushPull
+from gossip_modules.extend import Algorithm, FlatBuffer, Mixer, PushPull
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
+from gossip_modules.rounds.rounds import Rounds
 
 COMPRESSORS: tuple[Compressor, ...] = (
     Cast(torch.bfloat16),
@@ -48,8 +49,7 @@ COMPRESSORS: tuple[Compressor, ...] = (
     QSGD(4),
     QSGD(2),
 )
-GOSSIPERS: tuple[tuple[str, Gossiper], ...] = (
-    ("PushPull, bfloat16 wire", PushPull(wire_dtype=torch.bfloat16)),
+ALGORITHMS: tuple[tuple[str, Algorithm], ...] = (
     ("CHOCO, sign", Choco(SignNorm(), step_size=0.45)),
     ("CHOCO, top 1 %", Choco(TopK(0.01), step_size=0.0375)),
     ("DeepSqueeze, sign", DeepSqueeze(SignNorm(), step_size=0.01)),
@@ -109,15 +109,17 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
 
     Processor time of this one thread is hardly changed by what else the machine does.
     """
-    if device.type != "cuda":
-        start = time.thread_time()
-        action()
-        return time.thread_time() - start
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    start = now(device)
     action()
+    return now(device) - start
+
+
+def now(device: torch.device) -> float:
+    """Seconds on the clock that `timed` reads."""
+    if device.type != "cuda":
+        return time.thread_time()
     torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return time.perf_counter()
 
 
 def measure(codecs: Iterable[Codec], plain_bytes: int, device: torch.device, repeats: int) -> Iterable[Row]:
@@ -142,12 +144,19 @@ def codecs_of(compressors: Iterable[Compressor], x: Tensor) -> Iterable[Codec]:
 
 
 class Echo:
-    """A transport between two ranks, of which the other says what this one says."""
+    """A transport between two ranks, of which the other says what this one says.
+
+    Attributes:
+        asked_at: when the first message of a round was there to be sent; None: not yet.
+        copy_seconds: the time that copying messages has taken.
+    """
 
     rank = 0
     world_size = 2
     names: Sequence[int] = (0, 1)
     num_bytes_sent = 0
+    asked_at: float | None = None
+    copy_seconds = 0.0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -163,11 +172,14 @@ class Echo:
     ) -> Echo:
         """See `gossip_modules.transport.base.Transport`."""
         assert fill is None, "only an engine that overlaps fills"
+        start = now(self.device)
+        self.asked_at = start if self.asked_at is None else self.asked_at
         self.num_chunks = max(map(len, sends.values()), default=0)
         for peer, tensors in sends.items():
             for x, y in zip(tensors, recvs[peer], strict=True):
                 y.copy_(x)
                 self.num_bytes_sent += x.numel() * x.element_size()
+        self.copy_seconds += now(self.device) - start
         return self
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -189,22 +201,28 @@ class Echo:
         out.view(2, -1).copy_(x.expand(2, -1))
 
 
-def measure_gossipers(device: torch.device, repeats: int) -> Iterable[Row]:
-    """Whole rounds on a ResNet-18: `start` is encode, `finish` decode (all but the first encode, if it has phases)."""
+def measure_rounds(device: torch.device, repeats: int) -> Iterable[Row]:
+    """Whole rounds on a ResNet-18: encode ends where the first message is sent; decode is all after it."""
     from torchvision.models import resnet18
 
     s = FlatBuffer(resnet18(num_classes=10).to(device)).vector
     mixing = MetropolisHastingsMixing(RingGraph(2))
-    for name, gossiper in GOSSIPERS:
+    mixers: list[tuple[str, Mixer]] = [("PushPull, bfloat16 wire", PushPull(wire_dtype=torch.bfloat16))]
+    mixers += [(name, Rounds(algorithm, PushPull())) for name, algorithm in ALGORITHMS]
+    for name, mixer in mixers:
         echo = Echo(device)
-        gossiper.bind(mixing, echo)
+        mixer.bind(mixing, echo)
         # Two rounds a time: PowerGossip's are of two kinds.
         seconds: dict[str, list[float]] = {"encode": [], "decode": []}
         for t in range(2 * repeats + 4):
             if t == 4:
                 echo.num_bytes_sent = 0
-            for key, action in (("encode", partial(gossiper.start, s, t)), ("decode", partial(gossiper.finish, s))):
-                seconds[key].append(timed(action, device))
+            echo.asked_at, echo.copy_seconds, start = None, 0.0, now(device)
+            mixer.mix(s, t)
+            end = now(device)
+            assert echo.asked_at is not None, "a round has a message"
+            seconds["encode"].append(echo.asked_at - start)
+            seconds["decode"].append(end - echo.asked_at - echo.copy_seconds)
         pairs = {key: [(x + y) / 2 for x, y in zip(v[4::2], v[5::2])] for key, v in seconds.items()}
         encode_ms, decode_ms = (statistics.median(pairs[key]) * 1e3 for key in ("encode", "decode"))
         yield Row(name, echo.num_bytes_sent // (2 * repeats), s.raw.numel(), encode_ms, decode_ms)
@@ -258,7 +276,7 @@ def main() -> None:
     rows = print_table(measure(codecs_of(COMPRESSORS, x), plain_bytes, device, arguments.repeats))
     print()
     with torch.no_grad():
-        rows += print_table(measure_gossipers(device, arguments.repeats))
+        rows += print_table(measure_rounds(device, arguments.repeats))
     if arguments.output:
         write_rows(arguments.output, csv_rows(rows), seed=0)
 

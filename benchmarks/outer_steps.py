@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.record import append_rows
 from benchmarks.step_time import make_model
 from gossip_modules import DiLoCo, EagerDiLoCo, GossipDataParallel, NoLoCo, Schedule, SparseLoCo, StreamingDiLoCo
-from gossip_modules.extend import OuterMethod
+from gossip_modules.extend import Algorithm
 
 ALONE = "alone"
 ALL_REDUCE = "all_reduce"  # training alone, and an all-reduce of a vector of the model's size
@@ -42,8 +42,8 @@ MIN_CYCLES = 3
 def methods(every: int) -> dict[str, Callable[[nn.Module], nn.Module]]:
     """What is compared, by name: each wraps a model."""
 
-    def by(outer: OuterMethod) -> Callable[[nn.Module], nn.Module]:
-        return lambda model: GossipDataParallel(model, outer=outer)
+    def by(algorithm: Algorithm) -> Callable[[nn.Module], nn.Module]:
+        return lambda model: GossipDataParallel(model, algorithm=algorithm)
 
     def fused_sgd(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
         """DiLoCo's own outer optimizer, which reads and writes its vectors once instead of once for each operation."""

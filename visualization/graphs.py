@@ -13,25 +13,10 @@ import numpy.typing as npt
 
 import gossip_modules as gm
 from gossip_modules.graph_manager.named_graphs import default_graph_name, named_graph
+from gossip_modules.methods import read_algorithm, read_graph
 from gossip_modules.mixing_manager import default_mixing
 
 Matrix = npt.NDArray[np.float64]
-
-PUSH_SUM = ("sgp", "osgp")
-ALL_NEIGHBOURS = (
-    *("choco", "deepsqueeze", "moniqua", "powergossip", "gasloc"),
-    *("d2", "exactdiffusion", "gradienttracking", "decentlam"),
-)
-
-
-_AVERAGED = {
-    "diloco": "DiLoCo",
-    "streamingdiloco": "Streaming DiLoCo",
-    "eagerdiloco": "Eager DiLoCo",
-    "sparseloco": "SparseLoCo",
-    "slowmo": "SlowMo",
-}
-"""Recipes whose outer steps are along the mean drift of all ranks, and their titles."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +66,20 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> MatrixRounds | 
     Raises:
         ValueError: options that no run can have.
     """
-    recipe, name = config.get("recipe"), config.get("graph", "auto")
+    recipe, name = str(config["recipe"]), config.get("graph", "auto")
     num_nodes = world_size // int(config.get("nprocs_per_node", 1))
+    chosen = read_algorithm(config.get("algorithm") or recipe, seed=config.get("seed"))
+    algorithm = chosen.arguments.get("algorithm")
+    own = getattr(algorithm, "outer", algorithm)  # of one over another
+    settings = {**chosen.arguments, **config}  # runs of version 0.1 have settings of methods among the options
+    period = settings.get("sync_period", chosen.period)
+    mixes_between = settings.get("outer_gossip_every", getattr(own, "gossip_every", 0)) > 0
     if recipe == "ar":
         return "AllReduce: gradients are averaged over all ranks in every step; there is no graph."
     if recipe == "localsgd":
-        period = config.get("sync_period", 10)
         return f"Local SGD: parameters are averaged over all ranks every {period} steps; there is no graph."
-    mixes_between = recipe == "slowmo" and config.get("outer_gossip_every", 0) > 0
-    if recipe in _AVERAGED and not mixes_between:
-        title, period = _AVERAGED[recipe], config.get("sync_period", 10)
-        return f"{title}: an outer step along the mean drift of all ranks every {period} steps; there is no graph."
+    if own is not None and own.averages_exactly and not mixes_between:
+        return f"{own.title}: an outer step along the mean drift of all ranks every {period} steps; there is no graph."
     if recipe == "noloco":
         return "NoLoCo: each outer step is in random pairs of ranks; there is no fixed graph."
     if recipe == "relaysgd":
@@ -101,22 +89,29 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> MatrixRounds | 
     if num_nodes < 2:
         return "A single node has no peers."
     if recipe == "wagma":
-        groups = gm.graph_manager.ButterflyGroups(num_nodes, group_size=config.get("group_size") or None)
-        period = config.get("sync_period", 0)
+        groups = gm.graph_manager.ButterflyGroups(num_nodes, group_size=settings["group_size"] or None)
         return _groups(groups, f", all ranks every {period} rounds" if period else "")
-    if recipe == "matcha" and config.get("plan"):
-        matcha = gm.MatchaGraph.from_plan(config["plan"], seed=config["seed"], world_size=num_nodes)
-        return MatrixRounds.of(make_mixing(matcha), f"MATCHA by {config['plan']}")
+    if recipe == "matcha" and settings["plan"]:
+        matcha = gm.MatchaGraph.from_plan(settings["plan"], seed=config["seed"], world_size=num_nodes)
+        return MatrixRounds.of(make_mixing(matcha), f"MATCHA by {settings['plan']}")
     if recipe == "matcha":
-        name = "ring" if name == "auto" else name
+        name, budget = "ring" if name == "auto" else name, settings["budget"]
         base = nx.Graph(_edges(named_graph(name, num_nodes)))
-        matcha = gm.MatchaGraph(base, budget=config["budget"], seed=config["seed"])
-        return MatrixRounds.of(make_mixing(matcha), f"MATCHA on {name}, budget {config['budget']:g}")
-    if recipe in ALL_NEIGHBOURS:
-        name = "ring" if name == "auto" else name
-        return MatrixRounds.of(make_mixing(named_graph(name, num_nodes)), f"{name}, all neighbours")
-    is_push_sum = recipe in PUSH_SUM or mixes_between
-    by_epoch = {0: 1} if recipe == "adpsgd" else _peers_by_epoch(str(config.get("peers_per_itr", "1")))
+        matcha = gm.MatchaGraph(base, budget=budget, seed=config["seed"])
+        return MatrixRounds.of(make_mixing(matcha), f"MATCHA on {name}, budget {budget:g}")
+    is_push_sum = bool(chosen.arguments.get("push_sum")) or mixes_between
+    if "(" in name:
+        graph = read_graph(name, seed=config.get("seed"))(num_nodes)
+        return MatrixRounds.of(default_mixing(graph, push_sum=is_push_sum), str(graph))
+    takes_peers = "peers_per_itr" in chosen.method.options or chosen.method.pace != "lockstep"
+    if own is not None and not takes_peers and name == "auto":
+        if (graph := own.default_graph(num_nodes)) is not None:
+            return MatrixRounds.of(make_mixing(graph), str(graph))
+        name = "ring" if own.needs_symmetric_weights or own.needs_static_graph else name
+    if not takes_peers and name != "auto":
+        mixing = default_mixing(named_graph(name, num_nodes), push_sum=is_push_sum)
+        return MatrixRounds.of(mixing, f"{name}, all neighbours")
+    by_epoch = _peers_by_epoch(str(config.get("peers_per_itr", "1"))) if takes_peers and recipe != "adpsgd" else {0: 1}
     peers = by_epoch[min(by_epoch)]
     changes = [epoch for epoch, later in sorted(by_epoch.items()) if later != peers]
     if name == "auto":

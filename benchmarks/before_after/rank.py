@@ -8,6 +8,7 @@ It uses only what both sides have: public names of gossip_modules, and no other 
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Callable
@@ -20,13 +21,20 @@ from torch import Tensor, nn
 
 import gossip_modules as gm
 
+
+def by(algorithm: Any) -> Callable[[nn.Module], Any]:
+    """Wraps a module for an algorithm, of which version 0.1 said `gossiper`."""
+    argument = "algorithm" if "algorithm" in inspect.signature(gm.GossipDataParallel).parameters else "gossiper"
+    return lambda module: gm.GossipDataParallel(module, **{argument: algorithm})
+
+
 COMPARED_METHODS: dict[str, Callable[[nn.Module], Any]] = {
     "ar": gm.AllReduceDataParallel,
     "dpsgd": lambda module: gm.GossipDataParallel(module, push_sum=False),
     "sgp": gm.GossipDataParallel,
     "osgp": lambda module: gm.GossipDataParallel(module, overlap=True),
-    "choco": lambda module: gm.GossipDataParallel(module, algorithm=gm.Choco(gm.TopK(0.01), step_size=0.04)),
-    "powergossip": lambda module: gm.GossipDataParallel(module, gossiper=gm.PowerGossip()),
+    "choco": by(gm.Choco(gm.TopK(0.01), step_size=0.04)),
+    "powergossip": by(gm.PowerGossip()),
     "adpsgd": gm.BilatGossipDataParallel,
     "wagma": gm.GroupAverageDataParallel,
 }

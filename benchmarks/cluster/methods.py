@@ -104,14 +104,14 @@ OURS: Mapping[str, ClusterMethod] = {
         "MATCHA, budget 0.1, overlapped",
         _pairs(graph=lambda n: gm.MatchaGraph(_base_graph(n), budget=0.1), overlap=True),
     ),
-    "choco": ClusterMethod("CHOCO, sign, ring", _pairs(gossiper=lambda n: gm.Choco(gm.SignNorm(), step_size=0.45))),
+    "choco": ClusterMethod("CHOCO, sign, ring", _pairs(algorithm=gm.Choco(gm.SignNorm(), step_size=0.45))),
     "deepsqueeze": ClusterMethod(
-        "DeepSqueeze, sign, ring", _pairs(gossiper=lambda n: gm.DeepSqueeze(gm.SignNorm(), step_size=0.01))
+        "DeepSqueeze, sign, ring", _pairs(algorithm=gm.DeepSqueeze(gm.SignNorm(), step_size=0.01))
     ),
-    "moniqua": ClusterMethod("Moniqua, 8 bits, ring", _pairs(gossiper=lambda n: gm.Moniqua(theta=0.5, bits=8))),
-    "powergossip": ClusterMethod("PowerGossip, rank 1, ring", _pairs(gossiper=lambda n: gm.PowerGossip())),
+    "moniqua": ClusterMethod("Moniqua, 8 bits, ring", _pairs(algorithm=gm.Moniqua(theta=0.5, bits=8))),
+    "powergossip": ClusterMethod("PowerGossip, rank 1, ring", _pairs(algorithm=gm.PowerGossip())),
     "powergossip-overlap": ClusterMethod(
-        "PowerGossip, rank 1, ring, overlapped", _pairs(gossiper=lambda n: gm.PowerGossip(), overlap=True)
+        "PowerGossip, rank 1, ring, overlapped", _pairs(algorithm=gm.PowerGossip(), overlap=True)
     ),
     "adpsgd": ClusterMethod("AD-PSGD", _ours(gm.BilatGossipDataParallel), is_asynchronous=True),
     "wagma": ClusterMethod(
@@ -138,15 +138,15 @@ OURS: Mapping[str, ClusterMethod] = {
         period=peers.PERIOD,
     ),
     "diloco": ClusterMethod(
-        f"DiLoCo, period {peers.PERIOD}", _periodic(outer=gm.DiLoCo(peers.PERIOD)), period=peers.PERIOD
+        f"DiLoCo, period {peers.PERIOD}", _periodic(algorithm=gm.DiLoCo(peers.PERIOD)), period=peers.PERIOD
     ),
     "streamingdiloco": ClusterMethod(
         f"Streaming DiLoCo, period {peers.PERIOD}, 2 fragments, delay 2",
-        _periodic(outer=gm.StreamingDiLoCo(peers.PERIOD, fragments=2, delay=2)),
+        _periodic(algorithm=gm.StreamingDiLoCo(peers.PERIOD, fragments=2, delay=2)),
         period=peers.PERIOD,
     ),
     "sparseloco": ClusterMethod(
-        f"SparseLoCo, period {peers.PERIOD}", _periodic(outer=gm.SparseLoCo(peers.PERIOD)), period=peers.PERIOD
+        f"SparseLoCo, period {peers.PERIOD}", _periodic(algorithm=gm.SparseLoCo(peers.PERIOD)), period=peers.PERIOD
     ),
 }
 OTHERS: Mapping[str, ClusterMethod] = {

@@ -33,8 +33,8 @@ def _gossip(**options: object) -> Callable[[nn.Module, int, Sequence[str], timed
 
 def _choco(module: nn.Module, rank: int, addresses: Sequence[str], timeout: timedelta) -> Wrapper:
     ring = RingGraph(len(addresses), peers_per_itr=2)
-    gossiper = Choco(SignNorm(), step_size=0.4)
-    return GossipDataParallel(module, graph=ring, push_sum=False, gossiper=gossiper, timeout=timeout)
+    choco = Choco(SignNorm(), step_size=0.4)
+    return GossipDataParallel(module, graph=ring, push_sum=False, algorithm=choco, timeout=timeout)
 
 
 def _pairwise(module: nn.Module, rank: int, addresses: Sequence[str], timeout: timedelta) -> Wrapper:

@@ -76,7 +76,7 @@ step: 60 % of what one-peer exponential gossip sends in every step.
 | average-control-T | exact averages under `ConsensusControl(target=T, average_every=1)`, nothing else | 1.875 |
 | average-within-T | the same with `is_relative=False`: T is a distance | 1.875 |
 | average-every-H | an exact average in every H-th step, nothing else: local SGD | 1.875 |
-| slowmo-B | the same in every fourth step, with the slow momentum B: `outer=SlowMo(4, momentum=B)` | 1.875 |
+| slowmo-B | the same in every fourth step, with the slow momentum B: `algorithm=SlowMo(4, momentum=B)` | 1.875 |
 
 An exact average by a ring all-reduce sends 2 (n - 1) / n models to a neighbour on the ring, in 2 (n - 1)
 messages: on a ring of 16 it takes fewer bytes than a round of gossip with both neighbours, and more

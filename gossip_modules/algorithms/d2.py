@@ -33,9 +33,9 @@ class D2(Algorithm):
     step of any optimizer: with SGD, lr times the gradient, it is the law of the paper; with momentum the limit is the
     same; with an optimizer that scales gradients, such as Adam, it is where the mean of the scaled gradients is zero.
 
-    What cancels a step is as large as the learning rate. Where the rate changes, on all ranks alike, c is scaled by the
-    ratio of the new one to the old one before the round: see [Note: Units of the learning rate]. The paper has a
-    constant rate.
+    The part that cancels a step is as large as the learning rate. Where the rate changes, on all ranks alike, c is
+    scaled by the ratio of the new one to the old one before the round: see [Note: Units of the learning rate]. The
+    paper has a constant rate.
 
     W must be symmetric, must never change, and all its eigenvalues must be above -1/3, else differences of ranks do not
     die out. A ring of even size with weights of one third has the eigenvalue -1/3. Without graph and mixing a ring is

@@ -25,7 +25,7 @@ class DecentLaM(Algorithm):
         x_i  <- x_i - eta m_i
 
     In D-PSGD with momentum the bias of uneven data grows with 1 / (1 - b)^2, since momentum is blind to the gossip;
-    here momentum sees both, and the bias is that of D-PSGD without momentum.
+    here momentum sees both, and the bias is as large as in D-PSGD without momentum.
 
     The user's optimizer takes the step x_i - eta (b m_i + g_i). The round takes the part of the momentum out again
     before it mixes, makes gt_i and m_i, and writes m_i into the optimizer's `momentum_buffer`. A parameter that has no

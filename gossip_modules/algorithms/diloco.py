@@ -44,10 +44,10 @@ class DiLoCo(OuterMethod):
         e_i <- e_i - q_i
         D   <- 1/n  sum_j q_j             # in the place of the mean drift
 
-    What is left out comes late, and momentum makes more of what is late. With the default rates C must send at least
-    about half of a drift at once: `QSGD(4, bucket_size=32, unbiased=True)` does, while `QSGD(4)`, which sends a quarter
-    of it, and the largest entries alone make quadratic problems diverge. Such codes want less momentum, or none, as in
-    `SparseLoCo`.
+    Entries that a message leaves out come late, and momentum amplifies late entries. With the default rates C must send
+    at least about half of a drift at once: `QSGD(4, bucket_size=32, unbiased=True)` does, while `QSGD(4)`, which sends
+    a quarter of it, and the largest entries alone make quadratic problems diverge. Such codes want less momentum, or
+    none, as in `SparseLoCo`.
 
     Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, arXiv 2311.08105,
     Algorithm 1.
@@ -63,7 +63,7 @@ class DiLoCo(OuterMethod):
             wrapped, for a comparison of ranks, and then for each anchor.
         compressor: C, a contraction; the same on all ranks. It takes one more copy of the model for e. None: drifts
             travel as they are.
-        error_decay: r, what is kept from one outer step to the next of what was not sent; 0 <= r <= 1.
+        error_decay: r, the share of the unsent rest e that is kept to the next outer step; 0 <= r <= 1.
 
     Raises:
         ValueError: a rate out of range, rates beside an optimizer, or an `error_decay` without a compressor; (when the
@@ -89,7 +89,6 @@ class DiLoCo(OuterMethod):
         "Douillard et al.", "DiLoCo: Distributed Low-Communication Training of Language Models", "2023", "2311.08105"
     )
     averages_exactly: ClassVar[bool] = True
-    mixes: ClassVar[bool] = False
     has_equal_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -15,26 +15,26 @@ from .diloco import DiLoCo
 
 @dataclass(frozen=True)
 class EagerDiLoCo(DiLoCo):
-    """DiLoCo with eager updates: the own part of the mean drift at once, that of the others one outer step later.
+    """DiLoCo with eager updates: the own part of the mean drift at once, the other parts one outer step later.
 
     Every `sync_every` = H optimizer steps, with c = `lr` and b = `momentum`, of rank i in outer step k:
 
         D_i   <- phi_i - x_i                                      # its mean over ranks travels for H steps
-        G_i   <- D_i / n + mean_j D_j(k - 1) - D_i(k - 1) / n     # the own drift now, those of the others late
+        G_i   <- D_i / n + mean_j D_j(k - 1) - D_i(k - 1) / n     # the own drift now, the other drifts late
         m_i   <- b m_i + G_i
         phi_i <- phi_i - c (G_i + b m_i)
         x_i   <- phi_i
 
-    Anchors differ between ranks by what is under way; each drift is counted once on each rank. With one rank this is
+    Anchors differ between ranks by the drifts under way; each drift is counted once on each rank. With one rank this is
     `DiLoCo`. Beside DiLoCo it keeps one more vector, so four copies of the model.
 
-    With a `compressor` q_i of `DiLoCo`, which is what the message of rank i means, is in the place of D_i in G_i: a
-    rank applies of itself at once what the others get of it, and its e_i has the rest. So anchors still differ only by
-    what is under way; with D_i at once and q_i at the others they would also differ by what was left out.
+    With a `compressor`, q_i of `DiLoCo`, the decompressed message of rank i, replaces D_i in G_i: a rank applies the
+    same part of its drift as the other ranks, and keeps the rest in e_i. So anchors still differ only by the drifts
+    under way; with D_i on rank i and q_i on the other ranks they would also differ by e_i.
 
     Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", 2025, arXiv 2502.12996.
 
-    The arguments are those of `DiLoCo`, and `fragments`, see `Periodic`.
+    It takes the arguments of `DiLoCo`, without `delay` and `own_weight`; for `fragments` see `Periodic`.
 
     Raises:
         ValueError: an argument out of its range.
@@ -63,7 +63,7 @@ class EagerDiLoCo(DiLoCo):
 
     @property
     def kept(self) -> float:
-        """See `Periodic`: x becomes phi at once. Half of the buffers are those of the rank, as they come late."""
+        """See `Periodic`: x becomes phi at once. The rank keeps half of its own buffers, as the average comes late."""
         return 0.5
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:

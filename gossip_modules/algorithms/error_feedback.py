@@ -1,4 +1,4 @@
-"""Error feedback: the mean of compressed messages, of which the next ones have what was left out."""
+"""Error feedback: the mean of compressed messages, each with the entries that earlier messages left out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def compressed_average(v: Vectors, m: Memory, x: Vector, code: Compressor, decay
     the bit. A rank sends its message n - 1 times, where an average of the vector sends it almost twice: that is less
     where messages are less than 2 / n of the vector.
     """
-    error = m.vector("error", join="zero")  # what the messages of this rank have left out so far
+    error = m.vector("error", join="zero")  # the entries that the messages of this rank have left out so far
     q = v.encode(code, x.add_(error, alpha=decay))
     received = yield Gather(q)
     error.set_(x)

@@ -16,11 +16,11 @@ from ..rounds.vectors import Vectors
 
 @dataclass(frozen=True)
 class ExactDiffusion(Algorithm):
-    """Exact diffusion: each rank adapts, corrects what its adaptation repeats, and combines.
+    """Exact diffusion: each rank adapts, corrects the part that its adaptation repeats, and combines.
 
     In a round on rank i, where psi_i = x_i - u_i is what its optimizer has left:
 
-        phi_i = psi_i + x_i - psi'_i              # psi': that of the round before; phi = psi in the first one
+        phi_i = psi_i + x_i - psi'_i              # psi': psi of the round before; phi = psi in the first one
         x_i   = phi_i / 2 + sum_j W_ij phi_j / 2
 
     It is `D2` with (I + W) / 2 in the place of W, whose eigenvalues are never below 0: so it has D2's limit, the

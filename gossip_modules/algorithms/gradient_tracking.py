@@ -55,7 +55,7 @@ class GradientTracking(Algorithm):
         "1602.00591",
     )
     needs_current: ClassVar[bool] = True
-    is_skippable: ClassVar[bool] = False  # the sum of the y over ranks is that of the u
+    is_skippable: ClassVar[bool] = False  # the sum of the y over ranks equals the sum of the u
     mixes_several: ClassVar[bool] = True
     follows_rate: ClassVar[bool] = True
 

@@ -35,7 +35,7 @@ class Bases(NamedTuple):
     of: list[Tensor]
 
     def among(self, links: Mapping[int, Link]) -> Bases:
-        """Those of these links only."""
+        """The bases of these links only."""
         if all(peer in links for peer in self.peers):
             return self
         kept = [k for k, peer in enumerate(self.peers) if peer in links]
@@ -72,7 +72,7 @@ class LinkFactors:
         return {"left": left, "right": right, "iterations": 0}
 
     def bases(self, links: Mapping[int, Link]) -> list[Bases]:
-        """Of the links whose next iteration computes P those of Q, and of the others those of P."""
+        """Bases of Q for the links whose next iteration computes P, and bases of P for the other links."""
         sides = ([peer for peer, link in links.items() if link["iterations"] % 2 == side] for side in (0, 1))
         return [
             Bases(side, peers, self._orthonormalized(1 - side, {peer: links[peer] for peer in peers}))
@@ -90,7 +90,7 @@ class LinkFactors:
     def _orthonormalized(self, side: int, links: Mapping[int, Link]) -> list[Tensor]:
         """For each batch an orthonormal basis of the columns of these links' factors on that side.
 
-        Factors are zero before the first iteration; `orthonormalize` replaces what is zero by the first draws.
+        Factors are zero before the first iteration; `orthonormalize` replaces zeros by the first draws.
         """
         if self._warm_start:
             columns = [link[SIDES[side]] for link in links.values()]

@@ -142,7 +142,7 @@ class Moniqua(Algorithm):
         message[:_HEADER_BYTES].copy_((checksum % _WORD + flags).view(torch.uint8))
 
     def _check(self, v: Vectors, received: Received) -> None:
-        """Raise an error where a message is of another model than its differences to that of this rank tell."""
+        """Raise an error where the differences that a message tells do not lead to the model of its checksum."""
         messages = [message.fields for _, message in received]
         for index, part in enumerate(v.x.parts):
             if part.numel():
@@ -176,7 +176,7 @@ class Moniqua(Algorithm):
         return (theirs - mine + self.num_levels // 2) & (self.num_levels - 1)
 
     def _fail(self, v: Vectors, names: Sequence[object], headers: Sequence[int]) -> None:
-        """Raise the error that the headers of all messages tell, that of this rank first."""
+        """Raise the error that the headers of all messages tell; the header of this rank is the first one."""
         who = f"rank {names[0]}: round {v.t}"
         if too_large := [name for name, header in zip(names, headers, strict=True) if header & _TOO_LARGE]:
             owners = ", ".join(map(str, too_large))

@@ -36,7 +36,7 @@ class NoLoCo(OuterMethod):
     undirected and never changes).
 
     "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", 2025, arXiv 2506.10911; the rates are
-    those of its code.
+    taken from its code.
 
     Args:
         sync_every: H, the number of optimizer steps from one outer step to the next.

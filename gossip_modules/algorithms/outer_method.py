@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..compression.compressor import Compressor
 from ..rounds.memory import Memory
@@ -18,16 +17,14 @@ from ..rounds.vectors import Vectors
 class OuterMethod(Periodic):
     """What happens every `sync_every` optimizer steps: the models x of the ranks move an anchor phi, and x <- phi.
 
-    The anchor is where the ranks last began. How far a rank has come from there, its *drift* phi - x, is mixed over
-    ranks, and serves an optimizer, the outer one, as the gradient of the anchor. A method writes its `round`.
+    The anchor is the model with which the ranks last began. The *drift* phi - x of each rank is mixed over ranks, and
+    an optimizer, the outer one, takes it as the gradient of the anchor. A method writes its `round`.
 
     Where the model of a rank is not finite and on_nonfinite="skip", it goes back to the anchor: its steps since then
     are lost, it brings a drift of zero, and nothing else is lost.
 
-    The arguments are those of `Periodic`.
+    It takes the arguments of `Periodic`.
     """
-
-    can_recover: ClassVar[bool] = True
 
     def anchor(self, m: Memory) -> Vector:
         """phi. After an exact average of all models it stays where all ranks have one, and else starts anew."""
@@ -70,7 +67,7 @@ class OuterMethod(Periodic):
             )
 
     def _check_error_feedback(self, compressor: object, **decays: float) -> None:
-        """Raise ValueError where it is no compressor, or a decay of what its messages leave out is none."""
+        """Raise ValueError where it is no compressor, or a decay of its error feedback is out of range."""
         name = type(self).__name__
         for argument, value in decays.items():
             if not (is_number(value) and 0 <= value <= 1):

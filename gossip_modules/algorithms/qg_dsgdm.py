@@ -34,9 +34,9 @@ class QGDSGDm(Algorithm):
         mh_i <- mu mh_i + (1 - mu) (x_i - x'_i) / eta
         x_i  <- x'_i
 
-    The user's optimizer takes the step; the round writes mh_i into its `momentum_buffer`. Local momentum amplifies what
-    is peculiar to the data of one rank; the move x - x' has been averaged with peers, and is closer to that of all.
-    The bias of D-PSGD on uneven data becomes smaller, not zero.
+    The user's optimizer takes the step; the round writes mh_i into its `momentum_buffer`. Local momentum amplifies the
+    bias of the data of one rank; the move x - x' has been averaged with peers, and is closer to the mean of all. The
+    bias of D-PSGD on uneven data becomes smaller, not zero.
 
     The momentum of the mixing itself may let differences between ranks grow: on directed rings of 8 ranks and more with
     mu = b = 0.9, and with a smaller mu on many graphs that change. Such weights are refused, in worlds of up to 128

@@ -1,4 +1,4 @@
-"""RelaySGD: sums of models are relayed through a tree, so that every rank averages those of all, some of them late."""
+"""RelaySGD: sums of models are relayed through a tree, so that every rank averages all models, some of them late."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class RelaySGD(Algorithm):
 
 
 class Relay:
-    """What goes through each tree: a share of each part of the model, and a count.
+    """The part that goes through each tree: a share of each part of the model, and a count.
 
     Args:
         v: says where in which graph the rank is, and of what parts its model consists.
@@ -140,7 +140,7 @@ class Relay:
         return [size for tree in self._trees(peer) for size in self._sizes[tree]]
 
     def zeros(self, peer: int) -> dict[str, Any]:
-        """What a link keeps before its first message: the bytes of one, since its fields have several dtypes."""
+        """The state of a link before its first message: the bytes of one, since its fields have several dtypes."""
         return {"received": MessageBuffer(self.sizes(peer), self._one.device).raw}
 
     def fields(self, peer: int, message: Tensor) -> Sequence[Tensor]:
@@ -148,7 +148,7 @@ class Relay:
         return MessageBuffer(self.sizes(peer), message).fields
 
     def unpack(self, peer: int, message: Tensor) -> dict[str, Any]:
-        """What a link keeps, of the bytes that 0.1.0 has received, in which parameters and buffers were one."""
+        """The state of a link, made of the bytes that 0.1.0 has received, in which parameters and buffers were one."""
         numels = [last - first for tree in self._trees(peer) for first, last in [*self._places(tree), (0, 1)]]
         dtypes = [dtype for dtype, _ in self.sizes(peer)]
         before = MessageBuffer(list(zip(dtypes, numels, strict=True)), message)
@@ -173,7 +173,7 @@ class Relay:
 
 
 def trees_of(graph: GraphManager) -> Sequence[Sequence[tuple[int, int]]]:
-    """The links of the trees that models are relayed through: those of a `DoubleBinaryTreeGraph`, or the graph itself.
+    """The links of the trees that relay models: the trees of a `DoubleBinaryTreeGraph`, or the graph itself.
 
     Raises:
         ValueError: the graph is no tree, is directed or changes.

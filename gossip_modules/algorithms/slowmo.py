@@ -27,8 +27,8 @@ class SlowMo(OuterMethod):
         phi <- phi - a eta u
         x_i <- phi
 
-    With a constant eta the law does not depend on it, so eta is asked for only where it changes. It is that of the last
-    of the H steps. Inner optimizers keep their state.
+    With a constant eta the law does not depend on it, so eta is asked for only where it changes. It is the rate of the
+    last of the H steps. Inner optimizers keep their state.
 
     Wang, Tantia, Ballas, Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR
     2020, arXiv 1910.00643, Algorithm 1.
@@ -39,10 +39,10 @@ class SlowMo(OuterMethod):
         momentum: b, the slow momentum; 0.4 to 0.8 in the paper.
         gossip_every: the number of steps from one round of gossip to the next, between outer steps, as the wrapper's
             other arguments say (SGP or D-PSGD); 0: none, ranks train alone (local SGD).
-        inner_lr: eta, for inner learning rates that change: "optimizer" is that of the first group of the optimizer
+        inner_lr: eta, for inner learning rates that change: "optimizer" is the rate of the first group of the optimizer
             that steps the model; or a function that returns it, such as `lambda: optimizer.param_groups[0]["lr"]`. Both
-            are read when the optimizer has stepped, before a scheduler changes the rate, so that eta is that of the
-            last step before the outer one; of several optimizers, of the one that steps last. None: eta is constant.
+            are read when the optimizer has stepped, before a scheduler changes the rate, so that eta is the rate of the
+            last step before the outer one; with several optimizers, of the one that steps last. None: eta is constant.
 
     Raises:
         ValueError: a rate, `gossip_every` or `inner_lr` out of range; (outer steps) eta is not positive.
@@ -96,7 +96,7 @@ class SlowMo(OuterMethod):
         return f"{self}, inner_lr={'a function' if callable(self.inner_lr) else self.inner_lr}"
 
     @property
-    def mixes(self) -> bool:  # type: ignore[override]
+    def mixes(self) -> bool:
         """See `Algorithm`."""
         return self.gossip_every > 0
 

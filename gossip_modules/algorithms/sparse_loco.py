@@ -25,13 +25,13 @@ class SparseLoCo(OuterMethod):
 
         e_i <- b e_i + (phi - x_i)
         q_i <- C(e_i)                     # the largest entries of each chunk, in two bits
-        e_i <- e_i - q_i                  # what is left out is said later
+        e_i <- e_i - q_i                  # the rest is sent later
         D   <- 1/n  sum_j q_j             # every rank gets the messages of all
         phi <- phi - a D
         x_i <- phi
 
-    All ranks keep the same phi. What a rank has not sent fades with b from outer step to outer step, which does locally
-    what the momentum of `DiLoCo` does for all. The user's own optimizer takes the inner steps and keeps its state. This
+    All ranks keep the same phi. The unsent rest e fades with b from outer step to outer step, and serves each rank as
+    the momentum of `DiLoCo` serves all. The user's own optimizer takes the inner steps and keeps its state. This
     is `DiLoCo(lr=a, momentum=0, compressor=C, error_decay=b)`, by which other outer optimizers get such messages.
 
     Sarfi, Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv
@@ -40,7 +40,7 @@ class SparseLoCo(OuterMethod):
     Args:
         sync_every: H, the number of optimizer steps from one outer step to the next.
         lr: a, the learning rate of the outer step.
-        decay: b, what is kept from one outer step to the next of what was not sent; 0 <= b <= 1.
+        decay: b, the share of the unsent rest e that is kept to the next outer step; 0 <= b <= 1.
         compressor: C; a contraction, such as `ChunkTopK(64, values=TwoBit())`, the default: 64 of 4096 entries, 11.3
             bits for each. The same on all ranks.
 
@@ -69,7 +69,6 @@ class SparseLoCo(OuterMethod):
         "2508.15706",
     )
     averages_exactly: ClassVar[bool] = True
-    mixes: ClassVar[bool] = False
     has_equal_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

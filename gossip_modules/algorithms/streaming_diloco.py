@@ -24,13 +24,13 @@ class StreamingDiLoCo(DiLoCo):
 
     So where P <= H a step sends 1 / P of the model at most, H / P steps apart, and training does not wait where that
     takes less than tau steps. Where P > H several fragments have the same steps, and travel one after the other. All
-    ranks keep the same phi and m. P = 1, tau = 0 and alpha = 0 are `DiLoCo`. The paper also rounds what travels to 4
-    bits; here a `compressor` of `DiLoCo` does so, and what it leaves out of a fragment is in its next message.
+    ranks keep the same phi and m. P = 1, tau = 0 and alpha = 0 are `DiLoCo`. The paper also rounds messages to 4
+    bits; here a `compressor` of `DiLoCo` does so, and the rest of a fragment is in its next message.
 
     Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, arXiv
     2501.18512, Algorithm 2.
 
-    `lr`, `momentum`, `optimizer`, `compressor` and `error_decay` are those of `DiLoCo`.
+    `lr`, `momentum`, `optimizer`, `compressor` and `error_decay` mean the same as in `DiLoCo`.
 
     Args:
         sync_every: H, the steps from one outer step of a fragment to its next; 100 in the paper.

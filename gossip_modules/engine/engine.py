@@ -332,6 +332,8 @@ class SyncEngine(LockstepEngine):
         start, step, mixer = time.perf_counter(), self.step, self._next_mixer()
         self._look(mixer, x)
         has_changed = self.gossiper.begin(x, step)
+        if mixer is self._scheduled_average:  # of all ranks, beside which nothing may travel
+            has_changed |= self.gossiper.flush(x)
         if mixer is None:
             if has_changed:
                 self.stats.wait_seconds += time.perf_counter() - start

@@ -55,12 +55,11 @@ class Algorithm(ABC):
         follows_rate: whether its memory has vectors in units of the learning rate.
         takes_push_sum: whether models may carry a push-sum weight, as where it mixes v.x and nothing else.
         averages_exactly: whether rounds average over all ranks, rather than mix on a graph.
-        mixes: whether it ever mixes on a graph, so that graph and weights matter.
+        has_own_times: whether it says itself when its rounds are, so that it cannot answer each `Mix` of another one.
         takes_wire_dtype: whether a narrow wire rounds what it mixes or averages. False where all messages are its own.
         is_whole: whether a round leaves nothing out for later, as compressed ones do.
         needs_whole_rounds: whether differences of ranks may grow where a round that mixes leaves something out.
         writes_early: whether a round changes x or memory before its last answer, so that it is no transaction.
-        can_recover: whether `recover` makes a model finite, so that no round is ever left out.
         needs_inner_rate: whether `inner_rate` is to be asked.
         keeps_links: whether it keeps something of each link that must be the same at both of its ends.
         is_elastic: whether a round goes on without peers that fail, so that a membership may run it.
@@ -91,12 +90,11 @@ class Algorithm(ABC):
     averages_exactly: ClassVar[bool] = False
     has_equal_memory: ClassVar[bool] = False
     keeps_links: ClassVar[bool] = False
-    mixes: ClassVar[bool] = True
+    has_own_times: ClassVar[bool] = False
     takes_wire_dtype: ClassVar[bool] = True
     is_whole: ClassVar[bool] = False
     needs_whole_rounds: ClassVar[bool] = False
     writes_early: ClassVar[bool] = False
-    can_recover: ClassVar[bool] = False
     needs_inner_rate: ClassVar[bool] = False
     is_elastic: ClassVar[bool] = True
     checks_messages: ClassVar[bool] = True
@@ -114,6 +112,16 @@ class Algorithm(ABC):
         """Whether the round after k optimizer steps is one of those that average exactly, if the algorithm does."""
         return self.averages_exactly and self.is_due(k)
 
+    @property
+    def mixes(self) -> bool:
+        """Whether it ever mixes on a graph, so that graph and weights matter."""
+        return not self.averages_exactly
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether it has a `recover`, which makes a model finite, so that no round is ever left out."""
+        return type(self).recover is not Algorithm.recover
+
     def begin(self, v: Vectors, m: Memory) -> None:
         """Called once, where training begins: declare here what is to start as the model is then."""
 
@@ -127,6 +135,11 @@ class Algorithm(ABC):
             optimizer: holds some of the model's parameters.
         """
         return float(optimizer.param_groups[0]["lr"])
+
+    @property
+    def parts(self) -> tuple[Algorithm, ...]:
+        """The algorithms of which it is made: itself; see `Over`."""
+        return (self,)
 
     def over(self, inner: Algorithm | Over) -> Over:
         """This algorithm, with `Mix` answered by the rounds of another one: `GASLoC().over(PowerGossip())`."""
@@ -187,16 +200,30 @@ class Over:
                 f"got {self.inner!r} below {self.outer}, expected an algorithm whose rounds mix; pass an object of its "
                 "class, such as PowerGossip()"
             )
-        inner = self.inner.outer if isinstance(self.inner, Over) else self.inner
-        if inner.needs_current and not inner.keeps_models:
+        outer, inner = self.outer, self.parts[1]
+        if not (outer.mixes and outer.takes_wire_dtype):
             raise ValueError(
-                f"got {self.outer} and {self.inner}, expected one of them: both say what is made of the steps of a rank"
+                f"got {self}, expected one of them: the first one asks for no `Mix`, so that the second one would have "
+                "no rounds"
             )
-        if self.outer.mixes_several and not inner.is_plain:
+        if inner.has_own_times:
             raise ValueError(
-                f"got {self.outer} over {self.inner}, expected plain gossip below it: it mixes two vectors in a round, "
-                f"and {type(inner).__name__} keeps what it has sent of one; take D2 or ExactDiffusion"
+                f"got {self}, expected one of them: the second one moves an anchor at times of its own, which is no "
+                "mixing for each round of the first one"
             )
+        mixes_model_only = outer.takes_push_sum
+        if inner.needs_current and not inner.keeps_models and (inner.needs_sgd or not mixes_model_only):
+            raise ValueError(f"got {self}, expected one of them: both say what is made of the steps of a rank")
+        if outer.mixes_several and not inner.is_plain:
+            raise ValueError(
+                f"got {self}, expected plain gossip below the first one: it mixes two vectors in a round, and the "
+                "second one keeps what it has sent of one; take D2 or ExactDiffusion"
+            )
+
+    @property
+    def parts(self) -> tuple[Algorithm, ...]:
+        """The algorithms, each over the next."""
+        return (self.outer, *self.inner.parts)
 
     def __repr__(self) -> str:
         return f"{self.outer!r}.over({self.inner!r})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
+from typing import ClassVar
 
 import torch
 
@@ -42,6 +43,8 @@ class Periodic(Algorithm):
     delay: int = 0
     own_weight: float | None = None
     anchor_device: torch.device | str | None = field(default=None, repr=False)
+
+    has_own_times: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         name = type(self).__name__

@@ -229,6 +229,9 @@ class Stacked:
         else:
             self.launch(x, k, sgd)
             self.land(x)
+        if self.inner is not None and self.algorithm.averages_at(k):
+            for memory in self.inner.memories:
+                memory.forget_models(is_asked=False)
         if isinstance(x, Snapshot):
             x.begin_adding()  # where the round has written nothing, the correction is zero
 

@@ -47,11 +47,8 @@ def simulate(
         )
     if isinstance(choice, SimulatedMethod):
         return _train(choice, Choice(type(choice).__name__, "", ""), setting, problem, target, max_steps)
-    parsed = (
-        choice
-        if isinstance(choice, Choice)
-        else Choice.parse(written(choice) if isinstance(choice, Algorithm | Over) else choice)
-    )
+    text = written(choice) if isinstance(choice, Algorithm | Over) else choice
+    parsed = Choice.parse(text) if isinstance(text, str) else text
     chosen = parsed.resolved(setting.world_size, setting.peers_per_itr)
     has_gradients = not problem.is_solved_by_rounds
     setting = replace(setting, shape=problem.shape, has_gradients=has_gradients)

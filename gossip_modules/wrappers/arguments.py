@@ -1,6 +1,7 @@
 """The arguments of the wrappers as a user gives them, turned into what the library works with.
 
-Each function takes what is meant without doubt, and raises a ValueError with got, expected and remedy otherwise.
+Each function takes an argument whose meaning is certain, and raises a ValueError with got, expected and remedy for any
+other one.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def as_gossiper(gossiper: GossiperLike) -> PushPull:
 
 
 def as_schedule(schedule: Schedule | ConsensusControl | int) -> Schedule | ConsensusControl:
-    """The schedule, or that of a round at every `schedule`-th step."""
+    """The schedule itself, or a schedule with a round at every `schedule`-th step."""
     if isinstance(schedule, Schedule | ConsensusControl):
         return schedule
     if isinstance(schedule, bool) or not isinstance(schedule, int) or schedule < 1:
@@ -103,6 +104,21 @@ def as_schedule(schedule: Schedule | ConsensusControl | int) -> Schedule | Conse
             "round to the next, at least 1; schedule=1, the default, gossips at every step"
         )
     return Schedule(gossip_every=schedule)
+
+
+def check_gossips(schedule: Schedule | ConsensusControl, gossip: Mapping[str, object]) -> None:
+    """Raise ValueError where arguments say how ranks gossip, but each of their rounds is an exact average.
+
+    Args:
+        schedule: when ranks communicate.
+        gossip: the arguments, by name; None where they were left out.
+    """
+    given = [name for name, value in gossip.items() if value is not None]
+    if given and isinstance(schedule, Schedule) and schedule.average_every == 1:
+        raise ValueError(
+            f"got {', '.join(given)} with {schedule}, expected none: each round of this schedule is an exact average, "
+            "so that ranks never gossip; leave them out"
+        )
 
 
 def check_periodic(
@@ -115,11 +131,6 @@ def check_periodic(
         schedule, overlap, init_sync: other arguments of the wrapper.
         gossip: those that say how ranks gossip, by name; None where they were left out.
     """
-    if isinstance(algorithm, Periodic) and isinstance(schedule, ConsensusControl):
-        raise ValueError(
-            f"got schedule={schedule} beside {algorithm}, which says itself when ranks communicate, expected one of "
-            "them; leave schedule out"
-        )
     if overlap and isinstance(algorithm, Periodic) and algorithm.delay:
         raise ValueError(
             f"got overlap=True beside {algorithm}, expected one of them: its delay says for how many steps a round "
@@ -133,8 +144,9 @@ def check_periodic(
     given = [name for name, value in gossip.items() if value is not None]
     if given and not algorithm.mixes:
         raise ValueError(
-            f"got {', '.join(given)} beside {algorithm}, which averages over all ranks and never gossips, expected "
-            "none; leave them out, or take an algorithm that gossips: GASLoC, NoLoCo or SlowMo(gossip_every=1)"
+            f"got {', '.join(given)} beside {algorithm}, expected none: it averages over all ranks and never gossips; "
+            "leave them out, or take an algorithm that gossips: GASLoC, NoLoCo or SlowMo(gossip_every=1); narrow "
+            "drifts are sent by DiLoCo(compressor=Cast(torch.bfloat16))"
         )
 
 
@@ -148,13 +160,12 @@ def check_algorithm(
         schedule: when ranks communicate.
         overlap, nprocs_per_node: other arguments of the wrapper.
     """
-    outermost = algorithm.outer if isinstance(algorithm, Over) else algorithm
-    if overlap and outermost.needs_current:
+    if overlap and any(part.needs_current for part in algorithm.parts):
         raise ValueError(
             f"got overlap=True with {algorithm}, expected overlap=False: it needs the result of a round before the "
             "next step; leave overlap out"
         )
-    if not outermost.needs_sgd:
+    if not algorithm.parts[0].needs_sgd:
         return
     if isinstance(schedule, ConsensusControl) or schedule.gossip_every != 1:
         raise ValueError(
@@ -226,7 +237,7 @@ def _named_graph(name: str, world_size: int) -> GraphManager:
 
 
 def _call(make: Callable[..., Any], *args: Any, argument: str, expected: str) -> Any:
-    """What the class or function makes."""
+    """The object that the class or function makes."""
     try:
         return make(*args)
     except (TypeError, AttributeError) as error:

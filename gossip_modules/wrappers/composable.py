@@ -21,7 +21,7 @@ from .whole_state import plain
 def gossip(module: nn.Module, **options: Any) -> GossipModule:
     """As `GossipDataParallel(module, **options)`, but the module itself is changed, and returned.
 
-    A forward pre-hook runs the round of each step, so the arithmetic is that of `GossipDataParallel`
+    A forward pre-hook runs the round of each step, so the arithmetic is the same as in `GossipDataParallel`
     bit for bit. Names have no "module." in front. The type of the module becomes a subclass of its class and of
     `GossipModule`, which has the methods of the wrapper, as with `torch.distributed.fsdp.fully_shard`. The name of the
     type, and `module.__class__`, stay what they were. `Join` needs a wrapper.
@@ -53,7 +53,7 @@ def gossip(module: nn.Module, **options: Any) -> GossipModule:
 
 
 class GossipModule(nn.Module):
-    """What `gossip` adds to the class of a module: the methods of `GossipDataParallel`, which holds the module."""
+    """The methods that `gossip` adds to the class of a module, all of `GossipDataParallel`, which holds the module."""
 
     _gossip: GossipDataParallel
 

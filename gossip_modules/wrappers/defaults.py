@@ -1,4 +1,4 @@
-"""What a wrapper uses when the user names no graph, mixing or gossiper."""
+"""The graph, weights and gossiper of a wrapper for which the user names none."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from .arguments import (
     as_mixing,
     check_algorithm,
     check_flags,
+    check_gossips,
     check_periodic,
     check_size,
     check_wire_dtype,
@@ -121,7 +122,7 @@ def choose_bipartite_mixing(graph: GraphLike | None, mixing: MixingLike | None, 
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user of a lockstep wrapper has named: whom ranks gossip with, by which weights, what, and when.
+    """The choices of the user of a lockstep wrapper: peers, weights, algorithm, and the steps with a round.
 
     Args:
         graph, mixing, push_sum, gossiper, wire_dtype, schedule, outer, algorithm: see `GossipDataParallel`.
@@ -139,7 +140,7 @@ class Choices:
     def choose(
         self, num_nodes: int, *, overlap: bool, init_sync: bool, on_nonfinite: str, nprocs_per_node: int
     ) -> tuple[MixingManager, Mixer]:
-        """The weights, with their graph, and the gossiper, with defaults for what was not named.
+        """The weights, with their graph, and the gossiper, with defaults for the arguments that were left out.
 
         Args:
             num_nodes: the number of ranks that gossip.
@@ -159,7 +160,6 @@ class Choices:
             "graph": self.graph,
             "mixing": self.mixing,
             "gossiper": self.gossiper,
-            "another algorithm": self.algorithm.inner if isinstance(self.algorithm, Over) else None,
             "wire_dtype": self.wire_dtype,
         }
         if self.outer is not None:
@@ -167,8 +167,9 @@ class Choices:
                 f"got outer={self.outer!r}, expected an algorithm such as DiLoCo(sync_every=30); for another optimizer "
                 "pass DiLoCo(optimizer=lambda parameters: torch.optim.Adam(parameters))"
             )
+        check_gossips(self.schedule, gossip | {"algorithm": self.algorithm})
         if self.algorithm is not None:
-            check_periodic(self._outermost, self.schedule, overlap=overlap, init_sync=init_sync, gossip=gossip)
+            check_periodic(self._parts[0], self.schedule, overlap=overlap, init_sync=init_sync, gossip=gossip)
             check_algorithm(self.algorithm, self.schedule, overlap=overlap, nprocs_per_node=others["nprocs_per_node"])
         if isinstance(self.schedule, ConsensusControl) and others["nprocs_per_node"] != 1:
             raise ValueError(
@@ -198,13 +199,11 @@ class Choices:
         return choose, gossiper
 
     def _gossiper(self) -> Any:
-        inner = self.algorithm
-        while isinstance(inner, Over):
-            inner = inner.inner
-        if self.wire_dtype is not None and inner is not None and not inner.takes_wire_dtype:
+        innermost = self._parts[-1] if self._parts else None
+        if self.wire_dtype is not None and innermost is not None and not innermost.takes_wire_dtype:
             raise ValueError(
-                f"got wire_dtype={self.wire_dtype} with {inner}, expected one of them: all messages are those of the "
-                "algorithm, which no wire rounds; leave wire_dtype out"
+                f"got wire_dtype={self.wire_dtype} with {innermost}, expected one of them: all messages are those of "
+                "the algorithm, which no wire rounds; leave wire_dtype out"
             )
         plain = choose_gossiper(self.gossiper, push_sum=self._sends_weights, wire_dtype=self.wire_dtype)
         return plain if self.algorithm is None else mixer_of(self.algorithm, plain)
@@ -214,23 +213,23 @@ class Choices:
         is_default = (
             self.graph is None and self.mixing is None and isinstance(mixing.graph, DynamicBipartiteCompleteGraph)
         )
-        gossips = self.algorithm is None or self._outermost.mixes
+        gossips = all(part.mixes for part in self._parts)
         return is_default and gossips and self.schedule.average_every != 1  # 1: all rounds are exact averages
 
     @property
     def _sends_weights(self) -> bool:
         """Whether models have push-sum weights: not where other vectors are mixed."""
-        return self.push_sum and (self.algorithm is None or self._outermost.takes_push_sum)
+        return self.push_sum and all(part.takes_push_sum for part in self._parts)
 
     @property
-    def _outermost(self) -> Algorithm:
-        assert self.algorithm is not None, "an algorithm is named"
-        return self.algorithm.outer if isinstance(self.algorithm, Over) else self.algorithm
+    def _parts(self) -> tuple[Algorithm, ...]:
+        """The algorithms, each over the next; plain gossip is none."""
+        return () if self.algorithm is None else self.algorithm.parts
 
     def _mixing_of(
         self, graph: GraphLike | None, mixing: MixingLike | None, num_nodes: int, gossiper: Mixer
     ) -> MixingManager:
-        """The weights, those of the method where neither graph nor weights are named."""
+        """The weights; the method says them where the user names neither graph nor weights."""
         if graph is None and mixing is None:
             mixing = gossiper.default_mixing(num_nodes)
         return choose_mixing(graph, mixing, push_sum=self._sends_weights, world_size=num_nodes, gossiper=gossiper)

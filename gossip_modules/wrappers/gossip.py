@@ -89,7 +89,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
 
     Args:
         module: the model, on its device. Its trained tensors become views of one flat vector; values are kept, or
-            are those of rank 0.
+            come from rank 0.
         graph: the communication graph: a GraphManager; a class or function of the number of ranks, like `RingGraph`;
             a name, like "ring"; or a networkx graph. None = one-peer exponential (SGP), pairs or a ring (D-PSGD).
         mixing: the weights W(t): a MixingManager, or a class or function of the graph; None = uniform (SGP),

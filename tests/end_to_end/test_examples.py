@@ -171,8 +171,8 @@ def test_own_graph() -> None:
     assert number(r"averaged weights ([-+.e\d]+)", first) < 0.05
 
 
-def test_own_gossiper() -> None:
-    first, *_ = outputs("own_gossiper.py", 4)
+def test_own_algorithm() -> None:
+    first, *_ = outputs("own_algorithm.py", 4)
     assert number(r"sent (\d+)%", first) == pytest.approx(10, abs=1)
     assert number(r"from the average ([-+.e\d]+)", first) < 0.5
 

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from gossip_modules import RingGraph, registry
-from gossip_modules.extend import ProcessGroupTransport
+from gossip_modules import GossipDataParallel, RingGraph, registry
 from gossip_modules.methods import METHODS
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.simulate.options import MAX_STEPS
 from tests.harness.quadratics import START, descended, solve
-from tests.harness.ranks import CPU, TIMEOUT, run_ranks
+from tests.harness.ranks import run_ranks
 from tests.harness.scripts import script_outputs
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "extend"
@@ -78,60 +77,68 @@ def _no_new_methods() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_new_methods")
-def test_gossiper_reaches_the_mean_and_has_a_row_in_the_simulator() -> None:
-    namespace, output = run_page("gossiper.md")
-    (plain, *_), (own, *_) = (re.findall(r"\d+", line) for line in output.splitlines())
-    assert int(plain) < int(own) < MAX_STEPS  # it says less, so it takes more steps, and arrives
+def test_algorithms() -> None:
+    """They do what the page says of them; their law in float64; a registered one has a row in the simulator."""
+    namespace, output = run_page("algorithm.md")
+    agreement, periodic, plain, own = output.splitlines()
+    without, with_momentum = (float(number) for number in re.findall(r"\d\.\de-\d\d", agreement))
+    assert with_momentum < without / 100
+    assert periodic == "the averaged weight is 1.50"
+    (plain_steps, *_), (own_steps, *_) = (re.findall(r"\d+", line) for line in (plain, own))
+    assert int(plain_steps) < int(own_steps) < MAX_STEPS  # it says less, so it takes more steps, and arrives
     assert METHODS["randomshare"].title == "Random share"
-    share: Any = namespace["RandomShare"]
+    check_momentum_gossip(namespace["MomentumGossip"])
+    check_step_then_mix(namespace["StepThenMix"])
+    check_random_share(namespace["RandomShare"])
+
+
+W = MetropolisHastingsMixing(RingGraph(5, peers_per_itr=2)).matrix(0).double()
+
+
+def check_momentum_gossip(algorithm: Any) -> None:
+    x, m = torch.full((5,), START, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    for num_steps in (0, *[1] * 6):  # a round comes before each step
+        h = descended(x, num_steps)
+        m = 0.4 * m + W @ h - h
+        x = h + m
+        assert float(x.mean()) == pytest.approx(float(h.mean()))
+    torch.testing.assert_close(solve(lambda: {"algorithm": algorithm(0.4)}, num_steps=6), x, rtol=0, atol=1e-12)
+
+
+def check_step_then_mix(algorithm: Any) -> None:
+    phi = torch.full((5,), START, dtype=torch.float64)
+    for _ in range(4):
+        phi = W @ (phi - 0.7 * (phi - descended(phi, 5)))
+    options = {"algorithm": algorithm(5, lr=0.7, momentum=0.0), "graph": "ring"}
+    torch.testing.assert_close(solve(lambda: options), phi, rtol=0, atol=1e-12)
+
+
+def check_random_share(algorithm: Any) -> None:
+    """Without training it reaches the mean."""
     values = torch.randn(3, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def body(group: dist.ProcessGroup) -> Tensor:
-        gossiper = share(0.5)
-        gossiper.bind(
-            MetropolisHastingsMixing(RingGraph(3, peers_per_itr=2)),
-            ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT),
+        module = nn.ParameterList([nn.Parameter(values[group.rank()].clone())])
+        model = GossipDataParallel(
+            module, algorithm=algorithm(0.5), init_sync=False, rounds="manual", process_group=group
         )
-        return gossiper.average(values[group.rank()], num_rounds=30)
+        for _ in range(60):
+            model.gossip_step()
+        model.close()
+        return module[0].detach()
 
     for result in run_ranks(3, body):
         torch.testing.assert_close(result, values.mean(0))
 
 
-def test_an_outer_method_steps_alone_and_mixes_the_result() -> None:
-    namespace, output = run_page("outer_method.md")
-    assert output == "the averaged weight is 1.50\n"
-    method: Any = namespace["StepThenMix"]
-    w = MetropolisHastingsMixing(RingGraph(5, peers_per_itr=2)).matrix(0).double()
-    phi = torch.full((5,), START, dtype=torch.float64)
-    for _ in range(4):
-        phi = w @ (phi - 0.7 * (phi - descended(phi, 5)))
-    outer = method(5, lr=0.7, momentum=0.0)
-    torch.testing.assert_close(solve(lambda: {"outer": outer, "graph": "ring"}), phi, rtol=0, atol=1e-12)
-
-
-def test_an_update_rule_agrees_sooner_and_keeps_the_mean() -> None:
-    namespace, output = run_page("update_rule.md")
-    plain, own = (float(number) for number in re.findall(r"\d\.\de-\d\d", output))
-    assert own < plain / 100
-    rule: Any = namespace["MomentumGossip"]
-    w = MetropolisHastingsMixing(RingGraph(5, peers_per_itr=2)).matrix(0).double()
-    x, m = torch.full((5,), START, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
-    for num_steps in (0, *[1] * 6):  # a round comes before each step
-        h = descended(x, num_steps)
-        m = 0.4 * m + w @ h - h
-        x = h + m
-        assert float(x.mean()) == pytest.approx(float(h.mean()))
-    torch.testing.assert_close(solve(lambda: {"rule": rule(0.4)}, num_steps=6), x, rtol=0, atol=1e-12)
-
-
 @pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
-def test_gossiper_is_a_recipe(tmp_path: Path) -> None:
-    """The page's script: its blocks but that of the simulator."""
-    script = [block for block in blocks("gossiper.md") if "gossip_modules.simulate" not in block]
-    assert len(script) == 3
+def test_an_algorithm_is_a_recipe(tmp_path: Path) -> None:
+    """The page's script: its blocks but those that run ranks or the simulator."""
+    shown = ("run_ranks", "gossip_modules.simulate")
+    script = [block for block in blocks("algorithm.md") if not any(name in block for name in shown)]
+    assert len(script) == 5
     (tmp_path / "my_method.py").write_text("\n".join(script), encoding="utf-8")
     options = ["--recipe", "randomshare", "--epochs", "2", "--out-dir", str(tmp_path / "run")]
     first, *_ = script_outputs(tmp_path / "my_method.py", 2, *options)

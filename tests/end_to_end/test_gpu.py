@@ -27,16 +27,17 @@ from gossip_modules import (
     TopK,
     connect,
 )
-from gossip_modules.extend import FlatBuffer, FlatVector, OuterMethod
+from gossip_modules.extend import Algorithm, FlatBuffer, FlatVector, OuterMethod, PushPull
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
-from gossip_modules.rounds.algorithm import Algorithm
+from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from tests.harness.problems import adamw, fill_, mlp, net, sgd, train_step
 from tests.harness.processes import run_processes
 from tests.harness.ranks import TIMEOUT, run_ranks
 from tests.harness.reference import Snapshot, flatten
 from tests.library.algorithms.contract import vector_of
+from tests.library.rounds.memories import rounds_of
 from tests.library.wrappers.test_oracle import FixedStaleness, assert_equal, irregular_digraph, oracle, run
 
 pytestmark = [
@@ -147,13 +148,13 @@ def gossip_on(name: str, devices: tuple[str, str], num_rounds: int = 4) -> list[
 
     def body(group: dist.ProcessGroup) -> list[Tensor]:
         device = torch.device(devices[group.rank()])
-        gossiper = COMPRESSED[name]()
+        mixer = Rounds(COMPRESSED[name](), PushPull())
         mixing = MetropolisHastingsMixing(RingGraph(2))
-        gossiper.bind(mixing, connect(group, module_device=device, comm_device="cpu", timeout=TIMEOUT))
+        mixer.bind(mixing, connect(group, module_device=device, comm_device="cpu", timeout=TIMEOUT))
         s = FlatVector(CODED, vector_of(group.rank(), CODED).raw.to(device))
         rounds = []
         for t in range(num_rounds):
-            gossiper.mix(s, t)
+            mixer.mix(s, t)
             rounds.append(torch.cat([segment.double().cpu() for segment in s.segments]))
         return rounds
 
@@ -191,7 +192,7 @@ def test_compressed_state_moves_with_the_model(name: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
         wrapper = GossipDataParallel(
             net(group.rank()).cuda(),
-            gossiper=COMPRESSED[name](),
+            algorithm=COMPRESSED[name](),
             comm_device="cpu",
             init_sync=False,
             process_group=group,
@@ -250,24 +251,24 @@ def train_over_nccl(rank: int) -> list[Tensor]:
     return results
 
 
-@pytest.mark.parametrize("outer", [DiLoCo(2), StreamingDiLoCo(4, fragments=2, delay=2), GASLoC(3)], ids=str)
-def test_anchors_in_host_memory_equal_those_on_the_card(outer: OuterMethod) -> None:
+@pytest.mark.parametrize("algorithm", [DiLoCo(2), StreamingDiLoCo(4, fragments=2, delay=2), GASLoC(3)], ids=str)
+def test_anchors_in_host_memory_equal_those_on_the_card(algorithm: OuterMethod) -> None:
     """Also: nothing of them stays on the card, and a checkpoint of either goes on with the other."""
 
     def body(group: dist.ProcessGroup, place: str | None, then: str | None) -> Tensor:
         model, resumed = net().cuda(), net(5).cuda()
         options: dict[str, Any] = {"comm_device": "cpu", "process_group": group}
-        wrapper = GossipDataParallel(model, outer=replace(outer, anchor_device=place), **options)
+        wrapper = GossipDataParallel(model, algorithm=replace(algorithm, anchor_device=place), **options)
         optimizer = sgd(model)
         for step in range(9):
             train_step(wrapper, optimizer, group.rank(), step)
         state = wrapper.state_dict()
-        engine: Any = wrapper._engine
-        for anchor in engine._anchors:
-            moments = [x for values in anchor.optimizer.state.values() for x in values.values() if torch.is_tensor(x)]
-            kept = {x.device.type for x in (anchor.phi.raw, anchor.sent.raw, *moments) if x.dim()}
-            assert kept == {place or "cuda"}
-        twin = GossipDataParallel(resumed, outer=replace(outer, anchor_device=then), **options)
+        for rounds in rounds_of(wrapper):
+            vectors = [part for entry in rounds.memory._entries.values() for part in entry.vector.parts]
+            outer = rounds.memory._optimizers["outer"].optimizer
+            moments = [x for values in outer.state.values() for x in values.values() if torch.is_tensor(x)]
+            assert {x.device.type for x in (*vectors, *moments) if x.dim()} == {place or "cuda"}
+        twin = GossipDataParallel(resumed, algorithm=replace(algorithm, anchor_device=then), **options)
         twin.load_state_dict(state)
         wrapper.close()
         other = sgd(resumed)

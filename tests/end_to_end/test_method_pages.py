@@ -47,7 +47,8 @@ from tests.harness.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "methods"
-PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md") if path.stem != "index"}
+OVERVIEWS = ("index", "combinations")
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md") if path.stem not in OVERVIEWS}
 HEADINGS = ["Update", "Guarantees", "Cost", "Options", "When to use it", "Measured", "Paper and file"]
 FAULTS = ROOT / "benchmarks" / "results" / "faults.csv"
 TRAINED = ("loss_steps", "uneven_data", "consensus_control")  # tables of trainings

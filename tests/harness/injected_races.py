@@ -18,7 +18,7 @@ from torch import Tensor
 from gossip_modules.ad_psgd.exchange import BilateralAverage
 from gossip_modules.dpwa.engine import PairwiseEngine
 from gossip_modules.dpwa.wire.fetcher import ModelFetcher
-from gossip_modules.dpwa.wire.snapshot_pool import Snapshot, SnapshotPool
+from gossip_modules.dpwa.wire.snapshot_pool import ModelSnapshot, SnapshotPool
 from gossip_modules.engine.filling import Filling
 from gossip_modules.engine.overlap import OverlapEngine, _Flight
 from gossip_modules.engine.shared_model import SharedModel
@@ -295,10 +295,10 @@ def reuse_what_is_served(patch: pytest.MonkeyPatch) -> None:
     """A snapshot is written over while it is on its way to a peer."""
     take = SnapshotPool.take
 
-    def take_any(pool: SnapshotPool) -> Snapshot:
+    def take_any(pool: SnapshotPool) -> ModelSnapshot:
         return pool.snapshots[0] if pool.snapshots else take(pool)
 
-    def write(pool: SnapshotPool, snapshot: Snapshot, x: FlatVector) -> None:
+    def write(pool: SnapshotPool, snapshot: ModelSnapshot, x: FlatVector) -> None:
         copy_in_halves(snapshot.vector, x)
 
     patch.setattr(SnapshotPool, "take", take_any)

@@ -276,10 +276,8 @@ def test_every_attribute_of_graphs_and_mixings(instance: Any, name: str, remedy:
 
 def test_mixings_and_gossipers_by_their_old_arguments() -> None:
     graph = gm.RingGraph(4)
-    for call in (
-        lambda: gm.mixing_manager.UniformMixing(graph, "cpu"),
-        lambda: gm.mixing_manager.UniformMixing(graph, device="cpu"),
-    ):  # type: ignore[call-arg]
+    uniform: Any = gm.mixing_manager.UniformMixing
+    for call in (lambda: uniform(graph, "cpu"), lambda: uniform(graph, device="cpu")):
         mixing, warned, _ = said(call)
         assert repr(mixing) == repr(gm.mixing_manager.UniformMixing(graph))
         assert len(warned) == 1

@@ -219,33 +219,3 @@ def test_three_significant_digits() -> None:
         0: "0.00",
     }
     assert {number: significant(number) for number in numbers} == numbers
-
-
-def test_grid_of_step_sizes() -> None:
-    experiment = Experiment(num_step_sizes=3)
-    assert experiment.step_sizes_of("plain", 1.308) == [1.308]
-    assert experiment.step_sizes_of("choco-sign", 1.0) == [0.01, 0.1, 1.0]
-    assert Experiment(step_sizes=(0.3,)).step_sizes_of("plain", 1.308) == [0.3]
-    assert len(Experiment(methods=("all", "plain")).names) == len(VARIANTS)
-    twice = Experiment(methods=("plain", "bfloat16", "plain"), step_sizes=(0.3, 0.1, 0.3))
-    assert twice.names == ("plain", "bfloat16")
-    assert twice.step_sizes_of("plain", 1.308) == [0.3, 0.1]
-
-
-def test_unknown_words_are_named() -> None:
-    with pytest.raises(ValueError, match=r"got methods=magic, expected all, plain, .*; see --help"):
-        Experiment(methods=("plain", "magic"))
-    with pytest.raises(ValueError, match=r"got data=cats, expected random, "):
-        Experiment(data="cats")
-    with pytest.raises(ValueError, match=r"got steps=0, expected 1 or more"):
-        Experiment(steps=0)
-    for name, value, least in (
-        ("num_workers", 1, 2),
-        ("num_step_sizes", 1, 2),
-        ("seed", -1, 0),
-        ("matrix_size", -1, 0),
-    ):
-        with pytest.raises(ValueError, match=rf"got {name}={value}, expected {least} or more"):
-            Experiment(**{name: value})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"got step_sizes=\(-1.0,\), expected positive numbers"):
-        Experiment(step_sizes=(-1.0,))

@@ -151,7 +151,7 @@ def test_dpwa_reports_the_mean_loss_of_a_step() -> None:
         def report_loss(self, loss: float) -> None:
             reported.append(loss)
 
-    config = Config(recipe="dpwa", interpolation="loss", accumulation_steps=2)
+    config = Config(algorithm="Dpwa(interpolation=LossInterpolation())", accumulation_steps=2)
     wrapper = Worker(torch.nn.Linear(3, 2), name="a", peers={"a": "tcp://127.0.0.1:*"})
     try:
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)

@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 import gossip_modules as gm
+from gossip_modules.algorithms.relay_sgd import trees_of
 from gossip_modules.graph_manager.named_graphs import GRAPHS, TREES, named_graph
 from gossip_modules.matcha.__main__ import main as write_plan
 from gossip_modules.methods import METHODS
 from gossip_modules.methods import graphs as method_graphs
-from gossip_modules.relay.relay_sgd import trees_of
 from gossip_modules.wrappers.defaults import choose_bipartite_mixing, choose_mixing
 from train.tasks.images.config import Config
 from visualization import spectra, topology
@@ -271,7 +271,7 @@ def test_topology_options_are_checked() -> None:
         named_graph("star", 4)
 
 
-OPTIONS = {"graph": "auto", "peers_per_itr": "1", "nprocs_per_node": 1, "budget": 0.5, "seed": 3, "group_size": 0}
+OPTIONS = {"graph": "auto", "peers_per_itr": "1", "nprocs_per_node": 1, "seed": 3}
 
 
 def assert_equal_rounds(rounds: MatrixRounds | str, mixing: gm.mixing_manager.MixingManager, num_rounds: int) -> None:
@@ -327,12 +327,14 @@ def test_the_graph_of_a_run_of_ad_psgd(n: int) -> None:
 @pytest.mark.parametrize(("name", "n"), [("auto", 6), ("torus", 6), ("matcha0", 8)])
 def test_the_graph_of_a_run_that_takes_all_neighbours(name: str, n: int) -> None:
     options = {**OPTIONS, "graph": name}
-    graph = method_graphs.make_static_graph(name, num_nodes=n)
+    graph = method_graphs.named("ring" if name == "auto" else name, n)
     trained = choose_mixing(graph, None, push_sum=False, world_size=n)
     assert_equal_rounds(rounds_of_run({**options, "recipe": "choco"}, n), trained, 1)
-    matcha = gm.MatchaGraph(method_graphs.base_graph(name, num_nodes=n), budget=0.5, seed=3)
+    matcha = gm.MatchaGraph(method_graphs.base_graph(name, num_nodes=n), budget=0.4, seed=3)
     assert_equal_rounds(
-        rounds_of_run({**options, "recipe": "matcha"}, n), gm.mixing_manager.LaplacianMixing(matcha), 20
+        rounds_of_run({**options, "recipe": "matcha", "algorithm": "MATCHA(budget=0.4)"}, n),
+        gm.mixing_manager.LaplacianMixing(matcha),
+        20,
     )
 
 
@@ -340,12 +342,14 @@ def test_the_graph_of_a_run_by_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_plan(["--graph", "0", "--budget", "0.3", "--num-budgets", "0", "--output", str(path)])
     planned = gm.mixing_manager.LaplacianMixing(gm.MatchaGraph.from_plan(path, seed=3))
-    assert_equal_rounds(rounds_of_run({**OPTIONS, "recipe": "matcha", "plan": str(path)}, 8), planned, 20)
+    assert_equal_rounds(
+        rounds_of_run({**OPTIONS, "recipe": "matcha", "algorithm": f"MATCHA(plan={str(path)!r})"}, 8), planned, 20
+    )
 
 
 @pytest.mark.parametrize(("n", "group_size"), [(8, 0), (8, 2), (6, 2), (7, 4), (4, 1)])
 def test_groups_average_and_come_around(n: int, group_size: int) -> None:
-    rounds = rounds_of_run({**OPTIONS, "recipe": "wagma", "group_size": group_size, "sync_period": 10}, n)
+    rounds = rounds_of_run({**OPTIONS, "recipe": "wagma", "algorithm": f"WAGMA(group_size={group_size or None})"}, n)
     assert isinstance(rounds, MatrixRounds)
     assert rounds.title.endswith(", all ranks every 10 rounds")
     groups = gm.graph_manager.ButterflyGroups(n, group_size=group_size or None)
@@ -369,10 +373,10 @@ def test_the_options_that_a_recipe_uses_say_its_graph(recipe: str) -> None:
 
 
 def test_slowmo_gossips_between_its_averages() -> None:
-    options = {**OPTIONS, "recipe": "slowmo", "sync_period": 5}
+    options = {**OPTIONS, "recipe": "slowmo", "algorithm": "SlowMo(sync_every=5)"}
     said = rounds_of_run(options, 8)
     assert said == "SlowMo: an outer step along the mean drift of all ranks every 5 steps; there is no graph."
-    rounds = rounds_of_run({**options, "outer_gossip_every": 2}, 8)
+    rounds = rounds_of_run({**options, "algorithm": "SlowMo(sync_every=5, gossip_every=2)"}, 8)
     trained = choose_mixing(None, None, push_sum=True, world_size=8)
     assert_equal_rounds(rounds, trained, trained.period)
     assert isinstance(rounds, MatrixRounds)
@@ -396,3 +400,32 @@ def test_runs_without_a_graph_say_so(recipe: str, n: int, reason: str) -> None:
     said = rounds_of_run({**OPTIONS, "recipe": recipe}, n)
     assert isinstance(said, str)
     assert reason in said
+
+
+def test_runs_of_version_0_1_have_settings_of_methods_among_their_options() -> None:
+    options = {**OPTIONS, "graph": "ring", "budget": 0.25, "sync_period": 7, "group_size": 2}
+    titles = {}
+    for recipe in ("matcha", "wagma", "diloco"):
+        rounds = rounds_of_run({**options, "recipe": recipe}, 8)
+        titles[recipe] = rounds if isinstance(rounds, str) else rounds.title
+    assert titles == {
+        "matcha": "MATCHA on ring, budget 0.25",
+        "wagma": "groups of 2, all ranks every 7 rounds",
+        "diloco": "DiLoCo: an outer step along the mean drift of all ranks every 7 steps; there is no graph.",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "title"),
+    [
+        ({"recipe": "sparta"}, "CompleteGraph(8, peers_per_itr=7)"),
+        ({"recipe": "qgdsgdm", "graph": "ring"}, "ring, all neighbours"),
+        ({"recipe": "sgp", "graph": "RingGraph(peers_per_itr=2)"}, "RingGraph(8, peers_per_itr=2)"),
+        ({"recipe": "gasloc", "algorithm": "GASLoC().over(PowerGossip())", "graph": "torus"}, "torus, all neighbours"),
+    ],
+)
+def test_graphs_by_their_texts_and_of_algorithms(options: dict[str, str], title: str) -> None:
+    rounds = rounds_of_run({**OPTIONS, **options}, 8)
+    assert isinstance(rounds, MatrixRounds)
+    assert rounds.title == title
+    np.testing.assert_allclose(rounds.matrix(0).sum(1), 1)

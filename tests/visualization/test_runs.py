@@ -49,16 +49,16 @@ def test_what_training_writes_is_read(tmp_path: Path) -> None:
         results.append(RankResult.of(validation, 20, meters, stats))
     for old, new in ((1, 0), (2, 1)):  # rank 0 would take the seconds that TensorBoard takes
         (tmp_path / f"rank_{old:04d}.csv").rename(tmp_path / f"rank_{new:04d}.csv")
-    write_report(tmp_path, Config(theta=2.0), "bleu", validation, results)
+    write_report(tmp_path, Config(recipe="adpsgd", overlap=True), "bleu", validation, results)
     run, problems = read_run(tmp_path)
     assert problems == []
     assert run is not None
     assert set(COLUMNS) <= set(run.table)
     assert run.table["averaged_test_bleu"].dropna().tolist() == [30.0, 30.0]
-    assert (run.recipe, run.summary["averaged_test"]["nll"], run.world_size) == ("sgp", 1.0, 2)
-    assert "peers_per_itr" in run.config
-    assert "theta" not in run.config
-    assert run.summary["unused"] == {"theta": 2.0}
+    assert (run.recipe, run.summary["averaged_test"]["nll"], run.world_size) == ("adpsgd", 1.0, 2)
+    assert "graph" in run.config
+    assert "overlap" not in run.config
+    assert run.summary["unused"] == {"overlap": True}
     made = run.summary["made"]
     assert set(made) == {"date", "command", "python", "torch", "machine"}
     assert made["torch"] == torch.__version__

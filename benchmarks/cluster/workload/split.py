@@ -18,7 +18,7 @@ from benchmarks.contenders import (
     PeriodicallyAveraged,
 )
 from gossip_modules import GossipDataParallel
-from gossip_modules.extend import Gossiper, GossipWrapper, OverlapEngine
+from gossip_modules.extend import GossipWrapper, Mixer, OverlapEngine
 from gossip_modules.transport.base import Pending
 
 T = TypeVar("T")
@@ -40,6 +40,8 @@ class Split:
     def __init__(self, contender: Contender) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._running: set[str] = set()
+        self._round_start: float | None = None  # of the round that has sent nothing yet
+        self._num_pending, self._wire_start = 0, 0.0  # exchanges under way, and when the first of them was posted
         self._contender = contender
         optimizer: Any = getattr(contender, "optimizer", None)  # Decent-DP keeps it to itself
         is_plain = type(optimizer) is torch.optim.SGD and not optimizer._optimizer_step_post_hooks
@@ -55,9 +57,7 @@ class Split:
         elif gossips:
             assert isinstance(model, GossipDataParallel)
             self.is_hidden = isinstance(model._engine, OverlapEngine)
-            gossiper = model._engine.gossiper
-            assert isinstance(gossiper, Gossiper), "rounds of a graph are a gossiper's"
-            self._watch(gossiper)
+            self._watch(model._engine.gossiper)
 
     def seconds(self) -> dict[str, float]:
         """So far, by part: optimizer, wait, and, where rounds are told apart, encode, wire and mix, their rest."""
@@ -72,21 +72,42 @@ class Split:
             parts.update(encode=encode, wire=wire, mix=max(self._seconds[ROUND] - encode - wire, 0.0))
         return parts
 
-    def _watch(self, gossiper: Gossiper) -> None:
-        instance: Any = gossiper
+    def _watch(self, mixer: Mixer) -> None:
+        instance: Any = mixer
         for name in ("start", "finish", "difference"):
-            setattr(instance, name, self._timed(ROUND, getattr(instance, name)))
-        instance.encode = self._timed(ENCODE, instance.encode)
-        transport: Any = gossiper.transport
+            setattr(instance, name, self._timed(ROUND, self._marked(getattr(instance, name))))
+        transport: Any = mixer.transport
         exchange = transport.exchange
 
         def timed_exchange(*args: Any, **options: Any) -> Pending:
-            start = time.perf_counter()
-            pending: Pending = exchange(*args, **options)
-            # Headers go while the message is still encoded, and are waited for with it.
-            return pending if ENCODE in self._running else _TimedPending(pending, self._seconds, start)
+            now = time.perf_counter()
+            if self._round_start is not None:
+                self._seconds[ENCODE] += now - self._round_start
+                self._round_start = None
+            if not self._num_pending:
+                self._wire_start = now
+            self._num_pending += 1
+            return _TimedPending(exchange(*args, **options), self._arrived)
 
         transport.exchange = timed_exchange
+
+    def _marked(self, function: Callable[..., T]) -> Callable[..., T]:
+        """The function, a part of a round, whose time before it sends anything is that of encoding."""
+
+        def marked(*args: Any, **options: Any) -> T:
+            self._round_start = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                self._round_start = None
+
+        return marked
+
+    def _arrived(self) -> None:
+        """An exchange has ended; several at a time, as of headers and messages, count once."""
+        self._num_pending -= 1
+        if not self._num_pending:
+            self._seconds[WIRE] += time.perf_counter() - self._wire_start
 
     def _timed(self, part: str, function: Callable[..., T]) -> Callable[..., T]:
         """The function, timed; a call within a call of the same part counts once."""
@@ -106,25 +127,23 @@ class Split:
 
 
 class _TimedPending:
-    """A posted exchange that counts as time on the wire from its posting to the end of the wait for it.
+    """A posted exchange that says when the wait for it has ended.
 
     Args:
         pending: the exchange.
-        seconds: by part, to add to.
-        start: of the posting, of time.perf_counter().
+        arrived: called then.
     """
 
-    def __init__(self, pending: Pending, seconds: dict[str, float], start: float) -> None:
+    def __init__(self, pending: Pending, arrived: Callable[[], None]) -> None:
         self._pending: Any = pending
-        self._seconds = seconds
-        self._start = start
+        self._arrived = arrived
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """See `Pending`."""
         self._pending.wait(timeout)
-        self._seconds[WIRE] += time.perf_counter() - self._start
+        self._arrived()
 
     def arrivals(self, *args: Any, **options: Any) -> Iterator[Any]:
         """See `Pending`."""
         yield from self._pending.arrivals(*args, **options)
-        self._seconds[WIRE] += time.perf_counter() - self._start
+        self._arrived()

@@ -219,7 +219,7 @@ def test_ranks_that_train_alone_are_evaluated_as_their_average() -> None:
         contender = PeriodicallyAveraged(
             module,
             lambda parameters: torch.optim.SGD(parameters, lr=1.0),
-            wrap=lambda x: GossipDataParallel(x, process_group=group, outer=DiLoCo(4)),
+            wrap=lambda x: GossipDataParallel(x, process_group=group, algorithm=DiLoCo(4)),
         )
         start = module.weight.item()
         contender.step(lambda model: model(torch.full((1, 1), float(group.rank()))).sum())  # x <- x - rank

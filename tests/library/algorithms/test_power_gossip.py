@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import networkx as nx
@@ -89,7 +90,7 @@ def begun(factors: list[dict[tuple[int, int], Tensor]], rows: list[int], **optio
             for peer in v.peers:
                 right = [chosen[min(v.rank, peer), max(v.rank, peer)].clone()[None] for chosen in factors]
                 left = [torch.zeros(1, n, factor.shape[-1]).double() for n, factor in zip(rows, right, strict=True)]
-                m.link(peer, lambda left=left, right=right: {"left": left, "right": right, "iterations": 0})
+                m.link(peer, partial(dict[str, Any], left=left, right=right, iterations=0))
             yield from super().round(v, m, k)
 
     return Begun(**options)

@@ -100,7 +100,7 @@ def gossip(module: Any = None, **options: Any) -> gm.GossipDataParallel:
     return gm.GossipDataParallel(mlp() if module is None else module, **{"process_group": solo_group(), **options})
 
 
-def used_gossiper() -> gm.extend.Gossiper:
+def used_gossiper() -> gm.extend.PushSum:
     gossiper = gm.extend.PushSum()
     gossip(algorithm=gossiper)
     return gossiper
@@ -386,5 +386,5 @@ def test_an_algorithm_is_over_an_algorithm_only(inner: Any) -> None:
 
 
 def test_an_algorithm_that_never_gossips_is_over_none() -> None:
-    with pytest.raises(ValueError, match="got another algorithm beside DiLoCo"):
+    with pytest.raises(ValueError, match=r"got DiLoCo.*\.over\(.*the first one asks for no `Mix`"):
         gm.GossipDataParallel(nn.Linear(2, 2), algorithm=gm.DiLoCo().over(gm.PowerGossip()), process_group=solo_group())
