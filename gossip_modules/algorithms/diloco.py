@@ -89,7 +89,6 @@ class DiLoCo(OuterMethod):
         "Douillard et al.", "DiLoCo: Distributed Low-Communication Training of Language Models", "2023", "2311.08105"
     )
     averages_exactly: ClassVar[bool] = True
-    mixes: ClassVar[bool] = False
     has_equal_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -37,7 +37,6 @@ class LocalSGD(Periodic):
         "Stich", "Local SGD Converges Fast and Communicates Little", "ICLR 2019", "1805.09767"
     )
     averages_exactly: ClassVar[bool] = True
-    mixes: ClassVar[bool] = False
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..compression.compressor import Compressor
 from ..rounds.memory import Memory
@@ -26,8 +25,6 @@ class OuterMethod(Periodic):
 
     It takes the arguments of `Periodic`.
     """
-
-    can_recover: ClassVar[bool] = True
 
     def anchor(self, m: Memory) -> Vector:
         """phi. After an exact average of all models it stays where all ranks have one, and else starts anew."""

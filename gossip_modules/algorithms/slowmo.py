@@ -96,7 +96,7 @@ class SlowMo(OuterMethod):
         return f"{self}, inner_lr={'a function' if callable(self.inner_lr) else self.inner_lr}"
 
     @property
-    def mixes(self) -> bool:  # type: ignore[override]
+    def mixes(self) -> bool:
         """See `Algorithm`."""
         return self.gossip_every > 0
 

@@ -69,7 +69,6 @@ class SparseLoCo(OuterMethod):
         "2508.15706",
     )
     averages_exactly: ClassVar[bool] = True
-    mixes: ClassVar[bool] = False
     has_equal_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -199,6 +199,8 @@ class OverlapEngine(LockstepEngine):
             torch.cuda.current_stream(x.raw.device).wait_stream(self._stream)  # c is written before it is added
         if self.on_nonfinite != "spread" and not self.agree_finite(flight.is_finite):
             self._leave_out(flight, x)
+        if flight.mixer is self._scheduled_average and not self._scheduled_average.has_failed:
+            self.gossiper.end_average()
         return alpha
 
     def _leave_out(self, flight: _Flight, x: FlatVector) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -40,39 +40,6 @@ def holds_any(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
     """Whether the optimizer holds one of these parameters."""
     ours = {id(parameter) for parameter in parameters}
     return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
-
-
-class KnownOptimizers:
-    """Whether optimizers concern the holder of a list of parameters, found out once for each optimizer and list.
-
-    A copy knows no optimizer.
-    """
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[Sequence[Tensor], int, bool]]
-        self._known = weakref.WeakKeyDictionary()
-
-    def __call__(
-        self,
-        optimizer: Optimizer,
-        parameters: Sequence[Tensor],
-        look: Callable[[Optimizer, Sequence[Tensor]], bool] = holds_any,
-    ) -> bool:
-        """`look(optimizer, parameters)`.
-
-        Args:
-            optimizer: which may get other parameters.
-            parameters: a list that is replaced, never changed.
-            look: by default, whether the optimizer holds one of them.
-        """
-        num_held = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._known.get(optimizer)
-        if known is None or known[0] is not parameters or known[1] != num_held:
-            known = self._known[optimizer] = parameters, num_held, look(optimizer, parameters)
-        return known[2]
-
-    def __reduce__(self) -> Any:
-        return KnownOptimizers, ()
 
 
 def existing_optimizers() -> list[Optimizer]:

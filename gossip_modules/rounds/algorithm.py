@@ -55,13 +55,11 @@ class Algorithm(ABC):
         follows_rate: whether its memory has vectors in units of the learning rate.
         takes_push_sum: whether models may carry a push-sum weight, as where it mixes v.x and nothing else.
         averages_exactly: whether rounds average over all ranks, rather than mix on a graph.
-        mixes: whether it ever mixes on a graph, so that graph and weights matter.
         has_own_times: whether it says itself when its rounds are, so that it cannot answer each `Mix` of another one.
         takes_wire_dtype: whether a narrow wire rounds what it mixes or averages. False where all messages are its own.
         is_whole: whether a round leaves nothing out for later, as compressed ones do.
         needs_whole_rounds: whether differences of ranks may grow where a round that mixes leaves something out.
         writes_early: whether a round changes x or memory before its last answer, so that it is no transaction.
-        can_recover: whether `recover` makes a model finite, so that no round is ever left out.
         needs_inner_rate: whether `inner_rate` is to be asked.
         keeps_links: whether it keeps something of each link that must be the same at both of its ends.
         is_elastic: whether a round goes on without peers that fail, so that a membership may run it.
@@ -92,13 +90,11 @@ class Algorithm(ABC):
     averages_exactly: ClassVar[bool] = False
     has_equal_memory: ClassVar[bool] = False
     keeps_links: ClassVar[bool] = False
-    mixes: ClassVar[bool] = True
     has_own_times: ClassVar[bool] = False
     takes_wire_dtype: ClassVar[bool] = True
     is_whole: ClassVar[bool] = False
     needs_whole_rounds: ClassVar[bool] = False
     writes_early: ClassVar[bool] = False
-    can_recover: ClassVar[bool] = False
     needs_inner_rate: ClassVar[bool] = False
     is_elastic: ClassVar[bool] = True
     checks_messages: ClassVar[bool] = True
@@ -115,6 +111,16 @@ class Algorithm(ABC):
     def averages_at(self, k: int) -> bool:
         """Whether the round after k optimizer steps is one of those that average exactly, if the algorithm does."""
         return self.averages_exactly and self.is_due(k)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it ever mixes on a graph, so that graph and weights matter."""
+        return not self.averages_exactly
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether it has a `recover`, which makes a model finite, so that no round is ever left out."""
+        return type(self).recover is not Algorithm.recover
 
     def begin(self, v: Vectors, m: Memory) -> None:
         """Called once, where training begins: declare here what is to start as the model is then."""

@@ -66,6 +66,7 @@ class Memory:
         self._x: Vector | None = None  # the model of the present round
         self._devices: list[torch.device] | None = None  # of its parts; None: there was no round yet
         self._layout: FlatLayout | None = None  # of the parameters, widened
+        self._scratch_layout: FlatLayout | None = None  # of the models that scratch vectors are like, buffers included
         self._entries: dict[str, _Entry] = {}
         self._optimizers: dict[str, OuterOptimizer] = {}
         self._objects: dict[str, Kept] = {}
@@ -212,6 +213,8 @@ class Memory:
             who: the algorithm, for a warning where it meets new tensors; None: nobody is warned.
         """
         self._x = x
+        if x.flat is not None and x.flat.layout != self._scratch_layout:  # with other buffers, at least
+            self._scratch, self._scratch_layout = {}, x.flat.layout
         before, self._devices = self._devices, [part.device for part in x.parts]
         layout = self._layout if x.flat is None else _layout_of(x.flat)
         is_moved = before is not None and before != self._devices
@@ -229,7 +232,8 @@ class Memory:
                 stacklevel=2,
             )
         self._scratch, self._cached = {}, {}
-        self._links = {j: _moved(link, x.parts[0].device) for j, link in self._links.items()} if is_moved else {}
+        is_same = is_moved and layout == old  # on another device
+        self._links = {j: _moved(link, x.parts[0].device) for j, link in self._links.items()} if is_same else {}
         kept, optimizers = self._entries, self._optimizers
         self._entries, self._optimizers = {}, {}
         assert old is not None or is_moved
@@ -240,7 +244,7 @@ class Memory:
             vector = next(self._entries[key].vector for key, entry in kept.items() if entry.vector is before_.of)
             if self.optimizer(name, before_.make, vector) is not None:
                 self._optimizers[name].go_on_as(before_, lambda a, b: _carry(a, _places(old), b, _places(layout)))
-        self._objects = {} if not is_moved else self._objects
+        self._objects = self._objects if is_same else {}
 
     def release(self) -> None:
         """The round is over, and so is the vector that it was about."""

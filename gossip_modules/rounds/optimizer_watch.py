@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import STEP_HOOKS, KnownOptimizers, is_left_out
+from ..flat.step_hooks import STEP_HOOKS, holds_any, is_left_out
 from .algorithm import Algorithm
 from .memory import Memory
 from .sgd_momentum import SGDMomentum
@@ -99,13 +99,12 @@ class InnerRate:
 
     def __init__(self, algorithm: Algorithm, buffer: FlatBuffer) -> None:
         self._algorithm, self._buffer = algorithm, buffer
-        self._known = KnownOptimizers()
         self.rate: float | None = None
         STEP_HOOKS.add(self)
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """See `Stepped`."""
-        return self._known(optimizer, self._buffer.parameters)
+        return holds_any(optimizer, self._buffer.parameters)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""

@@ -15,10 +15,10 @@ from torch.profiler import record_function
 from ..flat.buffer import FlatBuffer
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
-from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport, timeout_of
 from .algorithm import Algorithm, Over
+from .composed import Composed
 from .fragment import Fragment, check_names, cut
 from .gossip_thread import GossipThread
 from .memory import Memory, move_parts, places_of, tensors_beyond
@@ -39,7 +39,7 @@ class _TravellingRound:
     future: Future[float]
 
 
-class Pieces(Mixer):
+class Pieces(Composed):
     """Runs the rounds of a `Periodic` algorithm for each fragment of the model; see [Note: Fragments and delays].
 
     A round with a delay is begun on the training thread, answered on the gossip thread, and ended on the training
@@ -60,7 +60,8 @@ class Pieces(Mixer):
 
     def __init__(self, rounds: Rounds) -> None:
         assert isinstance(rounds.algorithm, Periodic), "fragments and delays are settings of periodic algorithms"
-        self.algorithm = rounds.algorithm
+        super().__init__(rounds.algorithm, rounds.mixer)
+        self.algorithm: Periodic = rounds.algorithm
         self.rounds = [rounds]
         self._device = None if self.algorithm.anchor_device is None else torch.device(self.algorithm.anchor_device)
         self._buffer: FlatBuffer | None = None  # says where the tensors of the model are in the vector
@@ -69,7 +70,6 @@ class Pieces(Mixer):
         self._flights: list[_TravellingRound] = []  # in the order in which they began
         self._thread: GossipThread | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._k = self._t = 0
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `Mixer`."""
@@ -83,30 +83,10 @@ class Pieces(Mixer):
         for rounds in self.rounds:
             rounds.rebind(mixing, transport)
 
-    def check(self, mixing: MixingManager) -> None:
-        """See `Mixer`."""
-        if not self._is_bound:
-            self.rounds[0].check(mixing)
-
-    @property
-    def is_weighted(self) -> bool:
-        """See `Mixer`."""
-        return self.rounds[0].is_weighted
-
-    @property
-    def keeps_models(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
-        return self.rounds[0].keeps_models
-
     @property
     def is_skippable(self) -> bool:  # type: ignore[override]
         """See `Mixer`. Where rounds travel, no model may come into one that is not finite."""
-        return self.rounds[0].is_skippable and not self.algorithm.delay
-
-    @property
-    def can_recover(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
-        return self.rounds[0].can_recover
+        return super().is_skippable and not self.algorithm.delay
 
     @property
     def has_news(self) -> bool:  # type: ignore[override]
@@ -114,26 +94,9 @@ class Pieces(Mixer):
         return any(rounds.has_news for rounds in self.rounds)
 
     @property
-    def needs_symmetric_weights(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
-        return self.rounds[0].needs_symmetric_weights
-
-    @property
     def sources(self) -> Sequence[int]:
         """See `Mixer`."""
         return self.rounds[0].sources
-
-    def default_graph(self, world_size: int) -> GraphManager | None:
-        """See `Mixer`."""
-        return self.rounds[0].default_graph(world_size)
-
-    def default_mixing(self, world_size: int) -> MixingManager | None:
-        """See `Rounds`."""
-        return self.rounds[0].default_mixing(world_size)
-
-    def describe(self, dtypes: Sequence[torch.dtype]) -> str:
-        """See `Rounds`."""
-        return self.rounds[0].describe(dtypes)
 
     def for_membership(self) -> Pieces:
         """See `Mixer`."""
@@ -162,13 +125,6 @@ class Pieces(Mixer):
 
     # Rounds.
 
-    def is_due(self, k: int) -> bool:
-        """See `Mixer`."""
-        if self.algorithm.is_due(k):
-            self._k = k
-            return True
-        return False
-
     def begin(self, x: FlatVector, k: int = 0) -> bool:
         """See `Mixer`: what has begun so far and is due now is ended."""
         has_changed = self._cut(x)
@@ -188,15 +144,11 @@ class Pieces(Mixer):
             with self._part(p, x) as part:
                 rounds.recover(part)
 
-    def start(self, s: FlatVector, t: int) -> None:
-        """See `Mixer`."""
-        self._t = t
-
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`; with a delay rounds are begun."""
         starting = self.algorithm.starting_at(self._k)
         if not starting:
-            self.rounds[0].mixer.mix(s, self._t)
+            self.mixer.mix(s, self._t)
         for p in starting:
             t = self.algorithm.number_of(p, self._k)  # so that each fragment meets every matrix of a graph that changes
             if self.algorithm.delay:
@@ -364,9 +316,6 @@ class Pieces(Mixer):
     def __getstate__(self) -> dict[str, Any]:
         assert not self._flights, "flush() before copying: a round travels"
         return {**self.__dict__, "_thread": None, "_stream": None}
-
-    def __repr__(self) -> str:
-        return repr(self.rounds[0])
 
 
 def mixer_of(algorithm: Algorithm | Over, plain: Mixer) -> Mixer:

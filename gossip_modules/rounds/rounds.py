@@ -13,12 +13,10 @@ from torch import Tensor
 from ..flat.buffer import FlatBuffer
 from ..flat.nonfinite import is_finite
 from ..flat.vector import FlatVector, add_
-from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
-from ..mixing_manager.relaxed import RelaxedMixing
-from ..transport.agreement import broadcast_state
 from ..transport.base import Transport, is_elastic
 from .algorithm import Algorithm, Over
+from .composed import Composed
 from .memory import Memory
 from .message import Message, MessageBuffer, Received
 from .messages import MessageRounds
@@ -26,28 +24,16 @@ from .mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
 from .old_checkpoints import renewed
 from .optimizer_watch import OptimizerWatch
 from .requests import Average, Exchange, Gather, Mix, Request, RoundLost, Share
+from .stamps import Stamps
 from .vector import Snapshot, Vector
 from .vectors import Vectors
 
 
-class Rounds(Mixer):
+class Rounds(Composed):
     """Makes a mixer of an algorithm: s <- one round of it, blocking; or the correction of that round.
 
     [Note: who answers] `Mix(x)` is answered by another mixer: plain gossip, or the rounds of another algorithm, so that
     algorithms may be stacked on each other. `Average(x)` is an all-reduce; messages go by `MessageRounds`.
-
-    [Note: One memory] Where all ranks keep the same vectors (`has_equal_memory`), and workers may die and join, all
-    would train on around different anchors for ever if one of them took a round that another did not take. An average
-    takes effect on all or on none, but for a worker that dies while it says that it has the result (`ElasticAverage`).
-    And a worker that joins has the memory that its donor had some steps before. So a memory has a stamp, the step of
-    the last round that it took. The first step of a generation, the same on all workers, runs
-
-        stamps of all workers, and the steps of rounds that were lost <- all_gather
-        memory <- that of the first rank with the largest stamp; x <- as after a recovery     # of ranks that are behind
-        the last round that was lost                                                    # unless one is due anyway
-
-    If that fails too, since another worker dies, the next generation does it. Until then there are no rounds that
-    average, and workers train alone. So the ranks of one generation have the same memory, bit for bit.
 
     Where new tensors are trained, they become their average over all ranks before they enter an equal memory.
 
@@ -57,7 +43,7 @@ class Rounds(Mixer):
     """
 
     def __init__(self, algorithm: Algorithm, mixer: Mixer) -> None:
-        self.algorithm, self.mixer = algorithm, mixer
+        super().__init__(algorithm, mixer)
         self.name = type(algorithm).__name__  # in checkpoints
         self._is_torn = False  # whether a round has ended while it was writing what its messages had said
         self._is_cut_off = False  # whether messages of a round have not come, and may still be on their way
@@ -69,9 +55,7 @@ class Rounds(Mixer):
         self._has_checked_step = False
         self._agree_finite: Callable[[bool], bool] | None = None  # where answers are looked at
         self.has_failed = False  # whether the last round took no effect, as a worker had died
-        self._k = self._t = 0
-        self._stamp = self._missed = 0  # the steps of the last rounds that took effect, and that were lost
-        self._is_agreed = self._has_tried = True  # [Note: One memory]
+        self.stamps = Stamps()
         self._alpha: float | None = None
         self._has_begun = False
         self._own_buffer_weight = 1.0
@@ -105,7 +89,7 @@ class Rounds(Mixer):
         self.messages.bind(mixing, transport)
         self.memory.weights = repr(mixing)
         self.averager: GlobalAverage = (ElasticAverage if is_elastic(transport) else GlobalAverage)(transport)
-        self._is_agreed = self._has_tried = not self._must_agree
+        self.stamps.begin_generation(is_needed=self._must_agree)
 
     def sibling(self) -> Rounds:
         """The rounds of another part of the same model, with a memory of their own, over the same plain gossip."""
@@ -122,60 +106,12 @@ class Rounds(Mixer):
         self.averager.transport, self.memory.weights = transport, repr(mixing)
         self.memory.begin_generation()
         self._has_begun = False
-        self._is_agreed = self._has_tried = not self._must_agree
-
-    def check(self, mixing: MixingManager) -> None:
-        """See `Mixer`."""
-        self.mixer.check(mixing)
-        self.algorithm.check(self._relaxed(mixing))
-        own, inner = self.algorithm, self.mixer
-        if own.averages_exactly and own.mixes and inner.keeps_models:
-            raise ValueError(
-                f"got {inner} between the exact averages of {own}, expected an algorithm that keeps no models of "
-                "peers: it would relay those from before an average, and undo it; leave it out, or pass gossip_every=0"
-            )
-        if own.needs_whole_rounds and not (inner.is_whole or inner.keeps_models):
-            raise ValueError(
-                f"got {inner} with {own}, expected plain gossip: the momentum repeats what a round has changed, and "
-                "differences that compressed rounds leave out may grow by it from round to round; pass momentum=0 "
-                "(NoLoCo: and pull <= 1), take GASLoC(optimizer=...), or compress exact averages: SparseLoCo(). An "
-                "algorithm of your own that leaves nothing out says so by is_whole = True"
-            )
-
-    def _relaxed(self, mixing: MixingManager) -> MixingManager:
-        """About what answers to `Mix` are made by."""
-        step_size = self.mixer.algorithm.step_size_on(mixing) if isinstance(self.mixer, Rounds) else 1.0
-        return mixing if step_size == 1.0 else RelaxedMixing(mixing, step_size)
-
-    @property
-    def is_weighted(self) -> bool:
-        """See `Mixer`."""
-        return self.mixer.is_weighted
-
-    @property
-    def keeps_models(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
-        return self.algorithm.keeps_models or self.mixer.keeps_models
-
-    @property
-    def is_skippable(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
-        return self.algorithm.is_skippable and self.mixer.is_skippable and not self.can_recover
-
-    @property
-    def is_whole(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
-        return self.algorithm.is_whole and self.mixer.is_whole
-
-    @property
-    def can_recover(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
-        return self.algorithm.can_recover
+        self.stamps.begin_generation(is_needed=self._must_agree)
 
     @property
     def has_news(self) -> bool:  # type: ignore[override]
         """See `Mixer`."""
-        return not self._has_tried
+        return not self.stamps.has_tried
 
     @property
     def _must_agree(self) -> bool:
@@ -192,17 +128,6 @@ class Rounds(Mixer):
         if self.algorithm.averages_exactly:
             return range(self.transport.world_size)
         return self.messages.sources or self.mixer.sources
-
-    def is_due(self, k: int) -> bool:
-        """See `Mixer`."""
-        if self.algorithm.is_due(k):
-            self._k = k
-            return True
-        return False
-
-    def start(self, s: FlatVector, t: int) -> None:
-        """See `Mixer`; the round itself runs in `finish` or `difference`."""
-        self._t = t
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`."""
@@ -227,23 +152,6 @@ class Rounds(Mixer):
         s.push_sum_weight.sub_(weight)
         return 1.0
 
-    @property
-    def needs_symmetric_weights(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
-        return (
-            self.algorithm.needs_symmetric_weights
-            or self.algorithm.needs_static_graph
-            or self.mixer.needs_symmetric_weights
-        )
-
-    def default_graph(self, world_size: int) -> GraphManager | None:
-        """See `Mixer`."""
-        return self.algorithm.default_graph(world_size) or self.mixer.default_graph(world_size)
-
-    def default_mixing(self, world_size: int) -> MixingManager | None:
-        """See `Mixer`."""
-        return self.algorithm.default_mixing(world_size) or self.mixer.default_mixing(world_size)
-
     def refuse_nonfinite(self, agree: Callable[[bool], bool]) -> None:
         """See `Mixer`."""
         self._agree_finite = agree
@@ -254,11 +162,6 @@ class Rounds(Mixer):
         if isinstance(self.mixer, Rounds):
             self.mixer.watch_optimizer(buffer)
 
-    def describe(self, dtypes: Sequence[torch.dtype]) -> str:
-        """What all ranks must agree on. dtypes: of the parameters, in float32 at least."""
-        inner = f".over({self.mixer.describe(dtypes)})" if isinstance(self.mixer, Rounds) else f" by {self.mixer}"
-        return f"{self.algorithm.describe(dtypes)}{inner if self.algorithm.mixes else ''}"
-
     # Beside rounds.
 
     @property
@@ -267,7 +170,7 @@ class Rounds(Mixer):
         return self._has_begun
 
     def begin(self, x: FlatVector, k: int = 0) -> bool:
-        """See `Mixer` and [Note: One memory]."""
+        """See `Mixer` and [Note: One memory] of `Stamps`."""
         return self.begin_part(x, is_due=self.algorithm.averages_at(k), k=k)
 
     def begin_part(self, x: FlatVector, *, is_due: bool, k: int) -> bool:
@@ -286,20 +189,20 @@ class Rounds(Mixer):
             self.algorithm.begin(self._vectors(Vector.of(x)), self.memory)
             self._buffers = [b.clone() for b in x.buffers]
             self._has_begun = True
-        if not self._has_tried:
+        if not self.stamps.has_tried:
             has_changed = self._agree(x)
-            if self._is_agreed and self._missed > self._stamp and not is_due:
-                self._k = self._t = self._missed
+            if self.stamps.is_agreed and self.stamps.lost > self.stamps.taken and not is_due:
+                self._k = self._t = self.stamps.lost
                 self._run(Vector.of(x))
                 has_changed = True
-        if self.algorithm.has_equal_memory and self._is_agreed and (new := self.memory.new_tensors(x)):
+        if self.algorithm.has_equal_memory and self.stamps.is_agreed and (new := self.memory.new_tensors(x)):
             warnings.warn(
                 f"{self.algorithm}: other tensors are trained than before, so its memory begins at the average of all "
                 f"models in those that are new ({sum(map(torch.numel, new))} elements)",
                 stacklevel=2,
             )
             if average_(new, x, self.averager):
-                self._stamp, has_changed = max(k, self._stamp), True
+                self.stamps.taken, has_changed = max(k, self.stamps.taken), True
                 self.memory.fit(Vector.of(x))
         return has_changed
 
@@ -313,27 +216,11 @@ class Rounds(Mixer):
             own.copy_(torch.where(own.isfinite(), own, kept.to(own)))
 
     def _agree(self, x: FlatVector) -> bool:
-        """Take the newest memory, and set `_is_agreed`, if no worker fails; returns whether x was written."""
-        self._has_tried, self._is_agreed, has_changed = True, False, False
-        transport = self.transport
-        mine = torch.tensor([self._stamp, self._missed], device="cpu")
-        everyone = mine.new_empty(transport.world_size * 2)
-        try:
-            transport.all_gather(everyone, mine, what="the last rounds of all workers")
-            stamps, missed = everyone.view(-1, 2).unbind(1)
-            newest, source = int(stamps.max()), int(stamps.argmax())
-            if int(stamps.min()) < newest:
-                state = self.memory.state_dict(joins=True) if source == transport.rank else None
-                state = broadcast_state(transport, state, source=source, what=f"the memory of {self.algorithm}")
-                if self._stamp < newest:
-                    self.memory.take(state)
-                    self._stamp, has_changed = newest, self.algorithm.can_recover
-                    v = self._vectors(Vector.of(x))
-                    self.algorithm.recover(v, self.memory)
-            self._missed, self._is_agreed = int(missed.max()), True
-        except (ConnectionError, TimeoutError):
-            pass  # the next generation does it
-        return has_changed
+        """Take the newest memory; returns whether x was written."""
+        if not self.stamps.agree(self.memory, self.transport, who=self.algorithm):
+            return False
+        self.algorithm.recover(self._vectors(Vector.of(x)), self.memory)
+        return self.algorithm.can_recover
 
     # A round.
 
@@ -414,10 +301,10 @@ class Rounds(Mixer):
             )
         self._alpha, self._own_buffer_weight, self.has_failed = None, 1.0, False
         averages = self.algorithm.averages_at(self._k)
-        if averages and not self._is_agreed and not isinstance(x, Snapshot):
+        if averages and not self.stamps.is_agreed and not isinstance(x, Snapshot):
             self._agree(x.flat)  # it fails at once, and so asks for another generation
-        if averages and not self._is_agreed:
-            self.has_failed, self._missed = True, self._k
+        if averages and not self.stamps.is_agreed:
+            self.has_failed, self.stamps.lost = True, self._k
             return
         v = self._vectors(x)
         if self.watch is not None:
@@ -440,7 +327,7 @@ class Rounds(Mixer):
         except StopIteration:
             self._request, self._is_torn = None, False
         except RoundLost:  # training goes on without this round
-            self._request, self.has_failed, self._missed = None, True, self._k
+            self._request, self.has_failed, self.stamps.lost = None, True, self._k
         except BaseException:
             self._close()
             raise
@@ -461,7 +348,7 @@ class Rounds(Mixer):
                 for b, mixed in zip(x.flat.buffers, self._buffers, strict=True):
                     b.copy_(torch.lerp(mixed, b.to(mixed), kept) if kept else mixed)
             if self.algorithm.averages_at(self._k):
-                self._stamp = self._k
+                self.stamps.taken = self._k
                 self.mixer.end_average()
         self._close()
         if is_open and self.watch is not None:
@@ -610,7 +497,7 @@ class Rounds(Mixer):
             "messages": self.messages.state_dict(),
             "mixer": self.mixer.state_dict(),
             "optimizer": {} if self.watch is None else self.watch.state_dict(),
-            "stamps": [self._stamp, self._missed],
+            "stamps": self.stamps.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -629,7 +516,7 @@ class Rounds(Mixer):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._has_begun = self._is_torn = self._is_cut_off = False
-        self._stamp, self._missed = state.get("stamps", (0, 0))
+        self.stamps.taken, self.stamps.lost = state.get("stamps", (0, 0))
         memory = dict(state.get("memory", {}))
         if self.algorithm.keeps_links and is_elastic(self.transport):
             memory.pop("vectors", None)
@@ -656,7 +543,7 @@ class Rounds(Mixer):
             "memory": self.memory.state_dict(joins=True, has_links=False),
             "mixer": self.mixer.state_for_newcomer(),
             "optimizer": {} if self.watch is None else self.watch.state_dict(joins=True),
-            "stamps": [self._stamp, self._missed],
+            "stamps": self.stamps.state(),
         }
 
     def _check_links(self, found: Sequence[int]) -> None:
@@ -676,10 +563,6 @@ class Rounds(Mixer):
     def __getstate__(self) -> dict[str, Any]:
         assert self._generator is None, "flush() before copying: a round is in flight"
         return self.__dict__
-
-    def __repr__(self) -> str:
-        inner = f".over({self.mixer!r})" if isinstance(self.mixer, Rounds) else ""
-        return f"{self.algorithm!r}{inner}"
 
 
 def average_(tensors: Sequence[Tensor], x: FlatVector, averager: GlobalAverage) -> bool:

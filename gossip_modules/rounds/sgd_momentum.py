@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import STEP_HOOKS, KnownOptimizers, is_left_out
+from ..flat.step_hooks import STEP_HOOKS, holds_any, is_left_out
 from ..flat.vector import FlatVector
 from .algorithm import Algorithm
 from .vectors import SGDStep
@@ -38,7 +38,6 @@ class SGDMomentum:
         self.step: SGDStep | None = None  # since the last round
         self._vector: FlatVector | None = None
         self._places: list[tuple[Tensor, Tensor]] = []  # each parameter and its view of the vector
-        self._known = KnownOptimizers()
         self._next: Sequence[Tensor] = ()  # what the vector is to start from, by dtype
         STEP_HOOKS.add(self)
 
@@ -79,7 +78,7 @@ class SGDMomentum:
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """See `Stepped`."""
-        return self._known(optimizer, self.buffer.parameters)
+        return holds_any(optimizer, self.buffer.parameters)
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:

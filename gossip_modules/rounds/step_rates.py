@@ -99,6 +99,8 @@ class StepRates:
     def after_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         self._num_counted += 1
+        if optimizer not in self._steppers:  # a state was loaded since it was known
+            self.is_stepped_by(optimizer)
         self._steppers[optimizer].count(optimizer, self._num_counted)
 
     # State.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import STEP_HOOKS, KnownOptimizers
+from ..flat.step_hooks import STEP_HOOKS, holds_any
 
 
 class Form(Enum):
@@ -54,7 +54,6 @@ class Debias:
         self.limits_steps = False
         self._scale: Tensor | None = None
         self.form = Form.ESTIMATE
-        self._known = KnownOptimizers()
         self._is_stopped = False
         self._watch()
 
@@ -104,7 +103,7 @@ class Debias:
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer holds one of our parameters."""
-        return not self._is_stopped and self._known(optimizer, self.buffer.parameters)
+        return not self._is_stopped and holds_any(optimizer, self.buffer.parameters)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...flat.buffer import FlatBuffer
-from ...flat.step_hooks import STEP_HOOKS, KnownOptimizers, holds_any
+from ...flat.step_hooks import STEP_HOOKS, holds_any
 from ..debias import Debias, Form
 from ..foreign.user_line import levels_to_user
 from .masters import MasterWeights, correct_, is_rounded, sample
@@ -86,7 +86,9 @@ class WeightCopies:
     def _start(self) -> None:
         self._thread = threading.get_ident()
         self._is_held = False  # an optimizer of the parameters themselves has stepped
-        self._known = KnownOptimizers()
+        # The list of parameters, the number that the optimizer held, and the answer: masters are looked for once.
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[Sequence[Tensor], int, bool]]
+        self._known = weakref.WeakKeyDictionary()
         self._watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, MasterWeights] = weakref.WeakKeyDictionary()
         STEP_HOOKS.add(self)
@@ -106,7 +108,11 @@ class WeightCopies:
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """See `Stepped`."""
-        return self._known(optimizer, self._buffer.parameters, look=self._is_concerned)
+        parameters, num_held = self._buffer.parameters, sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._known.get(optimizer)
+        if known is None or known[0] is not parameters or known[1] != num_held:
+            known = self._known[optimizer] = parameters, num_held, self._is_concerned(optimizer, parameters)
+        return known[2]
 
     def _is_concerned(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
         if holds_any(optimizer, parameters):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...flat.buffer import FlatBuffer
-from ...flat.step_hooks import STEP_HOOKS, KnownOptimizers
+from ...flat.step_hooks import STEP_HOOKS, holds_any
 from ...flat.vector import FlatVector
 
 _SAMPLE = 256  # elements of each dtype that are compared
@@ -53,7 +53,6 @@ class OwnWeights:
         self._add_again = weakref.WeakMethod(add_again)
 
     def _start(self) -> None:
-        self._known = KnownOptimizers()
         self.weight = torch.ones(1, dtype=torch.float64, device="cpu")
         self._is_listening = self._has_stepped = False
         self._vector: FlatVector | None = None  # of which there are samples
@@ -119,7 +118,7 @@ class OwnWeights:
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """See `Stepped`."""
-        return self._known(optimizer, self._buffer.parameters)
+        return holds_any(optimizer, self._buffer.parameters)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from gossip_modules import (
     PowerGossip,
     RelaySGD,
     RingGraph,
+    Schedule,
     SignNorm,
     SlowMo,
     Sparta,
@@ -106,3 +108,26 @@ def test_public_copies_go_with_exact_averages() -> None:
     slowmo = SlowMo(4, gossip_every=1)
     choco = Choco(SignNorm(), step_size=0.4)
     GossipDataParallel(mlp(), process_group=solo_group(), algorithm=slowmo.over(choco), push_sum=False).close()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["blocking", "overlap"])
+@pytest.mark.parametrize("outer", [NoLoCo(3), GASLoC(3)])
+def test_an_outer_step_does_not_undo_an_average_of_the_schedule(outer: OuterMethod, overlap: bool) -> None:
+    """The anchors from before the average differ, and must not come back."""
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        model = mlp(group.rank())
+        options: dict[str, Any] = {"init_sync": False, "overlap": overlap, "algorithm": outer}
+        schedule = Schedule(gossip_every=1, average_every=4)
+        wrapper = GossipDataParallel(model, process_group=group, push_sum=False, schedule=schedule, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
+        for _ in range(7):  # the average is before the fourth step, an outer step before the seventh
+            wrapper(torch.ones(2, 3, device="cpu")).sum().backward()
+            optimizer.step()
+        wrapper.flush()
+        wrapper.close()
+        return [x.detach().clone() for x in model.parameters()]
+
+    first, second = run_ranks(2, body)
+    for x, y in zip(first, second, strict=True):
+        torch.testing.assert_close(x, y)

@@ -378,7 +378,7 @@ def training(outer: OuterMethod, seen: dict[int, Any], last: list[int]) -> Calla
             if last and step >= last[0]:
                 break
             loss = (wrapper(torch.ones(1, 200, dtype=torch.float64)) - worker.rank).square().sum()
-            own[step] = membership.members, [rounds._stamp for rounds in rounds_of(engine)], state_of(engine)
+            own[step] = membership.members, [rounds.stamps.taken for rounds in rounds_of(engine)], state_of(engine)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -202,6 +202,46 @@ def test_buffers_are_averaged_and_touched_by_no_rule(rule: Algorithm) -> None:
     assert not torch.equal(one, other)
 
 
+@pytest.mark.parametrize("algorithm", [D2(), GradientTracking(), DiLoCo(sync_every=1)], ids=str)
+def test_buffers_that_come_and_go_change_nothing_for_parameters(algorithm: Algorithm) -> None:
+    """A layer without parameters is replaced: other buffers are mixed, and what rounds keep stays."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        model: Any = mlp()
+        model.append(nn.BatchNorm1d(2, affine=False, device="cpu"))
+        wrapper, optimizer = wrap(model, group, algorithm), sgd(model)
+        for step in range(2):
+            train_step(wrapper, optimizer, group.rank(), step)
+        for norm in (nn.Identity(), model[-1]):
+            model[-1] = norm
+            for step in range(2):
+                train_step(wrapper, optimizer, group.rank(), step)
+        assert memory_of(wrapper).num_rounds >= 5
+        wrapper.close()
+
+    run_ranks(2, body)
+
+
+def test_a_state_is_loaded_between_two_rounds_and_training_goes_on() -> None:
+    """The step after it has no round before it, and its rate is counted all the same."""
+
+    def body(group: dist.ProcessGroup) -> list[Tensor]:
+        ends = []
+        for is_loaded in (False, True):
+            model: Any = mlp()
+            wrapper, optimizer = wrap(model, group, D2(), schedule=Schedule(gossip_every=2)), sgd(model)
+            for step in range(6):
+                if is_loaded and step in (2, 3):
+                    wrapper.load_state_dict(copy.deepcopy(wrapper.state_dict()))
+                train_step(wrapper, optimizer, group.rank(), step)
+            wrapper.close()
+            ends.append(flatten(model))
+        return ends
+
+    for alone, loaded in run_ranks(2, body):
+        torch.testing.assert_close(loaded, alone, rtol=0, atol=0)
+
+
 def test_what_is_carried_of_a_narrow_model_is_float32() -> None:
     model = mlp().bfloat16()
     wrapper, optimizer = wrap(model, solo_group(), QGDSGDm()), sgd(model)
