@@ -34,7 +34,7 @@ class RandomShare(Algorithm):
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = GossipDataParallel(nn.Linear(1000, 1), algorithm=RandomShare(0.1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.008)
 draws = torch.Generator().manual_seed(1 + dist.get_rank())
 for _ in range(300):
     x = torch.randn(16, 1000, generator=draws)

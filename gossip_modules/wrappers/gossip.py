@@ -102,7 +102,9 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
             rounds then start every max_staleness + 1 steps.
         algorithm: what a round does: an `Algorithm`, such as `D2()`, or one over another, `GASLoC().over(Choco(...))`;
             its class or its name, "d2"; None = plain gossip: SGP or D-PSGD, as `push_sum` says.
-        gossiper, outer, rule: older names of `algorithm`, which work with a warning that writes the new line.
+        gossiper: an older name of `algorithm`, which works with a warning that writes the new line.
+        outer: as `gossiper`.
+        rule: as `gossiper`.
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
         schedule: the steps that gossip and those that average globally; a number k = gossip at every k-th step; a
             `ConsensusControl` = as often as the distance between the models asks for.
