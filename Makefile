@@ -85,7 +85,7 @@ test: $(INSTALLED)
 
 # Graphs, weights, codes, vectors, the contract of algorithms, laws of outer methods, and when rounds run.
 QUICK_TESTS = $(addprefix tests/library/,test_layers.py test_schedule.py flat graph_manager mixing_manager compression \
-  gossiper/test_gossiper.py gossiper/test_choco.py outer/test_laws.py wrappers/test_optimizer_steps.py)
+  rounds/test_push_pull.py algorithms/test_choco.py algorithms/test_outer_laws.py wrappers/test_optimizer_steps.py)
 
 quick: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST_PARALLEL) --durations=5 -m "not soak and not e2e" $(QUICK_TESTS)
