@@ -122,7 +122,6 @@ _MOVED = {
     "GlobalAverage": "extend",
     "GossipModule": "extend",
     "GossipWrapper": "extend",
-    "Gossiper": "extend",
     "GraphManager": "graph_manager",
     "GraphMixing": "mixing_manager",
     "HypercubeGraph": "graph_manager",

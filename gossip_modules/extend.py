@@ -11,13 +11,12 @@ from .graph_manager.base import GraphManager as GraphManager
 from .mixing_manager.base import MixingManager as MixingManager
 from .mixing_manager.base import MixingWeights as MixingWeights
 from .rounds.algorithm import Algorithm
-from .rounds.gossiper import Gossiper
 from .rounds.memory import Memory
 from .rounds.message import Message as Message
 from .rounds.message import Received as Received
 from .rounds.mixer import GlobalAverage, Mixer
 from .rounds.push_pull import PushPull, PushSum
-from .rounds.requests import Average, Exchange, Gather, Mix, RoundLost, Share
+from .rounds.requests import Average, Exchange, Gather, Mix, Round, RoundLost, Share
 from .rounds.vector import Vector
 from .rounds.vectors import SGDStep, Vectors
 from .transport.base import Transport
@@ -37,7 +36,6 @@ __all__ = [
     "GlobalAverage",
     "GossipModule",
     "GossipWrapper",
-    "Gossiper",
     "GraphManager",
     "LockstepEngine",
     "Memory",
@@ -52,6 +50,7 @@ __all__ = [
     "PushPull",
     "PushSum",
     "Received",
+    "Round",
     "RoundLost",
     "SGDStep",
     "Selection",

@@ -60,6 +60,7 @@ class D2(Algorithm):
         "Tang, Lian, Yan, Zhang, Liu", "D2: Decentralized Training over Decentralized Data", "ICML 2018", "1803.07068"
     )
     needs_current: ClassVar[bool] = True
+    needs_whole_rounds: ClassVar[bool] = True
     is_skippable: ClassVar[bool] = False  # the sum of the c over ranks is zero
     needs_static_graph: ClassVar[bool] = True
     follows_rate: ClassVar[bool] = True

@@ -57,6 +57,7 @@ class DecentLaM(Algorithm):
         "2104.11981",
     )
     needs_current: ClassVar[bool] = True
+    needs_whole_rounds: ClassVar[bool] = True
     needs_sgd: ClassVar[bool] = True
     takes_nesterov: ClassVar[bool] = False
     needs_gradients: ClassVar[bool] = True

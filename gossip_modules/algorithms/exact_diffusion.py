@@ -49,6 +49,7 @@ class ExactDiffusion(Algorithm):
         "1702.05122",
     )
     needs_current: ClassVar[bool] = True
+    needs_whole_rounds: ClassVar[bool] = True
     is_skippable: ClassVar[bool] = False  # the sum of the c over ranks is zero
     needs_static_graph: ClassVar[bool] = True
     follows_rate: ClassVar[bool] = True

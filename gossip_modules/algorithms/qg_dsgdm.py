@@ -72,6 +72,7 @@ class QGDSGDm(Algorithm):
         "2102.04761",
     )
     needs_current: ClassVar[bool] = True
+    needs_whole_rounds: ClassVar[bool] = True
     needs_sgd: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

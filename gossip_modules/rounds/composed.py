@@ -29,7 +29,6 @@ class Composed(Mixer):
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`."""
         self.mixer.check(mixing)
-        self.algorithm.check(self._relaxed(mixing))
         own, inner = self.algorithm, self.mixer
         if own.averages_exactly and own.mixes and inner.keeps_models:
             raise ValueError(
@@ -38,11 +37,13 @@ class Composed(Mixer):
             )
         if own.needs_whole_rounds and not (inner.is_whole or inner.keeps_models):
             raise ValueError(
-                f"got {inner} with {own}, expected plain gossip: the momentum repeats what a round has changed, and "
-                "differences that compressed rounds leave out may grow by it from round to round; pass momentum=0 "
-                "(NoLoCo: and pull <= 1), take GASLoC(optimizer=...), or compress exact averages: SparseLoCo(). An "
-                "algorithm of your own that leaves nothing out says so by is_whole = True"
+                f"got {inner} with {own}, expected plain gossip: its memory repeats what a round has changed, and "
+                "differences that compressed rounds leave out may grow by it from round to round; leave the inner "
+                "algorithm out. NoLoCo and GASLoC: or pass momentum=0 (NoLoCo: and pull <= 1), take "
+                "GASLoC(optimizer=...), or compress exact averages: SparseLoCo(). An algorithm of your own that leaves "
+                "nothing out says so by is_whole = True"
             )
+        own.check(self._relaxed(mixing))
 
     def _relaxed(self, mixing: MixingManager) -> MixingManager:
         """About what answers to `Mix` are made by."""

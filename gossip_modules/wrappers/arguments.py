@@ -82,7 +82,7 @@ def as_mixing(mixing: MixingLike, graph: GraphManager) -> MixingManager:
 
 def as_gossiper(gossiper: GossiperLike) -> PushPull:
     """The gossiper that is meant: itself, or what its class makes without arguments."""
-    expected = "a Gossiper, such as PowerGossip() or Choco(TopK(0.01), step_size=0.04)"
+    expected = "plain gossip, PushPull() or PushSum(), or an algorithm, such as PowerGossip()"
     if isinstance(gossiper, Compressor) or (isinstance(gossiper, type) and issubclass(gossiper, Compressor)):
         raise ValueError(
             f"got the compressor {gossiper!r} as gossiper, expected {expected}; pass the compressor to a gossiper, as "

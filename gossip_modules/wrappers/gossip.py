@@ -24,6 +24,7 @@ from ..mixing_manager.base import MixingManager
 from ..rounds.algorithm import Algorithm, Over
 from ..rounds.mixer import Mixer
 from ..rounds.pieces import Pieces
+from ..rounds.push_pull import PushPull
 from ..rounds.rounds import Rounds
 from ..rounds.vector import widened
 from ..schedule import Schedule
@@ -166,7 +167,7 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         push_sum: bool = True,
         overlap: bool = False,
         max_staleness: int = 0,
-        algorithm: Algorithm | Over | type[Algorithm] | str | None = None,
+        algorithm: Algorithm | Over | PushPull | type[Algorithm | PushPull] | str | None = None,
         gossiper: GossiperLike | None = None,
         wire_dtype: torch.dtype | None = None,
         schedule: Schedule | ConsensusControl | int = 1,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import Choco, PowerGossip, SignNorm, TopK
-from gossip_modules.extend import Gossiper, PushPull
+from gossip_modules.extend import PushPull
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.membership.links import LinkTransport
 from gossip_modules.mixing_manager.base import MixingManager
@@ -31,13 +31,13 @@ from tests.library.membership.test_membership import Job, close
 SMALL = FlatLayout.of([(torch.float64, [TensorSpec((3, 4)), TensorSpec((5,))])])
 
 
-Make = Callable[[], Algorithm | Gossiper]
+Make = Callable[[], Algorithm | PushPull]
 
 
 class Worker(ScriptedWorker):
     """A vector, and the rounds of an algorithm."""
 
-    def __init__(self, name: int, store: dist.Store, made: Algorithm | Gossiper, layout: FlatLayout) -> None:
+    def __init__(self, name: int, store: dist.Store, made: Algorithm | PushPull, layout: FlatLayout) -> None:
         super().__init__(name, store)
         self.gossiper = (Rounds(made, PushPull()) if isinstance(made, Algorithm) else made).for_membership()
         self.s = vector_of(name, layout)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import MatchaGraph, RingGraph
-from gossip_modules.extend import Gossiper, PushPull, PushSum
+from gossip_modules.extend import PushPull, PushSum
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.membership import links
@@ -82,12 +82,12 @@ def run_links(size: int, mixing: MixingManager, body: Body) -> tuple[list[Any], 
 
 
 def rounds(
-    gossiper: Gossiper, mixing: MixingManager, x: Tensor, *, dying: int | set[int], num_rounds: int, late: bool
+    gossiper: PushPull, mixing: MixingManager, x: Tensor, *, dying: int | set[int], num_rounds: int, late: bool
 ) -> Body:
     """Rounds on x + rank, of which `dying` takes one; late: the rounds are applied as corrections."""
 
     def body(transport: LinkTransport, barrier: threading.Barrier) -> tuple[Tensor, float]:
-        own = type(gossiper)(**({"chunk_bytes": gossiper.chunk_bytes} if isinstance(gossiper, PushPull) else {}))
+        own = type(gossiper)(chunk_bytes=gossiper.chunk_bytes)
         own.bind(mixing, transport)
         s = FlatVector.over(x + transport.rank)
         for t in range(num_rounds):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import RingGraph, connect
-from gossip_modules.extend import Gossiper
+from gossip_modules.extend import PushPull
 from gossip_modules.graph_manager import CompleteGraph, NetworkXGraph, NPeerDynamicDirectedExponentialGraph
 from gossip_modules.mixing_manager import MatrixMixing, MetropolisHastingsMixing, MixingManager, UniformMixing
 from tests.harness.ranks import CPU, TIMEOUT
@@ -28,7 +28,7 @@ DOUBLY_STOCHASTIC: list[MixingManager] = [
 ]
 
 
-def bound(gossiper: Gossiper, mixing: MixingManager, group: dist.ProcessGroup) -> Gossiper:
+def bound(gossiper: PushPull, mixing: MixingManager, group: dist.ProcessGroup) -> PushPull:
     """Ready to talk on a group of the tests."""
     gossiper.bind(mixing, connect(group, module_device=CPU, timeout=TIMEOUT))
     return gossiper

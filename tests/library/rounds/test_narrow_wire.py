@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import GossipDataParallel, MatchaGraph, RingGraph, connect
-from gossip_modules.extend import FlatVector, GlobalAverage, Gossiper, PushPull, PushSum
+from gossip_modules.extend import FlatVector, GlobalAverage, PushPull, PushSum
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.graph_manager import select_graph
 from gossip_modules.mixing_manager import LaplacianMixing, MatrixMixing, MixingManager, UniformMixing
@@ -26,7 +26,7 @@ from tests.library.rounds.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_
 WIRES = [torch.bfloat16, torch.float16]
 
 
-NARROW: list[tuple[Callable[..., Gossiper], MixingManager]] = [
+NARROW: list[tuple[Callable[..., PushPull], MixingManager]] = [
     (PushPull, DOUBLY_STOCHASTIC[0]),
     (PushSum, DOUBLY_STOCHASTIC[2]),
     (PushSum, UniformMixing(DIGRAPH)),
@@ -35,7 +35,7 @@ NARROW: list[tuple[Callable[..., Gossiper], MixingManager]] = [
 
 @pytest.mark.parametrize("wire_dtype", WIRES)
 @pytest.mark.parametrize(("make", "mixing"), NARROW, ids=str)
-def test_law_holds_of_what_was_sent(make: Callable[..., Gossiper], mixing: MixingManager, wire_dtype: Any) -> None:
+def test_law_holds_of_what_was_sent(make: Callable[..., PushPull], mixing: MixingManager, wire_dtype: Any) -> None:
     """x + (W - I) round(x), weight included; `difference` is the same correction."""
 
     def body(group: dist.ProcessGroup) -> list[FlatVector]:
@@ -63,7 +63,7 @@ def test_law_holds_of_what_was_sent(make: Callable[..., Gossiper], mixing: Mixin
 
 @pytest.mark.parametrize("wire_dtype", WIRES)
 @pytest.mark.parametrize(("make", "mixing"), NARROW, ids=str)
-def test_narrow_wire_keeps_the_total(make: Callable[..., Gossiper], mixing: MixingManager, wire_dtype: Any) -> None:
+def test_narrow_wire_keeps_the_total(make: Callable[..., PushPull], mixing: MixingManager, wire_dtype: Any) -> None:
     """To the rounding of float32 in memory over 50 rounds, and ranks agree to the resolution of the wire."""
 
     def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def test_half_precision_saturates() -> None:
 
 @pytest.mark.parametrize("make", [PushPull, PushSum])
 @pytest.mark.parametrize("wire_dtype", [torch.float32, torch.int8, torch.float64, "bfloat16"])
-def test_other_wires_are_refused(make: Callable[..., Gossiper], wire_dtype: Any) -> None:
+def test_other_wires_are_refused(make: Callable[..., PushPull], wire_dtype: Any) -> None:
     with pytest.raises(
         ValueError, match=rf"got wire_dtype={wire_dtype}, expected None, torch.bfloat16 or torch.float16"
     ):
@@ -261,7 +261,7 @@ def test_one_round_at_a_time() -> None:
         gossiper.start(s, 1)
 
 
-WRONG: list[tuple[Callable[[], Gossiper], MixingManager, str]] = [
+WRONG: list[tuple[Callable[[], PushPull], MixingManager, str]] = [
     (PushPull, UniformMixing(DIGRAPH), r"got UniformMixing\(.* whose rows do not sum to one, .* use push_sum=True"),
     (
         PushSum,

@@ -50,7 +50,7 @@ def test_compressed_rounds_do_not_go_with_a_momentum_of_what_they_change(
     outer: OuterMethod, make_compressed: Callable[[], Algorithm]
 ) -> None:
     with pytest.raises(
-        ValueError, match=r"got .* with (GASLoC|NoLoCo)\(.*, expected plain gossip: the momentum repeats what a"
+        ValueError, match=r"got .* with (GASLoC|NoLoCo)\(.*, expected plain gossip: its memory repeats what a"
     ):
         GossipDataParallel(
             mlp(), process_group=solo_group(), algorithm=outer.over(make_compressed()), graph=RingGraph(1)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import RingGraph
-from gossip_modules.extend import FlatVector, Gossiper, PushPull, PushSum
+from gossip_modules.extend import FlatVector, PushPull, PushSum
 from gossip_modules.flat.layout import FlatLayout
 from gossip_modules.graph_manager import GraphManager, NPeerDynamicDirectedExponentialGraph
 from gossip_modules.mixing_manager import MatrixMixing, MixingManager, MixingWeights, UniformMixing
@@ -18,7 +18,7 @@ from tests.harness.ranks import CPU, run_ranks, solo_group
 from tests.library.rounds.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of
 
 TWO_WAYS = RingGraph(4, peers_per_itr=2)
-GOSSIPERS: dict[str, Callable[[], Gossiper]] = {"PushPull": PushPull, "PushSum": PushSum}
+GOSSIPERS: dict[str, Callable[[], PushPull]] = {"PushPull": PushPull, "PushSum": PushSum}
 
 
 @pytest.mark.parametrize("mixing", DOUBLY_STOCHASTIC, ids=str)
@@ -46,7 +46,7 @@ def test_rounds_are_the_matrices(name: str, mixing: MixingManager) -> None:
     ],
     ids=str,
 )
-def test_difference_is_finish_minus_what_was_sent(make: Callable[[], Gossiper], mixing: MixingManager) -> None:
+def test_difference_is_finish_minus_what_was_sent(make: Callable[[], PushPull], mixing: MixingManager) -> None:
     """The law: s + alpha * difference(s) = W s, weight included; and s is only read between start and then."""
 
     def body(group: dist.ProcessGroup) -> None:
@@ -151,7 +151,7 @@ def test_tensors_with_holes(name: str) -> None:
 
 
 @pytest.mark.parametrize("make", [PushPull, PushSum])
-def test_several_dtypes_travel_in_one_message(make: Callable[[], Gossiper]) -> None:
+def test_several_dtypes_travel_in_one_message(make: Callable[[], PushPull]) -> None:
     layout = FlatLayout.of([(torch.float32, 3), (torch.bfloat16, 5), (torch.float64, 2)])
 
     def vector(rank: int) -> FlatVector:
@@ -195,7 +195,7 @@ def test_messages_of_two_lengths_in_turn() -> None:
 
 
 @pytest.mark.parametrize("make", [PushPull, PushSum])
-def test_world_of_one_keeps_its_value(make: Callable[[], Gossiper]) -> None:
+def test_world_of_one_keeps_its_value(make: Callable[[], PushPull]) -> None:
     gossiper = bound(make(), UniformMixing(RingGraph(1)), solo_group())
     x = value_of(0)
     assert torch.equal(gossiper.average(x, num_rounds=3), x)

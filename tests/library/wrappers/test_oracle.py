@@ -26,7 +26,7 @@ from gossip_modules.graph_manager import (
     NPeerDynamicDirectedExponentialGraph,
     TorusGraph,
 )
-from gossip_modules.rounds.gossiper import Gossiper
+from gossip_modules.rounds.mixer import Mixer
 from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from gossip_modules.wrappers.base import GossipWrapper
 from tests.harness.problems import MakeOptimizer, adamw, loss_of, mlp, net, numerator, sgd, train
@@ -39,7 +39,7 @@ TOLERANCE = 1e-6  # of float32 values below one, against float64
 class FixedStaleness(GossipDataParallel):
     """Overlap SGP that always uses its staleness in full: so it is a function of the data, and has an oracle."""
 
-    def _make_engine(self, gossiper: Gossiper, schedule: Schedule | ConsensusControl) -> LockstepEngine:
+    def _make_engine(self, gossiper: Mixer, schedule: Schedule | ConsensusControl) -> LockstepEngine:
         return OverlapEngine(gossiper, schedule, max_staleness=self.max_staleness, is_eager=False)
 
 

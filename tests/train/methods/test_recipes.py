@@ -128,7 +128,10 @@ def test_a_graph_that_is_none_is_named(graph: str, message: str) -> None:
         ("SignNorm()", r"expected an algorithm; pass SignNorm\(2048\) to one"),
         ("SGP().over(Choco(SignNorm(), step_size=0.4))", r"got SGP beside .over\(\), expected an algorithm that runs"),
         ("D2().over(TopK(0.1))", r"got TopK\(0.1\) below D2\(\), expected an algorithm, such as"),
-        ("D2().over(1)", r"got 1 below D2\(\), expected an algorithm, such as 'D2\(\).over\(PowerGossip\(\)\)'"),
+        (
+            "D2().over(1)",
+            r"got 1 below D2\(\), expected an algorithm, such as 'GASLoC\(momentum=0\).over\(PowerGossip\(\)\)'",
+        ),
         ("DiLoCo(sync_every=10, sync_every=3)", "has an argument twice"),
         ("f(" * 600 + ")" * 600, r"unknown name|no expression of Python"),
         ("x" * 3000, "got algorithm of 3000 characters, expected at most 2000"),
