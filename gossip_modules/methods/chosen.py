@@ -89,7 +89,8 @@ class Chosen:
         """
         if not isinstance(inner, Chosen):
             raise ValueError(
-                f"got {inner!r} below {self.text}, expected an algorithm, such as 'GASLoC(momentum=0).over(PowerGossip())'; take one"
+                f"got {inner!r} below {self.text}, expected an algorithm, such as "
+                "'GASLoC(momentum=0).over(PowerGossip())'; take one"
             )
         own, other = self._algorithm(), inner._algorithm()
         return Chosen(self.method, own.over(other))
