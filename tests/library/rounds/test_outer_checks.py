@@ -97,7 +97,7 @@ def test_a_gossiper_of_ones_own_that_leaves_nothing_out_says_so() -> None:
         is_whole = False
 
     gossip = partial(GossipDataParallel, process_group=solo_group(), outer=GASLoC(4), graph=RingGraph(1))
-    with pytest.raises(ValueError, match=r"expected plain gossip: the momentum .* says so by is_whole = True"):
+    with pytest.raises(ValueError, match=r"expected plain gossip: its memory .* says so by is_whole = True"):
         gossip(mlp(), gossiper=Own())
     Own.is_whole = True
     gossip(mlp(), gossiper=Own()).close()
