@@ -93,9 +93,9 @@ def arguments_of(method: str, ranks: int) -> dict[str, Any]:
     if name == "average-within":
         return {**ring, "schedule": ConsensusControl(float(number), is_relative=False, average_every=1)}
     if name == "average-every":
-        return {**ring, "schedule": Schedule(gossip_every=int(number), average_every=1)}
+        return {"push_sum": False, "schedule": Schedule(gossip_every=int(number), average_every=1)}
     if name == "slowmo":
-        return {"outer": SlowMo(SLOW_PERIOD, momentum=float(number))}
+        return {"algorithm": SlowMo(SLOW_PERIOD, momentum=float(number))}
     raise ValueError(f"got method {method!r}, expected one like {', '.join(METHODS)}")
 
 
