@@ -550,8 +550,8 @@ def move_parts(
     model = old[0][1]
 
     def move(theirs: Sequence[Sequence[Tensor]], ours: Sequence[Sequence[Tensor]]) -> None:
-        device = ours[0][0].device
-        whole, result = FlatVector.zeros(before, device), FlatVector.zeros(after, device)
+        place = device or x.raw.device
+        whole, result = FlatVector.zeros(before, place), FlatVector.zeros(after, place)
         for (fragment, _), parts in zip(old, theirs, strict=True):
             fragment.spread(parts, whole)
         for (fragment, _), parts in zip(new, ours, strict=True):
@@ -563,13 +563,16 @@ def move_parts(
     for name, entry in model._entries.items():
         vectors = [memory.vector(name, **entry.policy).parts for _, memory in new]
         move([memory._entries[name].vector.parts for _, memory in old], vectors)
-    for name, kept in model._optimizers.items():
-        key = next(key for key, entry in model._entries.items() if entry.vector is kept.of)
-        made = [memory.optimizer(name, kept.make, memory._entries[key].vector) for _, memory in new]
-        assert all(optimizer is not None for optimizer in made), "fragments have elements"
-        mine = [memory._optimizers[name] for _, memory in new]
-        theirs = [memory._optimizers[name] for _, memory in old]
-        for optimizer in mine:
-            optimizer.go_on_as(kept, lambda _a, _b: None)
+    memories = [[memory for _, memory in side] for side in (old, new)]
+    stepped = next((memory for memory in memories[0] if memory._optimizers), model)  # parts of a model may be empty
+    for name, kept in stepped._optimizers.items():
+        key = next(key for key, entry in stepped._entries.items() if entry.vector is kept.of)
+        for memory in memories[1]:
+            if memory.optimizer(name, kept.make, memory._entries[key].vector) is not None:
+                memory._optimizers[name].go_on_as(kept, lambda _a, _b: None)
         for state in kept.vector_states():
-            move([o.state_of(state) for o in theirs], [o.state_of(state) for o in mine])
+            theirs, mine = (
+                [m._optimizers[name].state_of(state) if name in m._optimizers else [] for m in side]
+                for side in memories
+            )
+            move(theirs, mine)

@@ -107,13 +107,14 @@ def as_schedule(schedule: Schedule | ConsensusControl | int) -> Schedule | Conse
 
 
 def check_gossips(schedule: Schedule | ConsensusControl, gossip: Mapping[str, object]) -> None:
-    """Raise ValueError where arguments say how ranks gossip, but each of their rounds is an exact average.
+    """Raise ValueError where arguments say what ranks send, but each of their rounds is an exact average.
 
     Args:
         schedule: when ranks communicate.
-        gossip: the arguments, by name; None where they were left out.
+        gossip: the arguments, by name; None where they were left out. A graph is one of those of every wrapper, and
+            does no harm.
     """
-    given = [name for name, value in gossip.items() if value is not None]
+    given = [name for name, value in gossip.items() if value is not None and name not in ("graph", "mixing")]
     if given and isinstance(schedule, Schedule) and schedule.average_every == 1:
         raise ValueError(
             f"got {', '.join(given)} with {schedule}, expected none: each round of this schedule is an exact average, "

@@ -67,7 +67,10 @@ def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> Non
             {"algorithm": SlowMo(gossip_every=1)},
             "got push_sum=True between .*, expected push_sum=False",
         ),
-        ({"algorithm": DiLoCo(), "graph": RingGraph}, "got graph beside DiLoCo.*, which averages over all ranks"),
+        (
+            {"algorithm": DiLoCo(), "graph": RingGraph},
+            "got graph beside DiLoCo.*, expected none: it averages over all ranks",
+        ),
         ({"comm_device": "cuda"}, "got comm_device=cuda with a membership"),
         ({"init_sync": False}, "got init_sync=False with a membership, expected True: its workers begin"),
         ({"timeout": 7}, "got timeout=7 s with a membership, which has a timeout of 60 s, expected none"),
