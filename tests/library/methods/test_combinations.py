@@ -48,7 +48,11 @@ def test_the_rows_are_the_methods_of_the_wrapper() -> None:
     assert set(ROWS) - set(TITLES) == in_rounds
 
 
-@pytest.mark.parametrize("row", ROWS)
+SAMPLE = ("sgp", "choco", "powergossip", "diloco", "slowmo", "gasloc", "d2", "qgdsgdm")
+"""Rows that every run of the tests measures; the long tests measure the others."""
+
+
+@pytest.mark.parametrize("row", [row if row in SAMPLE else pytest.param(row, marks=pytest.mark.soak) for row in ROWS])
 def test_a_method_with_each_feature_does_what_the_page_states(row: str) -> None:
     found = {**measure_among_ranks(row), **measure_in_membership(row)}
     assert not failures(found)
@@ -56,6 +60,7 @@ def test_a_method_with_each_feature_does_what_the_page_states(row: str) -> None:
     assert found == {column: text for column, text in stated.items() if column != NODES}, REMEDY
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 def test_methods_with_nodes_of_two_do_what_the_page_states() -> None:
     found = measure_in_nodes()
