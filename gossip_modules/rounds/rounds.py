@@ -131,7 +131,6 @@ class Rounds(Composed):
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`."""
-        self._alpha = None
         self._run(Vector.of(s))
 
     def difference(self, s: FlatVector) -> float:
@@ -141,7 +140,6 @@ class Rounds(Composed):
         snapshot = Snapshot(s.parameters, s)
         sent_buffers = [b.clone() for b in s.buffers]
         weight = s.push_sum_weight.clone()
-        self._alpha = None
         self._run(snapshot)
         if self._alpha is not None:  # the mixer has made the correction of the whole vector
             return self._alpha
