@@ -1,7 +1,7 @@
 """Time to a fixed accuracy, or to a fixed loss: steps of real training times seconds per step of the emulated cluster.
 
     .venv-cluster/bin/python -m benchmarks.cluster.time_to_target --target 55 --curves runs/curves/images.csv \
-        --cells runs/cluster/cluster.csv runs/stragglers/cluster.csv
+        --cells runs/cluster/cluster.csv runs/slow/cluster.csv
     .venv-cluster/bin/python -m benchmarks.cluster.time_to_target --target 2.0 \
         --curves benchmarks/results/loss_steps.csv --cells benchmarks/results/loss_cells.csv
 

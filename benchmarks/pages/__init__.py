@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.pages.algorithms import ALGORITHMS
-from benchmarks.pages.base import Page
+from benchmarks.pages.base import LAST_WITH_SCRIPTS, Page
 from benchmarks.pages.control import CONTROL
 from benchmarks.pages.membership import MEMBERSHIP
 from benchmarks.pages.time_to_loss import TIME_TO_LOSS
@@ -27,6 +27,10 @@ from benchmarks.record import RESULTS, ROOT
 
 LISTED: Mapping[str, Page] = {**ALGORITHMS, **MEMBERSHIP, **TRAINING, **CONTROL, **UNEVEN, **TIME_TO_LOSS}
 """By the name of the file, in the order of the index."""
+
+
+NOT_IN_HISTORY = frozenset({"c382ff5ef7", "5bef199f44", "7ec9a98290", "bb0e4d0be7"})
+"""Commits that rows name, of branches that were rebased."""
 
 
 def measured(listed: Mapping[str, Page], folder: Path) -> dict[str, Page]:
@@ -52,7 +56,26 @@ def page(name: str) -> str:
     else:
         parts = [sources(rows), *([own.summary(rows)] if own.summary else []), table(rows, own.columns)]
         figures = "\n\n".join(parts) + "\n"
-    return f"# {own.title}\n\n{MADE.format(csv=own.csv)}\n\n{own.text}\n\n{figures}"
+    texts = [f"# {own.title}", MADE.format(csv=own.csv), own.text, *remarks(own, rows)]
+    return "\n\n".join([*texts, figures])
+
+
+def remarks(own: Page, rows: pd.DataFrame) -> list[str]:
+    """What a reader cannot repeat as it is written there: the script, the commit, the paths."""
+    found = []
+    if own.script:
+        found.append(
+            f"The study is finished, and its script is not in the tree any more: `git show {LAST_WITH_SCRIPTS}:"
+            f"{own.script}` prints it."
+        )
+    if lost := sorted(NOT_IN_HISTORY & {commit.rstrip("+") for commit in rows["commit"]}):
+        found.append(
+            f"The history of the repository does not have {' and '.join(lost)}: rows of such a commit were measured "
+            "before it was rebased."
+        )
+    if any(word.startswith("/") for command in rows["command"].unique() for word in command.split()):
+        found.append("Paths that begin with / are those of the machine that measured: name your own.")
+    return found
 
 
 def index() -> str:

@@ -24,6 +24,7 @@ memory over all of it. Times are the least of the repeats, on a machine that did
             "metropolis_mixing_ms": ("Metropolis mixing, ms", ".3f"),
             "peak_bytes": ("peak, bytes", ",d"),
         },
+        script="benchmarks/graph_scaling.py",
     ),
     "default_graphs": Page(
         "Graphs for numbers of ranks that are no powers of two",
@@ -49,6 +50,7 @@ every step (the distance of all models from the mean, for the worst steps of len
             "noise": ("noise", ".2f"),
             "drift": ("drift", ".2f"),
         },
+        script="benchmarks/default_graphs.py",
     ),
     "matcha_planning": Page(
         "Planning MATCHA",
@@ -72,6 +74,7 @@ work too.""",
             "joint_seconds": ("joint, s", ".2f"),
             "joint_rho": ("joint rho", ".5f"),
         },
+        script="benchmarks/matcha_planning.py",
     ),
     "compression": Page(
         "What compression costs and saves",

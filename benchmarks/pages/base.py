@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
+LAST_WITH_SCRIPTS = "bb6c722"
+"""The last commit that has the scripts of all studies."""
+
 
 @dataclass(frozen=True)
 class Page:
@@ -21,6 +24,7 @@ class Page:
         render: makes the figures of a page that is no plain table.
         also: names of other files there that it reads.
         may_be_missing: whether it is made only when all of these are there.
+        script: the script of a finished study, which is in the tree of `LAST_WITH_SCRIPTS` and not in this one.
     """
 
     title: str
@@ -31,3 +35,4 @@ class Page:
     render: Callable[[pd.DataFrame], str] | None = None
     also: tuple[str, ...] = ()
     may_be_missing: bool = False
+    script: str = ""

@@ -103,5 +103,6 @@ SlowMo, and not quite for all-reduce, which gains half a point with twice of it,
             "accuracy": ("accuracy", ".2%"),
         },
         summary=summary,
+        script="benchmarks/consensus_control/__main__.py",
     ),
 }

@@ -93,6 +93,7 @@ below the target, and DiLoCo with a fused optimizer.""",
             "ratio_low": ("from", ".3f"),
             "ratio_high": ("to", ".3f"),
         },
+        script="benchmarks/outer_steps.py",
     ),
     "restart": Page(
         "Killed and resumed",

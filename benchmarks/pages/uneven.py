@@ -8,8 +8,22 @@ from itertools import combinations
 import pandas as pd
 
 from benchmarks.pages.base import Page
-from benchmarks.uneven.methods import METHODS
 
+TITLES: Mapping[str, str] = {
+    "ar": "All-reduce",
+    "relaysgd": "RelaySGD, two binary trees",
+    "relaysgd-chain": "RelaySGD, chain",
+    "sgp": "SGP, one-peer exponential",
+    "base": "D-PSGD, Base-2",
+    "base3": "D-PSGD, Base-3",
+    "base5": "D-PSGD, Base-5",
+    "dpsgd": "D-PSGD, ring",
+    "qgdsgdm": "QG-DSGDm, ring",
+    "d2": "D2, ring",
+    "gradienttracking": "Gradient tracking, ring",
+    "decentlam": "DecentLaM, ring",
+}
+"""Of the methods. SGP on the one-peer exponential graph is also D-PSGD there: its weights are doubly stochastic."""
 ALPHAS = (1.0, 0.1, 0.01)
 PUBLISHED: Mapping[float, Mapping[str, tuple[float, float, float]]] = {
     0.9: {
@@ -89,7 +103,7 @@ def workers(rows: pd.DataFrame) -> str:
         for name in _BASE_GRAPHS:
             if gaps := _gaps(own, name):
                 near = sum(gap >= -TOLERANCE for gap in gaps)
-                title = METHODS[name].title.removeprefix("D-PSGD, ")
+                title = TITLES[name].removeprefix("D-PSGD, ")
                 parts.append(
                     f"{title} is within {TOLERANCE:g} points of all-reduce for {near} of {len(gaps)} numbers of "
                     f"workers; its gap is {_signed(min(gaps))} to {_signed(max(gaps))} points."
@@ -114,7 +128,7 @@ def _gap_at_its_rate(rows: pd.DataFrame, num_workers: int, rate: float) -> float
 def _workers_table(own: pd.DataFrame, rows: pd.DataFrame) -> str:
     names = [name for name in ("ar", *_BASE_GRAPHS, "sgp") if name in set(own["method"])]
     lines = [
-        f"| workers | {' | '.join(METHODS[name].title for name in names)} | Base-2 less all-reduce "
+        f"| workers | {' | '.join(TITLES[name] for name in names)} | Base-2 less all-reduce "
         f"| within {TOLERANCE:g} points? | both at Base-2's rate | Base-2 less exponential |",
         f"|---:{'|---:' * len(names)}|---:|---|---:|---:|",
     ]
@@ -137,19 +151,19 @@ def _data_table(own: pd.DataFrame, published: Mapping[str, tuple[float, ...]]) -
         f"| method | {' | '.join(heads)} | published: {' | '.join(heads)} |",
         f"|---{'|---:' * (2 * len(ALPHAS))}|",
     ]
-    for name in METHODS:
+    for name in TITLES:
         cells = own[own["method"] == name].set_index("alpha")
         if len(cells):
             measured = [_cell(cells.loc[alpha]) if alpha in cells.index else "" for alpha in ALPHAS]
             figures = [f"{value:.1f}" for value in published[name]] if name in published else [""] * len(ALPHAS)
-            lines.append(f"| {METHODS[name].title} | {' | '.join(measured)} | {' | '.join(figures)} |")
+            lines.append(f"| {TITLES[name]} | {' | '.join(measured)} | {' | '.join(figures)} |")
     return "\n".join(lines)
 
 
 def _order(measured: Mapping[str, float], published: Mapping[str, float]) -> str:
     """What order came out, and which pairs are not as published."""
     ranked = sorted(measured, key=lambda name: -measured[name])
-    text = f"Order: {', '.join(f'{METHODS[name].title} {measured[name]:.1f}' for name in ranked)}."
+    text = f"Order: {', '.join(f'{TITLES[name]} {measured[name]:.1f}' for name in ranked)}."
     pairs = [
         (high, low)
         for one, other in combinations([name for name in published if name in measured], 2)
@@ -161,7 +175,7 @@ def _order(measured: Mapping[str, float], published: Mapping[str, float]) -> str
     wanted = [(high, low, published[high] - published[low], measured[high] - measured[low]) for high, low in pairs]
     in_order = sum(own > 0 for *_, own in wanted)
     missed = [
-        f"{METHODS[high].title} over {METHODS[low].title} (published {_signed(gap)}, here {_signed(own)})"
+        f"{TITLES[high]} over {TITLES[low]} (published {_signed(gap)}, here {_signed(own)})"
         for high, low, gap, own in wanted
         if own < gap / 2
     ]
@@ -239,6 +253,7 @@ D2 and SGP over RelaySGD: the methods that are made for uneven data do better he
 
 {_HOW}""",
         render=data,
+        script="benchmarks/uneven/__main__.py",
     ),
     "uneven_workers": Page(
         "Accuracy with numbers of workers that are no powers of two",
@@ -259,5 +274,6 @@ Base-2 there. On uneven data Base-2 is 0.6 points above it for 25 workers, where
 
 {_HOW}""",
         render=workers,
+        script="benchmarks/uneven/__main__.py",
     ),
 }

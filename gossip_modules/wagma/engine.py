@@ -41,7 +41,7 @@ class WaitAvoidingEngine(Engine):
     global average for the slowest. Here a rank goes to the global average at its first safe point after some rank has
     arrived there. A rank that is slow all the time (see `RelativePace`) skips rounds that others have passed. Where its
     next step would end after the others have arrived at the global average, it waits for them instead; no longer than
-    two such steps, in case they have stopped training. The gain is measured in benchmarks/stragglers.
+    two such steps, in case they have stopped training.
 
     [Note: overlapped groups] With `overlap` a rank that is on time does not wait for the average: at its next safe
     point, when x has taken another step, x <- x + (average - y), which is the law with the contribution y as s. A late

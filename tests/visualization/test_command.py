@@ -16,7 +16,7 @@ from visualization.command import command
     ("name", "num_files"),
     [
         *[("accuracy_bytes", 1), ("cluster", 1), ("consensus", 1), ("curves", 1), ("matcha", 1), ("plot", 1)],
-        *[("report", 1), ("stragglers", 2)],
+        ("report", 1),
     ],
 )
 @pytest.mark.parametrize("content", [None, "", "something,else\n1,2\n"])

@@ -1,1 +1,0 @@
-"""Consensus control: the accuracy of all-reduce for how many bytes?"""
