@@ -14,19 +14,18 @@ must hold did not; stderr says what.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import tyro
 
 from benchmarks.chaos.checks import slowest_after, summary, undisturbed_lines
 from benchmarks.chaos.soak import Soak, SoakRun
-from benchmarks.chaos.training import SoakTraining
 from benchmarks.elastic.methods import HAS_MESSAGES_IN_FLIGHT, METHODS
-from benchmarks.record import RESULTS, provenance
+from benchmarks.elastic.training import Training
+from benchmarks.record import RESULTS, append_row, append_rows
 
 
 @dataclass
@@ -88,16 +87,16 @@ def broken(row: Mapping[str, Any]) -> list[str]:
 
 def measure(method: str, options: ChaosBenchmark) -> tuple[dict[str, Any], SoakRun]:
     """The figures of one method, and what has happened."""
-    training = SoakTraining(
+    training = Training(
         method,
-        "",
         options.num_workers,
         options.step_ms,
         options.seed,
-        options.min_deadline,
-        options.end_steps,
+        min_deadline=options.min_deadline,
+        end_steps=options.end_steps,
     )
-    run = Soak(training, every=options.every, seed=options.seed).run(seconds=options.seconds)
+    with Soak(training, every=options.every, seed=options.seed) as soak:
+        run = soak.run(seconds=options.seconds)
     row = {
         "method": method,
         "num_workers": options.num_workers,
@@ -108,8 +107,9 @@ def measure(method: str, options: ChaosBenchmark) -> tuple[dict[str, Any], SoakR
         row["weight_drift"] = ""
     accuracies = {rank: round(result["accuracy"], 2) for rank, result in sorted(run.results.items())}
     print(f"with faults: {row}; accuracy of each worker: {accuracies}", file=sys.stderr, flush=True)
-    calm = SoakTraining(**{**training.__dict__, "step_ms": options.undisturbed_step_ms})
-    beside = Soak(calm, every=0.0, seed=options.seed).run(steps=int(row["steps"]))
+    calm = replace(training, step_ms=options.undisturbed_step_ms)
+    with Soak(calm, every=0.0, seed=options.seed) as soak:
+        beside = soak.run(steps=int(row["steps"]))
     if beside.errors or beside.hung or not beside.results:
         raise RuntimeError(f"got errors {beside.errors} and hung workers {beside.hung} in a run without faults")
     row["undisturbed_accuracy"] = summary(beside, witness=0, end_steps=options.end_steps)["accuracy"]
@@ -136,22 +136,16 @@ def timeline(run: SoakRun) -> Iterable[dict[str, Any]]:
         }
 
 
-def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add rows to a CSV file, which begins with its header."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(rows).to_csv(path, mode="a", header=not path.exists(), index=False, lineterminator="\n")
-
-
 def main() -> int:
     """One row for each method, appended as it comes; the exit code."""
     options = tyro.cli(ChaosBenchmark, description=__doc__)
     wrong = []
     for method in options.methods:
         row, run = measure(method, options)
-        row = {**provenance(options.seed), **row}
         print(row, flush=True)
-        append(options.output, [row])
-        append(options.faults, [{**provenance(options.seed), "method": method, **fault} for fault in timeline(run)])
+        append_row(options.output, row, seed=options.seed)
+        if run.faults:
+            append_rows(options.faults, [{"method": method, **fault} for fault in timeline(run)], seed=options.seed)
         wrong += broken(row)
     for text in wrong:
         print(f"error: {text}", file=sys.stderr)

@@ -2,84 +2,80 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.elastic.methods import METHODS
-from benchmarks.elastic.worker import make_model, say
-from gossip_modules import Membership
+from benchmarks.elastic.training import Training
+from gossip_modules.testing import Chaos, Worker
 
 STEPS = 10  # of a turn
+_WARM_TURNS = 3
 
 
-def run(rank: int, num_workers: int, address: str, method: str, width: int, step_ms: float, turns: int) -> None:
-    """One worker: rank 0 prints the milliseconds of a step, of the slowest worker, for each turn."""
-    host, _, port = address.rpartition(":")
-    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=dist.PrefixStore("plain", store), rank=rank, world_size=num_workers)
-    plain = METHODS[method](make_model(width, 0))
-    membership = Membership(address, min_workers=num_workers, min_deadline=10.0)
-    elastic = METHODS[method](make_model(width, 0), membership=membership)
-    wrappers = {"plain": plain, "elastic": elastic}
-    optimizers = {name: torch.optim.SGD(wrapper.parameters(), lr=1 / width) for name, wrapper in wrappers.items()}
-    x = torch.randn(32, 64)
-    times: dict[str, list[float]] = {"plain": [], "elastic": []}
-    for turn in range(turns + 3):
-        for name in sorted(wrappers, reverse=turn % 2 == 0):
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(STEPS):
-                loss = wrappers[name](x).pow(2).mean()
-                optimizers[name].zero_grad()
-                loss.backward()
-                optimizers[name].step()
-                time.sleep(step_ms / 1000)
-            slowest = torch.tensor(1000 * (time.perf_counter() - start) / STEPS)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if turn >= 3:
-                times[name].append(slowest.item())
-    start, used = time.perf_counter(), time.process_time()
-    time.sleep(3.0)
-    background = (time.process_time() - used) / (time.perf_counter() - start)
-    if rank == 0:
-        say(**times, background=background)
-    dist.barrier()
-    elastic.close()
-    plain.close()
-    dist.destroy_process_group()
+@dataclass(frozen=True)
+class CostTraining(Training):
+    """Turns of steps with a membership and without one.
+
+    Args:
+        turns: of each of them.
+    """
+
+    turns: int = 60
+
+    def __call__(self, worker: Worker) -> dict[str, Any]:
+        """The milliseconds of a step, of the slowest worker, for each turn; what the threads use while nothing runs."""
+        torch.set_num_threads(1)
+        host, _, port = worker.store.rpartition(":")
+        store = dist.PrefixStore("plain", dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False))
+        dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=self.num_workers)
+        torch.manual_seed(0)
+        plain = METHODS[self.method](self.make_model())
+        membership = worker.membership(min_workers=self.num_workers, min_deadline=self.min_deadline)
+        elastic = METHODS[self.method](self.make_model(), membership=membership)
+        wrappers = {"plain": plain, "elastic": elastic}
+        optimizers = {name: self.make_optimizer(wrapper) for name, wrapper in wrappers.items()}
+        times: dict[str, list[float]] = {name: [] for name in wrappers}
+        for turn in range(_WARM_TURNS + self.turns):
+            for name in sorted(wrappers, reverse=turn % 2 == 0):
+                dist.barrier()
+                start = time.perf_counter()
+                for step in range(STEPS):
+                    self.finish_step(self.loss(wrappers[name], seed=step), optimizers[name])
+                slowest = torch.tensor(1000 * (time.perf_counter() - start) / STEPS)
+                dist.all_reduce(slowest, dist.ReduceOp.MAX)
+                if turn >= _WARM_TURNS:
+                    times[name].append(slowest.item())
+        start, used = time.perf_counter(), time.process_time()
+        time.sleep(3.0)
+        background = (time.process_time() - used) / (time.perf_counter() - start)
+        dist.barrier()
+        elastic.close()
+        plain.close()
+        dist.destroy_process_group()
+        return {**times, "background": background}
 
 
-def measure(method: str, *, address: str, num_workers: int, width: int, step_ms: float, turns: int) -> dict[str, Any]:
-    """One row. step_ms: of computation, which is slept."""
-    command = [sys.executable, "-m", "benchmarks.elastic", "cost-worker"]
-    places = [[rank, num_workers, address, method, width, step_ms, turns] for rank in range(num_workers)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen([*command, json.dumps(place)], stdout=subprocess.PIPE, text=True, env=environment)
-        for place in places
-    ]
-    outputs = [process.communicate(timeout=500)[0] for process in processes]
-    result = json.loads(outputs[0])
+def measure(training: CostTraining) -> dict[str, Any]:
+    """One row."""
+    result = Chaos(backend="processes", seconds=500.0).run(training, training.num_workers)[0]
     ratios = [elastic / plain for elastic, plain in zip(result["elastic"], result["plain"], strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4)
+    low, ratio, high = statistics.quantiles(ratios, n=4)
     return {
-        "method": method,
-        "num_workers": num_workers,
-        "num_parameters": sum(x.numel() for x in make_model(width, 0).parameters()),
-        "slept_ms": step_ms,
-        "turns": turns,
+        "method": training.method,
+        "num_workers": training.num_workers,
+        "num_parameters": sum(x.numel() for x in training.make_model().parameters()),
+        "slept_ms": training.step_ms,
+        "turns": training.turns,
         "plain_ms": round(statistics.median(result["plain"]), 3),
         "elastic_ms": round(statistics.median(result["elastic"]), 3),
-        "ratio": round(statistics.median(ratios), 4),
-        "ratio_quarter": round(quartiles[0], 4),
-        "ratio_three_quarters": round(quartiles[2], 4),
+        "ratio": round(ratio, 4),
+        "ratio_quarter": round(low, 4),
+        "ratio_three_quarters": round(high, 4),
         "background_percent": round(100 * result["background"], 2),
     }

@@ -10,52 +10,54 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from benchmarks.cluster.torchft_replica import Replica
-from benchmarks.elastic.worker import ElasticJob, make_model, say, take_steps
+from benchmarks.elastic.training import Training
 from gossip_modules.membership.liveness.address import own_address
+from gossip_modules.testing import Worker
 
 NAME = "torchft, all-reduce"
 """Of the method."""
-LIGHTHOUSE = ("-m", "benchmarks.elastic.torchft_worker")
-"""What python runs, as of `StoreProcess`."""
 REMEDY = "run make cluster-venv, then this command with .venv-cluster/bin/python"
 MAX_WORKERS = 8  # of the first generation, of which more than half are needed
 
 
-def train(job: ElasticJob) -> None:
-    """torchft's DistributedDataParallel and optimizer, as its documentation shows them, until it is killed."""
-    from torchft import DistributedDataParallel, Optimizer
+@dataclass(frozen=True)
+class TorchFTTraining(Training):
+    """torchft's DistributedDataParallel and optimizer, as its documentation shows them, until the process is killed."""
 
-    own = make_model(job.width, job.seed)
-    inner = torch.optim.SGD(own.parameters(), lr=1 / job.width, momentum=0.9)
+    def __call__(self, worker: Worker) -> dict[str, float]:
+        """See `Training`."""
+        from torchft import DistributedDataParallel, Optimizer
 
-    def load(state: Mapping[str, Any]) -> None:
-        own.load_state_dict(state["model"])
-        inner.load_state_dict(state["optimizer"])
+        with self.lines(worker.rank) as say:
+            own = self.make_model()
+            inner = self.make_optimizer(own)
 
-    replica = Replica(
-        load,
-        lambda: {"model": own.state_dict(), "optimizer": inner.state_dict()},
-        lighthouse=job.address,
-        host=own_address(job.address),
-        name=f"worker{os.getpid()}",
-        min_replicas=job.num_workers // 2 + 1,
-        timeout=timedelta(seconds=60),
-    )
-    manager = replica.manager
-    model, optimizer = DistributedDataParallel(manager, own), Optimizer(manager, inner)
-    say(event="ready", at=time.time())
+            def load(state: Mapping[str, Any]) -> None:
+                own.load_state_dict(state["model"])
+                inner.load_state_dict(state["optimizer"])
 
-    def place() -> tuple[int, int]:
-        rank = manager.participating_rank()
-        return manager.current_step(), -1 if rank is None else rank  # a replica that heals has none
-
-    take_steps(job, model, optimizer, place)
+            manager = Replica(
+                load,
+                lambda: {"model": own.state_dict(), "optimizer": inner.state_dict()},
+                lighthouse=worker.store,
+                host=own_address(worker.store),
+                name=f"worker{os.getpid()}",
+                min_replicas=self.num_workers // 2 + 1,
+                timeout=timedelta(seconds=60),
+            ).manager
+            model, optimizer = DistributedDataParallel(manager, own), Optimizer(manager, inner)
+            say("ready")
+            while True:
+                start = time.perf_counter()
+                self.finish_step(self.loss(model, seed=manager.current_step()), optimizer)
+                rank = manager.participating_rank()  # None: a replica that heals
+                ms = 1000 * (time.perf_counter() - start)
+                say("step", step=manager.current_step(), rank=-1 if rank is None else rank, ms=ms)
 
 
 def main() -> None:

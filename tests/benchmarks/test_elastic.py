@@ -1,10 +1,10 @@
-"""Killed workers: the figures of a row follow from what workers have said, and torchft is left out where it is not."""
+"""Killed workers: the figures of a row follow from what workers have written; short jobs of processes are run."""
 
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, field
-from pathlib import Path
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,43 +12,33 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.elastic import kills, scale, torchft_worker
-from benchmarks.elastic.__main__ import ElasticBenchmark, measured
-from benchmarks.elastic.kills import Killing
+from benchmarks.elastic import torchft_worker
+from benchmarks.elastic.__main__ import ElasticBenchmark, measured, of_width
+from benchmarks.elastic.cost import CostTraining
+from benchmarks.elastic.cost import measure as measure_cost
+from benchmarks.elastic.job import Job
+from benchmarks.elastic.kills import Killing, figures, kill, scale_figures
 from benchmarks.elastic.methods import METHODS
+from benchmarks.elastic.training import Training
 from gossip_modules import Membership
 
 
-@dataclass
-class PastWorker:
-    """What a worker has said: a step of so many ms, of 100 ms each, from a time on."""
-
-    times: list[float]
-    start: float = 0.0
-    has_failed: bool = False
-    path: Path = field(default_factory=lambda: Path("worker"))
-    changes: tuple[float, ...] = ()
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        if kind == "change":
-            return [{"at": at} for at in self.changes]
-        if kind != "step":
-            return [{"at": {"ready": self.start, "failed": 3.5}[kind]}]
-        return [{"step": i, "at": self.start + 0.1 * (i + 1), "ms": ms} for i, ms in enumerate(self.times)]
-
-    def error(self) -> str:
-        return "RuntimeError: a reason"
+def steps(times: Sequence[float], start: float = 0.0) -> list[dict[str, Any]]:
+    """The lines of a worker: steps of so many ms, which end every 100 ms from a time on."""
+    return [{"step": i, "at": start + 0.1 * (i + 1), "ms": ms} for i, ms in enumerate(times)]
 
 
-def figures(alive: list[PastWorker], newcomer: PastWorker) -> dict[str, Any]:
-    return kills.figures(alive, newcomer, killed_at=2.0, started_at=4.0)  # type: ignore[arg-type]
+def killing(*alive: list[dict[str, Any]], newcomer: list[dict[str, Any]], **values: Any) -> Killing:
+    """Of workers that were killed at 2 s, and of one that was started again at 4 s."""
+    times = {"failed_at": [], "ready_at": 4.25, "formed_at": 2.5, "seconds_to_begin": 0.1, **values}
+    return Killing(alive, newcomer, killed_at=2.0, started_at=4.0, **times)
 
 
 def test_the_slowest_step_after_the_kill_is_compared_with_twice_the_median_and_50_ms() -> None:
-    calm = [60.0] * 60
+    calm = steps([60.0] * 60)
     for slowest, met in ((170.0, "yes"), (170.1, "no")):
-        late = [60.0] * 30 + [slowest] + [60.0] * 29
-        row = figures([PastWorker(calm), PastWorker(late)], PastWorker([20.0] * 5, start=4.25))
+        late = steps([60.0] * 30 + [slowest] + [60.0] * 29)
+        row = figures(killing(calm, late, newcomer=steps([20.0] * 5, start=4.25)))
         assert row == {
             "median_ms": 60.0,
             "slowest_before_ms": 60.0,
@@ -61,20 +51,16 @@ def test_the_slowest_step_after_the_kill_is_compared_with_twice_the_median_and_5
         }
 
 
-def test_a_row_of_workers_that_failed_has_no_join(capsys: pytest.CaptureFixture[str]) -> None:
-    row = figures([PastWorker([60.0] * 30, has_failed=True)] * 2, PastWorker([]))
+def test_a_row_of_workers_that_failed_has_no_join() -> None:
+    row = figures(killing(*[steps([60.0] * 30)] * 2, newcomer=[], failed_at=[3.5, 3.5]))
     assert (row["slowest_after_kill_ms"], row["survivors_that_failed"], row["met"]) == (500.0, 2, "no")
     assert row["rounds_until_joined"] is row["slowest_after_join_ms"] is None
-    assert capsys.readouterr().err.count("worker failed: RuntimeError: a reason") == 2
 
 
 def test_the_last_worker_counts_in_the_figures_of_scale() -> None:
-    calm = [60.0] * 60
-    alive: Any = [PastWorker(calm, changes=(0.1, 2.25, 5.0)), PastWorker(calm, start=0.2, changes=(2.2, 2.5))]
-    newcomer: Any = PastWorker(calm, start=4.0)
-    founders: Any = [PastWorker(calm)]
-    row = scale.figures(Killing([*alive, *founders], alive, newcomer, killed_at=2.0, started_at=4.0))
-    assert row == {
+    calm = steps([60.0] * 60)
+    run = killing(calm, calm, newcomer=steps([60.0], start=4.25))
+    assert scale_figures(run) == {
         "seconds_to_begin": 0.1,
         "median_ms": 60.0,
         "seconds_to_form": 0.5,
@@ -82,10 +68,8 @@ def test_the_last_worker_counts_in_the_figures_of_scale() -> None:
         "seconds_to_join": 0.1,
         "survivors_that_failed": 0,
     }
-    newcomer.times = []
-    assert scale.figures(Killing(alive, alive, newcomer, killed_at=2.0, started_at=4.0))["seconds_to_join"] is None
-    alive[1].changes = ()
-    assert scale.figures(Killing(alive, alive, newcomer, killed_at=2.0, started_at=4.0))["seconds_to_form"] is None
+    run = killing(calm, newcomer=[], formed_at=None)
+    assert scale_figures(run)["seconds_to_join"] is scale_figures(run)["seconds_to_form"] is None
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -104,4 +88,29 @@ def test_torchft_is_left_out_with_a_remedy_where_it_is_not_installed(
         expected = [*METHODS, *([torchft_worker.NAME] if is_installed else [])]
         assert list(measured(ElasticBenchmark())) == expected
         assert ("make cluster-venv" in capsys.readouterr().err) is not is_installed
-    assert list(measured(ElasticBenchmark(figure="joins"))) == list(METHODS)
+    assert list(measured(ElasticBenchmark(figure="cost"))) == list(METHODS)
+
+
+@pytest.mark.e2e
+@pytest.mark.soak
+@pytest.mark.timeout(180)
+def test_workers_go_on_without_one_that_is_killed_with_the_store() -> None:
+    with Job(Training("SGP", 3, 5.0, seed=1, **of_width(16))) as job:
+        run = kill(job, 1, with_store=True, num_steps=30)
+    assert len(run.alive) == 2
+    assert not run.failed_at
+    for own in run.alive:
+        assert all(before["step"] < after["step"] for before, after in itertools.pairwise(own))
+    row = figures(run)
+    assert row["survivors_that_failed"] == 0
+    assert row["rounds_until_joined"] >= 0
+    assert run.newcomer[-1]["step"] >= run.newcomer[0]["step"] > 30
+
+
+@pytest.mark.e2e
+@pytest.mark.soak
+@pytest.mark.timeout(180)
+def test_steps_with_and_without_a_membership_take_turns() -> None:
+    row = measure_cost(CostTraining("SGP", 2, 1.0, seed=1, min_deadline=10.0, turns=3, **of_width(16)))
+    assert (row["num_workers"], row["turns"]) == (2, 3)
+    assert 0 < row["ratio_quarter"] <= row["ratio"] <= row["ratio_three_quarters"]
