@@ -91,7 +91,7 @@ def training(make_group: Callable[[], dist.ProcessGroup]) -> dict[str, Tensor]:
         "sgp": {},
         "osgp": {"overlap": True},
         "irregular push-sum": {"graph": "star"},
-        "choco": {"gossiper": gm.Choco(gm.SignNorm(), step_size=0.45)},
+        "choco": {"algorithm": gm.Choco(gm.SignNorm(), step_size=0.45)},
         "pga, half the bytes": {"schedule": gm.Schedule(average_every=2), "wire_dtype": torch.bfloat16},
     }
     for method, options in methods.items():
