@@ -63,14 +63,15 @@ class Presence:
 
         Belongs to the listening thread. After a failure, which is in `failed`, it goes on until then.
         """
-        listener = self._listener = Listener(self.transport, peers, num_integers=3, tag=self._tag)
+        listener = self._listener = Listener(
+            self.transport, peers, num_integers=3, tag=self._tag, is_last=lambda message: message[0] == _SHUTDOWN
+        )
         while listener.present:
             try:
                 for sender, (kind, first, second) in listener.messages():
                     if kind == _REQUEST:
                         yield sender, first, second
                     elif kind == _SHUTDOWN:
-                        listener.close_peer(sender)
                         self.shut_down([sender])
                     else:
                         self._handle_news(kind, first, second, sender)

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..transport import threads
 from ..transport.base import Pending
 from ..transport.deadlines.deadline import Deadline
 from ..transport.exchange import LATE, LinkClosedError, PointToPoint, fail
 from ..transport.gloo import CPU, at_once, gloo_backend, gloo_group
 from ..transport.process_group import PROBE_TAG, ProcessGroupTransport
-from ..transport.shared_group import in_a_thread
 from ..transport.staging import Staging
 from ..transport.waits import Waits
 
@@ -170,6 +170,11 @@ class LinkTransport(PointToPoint):
         if self._whole_waits.is_waiting:
             self._break_whole()
 
+    def close_connections(self) -> None:
+        """Close all links; from any thread."""
+        for peer in list(self._links):
+            self._end_waits(peer)
+
     def watch_changes(self, *, step: Callable[[], int], tensors: Callable[[], list[str]]) -> None:
         """See `ProcessGroupTransport`; the group over all ranks has the board."""
         me = weakref.ref(self)
@@ -258,7 +263,7 @@ class LinkTransport(PointToPoint):
         self._whole.close()
         self._own_waits.close()
         self._whole_waits.close()
-        in_a_thread(links.clear).join(1.0)
+        threads.start(links.clear, name="releasing-group").join(1.0)
 
 
 def _ignore(peer: int, error: str, is_closed: bool) -> None:

@@ -11,8 +11,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from ..transport.deadlines.deadline import join_at_exit
-from ..transport.gloo import in_gloo, wait_for_connecting
+from ..transport import threads
 from . import limits
 from .events.roster import GARBAGE, Roster
 from .generations import Generations
@@ -165,7 +164,7 @@ class Watching(Generations):
                 self._limit = None  # it was said for another one
                 self._watch_peers()
                 self._warn_of_loopback(forming)
-                in_gloo(self._form, forming, name="gossip-forming")
+                threads.start(self._form, forming, name="gossip-forming")
             if forming is not None and forming.generation in self._formed:
                 self._hurry(forming)
             if view is not None and view.generation > self.generation:
@@ -208,7 +207,7 @@ class Watching(Generations):
             self._next_doubt = now + limits.RETRY
         for worker, why in doubted.items():
             if worker != self.id:
-                in_gloo(self._accuse_if_ended, worker, why, True, name="gossip-accuse")
+                threads.start(self._accuse_if_ended, worker, why, True, name="gossip-accuse")
 
     def _seek(self) -> None:
         """Left out of the job: is there anybody to join again? Until then this worker trains on by itself."""
@@ -266,10 +265,8 @@ class Watching(Generations):
     def _start_watching(self) -> None:
         hear_of_uncaught_errors(_end_liveness_in)
         if self._watcher is None:
-            self._watcher = threading.Thread(
-                target=_watch, args=(weakref.ref(self), self._wake, self._closed), name="gossip-membership", daemon=True
-            )
-            self._watcher.start()
+            reference = weakref.ref(self)
+            self._watcher = threads.start(_watch, reference, self._wake, self._closed, name="gossip-membership")
             _live.add(self)
 
 
@@ -285,9 +282,8 @@ def _end_liveness_in(thread: int | None) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """See [Note: threads at exit]: all waits are ended, and then waited for."""
-    memberships = list(_live)
-    for membership in memberships:
+    """End all waits before the exit of the interpreter joins the threads: see [Note: threads at exit]."""
+    for membership in list(_live):
         membership._closed.set()
         membership._wake.set()
         if membership._heartbeats is not None:
@@ -296,8 +292,6 @@ def _close_all() -> None:
             transports = membership._transports()
         for transport in transports:  # an interrupt leaves waits under way, of which no thread is to come back later
             transport.end_waits()
-    join_at_exit(membership._watcher for membership in memberships if membership._watcher is not None)
-    wait_for_connecting()
 
 
 def _watch(reference: weakref.ref[Watching], wake: threading.Event, closed: threading.Event) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
+from ..transport import threads
 from ..transport.deadlines.deadline import Deadline
-from ..transport.gloo import in_gloo
 from ..transport.waits import Waits
 from . import limits
 from .callbacks import Callbacks
@@ -251,7 +251,7 @@ class WorkerState:
         """Say that a worker has failed; generation: see `Accusation`."""
         log.warning("job %s: rounds go on without worker %s: %s", self.name, self._number_of(worker), why)
         if may_have_ended:
-            in_gloo(self._accuse_if_ended, worker, why, name="gossip-accuse")
+            threads.start(self._accuse_if_ended, worker, why, name="gossip-accuse")
         else:
             self._say_accusation(worker, why, is_sure=False, generation=generation)
 

@@ -8,9 +8,11 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
+
+from .threads import CallThread, Reply, result_of
 
 T = TypeVar("T")
 
@@ -79,7 +81,7 @@ class BoundedStore:
     def _ask(self, request: Callable[[], T], what: str, timeout: timedelta | None) -> T:
         seconds = (timeout or self._timeout).total_seconds()
         try:
-            return request() if self._client is None else self._client.run(request, seconds)
+            return request() if self._client is None else self._client.ask(request, seconds)
         except (dist.DistError, _NoAnswer) as error:
             raise ConnectionError(
                 f"{what}: its key-value store did not answer ({self.address}: {error}); the process that serves it, "
@@ -91,61 +93,31 @@ class _NoAnswer(Exception):
     """The limit of time has passed."""
 
 
-class _Request:
-    """A call that the thread makes for somebody, who waits until `is_done` can be acquired."""
-
-    __slots__ = ("call", "error", "is_done", "result")
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.call = call
-        self.is_done = threading.Lock()
-        self.is_done.acquire()
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-
 class _Client:
-    """The thread that asks one store; it ends when nobody holds the client any more. See [Note: store requests]."""
+    """Asks one store in a thread of its own. See [Note: store requests]."""
 
     def __init__(self) -> None:
-        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        self._abandoned: tuple[_Request, float] | None = None  # the first one that was given up, and asked when
-        thread = threading.Thread(target=_work, args=(self._requests,), name="store-requests", daemon=True)
-        thread.start()
-        # At exit it just ends, since it may hang in the store.
-        weakref.finalize(self, self._requests.put, None).atexit = False
+        self._thread = CallThread("store-requests")
+        self._late: tuple[Reply, float] | None = None  # the first request that was given up, and when it was made
 
-    def run(self, call: Callable[[], T], seconds: float) -> T:
-        """What `call` returns or raises, or _NoAnswer after so many seconds."""
+    def ask(self, request: Callable[[], T], seconds: float) -> T:
+        """The result of a request, or _NoAnswer after so many seconds."""
         start = time.monotonic()
-        if (abandoned := self._abandoned) is not None:
-            earlier, asked = abandoned
-            if not earlier.is_done.acquire(timeout=max(asked + seconds - start, 0.0)):
-                raise _NoAnswer(f"no answer to an earlier request for {time.monotonic() - asked:.1f} s")
-            earlier.is_done.release()
-            self._abandoned = None
-        request = _Request(call)
-        self._requests.put(request)
-        if not request.is_done.acquire(timeout=max(start + seconds - time.monotonic(), 0.0)):
-            self._abandoned = self._abandoned or (request, start)
-            raise _NoAnswer(f"no answer within {seconds:g} s")
-        error, request.error = request.error, None
+        if (late := self._late) is not None:
+            reply, asked = late
+            try:
+                answer = reply.get(timeout=max(asked + seconds - start, 0.0))
+            except queue.Empty:
+                raise _NoAnswer(f"no answer to an earlier request for {time.monotonic() - asked:.1f} s") from None
+            reply.put(answer)  # other threads may wait for it too
+            self._late = None
+        reply = self._thread.call(request)
         try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # its traceback holds this frame, and so the store
-        return request.result
-
-
-def _work(requests: queue.SimpleQueue[_Request | None]) -> None:
-    while (request := requests.get()) is not None:
-        try:
-            request.result = request.call()
-        except BaseException as error:  # noqa: BLE001 (raised by who has asked)
-            request.error = error
-        request.is_done.release()
-        del request  # it holds the store
+            result: T = result_of(reply, timeout=max(start + seconds - time.monotonic(), 0.0))
+        except queue.Empty:
+            self._late = self._late or (reply, start)
+            raise _NoAnswer(f"no answer within {seconds:g} s") from None
+        return result
 
 
 _clients: weakref.WeakKeyDictionary[dist.Store, _Client] = weakref.WeakKeyDictionary()  # one thread per store

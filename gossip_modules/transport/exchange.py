@@ -18,13 +18,22 @@ from .base import Pending
 from .change_board import ChangeBoard
 from .shared_group import Use
 from .staging import Staging
-from .waits import Waits, wait_for
+from .waits import Waits
 
 ROUND_BITS, SIZE_BITS = 16, 9  # of a tag, beside those of the channel: torch has 31 bits; rounds wrap around
 
 _num_bytes = attrgetter("nbytes")  # of a tensor on the wire
+FOREVER = timedelta(days=365)
 LATE = 0.95  # of the timeout: what has taken so long is an error of time
 SHUTDOWN = "shutdown"  # what the last message to a peer is called: it does not matter whether that peer has ended
+
+
+def wait_for(work: dist.Work, timeout: timedelta, *, backend: str) -> None:
+    """Return when the work is done, or on NCCL when the current stream is ordered after it."""
+    if backend == "nccl":
+        work.wait()  # the group's watchdog has the timeout
+    else:
+        work.wait(timeout)
 
 
 class LinkClosedError(ValueError):
@@ -219,6 +228,10 @@ class PointToPoint(ABC):
 
     def waited(self, seconds: Mapping[int, float]) -> None:
         """Told at the end of a round how long it has waited for each peer."""
+
+    @abstractmethod
+    def close_connections(self) -> None:
+        """Close the connections of this rank, which ends every wait on them; from any thread."""
 
     @abstractmethod
     def fail(self, error: RuntimeError, what: str, seconds: float, *, peers: Sequence[int] = ()) -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .deadlines.deadline import join_at_exit
 from .deadlines.endable_store import EndableStore
 from .ports.gloo_ports import close_ports
+from .threads import CallThread
 
 CPU = torch.device("cpu")
 
@@ -82,56 +81,23 @@ def gloo_group(
 
 
 def at_once(makes: Sequence[Callable[[], Any]], *, name: str) -> list[Any]:
-    """What each of these returns, called in a thread of its own; raises what the first of them has raised.
+    """The results of functions that are called at the same time, each in a thread of its own.
 
-    An error holds the frames that it came through. A list of errors in one of them would be a cycle, and keep all
-    groups that were made, with their threads and descriptors, until somebody collects garbage.
+    The first error among them is raised. An error holds the frames that it came through: a list of errors in one of
+    these would be a cycle, which keeps all groups that were made, with their threads and descriptors, until the next
+    garbage collection.
 
     Args:
         makes: at least one.
         name: of the threads.
     """
-    results: list[Any] = [None] * len(makes)
-    errors: dict[int, BaseException] = {}
-
-    def run(i: int, make: Callable[[], Any]) -> None:
-        try:
-            results[i] = make()
-        except BaseException as error:  # noqa: BLE001 (raised below)
-            errors[i] = error
-
-    for thread in [in_gloo(run, i, make, name=f"{name}-{i}") for i, make in enumerate(makes)]:
-        thread.join()
-    if not errors:
-        return results
-    error = errors[min(errors)]
-    results.clear()
-    errors.clear()
+    replies = [CallThread(f"{name}-{i}").call(make) for i, make in enumerate(makes)]
+    answers = [reply.get() for reply in replies]
+    error = next((error for _, error in answers if error is not None), None)
+    if error is None:
+        return [result for result, _ in answers]
+    answers.clear()
     try:
         raise error
     finally:
         del error
-
-
-def in_gloo(body: Callable[..., None], *arguments: Any, name: str) -> threading.Thread:
-    """Begin a thread that makes groups, and so may wait inside C++ code for ranks that do not come.
-
-    It is a daemon, since nothing that it waits for is to keep a program from ending. At exit its wait for addresses is
-    ended first: see `EndableStore` and [Note: threads at exit].
-    """
-    thread = threading.Thread(target=body, args=arguments, name=name, daemon=True)
-    with _starting:
-        _connecting.add(thread)
-        thread.start()
-    return thread
-
-
-def wait_for_connecting() -> None:
-    """At the exit of the interpreter, when the waits of stores were ended: see `in_gloo`."""
-    with _starting:
-        threads = list(_connecting)
-    join_at_exit(threads)
-
-
-_connecting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_starting = threading.Lock()  # no thread is in `_connecting` that has not started

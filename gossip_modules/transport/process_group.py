@@ -24,7 +24,6 @@ from .shared_group import CAN_RELEASE, CHANNEL_BITS, Use
 from .staging import Staging
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-FOREVER = timedelta(days=365)
 PROBE_TAG = 1 << ROUND_BITS + SIZE_BITS + CHANNEL_BITS  # no round has it
 BARRIER_TAG = PROBE_TAG + 1
 _AT_ONCE = timedelta(milliseconds=1)

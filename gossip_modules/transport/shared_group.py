@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
-from .deadlines.deadline import join_at_exit
+from . import threads
 
 CHANNEL_BITS = 5  # of a tag
 NUM_CHANNELS = 1 << CHANNEL_BITS
@@ -20,7 +19,6 @@ _RELEASE_SECONDS = 1.0
 _naming = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
 CAN_RELEASE = _naming is None or "pg_names" not in _naming.__code__.co_names
 _lost: list[list[dist.ProcessGroup]] = []
-_releasing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class SharedGroup:
@@ -134,25 +132,7 @@ def release(holder: list[dist.ProcessGroup]) -> None:
     # A group that goes keeps the GIL while it joins its threads, which may want it; a backend lets go of it. It may
     # take until a collective that hangs in there has timed out, so another thread does it.
     del group
-    in_a_thread(backends.clear).join(_RELEASE_SECONDS)
-
-
-def in_a_thread(body: Callable[[], None]) -> threading.Thread:
-    """[Note: groups at exit] A thread that lets go of a group does so inside C++ code, and comes back for the GIL.
-
-    It takes hundredths of a second, and longer where a collective hangs in there: see [Note: threads at exit]. Groups
-    of transports that are collected wait for the next use of one.
-    """
-    thread = threading.Thread(target=body, name="releasing-group", daemon=True)
-    _releasing.add(thread)
-    thread.start()
-    return thread
-
-
-@atexit.register
-def _wait_until_released() -> None:
-    """[Note: groups at exit]"""
-    join_at_exit(tuple(_releasing))
+    threads.start(backends.clear, name="releasing-group").join(_RELEASE_SECONDS)
 
 
 def _backends_of(group: dist.ProcessGroup) -> Iterator[dist._Backend]:

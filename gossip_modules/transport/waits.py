@@ -1,22 +1,18 @@
-"""Waits: in threads that can be left behind, since Gloo does not end every wait when a connection closes."""
+"""Waits for messages of Gloo that another thread can end, since a closed connection does not end all of them."""
 
 from __future__ import annotations
 
-import atexit
 import math
 import threading
-import time
-import weakref
+from collections.abc import Iterable
 from datetime import timedelta
-from queue import SimpleQueue
-from typing import Any
+from functools import partial
 
 import torch.distributed as dist
 
-from .deadlines.deadline import Deadline, seconds_at_exit
+from .threads import CallThread, Reply
 
 _AT_ONCE = timedelta(milliseconds=1)
-_TEARDOWN_SECONDS, _POLL_SECONDS = 0.5, 0.005
 
 
 def as_timeout(timeout: timedelta | float, *, name: str = "timeout") -> timedelta:
@@ -32,32 +28,23 @@ def as_timeout(timeout: timedelta | float, *, name: str = "timeout") -> timedelt
     return timedelta(seconds=timeout)  # type: ignore[arg-type]
 
 
-def wait_for(work: dist.Work, timeout: timedelta, *, backend: str) -> None:
-    """Return when the work is done, or on NCCL when the current stream is ordered after it."""
-    if backend == "nccl":
-        work.wait()  # the group's watchdog has the timeout
-    else:
-        work.wait(timeout)
-
-
 class Waits:
     """Waits that another thread can end.
 
-    [Note: waits that do not end] When a connection closes, Gloo ends the waits for messages of which nothing has moved
-    yet. One that is half sent or half received is on none of the lists that it goes through, nor is one that was handed
-    over while the connection was closing. Such a wait lasts for its whole timeout, whatever becomes of the connection,
-    and cannot be taken back. So each wait is made by a thread of its own, which is left in it where it is given up;
-    nothing comes into its buffer any more, as the connection is closed. Threads that come back wait for the next
-    message. Handing a wait over takes some 20 us.
+    [Note: waits that do not end] When a connection closes, Gloo ends the waits for messages of which no byte has moved
+    yet. A message that is half sent or half received is in none of the lists that it goes through, nor is a message
+    that was posted while the connection was closing. A wait for such a message lasts for its whole timeout, whatever
+    becomes of the connection, and cannot be interrupted. So a thread of its own makes each wait, and stays in it when
+    the wait is given up; no byte is written to its buffer any more, as the connection is closed. A thread whose wait
+    has ended makes the next one. Handing a wait over takes some 20 us.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[_Thread] = []
-        self._under_way: set[_Wait] = set()
+        self._idle: list[CallThread] = []
+        self._under_way: dict[Reply, int | None] = {}  # and the peer
         self._given_up: set[int | None] = set()
         self._is_closed = False
-        weakref.finalize(self, _end, self._idle).atexit = False
 
     def wait(self, work: dist.Work, timeout: timedelta, *, of: int | None = None) -> None:
         """Return when `work` is done.
@@ -68,119 +55,55 @@ class Waits:
             of: the peer; None: a collective.
 
         Raises:
-            RuntimeError: it has failed, was late or was given up.
+            RuntimeError: the operation has failed, was late or was given up.
         """
         with self._lock:
             is_over = self._is_closed or of in self._given_up
             if not is_over:
-                thread = self._idle.pop() if self._idle else _Thread()
-                wait = _Wait(self, thread, work, timeout, of)
-                self._under_way.add(wait)
-        if is_over:  # the connection is closed: it is done already, or never will be
+                thread = self._idle.pop() if self._idle else CallThread("gossip-wait")
+                reply = thread.call(partial(work.wait, timeout))
+                self._under_way[reply] = of
+        if is_over:  # the connection is closed: the operation is done already, or never will be
             work.wait(_AT_ONCE)
             return
-        thread.inbox.put(wait)
-        wait.ended.acquire()
-        error, wait.error = wait.error, None
+        _, error = reply.get()  # an interrupt leaves the wait under way
+        with self._lock:
+            if reply in self._under_way:
+                del self._under_way[reply]
+                self._idle.append(thread)
         try:
             if error is not None:
                 raise error
         finally:
-            del error  # its traceback holds this frame, and whoever waits: nothing of them is to stay behind
+            del error  # its traceback holds this frame, and so the caller's objects
 
     def give_up(self, *of: int) -> None:
-        """End the waits for these peers, and those that come, with an error; from any thread.
+        """End the waits for these peers, present and future, with an error; from any thread.
 
-        Their connections are closed before, so that nothing comes afterwards.
+        Close their connections before, so that no byte is written to a buffer afterwards.
         """
         with self._lock:
             self._given_up.update(of)
-            self._end({wait for wait in self._under_way if wait.of in of})
+            self._end([reply for reply, peer in self._under_way.items() if peer in of])
 
     def under_way(self) -> set[int]:
         """The peers that are waited for now."""
         with self._lock:
-            return {wait.of for wait in self._under_way if wait.of is not None}
+            return {peer for peer in self._under_way.values() if peer is not None}
 
     @property
     def is_waiting(self) -> bool:
         """Whether anything is waited for now."""
-        with self._lock:
-            return bool(self._under_way)
+        return bool(self._under_way)
 
     def close(self) -> None:
         """End all waits, and the threads. Idempotent."""
         with self._lock:
             self._is_closed = True
-            self._end(self._under_way)
-            _end(self._idle)
+            self._end(list(self._under_way))
+            self._idle.clear()
 
-    def _end(self, waits: set[_Wait]) -> None:
-        """Under the lock."""
-        self._under_way = self._under_way - waits
-        for wait in waits:
-            wait.error = RuntimeError("the wait was given up, since its connection was closed by this process")
-            wait.ended.release()
-            wait.thread.inbox.put(None)
-
-    def _settle(self, wait: _Wait, error: Exception | None) -> None:
-        """It has ended by itself."""
-        with self._lock:
-            if wait in self._under_way:
-                self._under_way.remove(wait)
-                self._idle.append(wait.thread)
-                wait.error = error
-                wait.ended.release()
-
-
-class _Wait:
-    """One that is under way; `ended` is released when it is not."""
-
-    def __init__(self, waits: Waits, thread: _Thread, work: dist.Work, timeout: timedelta, of: int | None) -> None:
-        self.waits, self.thread, self.work, self.timeout, self.of = waits, thread, work, timeout, of
-        self.until = time.monotonic() + timeout.total_seconds()
-        self.error: Exception | None = None
-        self.ended = threading.Lock()
-        self.ended.acquire()
-
-
-class _Thread(threading.Thread):
-    """Makes one wait after the other, until it is told to end."""
-
-    def __init__(self) -> None:
-        super().__init__(name="gossip-wait", daemon=True)
-        self.inbox: SimpleQueue[_Wait | None] = SimpleQueue()
-        self.until = 0.0  # the latest end of the wait that it is in
-        _threads.add(self)
-        self.start()
-
-    def run(self) -> None:
-        while (wait := self.inbox.get()) is not None:
-            self.until, error = wait.until, None
-            try:
-                wait.work.wait(wait.timeout)
-            except Exception as caught:  # noqa: BLE001 (it is for who waits)
-                error = caught
-            self.until = 0.0
-            wait.waits._settle(wait, error)
-            del wait, error
-
-
-_threads: weakref.WeakSet[_Thread] = weakref.WeakSet()
-
-
-def _end(idle: list[Any]) -> None:
-    for thread in idle:
-        thread.inbox.put(None)
-    idle.clear()
-
-
-@atexit.register
-def _await_the_last() -> None:
-    """See [Note: threads at exit]. A wait whose limit ends while the interpreter does is waited for too."""
-    deadline = Deadline(seconds_at_exit())
-    last = time.monotonic() + deadline.left + _TEARDOWN_SECONDS
-    while any(thread.until and (thread.until < last or not deadline.is_over) for thread in list(_threads)):
-        if time.monotonic() > last:
-            break
-        time.sleep(_POLL_SECONDS)
+    def _end(self, replies: Iterable[Reply]) -> None:
+        for reply in replies:
+            del self._under_way[reply]
+            reply.put((None, RuntimeError("the wait was given up, since its connection was closed by this process")))

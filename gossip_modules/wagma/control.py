@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from ..transport.base import Pending
-from ..transport.process_group import FOREVER, ProcessGroupTransport
+from ..transport.exchange import FOREVER
+from ..transport.process_group import ProcessGroupTransport
 
 CLOSE_TIMEOUT = timedelta(seconds=2)
 _CLOSE_TIMEOUT_AFTER_FAILURE = timedelta(seconds=0.5)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from ...transport.gloo import gloo_backend, in_gloo
+from ...transport import threads
+from ...transport.gloo import gloo_backend
 from ...transport.state_tree import copied, encode
 from .. import limits
 from ..liveness.background_log import log
@@ -73,7 +74,7 @@ class Giving(Door):
             until = time.monotonic() + self.timeout.total_seconds()
             with self._lock:
                 self._given[joiner.key] = until, state["model"]
-            in_gloo(self._serve, joiner, state, name="gossip-donor")
+            threads.start(self._serve, joiner, state, name="gossip-donor")
 
     def _decline(self, joiner: Joiner, error: Exception) -> None:
         """Leave a worker to another donor; or say why it cannot join, where as many have tried as there are members.

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 import time
-from collections.abc import Iterable
 from datetime import timedelta
 
 clock = time.monotonic  # apart, so that tests can change it
 _AT_ONCE = timedelta(milliseconds=1)
-_EXIT_SECONDS, _MOMENT = 1.0, 0.1
 
 
 class Deadline:
@@ -62,26 +58,3 @@ class Deadline:
     def extend(self, seconds: float) -> None:
         """Allow so many seconds more: in these, what was waited for has come piece by piece."""
         self._end += seconds
-
-
-@functools.cache
-def _deadline_of_exit() -> Deadline:
-    return Deadline(_EXIT_SECONDS)
-
-
-def seconds_at_exit() -> float:
-    """How long an exit handler may wait: they have a second in common, and each a tenth of a second at least.
-
-    [Note: threads at exit] A thread that comes back from C++ code when the interpreter has ended aborts the process.
-    Most threads end at once, since what they wait for was closed before. The others stay, so that a program that is
-    over ends.
-    """
-    return max(_deadline_of_exit().left, _MOMENT)
-
-
-def join_at_exit(threads: Iterable[threading.Thread]) -> None:
-    """Wait for threads at the exit of the interpreter; see [Note: threads at exit]."""
-    deadline = Deadline(seconds_at_exit())
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(deadline.left)

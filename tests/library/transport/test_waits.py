@@ -90,7 +90,7 @@ def test_no_thread_is_left(is_closed: bool) -> None:
     done, end = begin(waits)
     done.may_end.set()
     assert end() == ""
-    (idle,) = waits._idle
+    (idle,) = (caller.thread for caller in waits._idle)
     late, end = begin(waits)  # in the same thread
     assert not waits._idle
     if is_closed:

@@ -8,8 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from gossip_modules.transport.deadlines import deadline as deadline_module
-from gossip_modules.transport.deadlines.deadline import Deadline, join_at_exit
+from gossip_modules.transport.deadlines.deadline import Deadline
 from gossip_modules.transport.deadlines.endable_store import EndableStore
 from gossip_modules.transport.gloo import at_once, gloo_backend, gloo_group
 from tests.harness.ranks import TIMEOUT
@@ -27,25 +26,6 @@ def test_waits_share_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.now += 3.0
     assert (deadline.left, deadline.is_over) == (0.0, True)
     assert deadline.left_for_gloo == timedelta(milliseconds=1), "Gloo takes zero for its own timeout"
-
-
-def test_all_that_is_joined_at_exit_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock.begin(monkeypatch)
-    joined: list[float] = []
-
-    class Stuck(threading.Thread):
-        def join(self, timeout: float | None = None) -> None:
-            assert timeout is not None
-            joined.append(timeout)
-            clock.now += timeout
-
-    deadline_module._deadline_of_exit.cache_clear()
-    try:
-        for _ in range(3):  # as many handlers
-            join_at_exit([Stuck() for _ in range(5)])
-    finally:
-        deadline_module._deadline_of_exit.cache_clear()
-    assert sum(joined) == pytest.approx(1.2), "a second, and a moment for each of the handlers that come later"
 
 
 @pytest.mark.parametrize("is_void", [False, True])
