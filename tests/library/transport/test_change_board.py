@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from gossip_modules.transport.bounded_store import BoundedStore
 from gossip_modules.transport.change_board import ChangeBoard, first_difference
+from gossip_modules.transport.records import Records
 
 
 class Rank:
@@ -21,7 +22,7 @@ class Rank:
             self.num_ended += 1
 
         self.board = ChangeBoard(
-            BoundedStore(store, timeout=timedelta(seconds=1)),
+            Records(BoundedStore(store, timeout=timedelta(seconds=1))),
             rank,
             range(10, 10 + num_ranks),
             step=lambda: self.step,

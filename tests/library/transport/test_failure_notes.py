@@ -10,12 +10,13 @@ import torch.distributed as dist
 from gossip_modules.transport import failure_notes
 from gossip_modules.transport.bounded_store import BoundedStore
 from gossip_modules.transport.failure_notes import GONE, SILENT, Cause, FailureNotes, describe
+from gossip_modules.transport.records import Records
 
 MEMBERS = range(5)
 
 
 def notes_of(store: dist.Store, rank: int) -> FailureNotes:
-    return FailureNotes(BoundedStore(store), rank)
+    return FailureNotes(Records(BoundedStore(store)), rank)
 
 
 def test_a_chain_of_closed_connections_leads_to_the_first() -> None:
@@ -52,7 +53,7 @@ def test_where_nobody_knows_whom_all_wait_for_it_is_who_says_nothing() -> None:
 
 def test_an_error_of_its_own_is_told() -> None:
     store = dist.HashStore()
-    notes_of(store, 2).leave({}, "ValueError: a bad label", is_own=True)
+    notes_of(store, 2).leave({}, "failed: ValueError: a bad label", is_cause=True)
     notes_of(store, 3).leave({2: GONE}, "round 5")
     for blamed in ({2: GONE}, {3: GONE}, {}):
         cause = notes_of(store, 0).explain(blamed, members=MEMBERS)
@@ -64,7 +65,7 @@ def test_the_end_of_a_program_is_no_death(blamed: dict[int, str], monkeypatch: p
     store = dist.HashStore()
     monkeypatch.delattr(sys, "last_value", raising=False)
     monkeypatch.setattr(failure_notes, "_of_job", {notes_of(store, 2)})
-    failure_notes._leave_last_words()
+    failure_notes._leave_last_note()
     notes_of(store, 3).leave({2: GONE}, "round 5")
     cause = notes_of(store, 0).explain(blamed, members=MEMBERS)
     assert cause.ranks == {2}
@@ -88,8 +89,9 @@ def test_one_rank_leaves_one_note_and_old_ones_do_not_count() -> None:
     notes.leave({2: GONE}, "round 5")
     notes.leave({3: GONE}, "round 6")
     assert notes_of(store, 0).explain({1: GONE}, members=MEMBERS).ranks == {2}
-    later = FailureNotes(BoundedStore(store), 0, num_known=1)
-    assert later.explain({1: GONE}, members=MEMBERS).ranks == {1}
+    records = Records(BoundedStore(store))
+    records.skip()
+    assert FailureNotes(records, 0).explain({1: GONE}, members=MEMBERS).ranks == {1}
 
 
 def test_a_store_that_does_not_answer_is_no_obstacle() -> None:
@@ -97,11 +99,11 @@ def test_a_store_that_does_not_answer_is_no_obstacle() -> None:
         def add(self, key: str, amount: int) -> int:
             raise dist.DistStoreError("reset by peer")
 
-    notes = FailureNotes(BoundedStore(Gone()), 0)
+    notes = FailureNotes(Records(BoundedStore(Gone())), 0)
     notes.leave({2: GONE}, "round 5")
     cause = notes.explain({2: GONE}, members=MEMBERS)
     assert not cause.ranks
-    assert "who failed first is not known" in cause.text
+    assert "the rank that failed first is not known" in cause.text
 
 
 def test_describe() -> None:
