@@ -165,18 +165,12 @@ _MOVED = {
     "register_mpi_backend": "mpi",
     "select_graph": "graph_manager",
 }
-"""The names that were here in version 0.1, with the modules that have them now."""
-_RENAMED = {"LockstepWrapper": "GossipDataParallel"}
-"""Old public names, with those that replace them."""
+"""Names that have moved from here, with their modules."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        new = f"{__name__}.{_MOVED[name]}.{name}"
-        found = getattr(importlib.import_module(f"{__name__}.{_MOVED[name]}"), name)
-    elif name in _RENAMED:
-        new, found = f"{__name__}.{_RENAMED[name]}", globals()[_RENAMED[name]]
-    else:
+    if name not in _MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"{__name__}.{name} is now {new}; the old name will go", DeprecationWarning, stacklevel=2)
-    return found
+    module = f"{__name__}.{_MOVED[name]}"
+    warnings.warn(f"{__name__}.{name} is now {module}.{name}; the old name will go", DeprecationWarning, stacklevel=2)
+    return getattr(importlib.import_module(module), name)

@@ -15,7 +15,6 @@ from torch.nn.utils import stateless
 
 from .aliases import Alias, check_shared_memory, find_aliases, move_aliases
 from .layout import FlatLayout
-from .renamed import Renamed, renamed_argument
 from .selection import Selection
 from .slots import Slot, TensorPlace, check, check_module, in_order, real_dtype, real_numel, view_like
 from .step_hooks import STEP_HOOKS
@@ -63,9 +62,6 @@ class FlatBuffer:
         >>> buffer.vector.segments[0].zero_()  # also zeroes model.weight and model.bias
     """
 
-    num_slices = Renamed("num_shards")
-
-    @renamed_argument("num_slices", "num_shards")
     def __init__(
         self,
         module: nn.Module,

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .layout import CHUNK_BYTES, FlatLayout, Segment, TensorSpec
-from .renamed import Renamed, renamed_argument
 
 CACHED_BYTES = 1 << 18  # of each of two vectors, per thread: a chunk that is gone over twice, then from cache
 _segments, _weight = attrgetter("segments"), attrgetter("push_sum_weight")
@@ -30,9 +29,6 @@ class FlatVector:
         push_sum_weight: float64 [1] on the device of `raw`; shared. A new weight of one by default.
     """
 
-    weight, slice, pieces = Renamed("push_sum_weight"), Renamed("shard"), Renamed("chunks")
-
-    @renamed_argument("weight", "push_sum_weight")
     def __init__(self, layout: FlatLayout, raw: Tensor, push_sum_weight: Tensor | None = None) -> None:
         self.layout = layout
         self.raw = raw
@@ -118,7 +114,6 @@ class FlatVector:
         """A copy in memory of its own."""
         return FlatVector(self.layout, self.raw.clone(), self.push_sum_weight.clone())
 
-    @renamed_argument("num_slices", "num_shards")
     def shard(self, index: int, num_shards: int) -> FlatVector:
         """Shard `index` of `num_shards` equal shards; shares memory and weight with this vector. Made once."""
 

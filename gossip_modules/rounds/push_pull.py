@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..compression.compressor import Cast
 from ..flat.layout import CHUNK_BYTES, check_chunk_bytes
-from ..flat.renamed import Renamed, renamed_argument
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights
 from ..old_calls import GOSSIPER_ARGUMENTS, GOSSIPER_REMEDY, refused_arguments
@@ -53,10 +52,8 @@ class PushPull(Mixer):
     is_whole = True
     sends_shares: bool = False  # columns of W sum to one, and not rows: see [Note: lost peers] of `Neighbours`
     received: Sequence[FlatVector] = ()  # the messages of the in-peers, in their order
-    piece_bytes = Renamed("chunk_bytes")
 
     @refused_arguments(GOSSIPER_ARGUMENTS, GOSSIPER_REMEDY)
-    @renamed_argument("piece_bytes", "chunk_bytes")
     def __init__(self, *, wire_dtype: torch.dtype | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
         if wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ..engine.background import close_in_thread
 from ..engine.engine import Engine, IdleEngine
 from ..flat.buffer import FlatBuffer
-from ..flat.renamed import renamed_argument
 from ..flat.selection import Selection
 from ..flat.transformed import refuse_scripting
 from ..flat.vector import FlatVector
@@ -79,7 +78,6 @@ class GossipWrapper(ForeignAttributes, OldMethods, TrainingStep, RoundState, Fla
 
     _foreign_attributes: ClassVar[Mapping[str, str]] = {**DDP_ATTRIBUTES, **MISSING}
 
-    @renamed_argument("num_slices", "num_shards")
     def __init__(
         self,
         module: nn.Module,

@@ -25,7 +25,6 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "compression": set(),
         "transport": set(),
         "matcha": {"graph_manager", "transport", "old_calls"},
-        "matching": {"matcha"},
         "mixing_manager": {"graph_manager", "matcha", "old_calls"},
         "consensus_control": {"mixing_manager"},
         "mpi": {"transport"},

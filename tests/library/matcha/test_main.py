@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -126,21 +125,6 @@ def test_mistakes_on_the_command_line(arguments: list[str], message: str, capsys
 
 def test_every_name_of_the_mathematics_is_there() -> None:
     assert all(hasattr(matcha, name) for name in matcha.__all__)
-
-
-def test_the_old_module_name_warns_and_has_the_same_names() -> None:
-    sys.modules.pop("gossip_modules.matching", None)
-    with pytest.warns(DeprecationWarning, match=r"gossip_modules.matching is deprecated; use gossip_modules.matcha"):
-        matching = importlib.import_module("gossip_modules.matching")
-    assert all(getattr(matching, name) is getattr(matcha, name) for name in matcha.__all__)
-
-
-@pytest.mark.e2e
-def test_the_old_command_runs_with_a_warning() -> None:
-    command = [sys.executable, "-m", "gossip_modules.matching", "--graph", "5", "--budget", "0.5"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "DeprecationWarning: gossip_modules.matching is deprecated; use gossip_modules.matcha" in result.stderr
-    assert "base graph 5: 8 ranks" in result.stdout
 
 
 @pytest.mark.e2e

@@ -237,13 +237,6 @@ def test_a_usual_mistake_is_told_its_remedy(mistake: str) -> None:
         make()
 
 
-def test_the_old_name_of_the_wrapper_warns() -> None:
-    with pytest.warns(DeprecationWarning, match=r"LockstepWrapper is now gossip_modules.GossipDataParallel"):
-        assert gm.LockstepWrapper is gm.GossipDataParallel
-    with pytest.raises(AttributeError, match="no attribute 'LockstepRapper'"):
-        _ = gm.LockstepRapper
-
-
 # Checkpoints of when the default graph was another one.
 
 
