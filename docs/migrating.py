@@ -13,13 +13,13 @@ sys.path.insert(0, str(ROOT))
 
 from gossip_modules.old_calls import GRAPH_ARGUMENTS, MATCHA_ARGUMENTS, MIXING_ARGUMENTS  # noqa: E402
 from gossip_modules.wrappers.foreign.arguments import Ignored, NewName, Refused  # noqa: E402
-from gossip_modules.wrappers.old_names.arguments import (  # noqa: E402
+from gossip_modules.wrappers.foreign.attributes import MISSING, WORKING  # noqa: E402
+from gossip_modules.wrappers.foreign.tables import (  # noqa: E402
     AD_PSGD_ARGUMENTS,
     ALL_REDUCE_ARGUMENTS,
     SGP_ARGUMENTS,
     WAGMA_ARGUMENTS,
 )
-from gossip_modules.wrappers.old_names.attributes import MISSING, WORKING  # noqa: E402
 from train.old_options.actions import Action, Gone, Same  # noqa: E402
 from train.old_options.tables import DPWA, MATCHA, POWERGOSSIP, SGP, WAGMA  # noqa: E402
 

@@ -24,9 +24,8 @@ from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import hold
 from ..wrappers.defaults import choose_bipartite_mixing
 from ..wrappers.foreign.arguments import foreign_arguments
-from ..wrappers.foreign.ddp import DDP_ARGUMENTS
-from ..wrappers.old_names.arguments import AD_PSGD_ARGUMENTS
-from ..wrappers.setup import Links
+from ..wrappers.foreign.tables import AD_PSGD_ARGUMENTS, DDP_ARGUMENTS
+from ..wrappers.links import Links
 from .engine import BilateralEngine
 from .participant import BilateralParticipant
 from .watched_transport import WatchedTransport

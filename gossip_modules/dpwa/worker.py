@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ..wrappers.averaging import FlatAveraging
+from ..wrappers.averaging import AveragingMixin
 from ..wrappers.foreign.arguments import foreign_arguments
 from .average_on_demand import AverageOnDemand
 from .config import CURVE_ARGUMENTS
 from .engine import PairwiseEngine
 
 
-class PairwiseWorker(FlatAveraging):
+class PairwiseWorker(AveragingMixin):
     """A model that is served at an address, and whose peers may change."""
 
     _engine: PairwiseEngine

@@ -17,7 +17,7 @@ from ..flat.vector import FlatVector
 from ..wrappers.base import GossipWrapper
 from ..wrappers.composition import hold
 from ..wrappers.foreign.arguments import foreign_arguments
-from ..wrappers.foreign.ddp import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
+from ..wrappers.foreign.tables import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
 from .average_on_demand import AverageOnDemand
 from .config import CURVE_ARGUMENTS, DEFAULT_INTERPOLATION, DEFAULT_TIMEOUT, PairwiseConfig
 from .engine import PairwiseEngine

@@ -28,9 +28,8 @@ from ..wrappers.arguments import as_timeout, as_whole, check_flags
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import hold
 from ..wrappers.foreign.arguments import foreign_arguments
-from ..wrappers.foreign.ddp import DDP_ARGUMENTS
-from ..wrappers.old_names.arguments import WAGMA_ARGUMENTS
-from ..wrappers.setup import Links
+from ..wrappers.foreign.tables import DDP_ARGUMENTS, WAGMA_ARGUMENTS
+from ..wrappers.links import Links
 from .at_exit import close_at_exit
 from .elastic import ElasticGroupEngine
 from .engine import WaitAvoidingEngine

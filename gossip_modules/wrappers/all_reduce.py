@@ -21,9 +21,9 @@ from .arguments import as_timeout, check_process_group
 from .averaging import AveragingMixin
 from .composition import check_inside, hold, let_go
 from .foreign.arguments import ForeignArguments, Refused, foreign_arguments
+from .foreign.attributes import OldNames
+from .foreign.tables import ALL_REDUCE_ARGUMENTS
 from .gradient_group import NamedReplica, leaving_alone
-from .old_names.arguments import ALL_REDUCE_ARGUMENTS
-from .old_names.attributes import OldMethods
 from .state import check_prefix
 
 _GOSSIP_ARGUMENTS: ForeignArguments = {
@@ -35,7 +35,7 @@ _GOSSIP_ARGUMENTS: ForeignArguments = {
 }
 
 
-class AllReduceDataParallel(OldMethods, NamedReplica, AveragingMixin):
+class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
     """AllReduce SGD: gradients averaged over all ranks, bit for bit as DistributedDataParallel does.
 
     What it adds is what the gossip wrappers have too: `flush`, `close`, `average_`, `averaged`, `consensus_distance`
@@ -58,8 +58,6 @@ class AllReduceDataParallel(OldMethods, NamedReplica, AveragingMixin):
         RuntimeError: torch.distributed is not initialised.
         TimeoutError, ConnectionError: (construction, forward, backward) a peer is late or gone; names it.
     """
-
-    _chosen: Selection
 
     @foreign_arguments(_GOSSIP_ARGUMENTS, ALL_REDUCE_ARGUMENTS, passed_on_to=DistributedDataParallel.__init__)
     def __init__(
@@ -119,8 +117,11 @@ class AllReduceDataParallel(OldMethods, NamedReplica, AveragingMixin):
     def flush(self) -> None:
         """Nothing is ever in flight after a backward."""
 
+    def _forget_models(self) -> None:
+        """Nothing is kept of other models."""
+
     def close(self) -> None:
-        """Give back what averages need; gradients are still averaged by whoever trains on."""
+        """Give back what averages need; a script that trains on still averages gradients."""
         let_go(self)
         self._transport.close()
 

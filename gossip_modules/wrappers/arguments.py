@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 
-from ..compression.compressor import Compressor
 from ..consensus_control import ConsensusControl
 from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
 from ..graph_manager.static_graphs import NetworkXGraph
 from ..mixing_manager.base import MixingManager
-from ..rounds.algorithm import Algorithm, Over
-from ..rounds.periodic import Periodic
-from ..rounds.push_pull import PushPull
 from ..schedule import Schedule
 from ..transport.waits import as_timeout as as_timeout  # which `Membership` takes from below
 
@@ -32,7 +27,6 @@ if TYPE_CHECKING:
 
 GraphLike: TypeAlias = "GraphManager | str | Callable[[int], GraphManager | nx.Graph] | nx.Graph"
 MixingLike: TypeAlias = MixingManager | Callable[[GraphManager], MixingManager]
-GossiperLike: TypeAlias = PushPull | Callable[[], PushPull]
 
 
 def as_graph(graph: GraphLike, world_size: int) -> GraphManager:
@@ -80,20 +74,6 @@ def as_mixing(mixing: MixingLike, graph: GraphManager) -> MixingManager:
     return made
 
 
-def as_gossiper(gossiper: GossiperLike) -> PushPull:
-    """The gossiper that is meant: itself, or what its class makes without arguments."""
-    expected = "plain gossip, PushPull() or PushSum(), or an algorithm, such as PowerGossip()"
-    if isinstance(gossiper, Compressor) or (isinstance(gossiper, type) and issubclass(gossiper, Compressor)):
-        raise ValueError(
-            f"got the compressor {gossiper!r} as gossiper, expected {expected}; pass the compressor to a gossiper, as "
-            "in Choco(TopK(0.01), step_size=0.04)"
-        )
-    made = _call(gossiper, argument="gossiper", expected=expected) if isinstance(gossiper, type) else gossiper
-    if not isinstance(made, PushPull):
-        raise ValueError(f"got gossiper={gossiper!r}, expected {expected}, or None for push-sum or push-pull")
-    return made
-
-
 def as_schedule(schedule: Schedule | ConsensusControl | int) -> Schedule | ConsensusControl:
     """The schedule itself, or a schedule with a round at every `schedule`-th step."""
     if isinstance(schedule, Schedule | ConsensusControl):
@@ -104,89 +84,6 @@ def as_schedule(schedule: Schedule | ConsensusControl | int) -> Schedule | Conse
             "round to the next, at least 1; schedule=1, the default, gossips at every step"
         )
     return Schedule(gossip_every=schedule)
-
-
-def check_gossips(schedule: Schedule | ConsensusControl, gossip: Mapping[str, object]) -> None:
-    """Raise ValueError where arguments say what ranks send, but each of their rounds is an exact average.
-
-    Args:
-        schedule: when ranks communicate.
-        gossip: the arguments, by name; None where they were left out. A graph is one of those of every wrapper, and
-            does no harm.
-    """
-    given = [name for name, value in gossip.items() if value is not None and name not in ("graph", "mixing")]
-    if given and isinstance(schedule, Schedule) and schedule.average_every == 1:
-        raise ValueError(
-            f"got {', '.join(given)} with {schedule}, expected none: each round of this schedule is an exact average, "
-            "so that ranks never gossip; leave them out"
-        )
-
-
-def check_periodic(
-    algorithm: Algorithm, schedule: object, *, overlap: bool, init_sync: bool, gossip: Mapping[str, object]
-) -> None:
-    """Raise ValueError where an algorithm stands beside arguments that do not fit to it.
-
-    Args:
-        algorithm: what a round does.
-        schedule, overlap, init_sync: other arguments of the wrapper.
-        gossip: those that say how ranks gossip, by name; None where they were left out.
-    """
-    if overlap and isinstance(algorithm, Periodic) and algorithm.delay:
-        raise ValueError(
-            f"got overlap=True beside {algorithm}, expected one of them: its delay says for how many steps a round "
-            "travels under training; leave overlap out"
-        )
-    if algorithm.has_equal_memory and not init_sync:
-        raise ValueError(
-            f"got init_sync=False beside {algorithm}, expected True: all ranks move one anchor, so they must start "
-            "from one model"
-        )
-    given = [name for name, value in gossip.items() if value is not None]
-    if given and not algorithm.mixes:
-        raise ValueError(
-            f"got {', '.join(given)} beside {algorithm}, expected none: it averages over all ranks and never gossips; "
-            "leave them out, or take an algorithm that gossips: GASLoC, NoLoCo or SlowMo(gossip_every=1); narrow "
-            "drifts are sent by DiLoCo(compressor=Cast(torch.bfloat16))"
-        )
-
-
-def check_algorithm(
-    algorithm: Algorithm | Over, schedule: Schedule | ConsensusControl, *, overlap: bool, nprocs_per_node: int
-) -> None:
-    """Raise ValueError where an algorithm stands beside arguments with which its mathematics does not hold.
-
-    Args:
-        algorithm: what the user gave.
-        schedule: when ranks communicate.
-        overlap, nprocs_per_node: other arguments of the wrapper.
-    """
-    if overlap and any(part.needs_current for part in algorithm.parts):
-        raise ValueError(
-            f"got overlap=True with {algorithm}, expected overlap=False: it needs the result of a round before the "
-            "next step; leave overlap out"
-        )
-    if not algorithm.parts[0].needs_sgd:
-        return
-    if isinstance(schedule, ConsensusControl) or schedule.gossip_every != 1:
-        raise ValueError(
-            f"got schedule={schedule} with {algorithm}, expected a round after every step: it makes the momentum of "
-            "the next step of how far one step has moved the model; leave schedule out, or take D2, ExactDiffusion or "
-            "GradientTracking"
-        )
-    if nprocs_per_node != 1:
-        raise ValueError(
-            f"got nprocs_per_node={nprocs_per_node} with {algorithm}, expected 1: it writes the momentum of the whole "
-            "model, of which each process of a node mixes a shard; take D2, ExactDiffusion or GradientTracking"
-        )
-
-
-def check_wire_dtype(wire_dtype: object) -> None:
-    """Raise ValueError where it is no dtype, such as its name."""
-    if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
-        raise ValueError(
-            f"got wire_dtype={wire_dtype!r}, expected a torch.dtype; pass torch.bfloat16, torch.float16 or None"
-        )
 
 
 def check_process_group(process_group: object) -> None:

@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 
 
 class AveragingMixin(ABC):
-    """What every wrapper can do with the average of all ranks' models.
+    """Access to the average of all ranks' models: the methods that every wrapper has.
 
-    A wrapper gives access to its trained tensors as one vector. All public methods but `flush()` and `close()` are
-    collective: every rank must call them, at the same point of training.
+    Trained tensors are read and written as one vector: `_buffer.vector`, whose rounds `_engine` runs. A wrapper without
+    such a buffer overrides `_selection`, `_trained`, `_parameters_of` and `comm_stats`. All public methods but
+    `flush()`, `close()` and `comm_stats()` are collective: every rank must call them, at the same point of training.
     """
 
-    module: nn.Module  # the one that is wrapped
+    module: nn.Module  # without the wrapper
     _averager: GlobalAverage
+    _buffer: FlatBuffer
+    _engine: Engine
     _copies: WeightCopies | None = None  # of the parameters, in the state of optimizers
     _last_consensus_distance: float = float("nan")
     _is_averaged: bool = False  # inside averaged()
@@ -57,19 +60,34 @@ class AveragingMixin(ABC):
     def _write(self, vector: FlatVector) -> None:
         """The trained tensors <- the estimate of a vector that `_read` gave. Always follows `_read`."""
 
-    @abstractmethod
-    def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
-        """The parameters of each segment, without buffers."""
+    @property
+    def _selection(self) -> Selection:
+        """The tensors that are averaged, and those that stay local."""
+        return self._buffer.selection
 
     @property
-    @abstractmethod
     def _trained(self) -> Sequence[Tensor]:
-        """The parameters that it keeps, as objects of the module."""
+        """The trained parameters of the module."""
+        return self._buffer.parameters
+
+    def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
+        """The parameters of each segment, without buffers."""
+        return [x[: own.numel()] for x, own in zip(vector.segments, self._buffer.parameter_segments, strict=True)]
+
+    @property
+    def _bytes_sent(self) -> int:
+        """The payload that this rank has sent."""
+        return self._averager.transport.num_bytes_sent
+
+    @property
+    def _rank(self) -> int:
+        """This rank among those that average."""
+        return self._averager.transport.rank
 
     @contextlib.contextmanager
     def _calling(self, name: str) -> Iterator[None]:
-        """Inside, errors of collectives say that a rank has not called `name`, or what that was called by."""
-        transport = getattr(self._averager, "transport", None)  # some are made when they are needed
+        """Inside, errors of collectives name this method: a rank that did not call it is the usual cause."""
+        transport = getattr(self._averager, "transport", None)  # dpwa connects when an average is asked for
         if not isinstance(transport, ProcessGroupTransport) or transport.calling:
             yield
             return
@@ -82,17 +100,21 @@ class AveragingMixin(ABC):
     def average_(self) -> None:
         """Every rank's parameters and running statistics <- their exact average over all ranks; collective.
 
-        Other persistent buffers <- those of rank 0; see [Note: kinds of buffers] of `Selection`.
+        Other persistent buffers <- those on rank 0; see [Note: kinds of buffers] of `Selection`.
 
-        What a method keeps of the models from before starts anew with the next round, else it would take ranks apart
-        again: anchors and outer momentum of NoLoCo and GASLoC, what update rules carry, the momentum that they write
-        into the optimizer too, messages of RelaySGD, public copies of compressed gossip. The others keep all, since an
-        average changes nothing in their next outer step: DiLoCo and its like, but for `EagerDiLoCo`, where the part of
-        a drift that is under way still takes ranks apart until it has come to all.
+        Memory of the models from before starts anew with the next round, else it would take ranks apart again: anchors
+        and outer momentum of NoLoCo and GASLoC, vectors and momentum of D2 and its like, messages of RelaySGD, public
+        copies of compressed gossip. DiLoCo and its like keep all, since an average changes nothing in their next outer
+        step. With `EagerDiLoCo` the part of a drift that is under way still takes ranks apart until all have it.
         """
         self._average()
         with self._calling("average_()"):
             self._average_kept(KeptBuffers(self.module, self._selection))
+        if not self._is_averaged:  # inside averaged() the models come back
+            self._forget_models()
+
+    def _forget_models(self) -> None:
+        self._engine.forget_models()
 
     def _average(self) -> None:
         """As `average_`, for a while: nothing starts anew."""
@@ -102,6 +124,14 @@ class AveragingMixin(ABC):
             with torch.no_grad():
                 self._averager.mix(vector, 0)
             self._write(vector)
+
+    def _average_kept(self, kept: KeptBuffers) -> None:
+        """The buffers that are no averages <- their values in the averaged model; after `_average`."""
+        transport, device = self._averager.transport, self._trained[0].device
+        kept.average_(self._sum_over_ranks, rank=transport.rank, world_size=transport.world_size, device=device)
+
+    def _sum_over_ranks(self, x: Tensor) -> None:
+        self._averager.transport.all_reduce(x, what="the buffers of rank 0")
 
     def average_optimizer_state(self, optimizer: torch.optim.Optimizer, *, names: Sequence[str] | None = None) -> None:
         """The state of every rank's optimizer <- its exact average over all ranks; collective.
@@ -117,7 +147,7 @@ class AveragingMixin(ABC):
         Args:
             optimizer: of this rank; its state is mutated, and so are parameters that it keeps a copy of. The same
                 parameters, in the same order, on all ranks.
-            names: of the entries of the state that are averaged, such as ("exp_avg",), the first moment of Adam; the
+            names: the entries of the state that are averaged, such as ("exp_avg",), the first moment of Adam; the
                 others stay as they are. The same on all ranks. None: all.
 
         Raises:
@@ -130,19 +160,24 @@ class AveragingMixin(ABC):
             >>> if step % 60 == 0:
             ...     model.average_optimizer_state(optimizer, names=("exp_avg_sq",))
         """
-        transport = self._lockstep_transport
+        transport = getattr(self._averager, "transport", None)
+        if not isinstance(transport, ProcessGroupTransport):
+            raise ValueError(
+                f"got average_optimizer_state() of a {type(self).__name__} without a process group, expected a wrapper "
+                "whose ranks train in lockstep, without a membership; keep the state of each rank"
+            )
+        state = list(_state_like_parameters(optimizer, ignored=self._selection.ignored_ids(self.module)))
         wanted = _names_of(names)
-        state = list(_averaged_state(optimizer, wanted, ignored=self._selection.ignored_ids(self.module)))
+        if wanted is not None:
+            state = [(k, name, x) for k, name, x in state if name in wanted]
         with self._calling("average_optimizer_state()"), torch.no_grad():
             self.settle()  # a round in flight may have collectives of its own
             if self._copies is not None:
                 self._copies.catch_up(optimizer)
             listing = [f"{k}.{name} {tuple(x.shape)} {x.dtype}" for k, name, x in state]
-            check_agreement(
-                transport, {"optimizer state": listing, "names": [repr(names if wanted is None else wanted)]}
-            )
-            # After ranks have agreed, so that all raise, and none waits for the others.
-            _check_names(optimizer, names, wanted)
+            given = [repr(names if wanted is None else wanted)]
+            check_agreement(transport, {"optimizer state": listing, "names": given})
+            _check_names(optimizer, names, wanted)  # after ranks have agreed, so that all raise
             if state:
                 tensors = [x for _, _, x in state]
                 vector = FlatVector.pack(tensors, device=self._trained[0].device)
@@ -151,24 +186,13 @@ class AveragingMixin(ABC):
                 if self._copies is not None:
                     self._copies.averaged(optimizer, {name for _, name, _ in state})
 
-    @property
-    def _lockstep_transport(self) -> ProcessGroupTransport:
-        transport = getattr(self._averager, "transport", None)
-        if not isinstance(transport, ProcessGroupTransport):
-            raise ValueError(
-                f"got average_optimizer_state() of a {type(self).__name__} without a process group, expected a wrapper "
-                "whose ranks train in lockstep, without a membership; keep the state of each rank"
-            )
-        return transport
-
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Self]:
         """Inside, the model is the average over all ranks; afterwards each rank goes on from where it was.
 
         Collective on entry. Costs one copy of the model. Forwards inside start no rounds. Train in it and the changes
-        are lost. Parameters and running
-        statistics are averages, and other persistent buffers those of rank 0, but for u and v of `spectral_norm`, which
-        are those of the averaged weight; see [Note: kinds of buffers] of `Selection`.
+        are lost. Parameters and running statistics are averages. Other persistent buffers have the values of rank 0,
+        but u and v of `spectral_norm` belong to the averaged weight; see [Note: kinds of buffers] of `Selection`.
 
         Example:
             >>> with model.averaged():
@@ -192,11 +216,10 @@ class AveragingMixin(ABC):
             self._write(vector)
 
     def averaged_state_dict(self, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:
-        """The state dict of the averaged model, under the names of the bare module: what to save of a trained model.
+        """The state dict of the averaged model, under the names of the bare module: to save a trained model.
 
-        Collective. The parameters and running statistics are averages over all ranks, other persistent buffers those of
-        rank 0, as in `averaged()`; frozen parameters and what is ignored are this rank's own. Loads into the module
-        without a wrapper.
+        Collective. Parameters and buffers are as in `averaged()`; frozen parameters and ignored tensors are this rank's
+        own. Loads into the module without a wrapper.
 
         Args:
             rank0_only: whether ranks other than 0 get an empty dict and copy nothing.
@@ -219,24 +242,6 @@ class AveragingMixin(ABC):
                     state[name] = value.detach().to("cpu" if cpu else value.device, copy=True)
             return state
 
-    @property
-    @abstractmethod
-    def _selection(self) -> Selection:
-        """What travels, and what always stays local."""
-
-    def _average_kept(self, kept: KeptBuffers) -> None:
-        """The buffers that do not travel <- those of the averaged model; after `_average`."""
-        transport, device = self._averager.transport, self._trained[0].device
-        kept.average_(self._sum_over_ranks, rank=transport.rank, world_size=transport.world_size, device=device)
-
-    def _sum_over_ranks(self, x: Tensor) -> None:
-        self._averager.transport.all_reduce(x, what="the buffers of rank 0")
-
-    @property
-    def _rank(self) -> int:
-        """This rank among those that average."""
-        return self._averager.transport.rank
-
     def consensus_distance(self) -> float:
         """sqrt(mean_i ||z_i - mean_j x_j||^2) over the parameters, z_i = x_i / w_i; collective, costs one copy."""
         with self._calling("consensus_distance()"):
@@ -254,65 +259,8 @@ class AveragingMixin(ABC):
         self._last_consensus_distance = float(squared.item() / transport.world_size) ** 0.5
         return self._last_consensus_distance
 
-
-def _names_of(names: object) -> list[str] | None:
-    """Each name once, in an order that is the same on all ranks; None: all, or what are no names."""
-    if names is None or isinstance(names, str) or not isinstance(names, Iterable):
-        return None
-    found = list(names)
-    return sorted(set(found)) if all(isinstance(name, str) for name in found) else None
-
-
-def _averaged_state(
-    optimizer: torch.optim.Optimizer, names: Sequence[str] | None, *, ignored: Collection[int] = ()
-) -> Iterator[tuple[int, str, Tensor]]:
-    """What of its state is as large as its parameter, after the parameter's number and the name.
-
-    Args:
-        optimizer: whose state it is.
-        names: of the entries; None is all.
-        ignored: the ids of parameters that stay local.
-    """
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    for k, parameter in enumerate(parameters):
-        for name, value in () if id(parameter) in ignored else sorted(optimizer.state.get(parameter, {}).items()):
-            is_state = isinstance(value, Tensor) and value.is_floating_point() and name != "step"
-            if is_state and value.shape == parameter.shape and (names is None or name in names):
-                yield k, name, value
-
-
-def _check_names(optimizer: torch.optim.Optimizer, names: object, wanted: Sequence[str] | None) -> None:
-    """Raise ValueError where `names` are none, or the optimizer's state lacks one of those that are wanted."""
-    if names is not None and wanted is None:
-        raise ValueError(f"got names={names!r}, expected a sequence of names, such as ('exp_avg',), or None for all")
-    known = sorted({name for _, name, _ in _averaged_state(optimizer, None)})
-    if missing := [name for name in wanted or () if name not in known]:
-        expected = f"some of {', '.join(known)}" if known else "none yet: it has no such state before its first step"
-        raise ValueError(
-            f"got names={names!r} of {type(optimizer).__name__}, expected {expected}; leave out {', '.join(missing)}, "
-            "which is not there, or not as large as its parameter"
-        )
-
-
-class FlatAveraging(AveragingMixin):
-    """An `AveragingMixin` whose trained tensors are views of one flat buffer, which an engine mixes."""
-
-    _buffer: FlatBuffer
-    _engine: Engine
-
-    def average_(self) -> None:
-        """See `AveragingMixin`."""
-        super().average_()
-        if not self._is_averaged:  # inside averaged() the models come back
-            self._engine.forget_models()
-
-    @property
-    @abstractmethod
-    def _bytes_sent(self) -> int:
-        """The payload that this rank has sent."""
-
     def comm_stats(self) -> dict[str, float]:
-        """What communication did on this rank so far; local and cheap.
+        """Counters of the communication of this rank so far; local and cheap.
 
         Returns:
             bytes_sent (payload, collectives included), wait_seconds (training thread blocked), num_rounds, num_skipped
@@ -320,7 +268,8 @@ class FlatAveraging(AveragingMixin):
             were late), consensus_distance (as last measured by `consensus_distance()`, NaN before). With a
             `ConsensusControl` also consensus_estimate (at the beginning of the last round, or after the last one that
             was added), consensus_bound (where the target is now), gossip_interval (steps to the next round),
-            num_skipped_steps (without a round), num_added_rounds and num_averages (exact ones).
+            num_skipped_steps (without a round), num_added_rounds and num_averages (exact ones). With a membership also
+            the entries of its `stats` and `wait_stats`.
         """
         stats = self._engine.stats
         return {
@@ -334,13 +283,35 @@ class FlatAveraging(AveragingMixin):
             **self._engine.control_stats(),
         }
 
-    @property
-    def _selection(self) -> Selection:
-        return self._buffer.selection
 
-    @property
-    def _trained(self) -> Sequence[Tensor]:
-        return self._buffer.parameters
+def _names_of(names: object) -> list[str] | None:
+    """Each name once, in an order that is the same on all ranks; None for all, or for an argument without names."""
+    if names is None or isinstance(names, str) or not isinstance(names, Iterable):
+        return None
+    found = list(names)
+    return sorted(set(found)) if all(isinstance(name, str) for name in found) else None
 
-    def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
-        return [x[: own.numel()] for x, own in zip(vector.segments, self._buffer.parameter_segments, strict=True)]
+
+def _state_like_parameters(
+    optimizer: torch.optim.Optimizer, *, ignored: Collection[int] = ()
+) -> Iterator[tuple[int, str, Tensor]]:
+    """Each state as large as its parameter, after the parameter's number and the name; without ids that are ignored."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for k, parameter in enumerate(parameters):
+        for name, value in () if id(parameter) in ignored else sorted(optimizer.state.get(parameter, {}).items()):
+            is_state = isinstance(value, Tensor) and value.is_floating_point() and name != "step"
+            if is_state and value.shape == parameter.shape:
+                yield k, name, value
+
+
+def _check_names(optimizer: torch.optim.Optimizer, names: object, wanted: Sequence[str] | None) -> None:
+    """Raise ValueError for an argument without names, and for names that the optimizer's state lacks."""
+    if names is not None and wanted is None:
+        raise ValueError(f"got names={names!r}, expected a sequence of names, such as ('exp_avg',), or None for all")
+    known = sorted({name for _, name, _ in _state_like_parameters(optimizer)})
+    if missing := [name for name in wanted or () if name not in known]:
+        expected = f"some of {', '.join(known)}" if known else "none yet: it has no such state before its first step"
+        raise ValueError(
+            f"got names={names!r} of {type(optimizer).__name__}, expected {expected}; leave out {', '.join(missing)}, "
+            "which is not there, or not as large as its parameter"
+        )

@@ -14,8 +14,7 @@ from ..flat.slots import check_module
 from ..flat.transformed import is_transformed, refuse_scripting
 from .composition import check_inside
 from .gossip import GossipDataParallel
-from .state import KEY, keeps_extra_state, warn_stateless
-from .whole_state import plain
+from .state import KEY, keeps_extra_state, plain, put_state, take_place, warn_stateless
 
 
 def gossip(module: nn.Module, **options: Any) -> GossipModule:
@@ -119,7 +118,7 @@ class GossipModule(nn.Module):
         """See `GossipDataParallel.averaged_state_dict`."""
         state = self._gossip.averaged_state_dict(rank0_only=rank0_only, cpu=cpu)
         getattr(state, "_metadata", {}).get("", {}).pop(KEY, None)  # it is no rank's own state
-        self._gossip.take_place(state, "", {})
+        take_place(state, "", {}, None)
         return state
 
     def consensus_distance(self) -> float:
@@ -152,9 +151,7 @@ class GossipModule(nn.Module):
 
     def train(self, mode: bool = True) -> Any:
         """As `nn.Module.train`, after a flush; eval mode also ends the current step."""
-        self._gossip._flush_own()
-        if not mode:
-            self._gossip._steps.end()
+        self._gossip.before_mode(mode)
         return super().train(mode)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,17 +163,13 @@ class GossipModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):
             state = plain(self._gossip.get_extra_state())
-            destination._metadata[prefix[:-1]][KEY] = state
-            if not keeps_extra_state(self):
-                self._gossip.put_place(destination, prefix, state)
+            put_state(destination, prefix, state, self._gossip.own_place, has_key=not keeps_extra_state(self))
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
         _check_names(state_dict, prefix, self)
-        self._gossip.flush()
-        self._gossip._own_weights.forget()
-        self._gossip._unsynced_steps.forget()
+        self._gossip.before_load()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         if (state := local_metadata.get(KEY)) is None:
             warn_stateless()

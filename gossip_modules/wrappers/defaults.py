@@ -1,10 +1,9 @@
-"""The graph, weights and gossiper of a wrapper for which the user names none."""
+"""The graph, the weights and the algorithm of a wrapper, with defaults for the arguments that were left out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -17,64 +16,26 @@ from ..graph_manager.dynamic_graphs import (
 from ..graph_manager.named_graphs import default_graph, undirected_ring
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.graph_weights import default_mixing
-from ..rounds.algorithm import Algorithm, Over
+from ..rounds.algorithm import Algorithm
 from ..rounds.mixer import Mixer
+from ..rounds.periodic import Periodic
 from ..rounds.pieces import mixer_of
 from ..rounds.push_pull import PushPull, PushSum
 from ..schedule import Schedule
-from .arguments import (
-    GossiperLike,
-    GraphLike,
-    MixingLike,
-    as_gossiper,
-    as_graph,
-    as_mixing,
-    check_algorithm,
-    check_flags,
-    check_gossips,
-    check_periodic,
-    check_size,
-    check_wire_dtype,
-)
-
-
-def choose_gossiper(
-    gossiper: GossiperLike | None, *, push_sum: bool, wire_dtype: torch.dtype | None = None
-) -> PushPull:
-    """`gossiper`, or push-sum, or push-pull, the latter two with that dtype on the wire.
-
-    Raises:
-        ValueError: a gossiper and a wire dtype, or something else in their place.
-    """
-    check_wire_dtype(wire_dtype)
-    check_flags(push_sum=push_sum)
-    if gossiper is None:
-        return (PushSum if push_sum else PushPull)(wire_dtype=wire_dtype)
-    if wire_dtype is not None:
-        raise ValueError(
-            f"got algorithm={gossiper} and wire_dtype={wire_dtype}, expected one of them; give it to the gossiper, "
-            "e.g. PushPull(wire_dtype=torch.bfloat16)"
-        )
-    return as_gossiper(gossiper)
+from .algorithm import Chosen
+from .arguments import GraphLike, MixingLike, as_graph, as_mixing, check_flags, check_size
 
 
 def choose_mixing(
-    graph: GraphLike | None,
-    mixing: MixingLike | None,
-    *,
-    push_sum: bool,
-    world_size: int,
-    gossiper: Mixer | None = None,
+    graph: GraphLike | None, mixing: MixingLike | None, *, push_sum: bool, world_size: int, mixer: Mixer | None = None
 ) -> MixingManager:
     """The mixing manager, with its graph.
 
-    Push-sum: the one-peer exponential graph with uniform weights. Push-pull: see `default_graph_name`. A gossiper with
-    a default graph: that; one that needs symmetric weights: a ring with both neighbours in every world. A graph that
-    has weights of its own: these. A MatchaGraph: its Laplacian. Another symmetric graph without push-sum:
-    Metropolis-Hastings weights.
+    The default graph is that of `mixer`; else a ring with both neighbours, where `mixer` needs symmetric weights; else
+    `default_graph`. The default weights are those of the graph: see `default_mixing`.
 
     Raises:
-        ValueError: `mixing` is over another graph than `graph`, or one of another size.
+        ValueError: `mixing` is over another graph than `graph`, or over one of another size.
     """
     if isinstance(mixing, MixingManager):
         if graph is not None and not (isinstance(graph, GraphManager) and repr(graph) == repr(mixing.graph)):
@@ -83,9 +44,9 @@ def choose_mixing(
             )
         check_size(mixing.graph, world_size)
         return mixing
-    is_undirected = gossiper is not None and gossiper.needs_symmetric_weights
-    if graph is None and gossiper is not None:
-        graph = gossiper.default_graph(world_size)
+    is_undirected = mixer is not None and mixer.needs_symmetric_weights
+    if graph is None and mixer is not None:
+        graph = mixer.default_graph(world_size)
     if graph is None:
         graph = undirected_ring(world_size) if is_undirected else default_graph(world_size, push_sum=push_sum)
     graph = as_graph(graph, world_size)
@@ -104,8 +65,8 @@ def choose_bipartite_mixing(graph: GraphLike | None, mixing: MixingLike | None, 
         ValueError: another graph than that of `mixing`, one that is not bipartite, or has several peers per round.
     """
     if graph is None and mixing is None:
-        even = DynamicBipartiteExponentialGraph
-        graph = (DynamicBipartiteCompleteGraph if world_size % 2 and world_size > 1 else even)(world_size)
+        is_even = world_size % 2 == 0 or world_size == 1
+        graph = (DynamicBipartiteExponentialGraph if is_even else DynamicBipartiteCompleteGraph)(world_size)
     chosen = choose_mixing(graph, mixing, push_sum=False, world_size=world_size)
     pairs = chosen.graph
 
@@ -125,96 +86,110 @@ class Choices:
     """The choices of the user of a lockstep wrapper: peers, weights, algorithm, and the steps with a round.
 
     Args:
-        graph, mixing, push_sum, gossiper, wire_dtype, schedule, outer, algorithm: see `GossipDataParallel`.
+        graph, mixing, push_sum, algorithm, wire_dtype, schedule: see `GossipDataParallel`.
     """
 
-    graph: GraphLike | None
-    mixing: MixingLike | None
-    push_sum: bool
-    gossiper: GossiperLike | None
-    wire_dtype: torch.dtype | None
-    schedule: Schedule | ConsensusControl
-    outer: object = None
-    algorithm: Algorithm | Over | None = None
+    graph: GraphLike | None = None
+    mixing: MixingLike | None = None
+    push_sum: bool = True
+    algorithm: Chosen = None
+    wire_dtype: torch.dtype | None = None
+    schedule: Schedule | ConsensusControl = field(default_factory=Schedule)
 
-    def choose(
-        self, num_nodes: int, *, overlap: bool, init_sync: bool, on_nonfinite: str, nprocs_per_node: int
-    ) -> tuple[MixingManager, Mixer]:
-        """The weights, with their graph, and the gossiper, with defaults for the arguments that were left out.
-
-        Args:
-            num_nodes: the number of ranks that gossip.
-            overlap, init_sync, on_nonfinite, nprocs_per_node: other arguments of the wrapper.
-
-        Raises:
-            ValueError: arguments that do not fit each other.
-        """
-        options = {"on_nonfinite": on_nonfinite, "nprocs_per_node": nprocs_per_node}
-        self._check_arguments(overlap=overlap, init_sync=init_sync, **options)
-        gossiper = self._gossiper()
-        return self._mixing_of(self.graph, self.mixing, num_nodes, gossiper), gossiper
-
-    def _check_arguments(self, *, overlap: bool, init_sync: bool, **others: Any) -> None:
+    def check(self, *, overlap: bool, init_sync: bool, nprocs_per_node: int) -> None:
+        """Raise ValueError where arguments of the wrapper do not fit each other."""
         check_flags(push_sum=self.push_sum)
-        gossip = {
-            "graph": self.graph,
-            "mixing": self.mixing,
-            "gossiper": self.gossiper,
-            "wire_dtype": self.wire_dtype,
-        }
-        if self.outer is not None:
+        if self.wire_dtype is not None and not isinstance(self.wire_dtype, torch.dtype):
             raise ValueError(
-                f"got outer={self.outer!r}, expected an algorithm such as DiLoCo(sync_every=30); for another optimizer "
-                "pass DiLoCo(optimizer=lambda parameters: torch.optim.Adam(parameters))"
+                f"got wire_dtype={self.wire_dtype!r}, expected a torch.dtype; pass torch.bfloat16, torch.float16 or "
+                "None"
             )
-        check_gossips(self.schedule, gossip | {"algorithm": self.algorithm})
-        if self.algorithm is not None:
-            check_periodic(self._parts[0], self.schedule, overlap=overlap, init_sync=init_sync, gossip=gossip)
-            check_algorithm(self.algorithm, self.schedule, overlap=overlap, nprocs_per_node=others["nprocs_per_node"])
-        if isinstance(self.schedule, ConsensusControl) and others["nprocs_per_node"] != 1:
+        given = [name for name in ("algorithm", "wire_dtype") if getattr(self, name) is not None]
+        if given and isinstance(self.schedule, Schedule) and self.schedule.average_every == 1:
             raise ValueError(
-                f"got nprocs_per_node={others['nprocs_per_node']} with schedule={self.schedule}, expected 1: each "
-                "process of a node sees its shard of the model only, so that those of one node would decide "
-                "differently; use a Schedule"
+                f"got {', '.join(given)} with {self.schedule}, expected none: each round of this schedule is an exact "
+                "average, so that ranks never gossip; leave them out"
+            )
+        if isinstance(self.schedule, ConsensusControl) and nprocs_per_node != 1:
+            raise ValueError(
+                f"got nprocs_per_node={nprocs_per_node} with schedule={self.schedule}, expected 1: each process of a "
+                "node sees its shard of the model only, so that those of one node would decide differently; use a "
+                "Schedule"
+            )
+        if self._parts:
+            self._check_algorithm(self._parts[0], overlap=overlap, init_sync=init_sync, nprocs_per_node=nprocs_per_node)
+
+    def _check_algorithm(self, outer: Algorithm, *, overlap: bool, init_sync: bool, nprocs_per_node: int) -> None:
+        """Raise ValueError where the algorithm, whose first part is `outer`, stands beside what does not fit to it."""
+        if overlap and isinstance(outer, Periodic) and outer.delay:
+            raise ValueError(
+                f"got overlap=True beside {outer}, expected one of them: its delay says for how many steps a round "
+                "travels under training; leave overlap out"
+            )
+        if overlap and any(part.needs_current for part in self._parts):
+            raise ValueError(
+                f"got overlap=True with {self.algorithm}, expected overlap=False: it needs the result of a round "
+                "before the next step; leave overlap out"
+            )
+        if outer.has_equal_memory and not init_sync:
+            raise ValueError(
+                f"got init_sync=False beside {outer}, expected True: all ranks move one anchor, so they must start "
+                "from one model"
+            )
+        gossip = [name for name in ("graph", "mixing", "wire_dtype") if getattr(self, name) is not None]
+        if gossip and not outer.mixes:
+            raise ValueError(
+                f"got {', '.join(gossip)} beside {outer}, expected none: it averages over all ranks and never gossips; "
+                "leave them out, or take an algorithm that gossips: GASLoC, NoLoCo or SlowMo(gossip_every=1); narrow "
+                "drifts are sent by DiLoCo(compressor=Cast(torch.bfloat16))"
+            )
+        if outer.needs_sgd and not (isinstance(self.schedule, Schedule) and self.schedule.gossip_every == 1):
+            raise ValueError(
+                f"got schedule={self.schedule} with {self.algorithm}, expected a round after every step: it makes the "
+                "momentum of the next step of how far one step has moved the model; leave schedule out, or take D2, "
+                "ExactDiffusion or GradientTracking"
+            )
+        if outer.needs_sgd and nprocs_per_node != 1:
+            raise ValueError(
+                f"got nprocs_per_node={nprocs_per_node} with {self.algorithm}, expected 1: it writes the momentum of "
+                "the whole model, of which each process of a node mixes a shard; take D2, ExactDiffusion or "
+                "GradientTracking"
             )
 
-    def choose_for_any_size(self, **options: Any) -> tuple[Callable[[int], MixingManager], Mixer]:
-        """The weights as a function of the number of ranks, whatever the graph of one rank would be; the gossiper.
-
-        Args:
-            options: as those of `choose`, for its checks. The size of a node is none of them: one process gossips the
-                whole model.
+    def mixer(self) -> Mixer:
+        """The mixer that runs the rounds; not bound yet.
 
         Raises:
-            ValueError: arguments that do not fit each other; a gossiper whose rounds do not go on without peers that
-                fail.
+            ValueError: a dtype of the wire beside an algorithm that has messages of its own.
         """
-        self._check_arguments(**options, nprocs_per_node=1)
-        gossiper = self._gossiper().for_membership()
-
-        def choose(world_size: int) -> MixingManager:
-            own = (self.graph, self.mixing) if world_size > 1 else (None, None)
-            return self._mixing_of(*own, world_size, gossiper)
-
-        return choose, gossiper
-
-    def _gossiper(self) -> Any:
-        innermost = self._parts[-1] if self._parts else None
-        if self.wire_dtype is not None and innermost is not None and not innermost.takes_wire_dtype:
+        innermost = self._parts[-1] if self._parts else self.algorithm
+        if self.wire_dtype is not None and not getattr(innermost, "takes_wire_dtype", innermost is None):
             raise ValueError(
-                f"got wire_dtype={self.wire_dtype} with {innermost}, expected one of them: all messages are those of "
-                "the algorithm, which no wire rounds; leave wire_dtype out"
+                f"got wire_dtype={self.wire_dtype} with {innermost}, expected one of them: an algorithm that names its "
+                "messages says itself how they are rounded; leave wire_dtype out, or write PushPull(wire_dtype=...)"
             )
-        plain = choose_gossiper(self.gossiper, push_sum=self._sends_weights, wire_dtype=self.wire_dtype)
+        if isinstance(self.algorithm, PushPull):
+            return self.algorithm
+        plain = (PushSum if self._sends_weights else PushPull)(wire_dtype=self.wire_dtype)
         return plain if self.algorithm is None else mixer_of(self.algorithm, plain)
+
+    def weights(self, world_size: int, mixer: Mixer) -> MixingManager:
+        """The weights for so many ranks; the algorithm says them where the user names neither graph nor weights."""
+        mixing = self.mixing
+        if self.graph is None and mixing is None:
+            mixing = mixer.default_mixing(world_size)
+        return choose_mixing(self.graph, mixing, push_sum=self._sends_weights, world_size=world_size, mixer=mixer)
+
+    def for_any_size(self, mixer: Mixer) -> Callable[[int], MixingManager]:
+        """The weights as a function of the number of ranks, whatever the graph of one rank would be."""
+        alone = replace(self, graph=None, mixing=None)
+        return lambda world_size: (self if world_size > 1 else alone).weights(world_size, mixer)
 
     def was_on_a_ring(self, mixing: MixingManager) -> bool:
         """Whether rounds with these weights, which nobody named, were on a ring in older versions."""
-        is_default = (
-            self.graph is None and self.mixing is None and isinstance(mixing.graph, DynamicBipartiteCompleteGraph)
-        )
-        gossips = all(part.mixes for part in self._parts)
-        return is_default and gossips and self.schedule.average_every != 1  # 1: all rounds are exact averages
+        is_default = self.graph is None and self.mixing is None
+        gossips = all(part.mixes for part in self._parts) and self.schedule.average_every != 1
+        return is_default and gossips and isinstance(mixing.graph, DynamicBipartiteCompleteGraph)
 
     @property
     def _sends_weights(self) -> bool:
@@ -224,12 +199,4 @@ class Choices:
     @property
     def _parts(self) -> tuple[Algorithm, ...]:
         """The algorithms, each over the next; plain gossip is none."""
-        return () if self.algorithm is None else self.algorithm.parts
-
-    def _mixing_of(
-        self, graph: GraphLike | None, mixing: MixingLike | None, num_nodes: int, gossiper: Mixer
-    ) -> MixingManager:
-        """The weights; the method says them where the user names neither graph nor weights."""
-        if graph is None and mixing is None:
-            mixing = gossiper.default_mixing(num_nodes)
-        return choose_mixing(graph, mixing, push_sum=self._sends_weights, world_size=num_nodes, gossiper=gossiper)
+        return () if self.algorithm is None or isinstance(self.algorithm, PushPull) else self.algorithm.parts

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from ..consensus_control import ConsensusControl
 from ..engine.engine import LockstepEngine, SyncEngine
@@ -21,38 +22,26 @@ from ..membership.lockstep import LockstepParticipant, check_elastic
 from ..membership.membership import Membership
 from ..membership.node.participant import NodeParticipant
 from ..mixing_manager.base import MixingManager
-from ..rounds.algorithm import Algorithm, Over
 from ..rounds.mixer import Mixer
 from ..rounds.pieces import Pieces
-from ..rounds.push_pull import PushPull
 from ..rounds.rounds import Rounds
 from ..rounds.vector import widened
 from ..schedule import Schedule
-from ..transport.process_group import DEFAULT_TIMEOUT
-from .algorithm import sorted_out
-from .arguments import (
-    GossiperLike,
-    GraphLike,
-    MixingLike,
-    as_schedule,
-    as_timeout,
-    as_whole,
-    check_overlap,
-)
+from ..transport.process_group import DEFAULT_TIMEOUT, ProcessGroupTransport
+from .algorithm import AlgorithmLike, renamed
+from .arguments import GraphLike, MixingLike, as_schedule, as_timeout, as_whole, check_overlap
 from .base import GossipWrapper
 from .composition import hold
 from .debias import Debias
 from .defaults import Choices
 from .foreign.arguments import foreign_arguments
-from .foreign.ddp import DDP_ARGUMENTS
-from .join import UnevenInputs
+from .foreign.tables import DDP_ARGUMENTS, SGP_ARGUMENTS
+from .join import Shadow, notify_others
+from .links import Links
 from .node import MemberNode, Node, check_node_size, count_nodes, meet_siblings
-from .old_names.arguments import SGP_ARGUMENTS
-from .setup import Links
-from .state import WeightState
 
 
-class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
+class GossipDataParallel(GossipWrapper, Joinable):
     """Data-parallel training by gossip: ranks average their models with a few peers, where DDP averages with all.
 
     `help()` prints this text and every method of `nn.Module`. Of the methods, read `averaged` and `averaged_state_dict`
@@ -152,6 +141,8 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     """
 
     _debias: Debias
+    _graph: str | None = None  # that rounds are on; None with a membership, where it follows the number of workers
+    _others: ProcessGroupTransport | None = None  # of `Join`; made in the first step inside it
     _foreign_attributes: ClassVar[Mapping[str, str]] = {
         **GossipWrapper._foreign_attributes,
         "join": "write `with torch.distributed.algorithms.Join([model]):` around the loop",
@@ -167,12 +158,12 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         push_sum: bool = True,
         overlap: bool = False,
         max_staleness: int = 0,
-        algorithm: Algorithm | Over | PushPull | type[Algorithm | PushPull] | str | None = None,
-        gossiper: GossiperLike | None = None,
+        algorithm: AlgorithmLike = None,
+        gossiper: AlgorithmLike = None,
         wire_dtype: torch.dtype | None = None,
         schedule: Schedule | ConsensusControl | int = 1,
-        outer: Algorithm | Over | None = None,
-        rule: Algorithm | None = None,
+        outer: AlgorithmLike = None,
+        rule: AlgorithmLike = None,
         process_group: dist.ProcessGroup | None = None,
         nprocs_per_node: int = 1,
         comm_device: torch.device | str | None = None,
@@ -190,107 +181,114 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
         g = max(as_whole(nprocs_per_node, name="nprocs_per_node"), 1)  # less is refused below
         flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
         super().__init__(module, selection=Selection(gossip_buffers, ignore), num_shards=g, **flags)
-        UnevenInputs.__init__(self)
+        Joinable.__init__(self)
         self.overlap, self.max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
-        outer, gossiper, algorithm = sorted_out(outer, rule, gossiper, algorithm)
-        chosen = Choices(graph, mixing, push_sum, gossiper, wire_dtype, as_schedule(schedule), outer, algorithm)
+        algorithm = renamed(algorithm, outer=outer, rule=rule, gossiper=gossiper)
+        chosen = Choices(graph, mixing, push_sum, algorithm, wire_dtype, as_schedule(schedule))
         links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
-        if membership is not None:
-            check_node_size(nprocs_per_node, find_unused_parameters=find_unused_parameters)
-            self._start_elastic(chosen, membership, links, g, init_sync, find_unused_parameters)
-            return
-        num_nodes = count_nodes(links, nprocs_per_node, find_unused_parameters=find_unused_parameters)
-        self._start_among(chosen, links, num_nodes, g, init_sync=init_sync, find_unused=find_unused_parameters)
-
-    def _start_among(
-        self, chosen: Choices, links: Links, num_nodes: int, g: int, *, init_sync: bool, find_unused: bool
-    ) -> None:
-        """Take part in a world of ranks that stays; g: the processes of a node."""
-        self._place = links.place
-        options: dict[str, Any] = {"init_sync": init_sync, "nprocs_per_node": g}
-        policies: dict[str, Any] = {"overlap": self.overlap, "on_nonfinite": self._on_nonfinite}
-        mixing, gossiper = chosen.choose(num_nodes, **options, **policies)
-        self._describe(chosen, mixing, gossiper, **options, comm_device=links.comm_device)
-        self._transport = self._open(links, init_sync=init_sync, ranks=Node.peers(g))
-        kept: dict[str, Any] = {"selection": self._selection, "find_unused_parameters": find_unused}
-        self._node = None if g == 1 else Node(self.module, links, g, **kept)
-        self._start(chosen, mixing, gossiper)
-
-    def _start_elastic(
-        self, chosen: Choices, membership: Membership, links: Links, g: int, init_sync: bool, find_unused: bool
-    ) -> None:
-        """Take part in what `membership` says; until it has a place for this worker, it is a world of one."""
-        group = links.process_group if g == 1 else None  # else it is that of the node
-        given: dict[str, Any] = {"group": group, "comm_device": links.comm_device, "timeout": links.timeout}
-        check_elastic(membership, graph=chosen.graph, mixing=chosen.mixing, init_sync=init_sync, **given)
-        policies = {"overlap": self.overlap, "on_nonfinite": self._on_nonfinite}
-        choose, gossiper = chosen.choose_for_any_size(init_sync=init_sync, **policies)
-
-        participant = LockstepParticipant if g == 1 else NodeParticipant
-        self._elastic = participant(self, membership, choose, check=gossiper.check)
-        self._describe(chosen, choose(8), gossiper, **({} if g == 1 else {"nprocs_per_node": g}))
-        if g > 1:
-            device, what = self._buffer.vector.raw.device, self._elastic.describe()
-            siblings = meet_siblings(membership, links, g, description=what, device=device)
-            kept: dict[str, Any] = {"selection": self._selection, "find_unused_parameters": find_unused}
-            self._node = MemberNode(self.module, siblings, **kept)
-        self._transport: Any = alone(membership.timeout)
+        check_node_size(nprocs_per_node, find_unused_parameters=find_unused_parameters)
+        if membership is None:
+            mixing, mixer = self._enter_world(chosen, links, g, init_sync=init_sync)
+        else:
+            mixing, mixer = self._enter_membership(chosen, membership, links, g, init_sync=init_sync)
         try:
-            self._start(chosen, choose(1), gossiper)
+            if g > 1:
+                self._node = self._make_node(links, g, find_unused_parameters=find_unused_parameters)
+            self._begin(mixer, mixing, chosen.schedule)
         except BaseException:
             if self._node is not None:
                 self._node.close()
             raise
-        if isinstance(self._node, MemberNode):
-            self._averager = self._node.averager(is_weighted=gossiper.is_weighted)
-        membership.attach(self._elastic, self._elastic.describe())
+        if self._elastic is not None:
+            self._elastic.membership.attach(self._elastic, self._elastic.describe())
 
-    def _describe(self, chosen: Choices, mixing: MixingManager, gossiper: Mixer, **options: object) -> None:
+    def _enter_world(self, chosen: Choices, links: Links, g: int, *, init_sync: bool) -> tuple[MixingManager, Mixer]:
+        """Take part in a world of ranks that stays; g: the processes of a node."""
+        self._place, num_nodes = links.place, count_nodes(links, g)
+        chosen.check(overlap=self.overlap, init_sync=init_sync, nprocs_per_node=g)
+        mixer = chosen.mixer()
+        mixing = chosen.weights(num_nodes, mixer)
+        self._graph = str(mixing.graph)
+        options: dict[str, object] = {"init_sync": init_sync, "nprocs_per_node": g, "comm_device": links.comm_device}
+        self._describe(chosen, mixing, mixer, **options)
+        self._transport = self._open(links, init_sync=init_sync, ranks=Node.peers(g))
+        return mixing, mixer
+
+    def _enter_membership(
+        self, chosen: Choices, membership: Membership, links: Links, g: int, *, init_sync: bool
+    ) -> tuple[MixingManager, Mixer]:
+        """Take part in a membership; until it has a place for this worker, this is a world of one."""
+        group = links.process_group if g == 1 else None  # else it connects the processes of the node
+        given: dict[str, Any] = {"group": group, "comm_device": links.comm_device, "timeout": links.timeout}
+        check_elastic(membership, graph=chosen.graph, mixing=chosen.mixing, init_sync=init_sync, **given)
+        chosen.check(overlap=self.overlap, init_sync=init_sync, nprocs_per_node=1)  # one process gossips for the node
+        mixer = chosen.mixer().for_membership()
+        choose = chosen.for_any_size(mixer)
+        participant = LockstepParticipant if g == 1 else NodeParticipant
+        self._elastic = participant(self, membership, choose, check=mixer.check)
+        self._describe(chosen, choose(8), mixer, **({} if g == 1 else {"nprocs_per_node": g}))
+        self._transport = alone(membership.timeout)
+        return choose(1), mixer
+
+    def _describe(self, chosen: Choices, mixing: MixingManager, mixer: Mixer, **options: object) -> None:
         """Note what the ranks must agree on, by name."""
         self._was_on_a_ring = chosen.was_on_a_ring(mixing)
-        self._graph = None if self._elastic is not None else str(mixing.graph)
-        options |= {
+        algorithm: object = mixer
+        if isinstance(mixer, Rounds | Pieces):
+            layout = widened(self._buffer.vector.layout, has_buffers=False)
+            algorithm = mixer.describe([segment.dtype for segment in layout.segments if segment.numel])
+        what = {
+            "graph": mixing.graph,
+            "mixing": mixing,
+            "algorithm": algorithm,
+            **options,
             "schedule": chosen.schedule,
             "overlap": self.overlap,
             "max_staleness": self.max_staleness,
-            "gossip_buffers": self._buffer.selection.gossip_buffers,
-            **({"ignore": ignored} if (ignored := self._buffer.selection.ignore) else {}),
+            "gossip_buffers": self._selection.gossip_buffers,
+            **({"ignore": ignored} if (ignored := self._selection.ignore) else {}),
             "gossip_in_eval_mode": self.gossip_in_eval_mode,
             "on_nonfinite": self._on_nonfinite,
         }
-        what: dict[str, object] = {"graph": mixing.graph, "mixing": mixing, "gossiper": gossiper}
-        if isinstance(gossiper, Rounds | Pieces):
-            layout = widened(self._buffer.vector.layout, has_buffers=False)
-            what["gossiper"] = gossiper.describe([segment.dtype for segment in layout.segments if segment.numel])
-        self._description = {name: str(value) for name, value in {**what, **options}.items()}
+        self._description = {name: str(value) for name, value in what.items()}
 
-    def _start(self, chosen: Choices, mixing: MixingManager, gossiper: Mixer) -> None:
-        gossiper.bind(mixing, self._transport)
-        if isinstance(gossiper, Pieces):
-            gossiper.watch_optimizer(self._buffer, is_whole=self._node is None or self._node.is_whole)
-        elif isinstance(gossiper, Rounds):
-            gossiper.watch_optimizer(self._buffer)
-        engine = self._make_engine(gossiper, chosen.schedule)
-        self._engine: LockstepEngine = engine if self._node is None else self._node.engine_of(engine)
-        self._averager = self._engine.averager
-        self._debias = self._copies.debias = Debias(self._buffer, is_needed=gossiper.is_weighted)
+    def _make_node(self, links: Links, g: int, *, find_unused_parameters: bool) -> Node:
+        replica: dict[str, Any] = {
+            "selection": self._selection,
+            "find_unused_parameters": find_unused_parameters,
+        }
+        if self._elastic is None:
+            return Node(self.module, links, g, **replica)
+        device, what = self._buffer.vector.raw.device, self._elastic.describe()
+        siblings = meet_siblings(self._elastic.membership, links, g, description=what, device=device)
+        return MemberNode(self.module, siblings, **replica)
+
+    def _begin(self, mixer: Mixer, mixing: MixingManager, schedule: Schedule | ConsensusControl) -> None:
+        """Be ready for the first step."""
+        node = self._node
+        mixer.bind(mixing, self._transport)
+        if isinstance(mixer, Pieces):
+            mixer.watch_optimizer(self._buffer, is_whole=node is None or node.is_whole)
+        elif isinstance(mixer, Rounds):
+            mixer.watch_optimizer(self._buffer)
+        engine = self._make_engine(mixer, schedule)
+        self._engine: LockstepEngine = engine if node is None else node.engine_of(engine)
+        is_weighted = mixer.is_weighted
+        self._averager = (
+            node.averager(is_weighted=is_weighted) if isinstance(node, MemberNode) else self._engine.averager
+        )
+        self._debias = self._copies.debias = Debias(self._buffer, is_needed=is_weighted)
         self._set_out()
         self._travelling.watch(self, self._transport)
         hold(self)
 
-    def _make_engine(self, gossiper: Mixer, schedule: Schedule | ConsensusControl) -> LockstepEngine:
+    def _make_engine(self, mixer: Mixer, schedule: Schedule | ConsensusControl) -> LockstepEngine:
         """When rounds run."""
         policy, is_whole = self._on_nonfinite, self._node is None or self._node.is_whole
         if not self.overlap:
-            return SyncEngine(gossiper, schedule, on_nonfinite=policy)
+            return SyncEngine(mixer, schedule, on_nonfinite=policy)
         late = self.max_staleness
-        return OverlapEngine(gossiper, schedule, max_staleness=late, is_eager=is_whole, on_nonfinite=policy)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """See `GossipWrapper`; the processes of a node average gradients when it ends."""
-        with super().no_sync(), contextlib.nullcontext() if self._node is None else self._node.replica.no_sync():
-            yield
+        return OverlapEngine(mixer, schedule, max_staleness=late, is_eager=is_whole, on_nonfinite=policy)
 
     def settle(self) -> None:
         """See `AveragingMixin`. As all ranks call it, later rounds mix the tensors that are trained now."""
@@ -299,13 +297,6 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
                 self._step_start()
             self._choose(may_leave=False)
         super().settle()
-
-    def close(self) -> None:
-        """See `AveragingMixin`. Forwards after it are local; a training forward warns, once."""
-        try:
-            super().close()
-        finally:
-            self._debias.stop()
 
     def _release(self) -> None:
         super()._release()
@@ -316,4 +307,72 @@ class GossipDataParallel(WeightState, GossipWrapper, UnevenInputs):
     @property
     def _bytes_sent(self) -> int:
         local_bytes = 0 if self._node is None else self._node.num_bytes_sent
-        return self._transport.num_bytes_sent + local_bytes
+        return int(self._transport.num_bytes_sent) + local_bytes
+
+    # State.
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """See `GossipWrapper`; with the push-sum weight, and the graph that rounds were on.
+
+        The graph is None with a membership, where each number of workers has its own.
+        """
+        weight = self._buffer.vector.push_sum_weight.clone()
+        return {"weight": weight, "graph": self._graph, **super().get_extra_state()}
+
+    def set_extra_state(self, state: dict[str, Any] | None) -> None:
+        """See `GossipWrapper`; without state the push-sum weight is 1.
+
+        Warns where ranks may have mixed on another graph when the state was saved, by an older version; all is loaded
+        by then. With a membership it does not: which graph it was depends on how many workers there were.
+
+        Raises:
+            ValueError: the state is that of a wrapper of another kind.
+        """
+        if state is not None and "weight" not in state:
+            raise ValueError(
+                f"got gossip state without a push-sum weight, expected that of a {type(self).__name__} or its like; "
+                "wrap as when it was saved, or load the model alone: module.load_state_dict"
+            )
+        super().set_extra_state(state)
+        self._buffer.vector.push_sum_weight.copy_(torch.ones(1, device="cpu") if state is None else state["weight"])
+        if state is not None and "graph" not in state and self._was_on_a_ring:
+            warnings.warn(
+                f"got a checkpoint of an older version, where ranks mixed on a ring if no graph was named; now it is "
+                f"{self._graph}, on which models stay closer to each other. The run goes on "
+                'with that; to go on with the ring: graph="ring"',
+                stacklevel=2,
+            )
+
+    # `with Join([wrapper]):` around a training loop whose ranks have different numbers of batches.
+
+    def _notify(self) -> None:
+        self._others = notify_others(self, self._others, self._transport.timeout)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """See `torch.distributed.algorithms.Joinable`: shadows one round per training step of the others."""
+        if self._node is not None:
+            raise ValueError(
+                f"got nprocs_per_node={self._node.num_shards} inside Join, expected 1; "
+                "give the processes of a node equally many batches"
+            )
+        if self._elastic is not None:
+            raise ValueError(
+                "got a wrapper with a membership inside Join, expected none: a worker that runs out of data leaves by "
+                "close(), and the others go on"
+            )
+        if self._transport.world_size != dist.get_world_size():
+            raise ValueError(
+                f"got Join over a process group of {self._transport.world_size} of {dist.get_world_size()} ranks, "
+                "expected all; Join counts the ranks of the default group"
+            )
+        return Shadow(self._step_start, self.flush)
+
+    @property
+    def join_device(self) -> torch.device:
+        """See `Joinable`."""
+        return torch.device(self._transport.device)
+
+    @property
+    def join_process_group(self) -> Any:
+        """See `Joinable`: the default group, since ours carries rounds, perhaps from another thread."""
+        return dist.group.WORLD

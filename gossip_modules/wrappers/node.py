@@ -22,8 +22,9 @@ from ..membership.node.siblings import PATIENCE, Siblings
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.connect import CPU
+from .foreign.user_line import levels_to_user
 from .gradient_group import NamedReplica, leaving_alone
-from .setup import Links
+from .links import Links
 
 
 class Node:
@@ -221,10 +222,10 @@ def meet_siblings(
     return siblings
 
 
-def count_nodes(links: Links, nprocs_per_node: int, *, find_unused_parameters: bool) -> int:
+def count_nodes(links: Links, nprocs_per_node: int) -> int:
     """How many gossip ranks a world has; raises ValueError when the options cannot work."""
     world_size = links.place[1]
-    if nprocs_per_node < 1 or world_size % nprocs_per_node:
+    if world_size % nprocs_per_node:
         raise ValueError(
             f"got nprocs_per_node={nprocs_per_node} in a world of {world_size}, expected a divisor of it; "
             "start equally many processes on every node"
@@ -234,13 +235,12 @@ def count_nodes(links: Links, nprocs_per_node: int, *, find_unused_parameters: b
             f"got a process group and nprocs_per_node={nprocs_per_node}, expected one of them; "
             "groups inside and between nodes are made of the default group"
         )
-    check_node_size(nprocs_per_node, find_unused_parameters=find_unused_parameters, level=5)
     return world_size // nprocs_per_node
 
 
-def check_node_size(nprocs_per_node: int, *, find_unused_parameters: bool, level: int = 4) -> None:
-    """Raise ValueError where a node has no process; warn, `level` frames up, of an option that has no effect."""
+def check_node_size(nprocs_per_node: int, *, find_unused_parameters: bool) -> None:
+    """Raise ValueError where a node has no process; warn of an option that has no effect."""
     if nprocs_per_node < 1:
         raise ValueError(f"got nprocs_per_node={nprocs_per_node}, expected 1 or more; pass that of torchrun")
     if find_unused_parameters and nprocs_per_node == 1:
-        warnings.warn("find_unused_parameters has no effect with nprocs_per_node=1", stacklevel=level)
+        warnings.warn("find_unused_parameters has no effect with nprocs_per_node=1", stacklevel=levels_to_user())

@@ -62,7 +62,7 @@ class OptimizerSteps:
 
     Args:
         buffer: has the parameters.
-        rounds: when rounds run.
+        when: when rounds run.
         name: the class of the wrapper, for messages.
         run: runs the round of a step; called after optimizer steps under `RoundTime.STEP`.
 
@@ -71,11 +71,11 @@ class OptimizerSteps:
             as torch.compile traces the end of a forward without a break.)
     """
 
-    def __init__(self, buffer: FlatBuffer, rounds: RoundTime, *, name: str, run: Callable[[], None]) -> None:
-        self.rounds = rounds
+    def __init__(self, buffer: FlatBuffer, when: RoundTime, *, name: str, run: Callable[[], None]) -> None:
+        self.when = when
         self._buffer, self._name = buffer, name
         self.bind(run)
-        self._is_due = rounds is RoundTime.FORWARD  # the next training forward begins a step, whatever came before
+        self._is_due = when is RoundTime.FORWARD  # the next training forward begins a step, whatever came before
         self._is_synced = False  # a training forward outside no_sync() has ended since the last round
         self._is_last_synced = False  # the last one that began was outside no_sync()
         self._num_extra = 0  # training forwards of this step beyond the first, outside no_sync()
@@ -123,7 +123,7 @@ class OptimizerSteps:
         """
         is_due = self.is_due
         self._is_last_synced, self.has_ended = is_synced, False
-        if self.rounds is not RoundTime.FORWARD:
+        if self.when is not RoundTime.FORWARD:
             num_left_out = self._num_left_out()
             self._num_made_up += num_left_out
             return num_left_out
@@ -141,7 +141,7 @@ class OptimizerSteps:
 
     def _num_left_out(self) -> int:
         """The rounds of steps that were left out, where rounds do not run in forwards."""
-        if self.rounds is RoundTime.MANUAL:
+        if self.when is RoundTime.MANUAL:
             return 0
         if self._is_synced and not self._counts and not self._sees_optimizers():
             self._raise_once(
@@ -169,7 +169,7 @@ class OptimizerSteps:
 
     def end(self) -> None:
         """Evaluation begins, or state has been loaded: the next training forward begins a step."""
-        self._is_due = self.rounds is RoundTime.FORWARD
+        self._is_due = self.when is RoundTime.FORWARD
 
     def state_dict(self) -> dict[str, bool]:
         """Where the loop is: whether the next training forward begins a step, or would after an optimizer step."""
@@ -179,7 +179,7 @@ class OptimizerSteps:
         """Take up a loop where `state_dict()` was taken; states of older versions have "is_step_start" alone."""
         self._counts.clear()
         is_due = state["is_step_start"]
-        self._is_due = is_due and self.rounds is RoundTime.FORWARD
+        self._is_due = is_due and self.when is RoundTime.FORWARD
         self._is_synced, self.has_ended = state.get("is_synced", is_due), False
 
     def take_left_out(self) -> int:
@@ -230,11 +230,11 @@ class OptimizerSteps:
         count = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         self._num_without += 1
         self._note_made_up(is_first=is_first or count == 2)
-        if self.rounds is RoundTime.FORWARD:
+        if self.when is RoundTime.FORWARD:
             self._make_up(optimizer, count)
             if count == 2:
                 self._raise_once(_without_rounds(type(optimizer).__name__, self._name))
-        elif self.rounds is RoundTime.STEP:
+        elif self.when is RoundTime.STEP:
             # Several optimizers that step after one forward have one round together: after the first of them.
             self._note_forward()
             if is_first or count == 2 or self._is_synced:

@@ -1,30 +1,161 @@
-"""Extra state that rides in a state dict's metadata, so that its keys are the plain module's own."""
+"""The state of a wrapper in a state dict, whose keys stay those of the plain module.
+
+[Note: Where the state is] torch would put `get_extra_state()` under the key "_extra_state". It is in the metadata of
+the state dict instead, which goes with the dict through `torch.save` and `torch.load(weights_only=True)`. So a wrapper
+loads the checkpoints of DistributedDataParallel; a dict without metadata stands for `set_extra_state(None)`. Under that
+key is an int64 tensor [1] with the rank and the number of ranks, if there are several: tools that drop the metadata
+keep it, so that the file of another rank is refused. With a membership there is no such key. The tensor has a digest of
+the state as well: a tool that loads tensors into the state dict of a wrapper, as torch.distributed.checkpoint does,
+leaves the state that was there, which then counts as none.
+"""
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
-from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ..engine.engine import Engine
-from ..flat.buffer import FlatBuffer
-from .optimizer_steps import OptimizerSteps
-from .weights.copies import WeightCopies
-from .whole_state import WholeState, belongs_to, place_of, place_tensor, plain
+KEY = "gossip_state"  # in the metadata
+SUFFIX = "_extra_state"  # torch's own
+_BITS = 21  # of a rank, of a number of ranks, and of a digest
 
-KEY = "gossip_state"
-_SUFFIX = "_extra_state"  # torch's own
+Place: TypeAlias = tuple[int, int] | None
+"""A rank and the number of ranks; None: the state belongs to no rank."""
+
+
+class WholeState:
+    """A state as one value: read like a dict, but no `Mapping`.
+
+    Tools that keep a value per key, as torch.distributed.checkpoint does, load the keys that the state has before
+    loading. The memory of a method grows while it trains, so that for a new wrapper they would leave most out. They do
+    not look into this object, and so load it whole. A pickle of it is an OrderedDict, which `torch.load` with
+    `weights_only=True` takes.
+
+    Args:
+        values: the state; shared.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods of a dict: keys, values, items, get."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._values, name)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        return self._values == (other._values if isinstance(other, WholeState) else other)
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WholeState:
+        return WholeState(copy.deepcopy(self._values, memo))
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), None, None, iter(self._values.items())
+
+
+def plain(state: Any) -> Any:
+    """A dict whose values may be `WholeState` as one of dicts; shares memory."""
+    if isinstance(state, WholeState):
+        return dict(state.items())
+    return {key: plain(value) if isinstance(value, WholeState) else value for key, value in state.items()}
+
+
+def place_tensor(rank: int, world_size: int, state: Any = None) -> Tensor:
+    """A rank, the number of ranks and a digest of the state in one int64 [1], which any tool keeps."""
+    number = (rank << _BITS | world_size) << _BITS | _digest_of(state)
+    return torch.tensor([number], dtype=torch.int64, device="cpu")
+
+
+def place_of(tensor: Tensor) -> dict[str, int]:
+    """The rank and the number of ranks that `place_tensor` was given."""
+    rank, world_size = divmod(int(tensor) >> _BITS, 1 << _BITS)
+    return {"rank": rank, "world_size": world_size}
+
+
+def belongs_to(tensor: Tensor, state: Any) -> bool:
+    """Whether `place_tensor` was given this state, or one whose numbers, texts and shapes are the same."""
+    return int(tensor) & (1 << _BITS) - 1 == _digest_of(state)
+
+
+def _digest_of(state: Any) -> int:
+    """A number below 2**21 that depends on all keys, numbers, texts and shapes in a state, such as its rounds."""
+    return zlib.crc32(repr(_outline(state)).encode()) >> 32 - _BITS
+
+
+def _outline(state: Any) -> Any:
+    """The state with the shapes of its tensors in their place, and lists for all that has entries."""
+    if isinstance(state, Tensor):
+        return list(state.shape)
+    if isinstance(state, Mapping | WholeState):
+        return [[repr(key), _outline(value)] for key, value in state.items()]
+    if isinstance(state, list | tuple):
+        return [_outline(value) for value in state]
+    return state if isinstance(state, bool | int | float | str) else None
+
+
+def put_state(destination: Any, prefix: str, state: dict[str, Any], place: Place, *, has_key: bool = True) -> None:
+    """Put the state of a wrapper into the metadata of a state dict, and its place among several ranks into its keys.
+
+    has_key: whether that key is free.
+    """
+    destination._metadata[prefix[:-1]][KEY] = state
+    if has_key and place is not None and place[1] > 1:
+        destination[prefix + SUFFIX] = place_tensor(*place, state)
+
+
+def take_place(state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], place: Place) -> None:
+    """Remove the place from the keys; and from the metadata a state that does not belong to the tensors.
+
+    Raises:
+        ValueError: it is the state dict of another rank, or of a world of another size.
+    """
+    if isinstance(found := state_dict.get(prefix + SUFFIX), Tensor):
+        check_place(place_of(found), place)
+        del state_dict[prefix + SUFFIX]
+        if not belongs_to(found, local_metadata.get(KEY)):
+            local_metadata.pop(KEY, None)
+
+
+def check_place(state: Mapping[str, Any], place: Place) -> None:
+    """Raise ValueError for the state of another rank: each has a model, a push-sum weight and memory of its own."""
+    found = state.get("rank"), state.get("world_size")
+    if place is not None and found not in (place, (None, None)):
+        (rank, world_size), (own, own_size) = found, place
+        raise ValueError(
+            f"got the state of rank {rank} of {world_size}, expected that of rank {own} of {own_size}: every rank "
+            "has a model of its own, so each loads what it has saved itself, with as many ranks as then (of one "
+            "key, torch.distributed.checkpoint keeps the tensor of one rank: give each rank a key of its own); to "
+            "start from one model everywhere, save averaged_state_dict() and load it into the module before it is "
+            "wrapped"
+        )
 
 
 def check_prefix(
     state_dict: Mapping[str, Any], prefix: str, module: nn.Module, *, wrapper: str, is_stateless: bool = False
 ) -> None:
-    """Refuse the state dict of a plain module, none of whose keys a wrapper has.
+    """Refuse the state dict of a plain module, which has none of the keys of a wrapper.
 
     Args:
         state_dict: about to be loaded.
@@ -49,7 +180,7 @@ def check_prefix(
 
 
 def warn_stateless() -> None:
-    """Say that a state dict has no state of gossip."""
+    """Warn of a state dict without a state of gossip."""
     warnings.warn(
         "the state dict holds no gossip state: counting rounds from 0. It is that of a plain model, or one without its "
         "metadata, as torch.distributed.checkpoint makes it",
@@ -57,170 +188,30 @@ def warn_stateless() -> None:
     )
 
 
-class RoundState(nn.Module):
-    """The state of a wrapper between two forwards: the round counter, the algorithm's own state, and whose it is.
+def keeps_extra_state(module: nn.Module) -> bool:
+    """Whether the class of the module puts a state of its own under the key "_extra_state"."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
-    [Note: Where the state is] torch would put `get_extra_state()` under the key "_extra_state". It is in the metadata
-    of the state dict instead, which travels with the dict through `torch.save` and `torch.load(weights_only=True)`. So
-    a wrapper loads the checkpoints of DistributedDataParallel; a dict without metadata stands for
-    `set_extra_state(None)`. Under that key is an int64 tensor [1] with the rank and the number of ranks, if there are
-    several: tools that drop the metadata keep it, so that the file of another rank is refused. With a membership there
-    is no such key. It has a digest of the state as well: a tool that loads tensors into the state dict of a wrapper, as
-    torch.distributed.checkpoint does, leaves the state that was there, which then counts as none.
-    """
 
-    _engine: Engine
-    _copies: WeightCopies | None
-    _steps: OptimizerSteps
-    _place: tuple[int, int] | None  # rank and world size, where there are such
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Apply everything in flight."""
-
-    @abstractmethod
-    def _set_out(self) -> None:
-        """Training begins, with the model as it is now."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.state_dict`, flushed and de-biased; gossip state rides in its metadata.
-
-        Among several ranks the key "_extra_state" says whose it is: int64 [1].
-        """
-        self.flush()
-        return super().state_dict(*args, **kwargs)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if hasattr(destination, "_metadata"):  # a plain dict of the caller has none: there the key stays
-            state = plain(destination.pop(prefix + _SUFFIX))
-            destination._metadata[prefix[:-1]][KEY] = state
-            self.put_place(destination, prefix, state)
-
-    def put_place(self, destination: dict[str, Any], prefix: str, state: dict[str, Any]) -> None:
-        """Say in the keys of a state dict whose it is, among several ranks, and which state belongs to it."""
-        if self._own_place is not None and self._own_place[1] > 1:
-            destination[prefix + _SUFFIX] = place_tensor(*self._own_place, state)
-
-    def take_place(self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-        """Remove that key, where it is there; and from the metadata a state that does not belong to the tensors.
-
-        Raises:
-            ValueError: it is the state dict of another rank, or of a world of another size.
-        """
-        if isinstance(place := state_dict.get(prefix + _SUFFIX), Tensor):
-            self._check_place(place_of(place))
-            del state_dict[prefix + _SUFFIX]
-            if not belongs_to(place, local_metadata.get(KEY)):
-                local_metadata.pop(KEY, None)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        self.take_place(state_dict, prefix, local_metadata)
-        if state_dict.setdefault(prefix + _SUFFIX, local_metadata.get(KEY)) is None:
-            warn_stateless()
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """The round counter, the algorithm's own state, and the rank: plain values and tensors.
-
-        "engine", the algorithm's own state, is read like a dict; tools that keep a value per key keep it as one.
-        """
-        place = {} if self._place is None else dict(zip(("rank", "world_size"), self._place, strict=True))
-        copies = {} if self._copies is None else self._copies.state_dict()
-        engine = WholeState(self._engine.state_dict())
-        return {**self._steps.state_dict(), "engine": engine, **copies, **place}
-
-    def set_extra_state(self, state: dict[str, Any] | None) -> None:
-        """Take back what `get_extra_state` gave; None starts anew, as after loading other weights into the module.
-
-        Raises:
-            ValueError: it is the state of another rank, or of a world of another size; nothing is changed then.
-        """
-        if state is None:
-            self._steps.end()
-            if self._copies is not None:
-                self._copies.load_state_dict({})
-            self._engine.reset()
-            self._set_out()
-            return
-        self._check_place(state)
-        self._steps.load_state_dict(state)
-        self._engine.load_state_dict(plain(state["engine"]))
-        if self._copies is not None:
-            self._copies.load_state_dict(state)
+class Placed(Protocol):
+    """A wrapper, which belongs to a rank."""
 
     @property
-    def _own_place(self) -> tuple[int, int] | None:
-        """The rank and the world size that the state belongs to."""
-        return self._place
-
-    def _check_place(self, state: Mapping[str, Any]) -> None:
-        """Each rank has a model, a push-sum weight and an algorithm's state of its own."""
-        found = state.get("rank"), state.get("world_size")
-        if self._own_place is not None and found != self._own_place and found != (None, None):
-            (rank, world_size), (own, own_size) = found, self._own_place
-            raise ValueError(
-                f"got the state of rank {rank} of {world_size}, expected that of rank {own} of {own_size}: every rank "
-                "has a model of its own, so each loads what it has saved itself, with as many ranks as then (of one "
-                "key, torch.distributed.checkpoint keeps the tensor of one rank: give each rank a key of its own); to "
-                "start from one model everywhere, save averaged_state_dict() and load it into the module before it is "
-                "wrapped"
-            )
-
-
-class WeightState(RoundState):
-    """The state of a wrapper with a push-sum weight, which is 1 in other algorithms."""
-
-    _buffer: FlatBuffer
-    _graph: str | None  # that rounds are on; None with a membership, where it follows the number of workers
-    _was_on_a_ring: bool  # see `Algorithm.was_on_a_ring`
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """See `RoundState`; with the push-sum weight, and the graph that rounds were on.
-
-        The graph is None with a membership, where each number of workers has its own.
-        """
-        weight = self._buffer.vector.push_sum_weight.clone()
-        return {"weight": weight, "graph": self._graph, **super().get_extra_state()}
-
-    def set_extra_state(self, state: dict[str, Any] | None) -> None:
-        """See `RoundState`; without state the push-sum weight is 1.
-
-        Warns where ranks may have mixed on another graph when the state was saved, by an older version; all is loaded
-        by then. With a membership it does not: which graph it was depends on how many workers there were.
-
-        Raises:
-            ValueError: the state is that of a wrapper of another kind.
-        """
-        if state is not None and "weight" not in state:
-            raise ValueError(
-                f"got gossip state without a push-sum weight, expected that of a {type(self).__name__} or its like; "
-                "wrap as when it was saved, or load the model alone: module.load_state_dict"
-            )
-        super().set_extra_state(state)
-        self._buffer.vector.push_sum_weight.copy_(torch.ones(1, device="cpu") if state is None else state["weight"])
-        if state is not None and "graph" not in state and self._was_on_a_ring:
-            warnings.warn(
-                f"got a checkpoint of an older version, where ranks mixed on a ring if no graph was named; now it is "
-                f"{self._graph}, on which models stay closer to each other. The run goes on "
-                'with that; to go on with the ring: graph="ring"',
-                stacklevel=2,
-            )
+    def own_place(self) -> Place:
+        """The rank that its state belongs to."""
 
 
 class InnerPlace:
     """A hook of the module inside a wrapper, for state dicts of the wrapper whose keys were cut to those of the module.
 
-    It removes the key that says whose the state dict is, which the module does not know. A pickle of the module is free
-    of it, and needs this library no more than before.
+    It removes the key of the rank, which the module does not know. A pickle of the module does not contain the hook,
+    and so needs this library no more than before.
 
     Args:
-        wrapper: around the module, or gone.
+        wrapper: around the module; not kept alive.
     """
 
-    def __init__(self, wrapper: RoundState) -> None:
+    def __init__(self, wrapper: Placed) -> None:
         self._wrapper = weakref.ref(wrapper)
 
     def __call__(
@@ -231,20 +222,12 @@ class InnerPlace:
         Raises:
             ValueError: it is the state dict of another rank, or of a world of another size.
         """
-        if keeps_extra_state(module):
-            return
-        if (wrapper := self._wrapper()) is not None:
-            wrapper.take_place(state_dict, prefix, local_metadata)
-        elif isinstance(state_dict.get(prefix + _SUFFIX), Tensor):
-            del state_dict[prefix + _SUFFIX]
+        if not keeps_extra_state(module):
+            wrapper = self._wrapper()
+            take_place(state_dict, prefix, local_metadata, None if wrapper is None else wrapper.own_place)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InnerPlace:
         return self
 
     def __reduce__(self) -> Any:
         return getattr, ("", "format")  # takes any arguments, does nothing, and is there in every process
-
-
-def keeps_extra_state(module: nn.Module) -> bool:
-    """Whether the class of the module puts something of its own under the key "_extra_state"."""
-    return type(module).get_extra_state is not nn.Module.get_extra_state

@@ -281,9 +281,9 @@ def test_push_sum_weights_nodes_and_a_membership_are_refused() -> None:
             wrap(mlp(), group, graph=graph, push_sum=True, schedule=control)
 
     run_ranks(3, body)
-    algorithm = Choices(None, None, False, None, None, control)
+    chosen = Choices(push_sum=False, schedule=control)
     with pytest.raises(ValueError, match=r"got nprocs_per_node=2 with schedule=.*, expected 1: each process of a node"):
-        algorithm.choose(2, overlap=False, init_sync=True, on_nonfinite="raise", nprocs_per_node=2)
+        chosen.check(overlap=False, init_sync=True, nprocs_per_node=2)
     with pytest.raises(ValueError, match=r"with a membership, expected a Schedule: ranks that may lose messages"):
         GossipDataParallel(
             mlp(), push_sum=False, schedule=control, membership=Membership(dist.HashStore(), min_workers=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from gossip_modules import (
     SlowMo,
     Sparta,
 )
-from gossip_modules.extend import Algorithm, OuterMethod, PushPull
+from gossip_modules.extend import Algorithm, OuterMethod
 from tests.harness.problems import mlp
 from tests.harness.ranks import run_ranks, solo_group
 
@@ -90,17 +89,6 @@ def test_differences_shrink_where_compressed_rounds_are_allowed(
 
     for first, last in run_ranks(5, body):
         assert last < first / 3
-
-
-def test_a_gossiper_of_ones_own_that_leaves_nothing_out_says_so() -> None:
-    class Own(PushPull):
-        is_whole = False
-
-    gossip = partial(GossipDataParallel, process_group=solo_group(), outer=GASLoC(4), graph=RingGraph(1))
-    with pytest.raises(ValueError, match=r"expected plain gossip: its memory .* says so by is_whole = True"):
-        gossip(mlp(), gossiper=Own())
-    Own.is_whole = True
-    gossip(mlp(), gossiper=Own()).close()
 
 
 def test_public_copies_go_with_exact_averages() -> None:

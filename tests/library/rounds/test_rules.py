@@ -28,7 +28,7 @@ from gossip_modules.engine.engine import SyncEngine
 from gossip_modules.extend import Algorithm, FlatBuffer, Memory, ProcessGroupTransport, PushPull
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rounds import Rounds, rounds_of
-from gossip_modules.wrappers.arguments import check_algorithm
+from gossip_modules.wrappers.defaults import Choices
 from tests.harness.problems import adamw, loss_of, mlp, net, train_step
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.harness.reference import flatten
@@ -320,7 +320,6 @@ def test_gossip_in_place_follows_rules_too_and_infinities_are_noticed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"algorithm": None, "rule": "d2"}, r"got rule='d2', expected an Algorithm such as D2\(\)"),
         ({"outer": DiLoCo(2)}, r"got DiLoCo\(.*\)\.over\(D2\(\)\), expected one of them: the first one asks for no"),
         ({"overlap": True}, "got overlap=True with D2.*: it needs the result of a round before the next step"),
         ({"on_nonfinite": "skip"}, "got on_nonfinite='skip' with D2.*, expected 'raise' or 'spread'"),
@@ -333,9 +332,10 @@ def test_what_does_not_fit_to_the_mathematics_is_refused(options: dict[str, Any]
 
 
 def test_an_algorithm_that_changes_the_optimizer_is_refused_on_nodes() -> None:
-    check_algorithm(D2(), Schedule(), overlap=False, nprocs_per_node=2)
+    options: dict[str, Any] = {"overlap": False, "init_sync": True, "nprocs_per_node": 2}
+    Choices(algorithm=D2()).check(**options)
     with pytest.raises(ValueError, match=r"got nprocs_per_node=2 with QGDSGDm.*: it writes the momentum of the whole"):
-        check_algorithm(QGDSGDm(), Schedule(), overlap=False, nprocs_per_node=2)
+        Choices(algorithm=QGDSGDm()).check(**options)
 
 
 def test_decentlam_steps_a_parameter_without_a_gradient_by_its_momentum() -> None:

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossip_modules as gm
-from gossip_modules.wrappers.algorithm import as_algorithm, sorted_out
-from gossip_modules.wrappers.arguments import as_gossiper, as_graph, as_mixing, as_schedule, as_timeout
+from gossip_modules.wrappers.algorithm import as_algorithm, renamed
+from gossip_modules.wrappers.arguments import as_graph, as_mixing, as_schedule, as_timeout
 from gossip_modules.wrappers.defaults import choose_mixing
 from tests.harness.named_group import NamedGroup
 from tests.harness.problems import loss_of, mlp
@@ -60,7 +60,7 @@ def test_numbers_and_classes_stand_for_what_they_make() -> None:
     assert as_timeout(30) == timedelta(seconds=30)
     assert as_timeout(0.5) == timedelta(milliseconds=500)
     assert as_timeout(timedelta(minutes=1)) == timedelta(minutes=1)
-    assert repr(as_gossiper(gm.extend.PushSum)) == repr(gm.extend.PushSum())
+    assert repr(as_algorithm(gm.extend.PushSum)) == repr(gm.extend.PushSum())
 
 
 def test_a_wrapper_takes_them_all() -> None:
@@ -360,16 +360,17 @@ def test_the_older_names_of_the_argument_say_the_new_line() -> None:
     assert len(caught) == 1
     assert caught[0].filename == __file__
     with pytest.warns(DeprecationWarning, match=r"is now algorithm=D2\(\)\.over\(PowerGossip\(.*\)\); the old names"):
-        sorted_out(None, gm.D2(), gm.PowerGossip(), None)
+        renamed(None, outer=None, rule=gm.D2(), gossiper=gm.PowerGossip())
 
 
 def test_the_new_line_makes_the_same_algorithm() -> None:
     outer = gm.SlowMo(sync_every=2, gossip_every=1, inner_lr="optimizer")
     new = r"algorithm=SlowMo\(sync_every=2, gossip_every=1, inner_lr='optimizer'\)\.over\(PowerGossip\(\)\); the old"
     with pytest.warns(DeprecationWarning, match=new):
-        sorted_out(outer, None, None, "powergossip")
+        renamed("powergossip", outer=outer, rule=None, gossiper=None)
+    with_adam = gm.DiLoCo(optimizer=lambda parameters: torch.optim.Adam(parameters))
     with pytest.warns(DeprecationWarning, match=r"is now algorithm=DiLoCo\(optimizer=\.\.\.\); the old names will go"):
-        sorted_out(gm.DiLoCo(optimizer=lambda parameters: torch.optim.Adam(parameters)), None, None, None)
+        renamed(None, outer=with_adam, rule=None, gossiper=None)
 
 
 @pytest.mark.parametrize("inner", [gm.PowerGossip, "powergossip", gm.TopK(0.1), None])

@@ -23,7 +23,7 @@ from gossip_modules import (
 )
 from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.wrappers.base import GossipWrapper
-from gossip_modules.wrappers.whole_state import place_of
+from gossip_modules.wrappers.state import place_of
 from tests.harness.problems import adamw, fill_, loss_of, mlp, net, sgd, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten

@@ -37,7 +37,7 @@ from gossip_modules import (
     StreamingDiLoCo,
     gossip,
 )
-from gossip_modules.wrappers.whole_state import WholeState, belongs_to, place_of, place_tensor
+from gossip_modules.wrappers.state import WholeState, belongs_to, place_of, place_tensor
 from tests.harness.problems import loss_of, mlp, net, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten

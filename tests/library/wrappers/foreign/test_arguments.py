@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gossip_modules as gm
 from gossip_modules.wrappers.foreign.arguments import Ignored, NewName, Refused, Replaced, foreign_arguments
-from gossip_modules.wrappers.foreign.ddp import DDP_ARGUMENTS
+from gossip_modules.wrappers.foreign.tables import DDP_ARGUMENTS
 from tests.harness.ranks import solo_group
 
 
