@@ -71,6 +71,8 @@ class Waits:
             if reply in self._under_way:
                 del self._under_way[reply]
                 self._idle.append(thread)
+            else:  # it was given up
+                thread.end()
         try:
             if error is not None:
                 raise error
@@ -101,6 +103,8 @@ class Waits:
         with self._lock:
             self._is_closed = True
             self._end(list(self._under_way))
+            for thread in self._idle:
+                thread.end()
             self._idle.clear()
 
     def _end(self, replies: Iterable[Reply]) -> None:
