@@ -42,7 +42,7 @@ from .compression.quantizer import QSGD, SignNorm
 from .compression.sparsifier import RandomK, TopK
 from .consensus_control import ConsensusControl
 from .dpwa.wrapper import PairwiseDataParallel
-from .graph_manager.static_graphs import RingGraph
+from .graph_manager import RingGraph
 from .matcha.graph import MatchaGraph
 from .membership.membership import Membership
 from .optim.accum_adam import AccumAdam

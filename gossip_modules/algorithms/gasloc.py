@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..graph_manager import RingGraph
 from ..graph_manager.named_graphs import undirected_ring
-from ..graph_manager.static_graphs import RingGraph
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.growth import blocks, check_growth, identity_like
 from ..registry import Paper

@@ -10,8 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..checks import checked_seed
 from ..compression.bit_packing import pack, packed_size, unpack
-from ..compression.compressor import checked_seed, chunks, random_words
+from ..compression.compressor import chunks, random_words
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.step_size import checked_step_size
 from ..registry import Paper

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..compression.compressor import checked_seed
-from ..graph_manager.random_matching_graph import RandomMatchingGraph
+from ..checks import checked_seed
+from ..graph_manager import RandomMatchingGraph
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.growth import blocks, check_growth, identity_like
 from ..registry import Paper

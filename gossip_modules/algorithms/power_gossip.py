@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from ..compression.compressor import checked_seed
+from ..checks import checked_seed
 from ..flat.vector import add_
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.step_size import best_step_size

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..graph_manager import DoubleBinaryTreeGraph
 from ..graph_manager.base import GraphManager
-from ..graph_manager.static_graphs import DoubleBinaryTreeGraph
 from ..mixing_manager.base import MixingManager
 from ..registry import Paper
 from ..rounds.algorithm import Algorithm

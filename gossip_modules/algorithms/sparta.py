@@ -6,8 +6,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from ..compression.sparsifier import RandomK
+from ..graph_manager import CompleteGraph
 from ..graph_manager.base import GraphManager
-from ..graph_manager.static_graphs import CompleteGraph
 from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory

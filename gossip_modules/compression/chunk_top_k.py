@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..checks import checked_integer
 from .bit_packing import indices_size, pack_indices, unpack_indices
-from .compressor import Compressor, checked_integer, wide
+from .compressor import Compressor, wide
 from .sparsifier import add_at
 
 _ENTRIES_AT_ONCE = 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Protocol
@@ -226,22 +225,6 @@ def checked_compressor(compressor: Compressor) -> Compressor:
     if not isinstance(compressor, Compressor):
         raise ValueError(f"got compressor={compressor!r}, expected a Compressor; pass e.g. SignNorm() or TopK(0.01)")
     return compressor
-
-
-def checked_seed(seed: int) -> int:
-    """The seed as an int; raises ValueError if it is not an integer of at least 0."""
-    return checked_integer("seed", seed, 0, "pass the seed that all ranks share")
-
-
-def checked_integer(name: str, value: int, least: int, remedy: str) -> int:
-    """`value` as an int; raises ValueError if it is not an integer of at least `least`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
-        raise ValueError(f"got {name}={value!r}, expected an integer of at least {least}; {remedy}")
-    return number
 
 
 def _check_vector(x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from ..checks import checked_seed
 from .bit_packing import pack, packed_size, unpack
-from .compressor import Compressor, checked_seed, chunks, random_words, saturated, wide
+from .compressor import Compressor, chunks, random_words, saturated, wide
 
 LARGEST = torch.finfo(torch.float32).max * (1 - 2**-20)  # of a scale; its products round, but not to infinity
 

@@ -8,8 +8,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from ..checks import checked_seed
 from .bit_packing import indices_size, pack_indices, unpack_indices
-from .compressor import Compressor, checked_seed, chunks, decompressed_rows, random_words
+from .compressor import Compressor, chunks, decompressed_rows, random_words
 
 _SAMPLE_SIZE = 1 << 16
 

@@ -6,37 +6,28 @@ The random graph of MATCHA, which is planned from one of these, is `gossip_modul
 import importlib
 from typing import Any
 
-from .base import GraphManager
+from .base import GraphManager, WeightedGraph
 from .base_graph import BaseGraph
 from .butterfly_groups import ButterflyGroups
-from .dynamic_graphs import (
+from .matchings import select_graph
+from .named_graphs import default_graph, named_graph
+from .networkx_graphs import ChainGraph, DoubleBinaryTreeGraph, NetworkXGraph, networkx_graph
+from .random_graphs import EquiDynGraph, EquiStaticGraph, RandomGraph, RandomMatchingGraph, RandomPushGraph
+from .shift_graphs import (
+    CompleteGraph,
     DynamicBipartiteCompleteGraph,
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
     DynamicDirectedExponentialGraph,
     DynamicDirectedLinearGraph,
-    NPeerDynamicDirectedExponentialGraph,
-)
-from .equi_dyn_graph import EquiDynGraph
-from .equi_static_graph import EquiStaticGraph
-from .named_graphs import default_graph, named_graph
-from .predefined_graphs import select_graph
-from .random_graph import RandomGraph
-from .random_matching_graph import RandomMatchingGraph
-from .random_push_graph import RandomPushGraph
-from .shift_graph import MirroredGraph, ShiftGraph
-from .static_exponential_graph import StaticExponentialGraph
-from .static_graphs import (
-    ChainGraph,
-    CompleteGraph,
-    DoubleBinaryTreeGraph,
     HypercubeGraph,
-    NetworkXGraph,
+    MirroredGraph,
+    NPeerDynamicDirectedExponentialGraph,
     RingGraph,
+    ShiftGraph,
+    StaticExponentialGraph,
     TorusGraph,
-    networkx_graph,
 )
-from .weighted_graph import WeightedGraph
 
 __all__ = [
     "BaseGraph",

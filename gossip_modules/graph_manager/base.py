@@ -1,21 +1,24 @@
-"""Who sends to whom in round t: communication graphs as pure functions of (rank, t).
+"""Communication graphs as pure functions of (rank, t): the peers of each rank in round t.
 
 Each rank has one ordered row of distinct out-peers, its phone book. Round t uses a window of `peers_per_itr`
 consecutive entries of that row, and the next round uses the next window, wrapping around. Nothing is stored per round:
 every rank can compute the peers of any rank in any round, so ranks know from whom to receive without asking.
 
-This file has the abstract base; the graphs are in `shift_graph`, `dynamic_graphs` and `static_graphs`.
+This file has the abstract bases; the graphs are in `shift_graphs`, `networkx_graphs`, `random_graphs` and `base_graph`.
 """
 
 from __future__ import annotations
 
-import operator
+import math
 from abc import ABC, abstractmethod
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from math import gcd, lcm
+from operator import eq
+from typing import Any
 
+from ..checks import checked_integer
 from ..old_calls import OldAttribute
 
 MAX_PERIOD = 2**31  # a longer period counts as "never repeats"
@@ -49,15 +52,24 @@ class GraphManager(ABC):
     is_bipartite_graph = OldAttribute("read graph.is_bipartite")
     is_dynamic_graph = OldAttribute("read graph.is_dynamic")
 
+    is_bipartite = False
+    """Whether the ranks form two classes, active and passive, and every edge joins an active and a passive rank."""
+    makes_pairs = False
+    """Whether a rank has at most one peer per round, so that `peers_per_itr` must be 1."""
+
     def __init__(self, world_size: int, *, peers_per_itr: int | Mapping[int, int] = 1) -> None:
-        self.world_size = as_count("world_size", world_size)
+        self.world_size = checked_integer("world_size", world_size, 1, "give the number of ranks")
         self._peers_per_itr = as_peer_schedule(peers_per_itr)
+        if self.makes_pairs and self._peers_per_itr != {0: 1}:
+            raise ValueError(
+                f"{type(self).__name__}: got peers_per_itr={peers_per_itr}, expected 1: it makes pairs. For more peers "
+                f"per round take BaseGraph, or another graph."
+            )
         self._check_world_size()
         most = max(self._peers_per_itr.values())
         if self.world_size > 1 and most >= self.world_size:
             raise self._too_many_peers(most, self.world_size - 1)
         self._segments = self._peers_per_itr if self.world_size > 1 else {0: 0}
-        self._starts = tuple(self._segments)
 
     @abstractmethod
     def phone_book(self, rank: int) -> Sequence[int]:
@@ -87,11 +99,6 @@ class GraphManager(ABC):
         return self.is_bipartite and rank % 2 == 0
 
     @property
-    def is_bipartite(self) -> bool:
-        """Whether the ranks form two classes, active and passive, and every edge joins an active and a passive rank."""
-        return False
-
-    @property
     def is_dynamic(self) -> bool:
         """Whether some round has other edges than round 0."""
         return self.period != 1
@@ -119,21 +126,16 @@ class GraphManager(ABC):
 
     def distinct_rounds(self) -> Iterator[int]:
         """The canonical rounds, ascending; together they have every set of edges that the schedule ever uses."""
-        for start, end in zip(self._starts, (*self._starts[1:], None), strict=True):
-            stop = start + (self._segment_period(self._segments[start]) or MAX_PERIOD)
-            yield from range(start, stop if end is None else min(stop, end))
+        for start, period, length in self._entries():
+            yield from range(start, start + int(min(period or MAX_PERIOD, length)))
 
     def cycles(self) -> list[range]:
         """For each entry of `peers_per_itr` the rounds until its peers repeat, empty if they never do.
 
         Entries that are over before their peers repeat are left out.
         """
-        found = []
-        for start, end in zip(self._starts, (*self._starts[1:], None), strict=True):
-            stop = start + self._segment_period(self._segments[start])
-            if end is None or start < stop <= end:
-                found.append(range(start, stop))
-        return found
+        entries = self._entries()
+        return [range(t, t + period) for t, period, length in entries if 0 < period <= length or length == math.inf]
 
     def in_every_round(self, predicate: Callable[[int], bool]) -> bool:
         """Whether `predicate(t)` is true in all rounds; also False if there are too many rounds to check.
@@ -166,30 +168,34 @@ class GraphManager(ABC):
         """The first round of the entry of `peers_per_itr` that applies in round `t`, and its number of peers."""
         if t < 0:
             raise ValueError(f"got round t={t}, expected t >= 0: rounds count from 0")
-        start = self._starts[bisect_right(self._starts, t) - 1]
+        start = max(first for first in self._segments if first <= t)
         return start, self._segments[start]
+
+    def _entries(self) -> list[tuple[int, int, float]]:
+        """For each entry of `peers_per_itr` the first round, the period (0: never), and the number of rounds."""
+        ends = [*self._segments, math.inf][1:]
+        entries = zip(self._segments.items(), ends, strict=True)
+        return [(start, self._segment_period(num_peers), end - start) for (start, num_peers), end in entries]
 
     def _segment_period(self, num_peers: int) -> int:
         """The number of rounds until windows of `num_peers` entries repeat on all ranks; 0 if it is more than 2**31."""
-        period = lcm(*(row_period(row_length, num_peers) for row_length in self._row_lengths))
+        period = math.lcm(*(row_period(row_length, num_peers) for row_length in self._row_lengths))
         return period if period <= MAX_PERIOD else 0
 
     @cached_property
     def _row_lengths(self) -> frozenset[int]:
         return frozenset(len(self.phone_book(rank)) for rank in range(self.world_size))
 
+    def _edges(self, t: int) -> set[tuple[int, int]]:
+        return {(rank, peer) for rank in range(self.world_size) for peer in self.out_peers(rank, t)}
+
     def _is_regular_round(self, t: int) -> bool:
-        in_degrees = [0] * self.world_size
-        out_degrees = set()
-        for rank in range(self.world_size):
-            peers = self.out_peers(rank, t)
-            out_degrees.add(len(peers))
-            for peer in peers:
-                in_degrees[peer] += 1
-        return out_degrees == set(in_degrees) and len(out_degrees) == 1
+        edges = self._edges(t)
+        degrees = Counter(rank for rank, _ in edges), Counter(peer for _, peer in edges)
+        return len({degree[rank] for degree in degrees for rank in range(self.world_size)}) == 1
 
     def _is_symmetric_round(self, t: int) -> bool:
-        edges = {(rank, peer) for rank in range(self.world_size) for peer in self.out_peers(rank, t)}
+        edges = self._edges(t)
         return all((peer, rank) in edges for rank, peer in edges)
 
     def _too_many_peers(self, num_peers: int, row_length: int) -> ValueError:
@@ -200,6 +206,55 @@ class GraphManager(ABC):
         )
 
 
+class WeightedGraph(GraphManager):
+    """A graph that prescribes the weight of each of its links, in every round; W(t) is doubly stochastic.
+
+    `GraphMixing` mixes with these weights, and wrappers choose it for such a graph. The weights of a rank sum to at
+    most 1; the rest is the rank's own weight. The graph is undirected with W[i, j] = W[j, i]; a directed one overrides
+    `out_peers`, `in_peers` and `is_symmetric`, and the weights of the links that leave a rank must sum to the same as
+    the weights of the links that enter it.
+    """
+
+    @abstractmethod
+    def link_weights(self, rank: int, t: int) -> Mapping[int, float]:
+        """The weight W[rank, j] of each rank j that `rank` receives from in round `t`."""
+
+    def out_peers(self, rank: int, t: int) -> tuple[int, ...]:
+        return tuple(self.link_weights(rank, t))
+
+    def in_peers(self, rank: int, t: int) -> tuple[int, ...]:
+        return self.out_peers(rank, t)
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class LazyRow(Sequence[int]):
+    """A sequence whose items are computed on demand, so that a row of n ranks takes O(1) memory.
+
+    It equals the tuple of its items.
+
+    Args:
+        length: the number of items.
+        item: the item at an index, 0 <= index < length.
+    """
+
+    length: int
+    item: Callable[[int], int]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        positions = range(self.length)[index]  # resolves negative indices and slices, and raises the IndexError
+        return self.item(positions) if isinstance(positions, int) else tuple(map(self.item, positions))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other)))
+
+
 def window(row: Sequence[int], num_peers: int, step: int) -> tuple[int, ...]:
     """The entries of `row` that round `step` uses: `num_peers` consecutive ones, or all if there are fewer."""
     length = len(row)
@@ -208,30 +263,20 @@ def window(row: Sequence[int], num_peers: int, step: int) -> tuple[int, ...]:
     return tuple(row[(num_peers * step + i) % length] for i in range(num_peers))
 
 
-def as_count(name: str, value: int) -> int:
-    """`value` as a Python int; raises a ValueError with `name` if it is not an integer of at least 1."""
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = 0
-    if count < 1 or isinstance(value, bool):
-        raise ValueError(f"got {name}={value!r}, expected an integer of at least 1. Give a positive int.")
-    return count
+def row_period(row_length: int, num_peers: int) -> int:
+    """The number of rounds until the `window` is back at the start of a row."""
+    return 1 if num_peers >= row_length else row_length // math.gcd(row_length, num_peers)
 
 
 def as_peer_schedule(peers_per_itr: int | Mapping[int, int]) -> dict[int, int]:
     """`{first round: peers}`, ascending, from 0."""
+    remedy = "give a number of peers, or a schedule such as {0: 2, 3000: 1}"
     if not isinstance(peers_per_itr, Mapping):
-        return {0: as_count("peers_per_itr", peers_per_itr)}
+        return {0: checked_integer("peers_per_itr", peers_per_itr, 1, remedy)}
     rounds = [r for r in peers_per_itr if not isinstance(r, int) or isinstance(r, bool) or r < 0]
     if rounds or 0 not in peers_per_itr:
         raise ValueError(
             f"got peers_per_itr={dict(peers_per_itr)!r}, expected {{first round: peers}} with rounds >= 0, among them "
             f"round 0. Write e.g. {{0: 2, 3000: 1}}."
         )
-    return {start: as_count(f"peers_per_itr[{start}]", peers_per_itr[start]) for start in sorted(peers_per_itr)}
-
-
-def row_period(row_length: int, num_peers: int) -> int:
-    """The number of rounds until the `window` is back at the start of a row."""
-    return 1 if num_peers >= row_length else row_length // gcd(row_length, num_peers)
+    return {r: checked_integer(f"peers_per_itr[{r}]", peers_per_itr[r], 1, remedy) for r in sorted(peers_per_itr)}

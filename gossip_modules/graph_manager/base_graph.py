@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
-from math import isqrt, prod
+from math import factorial, gcd
+from typing import TypeAlias
 
-from .weighted_graph import WeightedGraph
+from .base import WeightedGraph
+
+_Round: TypeAlias = Callable[[int], dict[int, float]]
+"""The links of a rank in one round: its peers with their weights."""
 
 
 class BaseGraph(WeightedGraph):
@@ -17,8 +20,8 @@ class BaseGraph(WeightedGraph):
 
     One period of rounds W(T-1) ... W(0) is the exact average J, and T is at most 2 log_{k+1}(n) + 2. From Takezawa,
     Sato, Bao, Niwa, Yamada, "Beyond Exponential Graph: Communication-Efficient Topologies for Decentralized Learning
-    via Finite-time Convergence", NeurIPS 2023, arXiv:2305.11420. A period is made of these rules, of which the first
-    that fits is used, or the shorter of the last two:
+    via Finite-time Convergence", NeurIPS 2023, arXiv:2305.11420. A period follows the first of these rules that fits,
+    or the shorter of the last two:
 
         n has no prime factor above k+1:    write ranks in digits below k+2; round i averages over digit i
         n = p q, the same for p:            p groups of q ranks average each by itself, then over the groups
@@ -48,129 +51,108 @@ class BaseGraph(WeightedGraph):
         self._check_rank(rank)
         start, k = self._segment(t)
         plan = self._plans[k]
-        return plan.links(rank, (t - start) % plan.num_rounds) if plan.num_rounds else {}
+        return plan[(t - start) % len(plan)](rank) if plan else {}
 
     def phone_book(self, rank: int) -> Sequence[int]:
         """All peers of `rank` over a period of each entry of the schedule, in the order in which it meets them."""
         self._check_rank(rank)
         plans = (self._plans[k] for k in self._segments.values())
-        return tuple(
-            dict.fromkeys(peer for plan in plans for t in range(plan.num_rounds) for peer in plan.links(rank, t))
-        )
+        return tuple(dict.fromkeys(peer for plan in plans for links in plan for peer in links(rank)))
 
     @cached_property
     def is_regular(self) -> bool:
         # In an exchange between sets, ranks of the first set are left without a peer.
-        return all(isinstance(plan, _Digits) for plan in self._plans.values())
+        return all(_smooth_part(self.world_size, k + 1) == self.world_size for k in self._plans)
 
     def _segment_period(self, num_peers: int) -> int:
-        return max(1, self._plans[num_peers].num_rounds)
+        return max(1, len(self._plans[num_peers]))
 
 
-class _Plan(ABC):
-    """Rounds after which ranks 0, 1, ... have their exact average."""
-
-    num_rounds: int
-
-    @abstractmethod
-    def links(self, rank: int, t: int) -> dict[int, float]:
-        """The weight of each peer in round `t` of `num_rounds`."""
-
-
-class _Digits(_Plan):
-    """Ranks in digits, of mixed bases if need be: round i averages over all ranks that differ in digit i only."""
-
-    def __init__(self, bases: Sequence[int]) -> None:
-        self.bases = tuple(bases)
-        self.num_rounds = len(self.bases)
-        self._strides = tuple(accumulate(self.bases, int.__mul__, initial=1))
-
-    def links(self, rank: int, t: int) -> dict[int, float]:
-        base, stride = self.bases[t], self._strides[t]
-        first = rank - rank // stride % base * stride
-        return {peer: 1 / base for peer in range(first, first + base * stride, stride) if peer != rank}
-
-
-class _Groups(_Plan):
-    """Groups of q consecutive ranks average by themselves; then each rank with those at its place in other groups."""
-
-    def __init__(self, inside: _Plan, size: int, across: _Digits) -> None:
-        self._inside, self._size, self._across = inside, size, across
-        self.num_rounds = inside.num_rounds + across.num_rounds
-
-    def links(self, rank: int, t: int) -> dict[int, float]:
-        group, place = divmod(rank, self._size)
-        if t < self._inside.num_rounds:
-            return {group * self._size + peer: w for peer, w in self._inside.links(place, t).items()}
-        across = self._across.links(group, t - self._inside.num_rounds)
-        return {peer * self._size + place: w for peer, w in across.items()}
-
-
-class _Sets(_Plan):
-    """A set of ranks for each digit of n in base k+1, the largest first: `digits[l]` parts of `sizes[l]` ranks."""
-
-    def __init__(self, world_size: int, base: int) -> None:
-        powers = [base**i for i in range(world_size.bit_length()) if base**i <= world_size]
-        terms = [(world_size // power % base, power) for power in reversed(powers)]
-        self._digits, self._sizes = zip(*(term for term in terms if term[0]), strict=True)
-        counts = [digit * size for digit, size in zip(self._digits, self._sizes, strict=True)]
-        self._starts = tuple(accumulate(counts, initial=0))  # the last one is n
-        self._of_sets = [_Digits(fewest_factors(count, base)) for count in counts]
-        self._of_parts = [_Digits(fewest_factors(size, base)) for size in self._sizes]
-        self._first_exchange = self._of_sets[0].num_rounds
-        self.num_rounds = self._first_exchange + 1 + self._of_parts[0].num_rounds
-
-    def links(self, rank: int, t: int) -> dict[int, float]:
-        mine = bisect_right(self._starts, rank) - 1
-        exchange = t - self._first_exchange
-        if exchange < 0:
-            return self._average(self._of_sets[mine], rank, self._starts[mine], t)
-        last = len(self._sizes) - 1
-        if exchange < last and exchange <= mine:
-            return self._exchange(rank, exchange, is_giver=exchange == mine)
-        step = exchange - min(mine + 1, last)
-        part = rank - (rank - self._starts[mine]) % self._sizes[mine]
-        return self._average(self._of_parts[mine], rank, part, step)
-
-    def _average(self, plan: _Digits, rank: int, first: int, step: int) -> dict[int, float]:
-        """Round `step` among the ranks from `first` on; small sets start again while larger ones are not yet done."""
-        if not plan.num_rounds:
-            return {}
-        return {first + peer: w for peer, w in plan.links(rank - first, step % plan.num_rounds).items()}
-
-    def _exchange(self, rank: int, index: int, *, is_giver: bool) -> dict[int, float]:
-        """Set `index` with all sets after it: each rank there meets the same place at the end of every part."""
-        start, after, end = self._starts[index], self._starts[index + 1], self._starts[-1]
-        size = self._sizes[index]
-        weight = size / (end - start)
-        unmatched = size - (end - after)  # ranks at the beginning of each part
-        if is_giver:
-            place = (rank - start) % size - unmatched
-            return {after + place: weight} if place >= 0 else {}
-        place = unmatched + rank - after
-        return {start + part * size + place: weight for part in range(self._digits[index])}
-
-
-def _plan(world_size: int, base: int) -> _Plan:
-    """The shorter one of the two ways where n has some prime factors up to `base` and others above it."""
+def _plan(world_size: int, base: int) -> list[_Round]:
+    """The rounds of a period, by the rule that fits."""
     smooth = _smooth_part(world_size, base)
     if smooth == world_size:
-        return _Digits(fewest_factors(world_size, base))
-    sets = _Sets(world_size, base)
+        return _over_digits(world_size, base)
+    in_sets = _over_sets(world_size, base)
     if smooth == 1:
-        return sets
+        return in_sets
     size = world_size // smooth
-    groups = _Groups(_Sets(size, base), size, _Digits(fewest_factors(smooth, base)))
-    return groups if groups.num_rounds <= sets.num_rounds else sets
+    in_groups = _over_sets(size, base) + _over_digits(smooth, base, stride=size)
+    return in_groups if len(in_groups) <= len(in_sets) else in_sets
 
 
 def _smooth_part(number: int, base: int) -> int:
     """The largest divisor of `number` whose prime factors are at most `base`."""
-    rest = number
-    for factor in range(2, min(base, isqrt(number)) + 1):
-        while rest % factor == 0:
-            rest //= factor
-    return number if rest <= base else number // rest
+    return gcd(number, factorial(base) ** number.bit_length())
+
+
+def _over_digits(size: int, base: int, *, stride: int = 1) -> list[_Round]:
+    """The average over `size` ranks at distances of `stride`, written in digits; `size` has no factor above `base`."""
+    digits = fewest_factors(size, base)
+    strides = accumulate(digits, int.__mul__, initial=stride)
+    return [partial(_over_digit, base=digit, stride=step) for digit, step in zip(digits, strides, strict=False)]
+
+
+def _over_digit(rank: int, *, base: int, stride: int) -> dict[int, float]:
+    """Links to all ranks that differ from `rank` in one digit only, which is below `base` and counts `stride`."""
+    first = rank - rank // stride % base * stride
+    return {peer: 1 / base for peer in range(first, first + base * stride, stride) if peer != rank}
+
+
+def _over_sets(size: int, base: int) -> list[_Round]:
+    sets = _Sets(size, base)
+    return [partial(sets.links, t=t) for t in range(sets.num_rounds)]
+
+
+class _Sets:
+    """The third rule for `size` ranks, and for each further `size` ranks alike.
+
+    There is a set for each digit of `size` in base k+1, the largest first: `digits[l]` parts of `part_sizes[l]` ranks.
+    """
+
+    def __init__(self, size: int, base: int) -> None:
+        self._size = size
+        powers = [base**i for i in range(size.bit_length()) if base**i <= size]
+        terms = [(size // power % base, power) for power in reversed(powers)]
+        self._digits, self._part_sizes = zip(*(term for term in terms if term[0]), strict=True)
+        counts = [digit * part for digit, part in zip(self._digits, self._part_sizes, strict=True)]
+        self._starts = tuple(accumulate(counts, initial=0))  # the last one is `size`
+        self._in_sets = [_over_digits(count, base) for count in counts]
+        self._in_parts = [_over_digits(part, base) for part in self._part_sizes]
+        self.num_rounds = len(self._in_sets[0]) + 1 + len(self._in_parts[0])
+
+    def links(self, rank: int, *, t: int) -> dict[int, float]:
+        place = rank % self._size
+        mine = bisect_right(self._starts, place) - 1
+        start, last = self._starts[mine], len(self._part_sizes) - 1
+        exchange = t - len(self._in_sets[0])
+        if exchange < 0:
+            links = _shifted(self._in_sets[mine], t, place, start)
+        elif exchange < last and exchange <= mine:
+            links = self._exchange(place, exchange, is_giver=exchange == mine)
+        else:
+            first = place - (place - start) % self._part_sizes[mine]
+            links = _shifted(self._in_parts[mine], exchange - min(mine + 1, last), place, first)
+        return {rank - place + peer: weight for peer, weight in links.items()}
+
+    def _exchange(self, place: int, index: int, *, is_giver: bool) -> dict[int, float]:
+        """Set `index` with all sets after it: each rank there meets the same place at the end of every part."""
+        start, after, end = self._starts[index], self._starts[index + 1], self._size
+        size = self._part_sizes[index]
+        weight = size / (end - start)
+        unmatched = size - (end - after)  # ranks at the beginning of each part
+        if is_giver:
+            met = (place - start) % size - unmatched
+            return {after + met: weight} if met >= 0 else {}
+        met = unmatched + place - after
+        return {start + part * size + met: weight for part in range(self._digits[index])}
+
+
+def _shifted(rounds: Sequence[_Round], step: int, place: int, first: int) -> dict[int, float]:
+    """Round `step` among the ranks from `first` on; small sets start again while larger ones are not yet done."""
+    if not rounds:
+        return {}
+    return {first + peer: weight for peer, weight in rounds[step % len(rounds)](place - first).items()}
 
 
 @lru_cache(maxsize=1024)
@@ -180,14 +162,9 @@ def fewest_factors(number: int, largest: int) -> tuple[int, ...]:
     >>> fewest_factors(72, 6)
     (6, 6, 2)
     """
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)})
-    best: dict[int, tuple[int, ...]] = {1: ()}
-    for divisor in divisors[1:]:
-        tails = [
-            (f, best[divisor // f]) for f in divisors[1:] if f <= largest and divisor % f == 0 and divisor // f in best
-        ]
-        if tails:
-            best[divisor] = min(((f, *tail) for f, tail in tails), key=lambda factors: (len(factors), sorted(factors)))
-    assert prod(best[number]) == number
-    return tuple(sorted(best[number], reverse=True))
+    if number == 1:
+        return ()
+    factors = (factor for factor in range(2, min(number, largest) + 1) if number % factor == 0)
+    products = (sorted((factor, *fewest_factors(number // factor, largest))) for factor in factors)
+    _, best = min((len(product), product) for product in products)
+    return tuple(reversed(best))

@@ -7,27 +7,20 @@ from functools import partial
 
 from .base import GraphManager, as_peer_schedule
 from .base_graph import BaseGraph
-from .dynamic_graphs import (
+from .matchings import select_graph
+from .networkx_graphs import ChainGraph, DoubleBinaryTreeGraph, NetworkXGraph
+from .random_graphs import EquiDynGraph, EquiStaticGraph, RandomMatchingGraph, RandomPushGraph
+from .shift_graphs import (
+    CompleteGraph,
     DynamicBipartiteCompleteGraph,
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
     DynamicDirectedExponentialGraph,
     DynamicDirectedLinearGraph,
-    NPeerDynamicDirectedExponentialGraph,
-)
-from .equi_dyn_graph import EquiDynGraph
-from .equi_static_graph import EquiStaticGraph
-from .predefined_graphs import select_graph
-from .random_matching_graph import RandomMatchingGraph
-from .random_push_graph import RandomPushGraph
-from .static_exponential_graph import StaticExponentialGraph
-from .static_graphs import (
-    ChainGraph,
-    CompleteGraph,
-    DoubleBinaryTreeGraph,
     HypercubeGraph,
-    NetworkXGraph,
+    NPeerDynamicDirectedExponentialGraph,
     RingGraph,
+    StaticExponentialGraph,
     TorusGraph,
 )
 
@@ -65,8 +58,6 @@ DIRECTED_STATIC_GRAPHS: Mapping[str, Callable[..., GraphManager]] = {
 }
 """The graphs of GRAPHS that are directed, and that never change when a round uses all peers."""
 
-_ALL_STATIC_GRAPHS = {**STATIC_GRAPHS, **DIRECTED_STATIC_GRAPHS}
-
 PREDEFINED_GRAPHS: Mapping[str, int] = {f"matcha{index}": index for index in range(6)}
 """The base graphs of the MATCHA experiments and their index in `select_graph`: undirected, 8 or 16 ranks."""
 
@@ -81,7 +72,7 @@ SMALLEST_WITHOUT_RING = 9
 """The smallest odd number of ranks whose default undirected graph is no ring."""
 
 NAMES: tuple[str, ...] = (*GRAPHS, *PREDEFINED_GRAPHS, *TREES)
-"""Of all graphs."""
+"""The names of all graphs."""
 
 
 def named_graph(name: str, world_size: int, peers_per_itr: int | Mapping[int, int] | None = None) -> GraphManager:
@@ -115,12 +106,13 @@ def named_graph(name: str, world_size: int, peers_per_itr: int | Mapping[int, in
     if name not in GRAPHS:
         raise ValueError(f"got graph={name!r}, expected one of {', '.join(NAMES)}; choose one of them")
     if peers_per_itr is None:
-        peers_per_itr = num_neighbours(name, world_size) if name in _ALL_STATIC_GRAPHS else 1
+        is_static = name in STATIC_GRAPHS or name in DIRECTED_STATIC_GRAPHS
+        peers_per_itr = num_neighbours(name, world_size) if is_static else 1
     return GRAPHS[name](world_size, peers_per_itr=peers_per_itr)
 
 
 def default_graph(world_size: int, *, push_sum: bool, peers_per_itr: int | Mapping[int, int] = 1) -> GraphManager:
-    """The graph that is used where the user names none: that of `default_graph_name`.
+    """The graph that is used where the user names none: see `default_graph_name`.
 
     Args:
         world_size: the number of ranks.
@@ -174,4 +166,4 @@ def undirected_ring(world_size: int) -> RingGraph:
 
 def num_neighbours(name: str, world_size: int) -> int:
     """The number of distinct peers of a rank on a static graph, directed or not; 1 in a world of one."""
-    return max(1, len(_ALL_STATIC_GRAPHS[name](world_size).phone_book(0)))
+    return max(1, len(GRAPHS[name](world_size).phone_book(0)))

@@ -4,8 +4,8 @@
 Wang, Sahu, Yang, Joshi, Kar, ICC 2019, arXiv 1905.09435. `python -m gossip_modules.matcha` prints a plan.
 """
 
-from ..graph_manager.edge_coloring import Edge, Matching, as_matchings, decompose
-from ..graph_manager.predefined_graphs import matchings_of, predefined_matchings, select_graph
+from ..graph_manager import select_graph
+from ..graph_manager.matchings import Edge, Matching, as_matchings, decompose, matchings_of, predefined_matchings
 from .activation import activation_probabilities, matching_costs
 from .graph import MatchaGraph
 from .joint_activation import ActivationPlan, joint_probabilities

@@ -27,8 +27,7 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from ..graph_manager.edge_coloring import Edge, Matching, world_size
-from ..graph_manager.predefined_graphs import matchings_of, predefined_matchings
+from ..graph_manager.matchings import Edge, Matching, matchings_of, predefined_matchings, world_size
 from .activation import activation_probabilities, budget_limit, matching_costs
 from .joint_activation import ActivationPlan, joint_probabilities
 from .laplacians import MixingWeight, dpsgd_weight, mixing_weight, periodic_dpsgd_weight

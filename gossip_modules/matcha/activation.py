@@ -9,7 +9,7 @@ from decimal import ROUND_FLOOR, Context
 import numpy as np
 import numpy.typing as npt
 
-from ..graph_manager.edge_coloring import Edge, Matching, as_matchings, link_costs, world_size
+from ..graph_manager.matchings import Edge, Matching, as_matchings, link_costs, world_size
 from .barrier import Halfspaces, minimize
 from .laplacians import MAX_WHOLE, NUM_NEW, extended, weighted_laplacian
 

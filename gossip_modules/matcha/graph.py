@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ..checks import checked_seed
 from ..graph_manager.base import GraphManager
-from ..graph_manager.edge_coloring import Edge, Matching, as_matchings, world_size
-from ..graph_manager.predefined_graphs import matchings_of
-from ..graph_manager.random_graph import as_seed, random_bits, unit_interval
+from ..graph_manager.matchings import Edge, Matching, as_matchings, matchings_of, world_size
+from ..graph_manager.random_graphs import random_bits, unit_interval
 from ..old_calls import MATCHA_ARGUMENTS, old_arguments
 from .activation import best_connected, budget_limit, matching_costs
 from .joint_activation import ActivationPlan, smallest_rho
@@ -34,7 +34,7 @@ class MatchaGraph(GraphManager):
 
     Before training, on every rank (the file of each step is on the right):
 
-        M_1, ..., M_m = the matchings of the base graph                      graph_manager/edge_coloring.py
+        M_1, ..., M_m = the matchings of the base graph                      graph_manager/matchings.py
         p = argmax_p lambda_2(sum_j p_j L_j)  within the budget              matcha/activation.py
         alpha = argmin_alpha || E[W^T W] - J ||_2                            matcha/laplacians.py
 
@@ -102,7 +102,7 @@ class MatchaGraph(GraphManager):
     ) -> None:
         import networkx as nx
 
-        self.seed = as_seed(seed)
+        self.seed = checked_seed(seed)
         _check_one_way_to_choose(joint, periodic, probabilities, budget, budget_seconds)
         self.matchings = matchings_of(base, costs=costs) if isinstance(base, nx.Graph) else as_matchings(base)
         self.is_periodic = periodic

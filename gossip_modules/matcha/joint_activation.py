@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..graph_manager.edge_coloring import Edge, Matching, as_matchings, world_size
+from ..graph_manager.matchings import Edge, Matching, as_matchings, world_size
 from .activation import DIGITS, best_connected, budget_limit, differences, even_split, matching_costs, rounded
 from .barrier import Halfspaces, minimize
 from .laplacians import MAX_WHOLE, extended, mixing_weight, second_moment, top_vectors

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..graph_manager.edge_coloring import Edge, Matching, as_matchings, world_size
+from ..graph_manager.matchings import Edge, Matching, as_matchings, world_size
 
 Array = npt.NDArray[np.float64]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..graph_manager.edge_coloring import Edge, Matching, as_matchings, decompose, world_size
+from ..graph_manager.matchings import Edge, Matching, as_matchings, decompose, world_size
 from ..transport.base import Transport
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..graph_manager.edge_coloring import Edge
+from ..graph_manager.matchings import Edge
 from .graph import MatchaGraph
 
 if TYPE_CHECKING:

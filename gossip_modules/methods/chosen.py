@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import graph_manager
 from ..compression.chunk_top_k import ChunkTopK
 from ..compression.compressor import Cast, Compressor
 from ..compression.quantizer import QSGD, SignNorm
@@ -15,16 +16,6 @@ from ..compression.sparsifier import RandomK, TopK
 from ..compression.two_bit import TwoBit
 from ..consensus_control import ConsensusControl
 from ..dpwa.interpolation import ClockInterpolation, ConstantInterpolation, LossInterpolation
-from ..graph_manager import (
-    base_graph,
-    dynamic_graphs,
-    equi_dyn_graph,
-    equi_static_graph,
-    random_matching_graph,
-    random_push_graph,
-    static_exponential_graph,
-    static_graphs,
-)
 from ..registry import METHODS, Method, name_of
 from ..rounds.algorithm import Algorithm, Over
 from ..schedule import Schedule
@@ -44,24 +35,24 @@ SCHEDULES: Mapping[str, Callable[..., Any]] = {"Schedule": Schedule, "ConsensusC
 GRAPHS: Mapping[str, Callable[..., Any]] = {
     kind.__name__: kind
     for kind in (
-        base_graph.BaseGraph,
-        dynamic_graphs.DynamicBipartiteCompleteGraph,
-        dynamic_graphs.DynamicBipartiteExponentialGraph,
-        dynamic_graphs.DynamicBipartiteLinearGraph,
-        dynamic_graphs.DynamicDirectedExponentialGraph,
-        dynamic_graphs.DynamicDirectedLinearGraph,
-        dynamic_graphs.NPeerDynamicDirectedExponentialGraph,
-        equi_dyn_graph.EquiDynGraph,
-        equi_static_graph.EquiStaticGraph,
-        random_matching_graph.RandomMatchingGraph,
-        random_push_graph.RandomPushGraph,
-        static_exponential_graph.StaticExponentialGraph,
-        static_graphs.ChainGraph,
-        static_graphs.CompleteGraph,
-        static_graphs.DoubleBinaryTreeGraph,
-        static_graphs.HypercubeGraph,
-        static_graphs.RingGraph,
-        static_graphs.TorusGraph,
+        graph_manager.BaseGraph,
+        graph_manager.DynamicBipartiteCompleteGraph,
+        graph_manager.DynamicBipartiteExponentialGraph,
+        graph_manager.DynamicBipartiteLinearGraph,
+        graph_manager.DynamicDirectedExponentialGraph,
+        graph_manager.DynamicDirectedLinearGraph,
+        graph_manager.NPeerDynamicDirectedExponentialGraph,
+        graph_manager.EquiDynGraph,
+        graph_manager.EquiStaticGraph,
+        graph_manager.RandomMatchingGraph,
+        graph_manager.RandomPushGraph,
+        graph_manager.StaticExponentialGraph,
+        graph_manager.ChainGraph,
+        graph_manager.CompleteGraph,
+        graph_manager.DoubleBinaryTreeGraph,
+        graph_manager.HypercubeGraph,
+        graph_manager.RingGraph,
+        graph_manager.TorusGraph,
     )
 }
 """The graphs of any number of ranks, by class; a text leaves the number out."""

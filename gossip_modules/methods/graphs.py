@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ..graph_manager import named_graphs
+from ..graph_manager import named_graphs, networkx_graph
 from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import (
     PREDEFINED_GRAPHS,
@@ -15,7 +15,6 @@ from ..graph_manager.named_graphs import (
     default_graph_name,
     named_graph,
 )
-from ..graph_manager.static_graphs import networkx_graph
 
 if TYPE_CHECKING:
     import networkx as nx

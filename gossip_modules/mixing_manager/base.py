@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..graph_manager import WeightedGraph
 from ..graph_manager.base import GraphManager
-from ..graph_manager.weighted_graph import WeightedGraph
 from ..old_calls import MIXING_ARGUMENTS, OldAttribute, old_arguments
 
 _ROUNDING = 1e-12  # tolerance for sums and products of weights in float64
@@ -162,7 +162,7 @@ class UniformMixing(MixingManager):
     Raises:
         ValueError: the graph has weights of its own.
 
-    >>> from gossip_modules.graph_manager.static_graphs import RingGraph
+    >>> from gossip_modules.graph_manager import RingGraph
     >>> UniformMixing(RingGraph(4)).weights(rank=0, t=0)
     MixingWeights(own=0.5, inp={3: 0.5})
     """
@@ -225,7 +225,7 @@ class MetropolisHastingsMixing(SymmetricMixing):
         ValueError: the graph is not symmetric, or has weights of its own.
 
     >>> import networkx as nx
-    >>> from gossip_modules.graph_manager.static_graphs import NetworkXGraph
+    >>> from gossip_modules.graph_manager import NetworkXGraph
     >>> MetropolisHastingsMixing(NetworkXGraph(nx.star_graph(3))).weights(rank=1, t=0)
     MixingWeights(own=0.75, inp={0: 0.25})
     """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
+from ..graph_manager import WeightedGraph
 from ..graph_manager.base import GraphManager
-from ..graph_manager.weighted_graph import WeightedGraph
 from ..matcha.graph import MatchaGraph
 from .base import DoublyStochasticMixing, MetropolisHastingsMixing, MixingManager, MixingWeights, UniformMixing
 from .laplacian import LaplacianMixing

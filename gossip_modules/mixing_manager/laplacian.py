@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from ..graph_manager.base import GraphManager
-from ..graph_manager.edge_coloring import Edge
+from ..graph_manager.matchings import Edge
 from ..matcha.graph import MatchaGraph
 from ..matcha.laplacians import contraction, dpsgd_weight, laplacian
 from .base import MixingWeights, SymmetricMixing, refuse_weighted
@@ -33,7 +33,7 @@ class LaplacianMixing(SymmetricMixing):
         ValueError: the graph is not symmetric or has weights of its own, alpha is out of range, or it is None and the
             graph has no known alpha.
 
-    >>> from gossip_modules.graph_manager.static_graphs import RingGraph
+    >>> from gossip_modules.graph_manager import RingGraph
     >>> LaplacianMixing(RingGraph(4, peers_per_itr=2), alpha=0.25).weights(rank=0, t=0)
     MixingWeights(own=0.5, inp={3: 0.25, 1: 0.25})
     """

@@ -39,7 +39,7 @@ class MatrixMixing(MixingManager):
         ValueError: W has another shape, is not finite, has weights beside the edges of the graph, or is neither row-
             nor column-stochastic.
 
-    >>> from gossip_modules.graph_manager.static_graphs import RingGraph
+    >>> from gossip_modules.graph_manager import RingGraph
     >>> MatrixMixing(RingGraph(2), [[0.75, 0.25], [0.25, 0.75]]).spectral_gap()
     0.5
     """

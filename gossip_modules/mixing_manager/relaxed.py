@@ -14,7 +14,7 @@ class RelaxedMixing(MixingManager):
         mixing: W.
         step_size: gamma.
 
-    >>> from gossip_modules.graph_manager.static_graphs import RingGraph
+    >>> from gossip_modules.graph_manager import RingGraph
     >>> from gossip_modules.mixing_manager.base import UniformMixing
     >>> RelaxedMixing(UniformMixing(RingGraph(2)), 0.5).weights(0, 0)
     MixingWeights(own=0.75, inp={1: 0.25})

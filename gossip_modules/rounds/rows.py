@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..graph_manager.shift_graph import MirroredGraph, ShiftGraph
+from ..graph_manager import MirroredGraph, ShiftGraph
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager, UniformMixing
 from ..mixing_manager.laplacian import LaplacianMixing
@@ -79,7 +79,7 @@ class StackedMixing:
     Args:
         mixing: the weights and, in it, the graph.
 
-    >>> from gossip_modules.graph_manager.static_graphs import RingGraph
+    >>> from gossip_modules.graph_manager import RingGraph
     >>> round = StackedMixing(UniformMixing(RingGraph(4))).round(0)
     >>> round.peers[:, 0].tolist(), round.weights[0].tolist()
     ([3, 0, 1, 2], [0.5])

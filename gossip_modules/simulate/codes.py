@@ -12,7 +12,7 @@ from ..algorithms.power_gossip import PowerGossip
 from ..compression.compressor import Cast, Compressor
 from ..compression.quantizer import QSGD, SignNorm
 from ..compression.sparsifier import RandomK, TopK
-from ..graph_manager.static_graphs import RingGraph
+from ..graph_manager import RingGraph
 from ..mixing_manager.base import MetropolisHastingsMixing
 from ..rounds.algorithm import Algorithm
 from ..rounds.periodic import Periodic

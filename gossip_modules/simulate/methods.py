@@ -8,10 +8,10 @@ from typing import Any
 
 from ..algorithms.d_psgd import DPSGD
 from ..algorithms.relay_sgd import RelaySGD
+from ..graph_manager import networkx_graph
 from ..graph_manager.base import GraphManager
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..graph_manager.named_graphs import named_graph
-from ..graph_manager.static_graphs import networkx_graph
 from ..matcha.graph import MatchaGraph
 from ..methods.chosen import Chosen, read_algorithm, read_compressor
 from ..methods.graphs import pairs

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch.distributed as dist
 
 from ..consensus_control import ConsensusControl
+from ..graph_manager import NetworkXGraph
 from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
-from ..graph_manager.static_graphs import NetworkXGraph
 from ..mixing_manager.base import MixingManager
 from ..schedule import Schedule
 from ..transport.waits import as_timeout as as_timeout  # which `Membership` takes from below

@@ -8,11 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..consensus_control import ConsensusControl
+from ..graph_manager import DynamicBipartiteCompleteGraph, DynamicBipartiteExponentialGraph
 from ..graph_manager.base import GraphManager
-from ..graph_manager.dynamic_graphs import (
-    DynamicBipartiteCompleteGraph,
-    DynamicBipartiteExponentialGraph,
-)
 from ..graph_manager.named_graphs import default_graph, undirected_ring
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.graph_weights import default_mixing

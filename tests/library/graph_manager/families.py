@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import log2
 
-from gossip_modules.graph_manager.dynamic_graphs import (
+from gossip_modules.graph_manager import (
+    CompleteGraph,
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
     DynamicDirectedExponentialGraph,
     DynamicDirectedLinearGraph,
-    NPeerDynamicDirectedExponentialGraph,
-)
-from gossip_modules.graph_manager.shift_graph import ShiftGraph
-from gossip_modules.graph_manager.static_graphs import (
-    CompleteGraph,
     HypercubeGraph,
+    NPeerDynamicDirectedExponentialGraph,
     RingGraph,
+    ShiftGraph,
     TorusGraph,
 )
 

@@ -13,30 +13,29 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from gossip_modules.graph_manager.base import GraphManager
-from gossip_modules.graph_manager.base_graph import BaseGraph
-from gossip_modules.graph_manager.dynamic_graphs import (
+from gossip_modules.graph_manager import (
+    CompleteGraph,
     DynamicBipartiteCompleteGraph,
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
     DynamicDirectedExponentialGraph,
     DynamicDirectedLinearGraph,
-    NPeerDynamicDirectedExponentialGraph,
-)
-from gossip_modules.graph_manager.equi_dyn_graph import EquiDynGraph
-from gossip_modules.graph_manager.equi_static_graph import EquiStaticGraph
-from gossip_modules.graph_manager.random_graph import RandomGraph
-from gossip_modules.graph_manager.random_matching_graph import RandomMatchingGraph
-from gossip_modules.graph_manager.random_push_graph import RandomPushGraph
-from gossip_modules.graph_manager.shift_graph import MirroredGraph, ShiftGraph
-from gossip_modules.graph_manager.static_exponential_graph import StaticExponentialGraph
-from gossip_modules.graph_manager.static_graphs import (
-    CompleteGraph,
+    EquiDynGraph,
+    EquiStaticGraph,
     HypercubeGraph,
+    MirroredGraph,
     NetworkXGraph,
+    NPeerDynamicDirectedExponentialGraph,
+    RandomGraph,
+    RandomMatchingGraph,
+    RandomPushGraph,
     RingGraph,
+    ShiftGraph,
+    StaticExponentialGraph,
     TorusGraph,
 )
+from gossip_modules.graph_manager.base import GraphManager
+from gossip_modules.graph_manager.base_graph import BaseGraph
 from tests.library.graph_manager.families import SHIFT_GRAPHS
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16)

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from gossip_modules.graph_manager import WeightedGraph
 from gossip_modules.graph_manager.base_graph import BaseGraph, fewest_factors
-from gossip_modules.graph_manager.weighted_graph import WeightedGraph
 
 # Rounds per period that the authors' construction takes for k = 1 and n = 3, 4, ..., 25.
 PERIODS = (3, 2, 5, 4, 5, 3, 7, 6, 7, 5, 7, 6, 7, 4, 9, 8, 9, 7, 9, 8, 9, 6, 9)

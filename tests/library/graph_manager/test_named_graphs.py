@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gossip_modules as gm
+from gossip_modules.graph_manager import networkx_graph
 from gossip_modules.graph_manager.named_graphs import (
     DIRECTED_STATIC_GRAPHS,
     GRAPHS,
@@ -17,7 +18,6 @@ from gossip_modules.graph_manager.named_graphs import (
     num_neighbours,
     undirected_ring,
 )
-from gossip_modules.graph_manager.static_graphs import networkx_graph
 from gossip_modules.methods import graphs as method_graphs
 from gossip_modules.mixing_manager import default_mixing
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gossip_modules.graph_manager.edge_coloring import Edge, Matching, decompose, graph_edges
-from gossip_modules.graph_manager.predefined_graphs import predefined_matchings, select_graph
+from gossip_modules.graph_manager import select_graph
+from gossip_modules.graph_manager.matchings import Edge, Matching, decompose, graph_edges, predefined_matchings
 from gossip_modules.matcha import activation as module
 from gossip_modules.matcha.activation import activation_probabilities, matching_costs
 from gossip_modules.matcha.laplacians import mixing_weight, periodic_dpsgd_weight, weighted_laplacian

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gossip_modules import GossipDataParallel
-from gossip_modules.graph_manager.edge_coloring import decompose
-from gossip_modules.graph_manager.predefined_graphs import predefined_matchings, select_graph
+from gossip_modules.graph_manager import select_graph
+from gossip_modules.graph_manager.matchings import decompose, predefined_matchings
 from gossip_modules.matcha import graph as module
 from gossip_modules.matcha.__main__ import main as write_plan
 from gossip_modules.matcha.graph import MatchaGraph
@@ -218,7 +218,7 @@ def test_repr_tells_schedules_apart() -> None:
     [
         ({}, "got budget=None and budget_seconds=None, expected one of them"),
         ({"budget": 0}, "got budget=0, expected above 0"),
-        ({"budget": 0.5, "seed": -1}, "got seed=-1, expected an int of at least 0"),
+        ({"budget": 0.5, "seed": -1}, "got seed=-1, expected an integer of at least 0"),
         ({"budget": 0.5, "seed": 0.5}, "got seed=0.5"),
         ({"budget": 0.5, "joint": True, "periodic": True}, "got joint=True, periodic=True and probabilities=None"),
         ({"budget": 0.5, "probabilities": [0.5] * 2}, "got probabilities beside budget=0.5"),

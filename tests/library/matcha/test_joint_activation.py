@@ -8,8 +8,7 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from gossip_modules.graph_manager.edge_coloring import decompose
-from gossip_modules.graph_manager.predefined_graphs import predefined_matchings
+from gossip_modules.graph_manager.matchings import decompose, predefined_matchings
 from gossip_modules.matcha import joint_activation as module
 from gossip_modules.matcha.activation import activation_probabilities, matching_costs
 from gossip_modules.matcha.joint_activation import joint_probabilities

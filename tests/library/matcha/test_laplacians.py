@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gossip_modules.graph_manager.edge_coloring import Matching, decompose
-from gossip_modules.graph_manager.predefined_graphs import predefined_matchings, select_graph
+from gossip_modules.graph_manager import select_graph
+from gossip_modules.graph_manager.matchings import Matching, decompose, predefined_matchings
 from gossip_modules.matcha import laplacians as module
 from gossip_modules.matcha.activation import activation_probabilities
 from gossip_modules.matcha.laplacians import (

@@ -8,7 +8,7 @@ import networkx as nx
 import pytest
 import torch.distributed as dist
 
-from gossip_modules.graph_manager.edge_coloring import decompose, graph_edges
+from gossip_modules.graph_manager.matchings import decompose, graph_edges
 from gossip_modules.matcha.graph import MatchaGraph
 from gossip_modules.matcha.link_times import measure_link_times
 from gossip_modules.transport.process_group import ProcessGroupTransport

@@ -6,7 +6,7 @@ import networkx as nx
 import pytest
 
 import gossip_modules as gm
-from gossip_modules.graph_manager.predefined_graphs import predefined_matchings
+from gossip_modules.graph_manager.matchings import predefined_matchings
 from gossip_modules.matcha import FixedProcessor, MatchaProcessor
 
 

@@ -16,21 +16,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossip_modules.graph_manager.base import GraphManager
-from gossip_modules.graph_manager.dynamic_graphs import (
+from gossip_modules.graph_manager import (
+    CompleteGraph,
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
     DynamicDirectedExponentialGraph,
     DynamicDirectedLinearGraph,
-    NPeerDynamicDirectedExponentialGraph,
-)
-from gossip_modules.graph_manager.static_graphs import (
-    CompleteGraph,
     HypercubeGraph,
     NetworkXGraph,
+    NPeerDynamicDirectedExponentialGraph,
     RingGraph,
     TorusGraph,
 )
+from gossip_modules.graph_manager.base import GraphManager
 from gossip_modules.matcha.graph import MatchaGraph
 from gossip_modules.mixing_manager import base as mixing_manager
 from gossip_modules.mixing_manager import matrix as matrix_mixing

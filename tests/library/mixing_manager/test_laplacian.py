@@ -8,13 +8,17 @@ import networkx as nx
 import pytest
 import torch
 
-from gossip_modules.graph_manager.base import GraphManager
-from gossip_modules.graph_manager.dynamic_graphs import (
+from gossip_modules.graph_manager import (
+    CompleteGraph,
     DynamicBipartiteExponentialGraph,
     DynamicDirectedExponentialGraph,
+    HypercubeGraph,
+    NetworkXGraph,
+    RingGraph,
+    select_graph,
 )
-from gossip_modules.graph_manager.predefined_graphs import predefined_matchings, select_graph
-from gossip_modules.graph_manager.static_graphs import CompleteGraph, HypercubeGraph, NetworkXGraph, RingGraph
+from gossip_modules.graph_manager.base import GraphManager
+from gossip_modules.graph_manager.matchings import predefined_matchings
 from gossip_modules.matcha.graph import MatchaGraph
 from gossip_modules.matcha.laplacians import contraction, dpsgd_weight, laplacian
 from gossip_modules.mixing_manager import laplacian as laplacian_mixing

@@ -8,21 +8,25 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import networkx as nx
+import numpy as np
 import pytest
 
 from gossip_modules import RingGraph
-from gossip_modules.graph_manager import edge_coloring
-from gossip_modules.graph_manager.edge_coloring import (
+from gossip_modules.graph_manager import matchings as module
+from gossip_modules.graph_manager import select_graph
+from gossip_modules.graph_manager.matchings import (
     Edge,
+    Matching,
     as_matchings,
     decompose,
     graph_edges,
     link_costs,
+    predefined_matchings,
     world_size,
 )
+from gossip_modules.matcha.laplacians import dpsgd_weight
 
 
 def graphs() -> Iterator[nx.Graph]:
@@ -40,7 +44,7 @@ def max_degree(graph: nx.Graph) -> int:
     return max(degree for _, degree in graph.degree)
 
 
-def total(matchings: list[edge_coloring.Matching], costs: dict[Edge, float]) -> float:
+def total(matchings: list[Matching], costs: dict[Edge, float]) -> float:
     return sum(max(costs[edge] for edge in matching) for matching in matchings)
 
 
@@ -90,12 +94,12 @@ def test_the_graph_is_left_alone_and_its_order_does_not_matter() -> None:
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_another_process_finds_the_same_matchings(hash_seed: str) -> None:
     program = (
-        "import networkx as nx, runpy, sys\n"
-        "decompose = runpy.run_path(sys.argv[1])['decompose']\n"
+        "import networkx as nx\n"
+        "from gossip_modules.graph_manager.matchings import decompose\n"
         "print(decompose(nx.gnp_random_graph(16, 0.5, seed=1)))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program, str(Path(edge_coloring.__file__))],
+        [sys.executable, "-c", program],
         env={**os.environ, "PYTHONHASHSEED": hash_seed},
         capture_output=True,
         text=True,
@@ -133,11 +137,11 @@ def test_equal_costs_change_nothing_but_the_order() -> None:
     [
         (nx.DiGraph([(0, 1)]), "got a DiGraph, expected an undirected graph .*Convert"),
         (nx.MultiGraph([(0, 1), (0, 1)]), "got a MultiGraph, expected .*without parallel links"),
-        (nx.Graph([(1, 2)]), r"got the nodes \[1, 2\], expected the ranks 0 to 1. Rename"),
+        (nx.Graph([(1, 2)]), r"got the nodes \[1, 2\], expected the ranks 0 to 1. .* or rename"),
         (nx.Graph([("a", "b")]), r"got the nodes \['a', 'b'\], expected the ranks"),
         (nx.Graph(), r"got the nodes \[\], expected the ranks"),
         (nx.Graph([(0, 1), (1, 1)]), r"got self-loops at \[1\], expected none: .*Remove"),
-        (nx.Graph([(0, 1), (2, 3)]), r"got a base graph in 2 pieces \(one is \[0, 1\]\), expected a connected one"),
+        (nx.Graph([(0, 1), (2, 3)]), r"got a graph in 2 pieces \(one is \[0, 1\]\), expected a connected graph"),
     ],
 )
 def test_graphs_that_cannot_gossip_are_refused(graph: nx.Graph, message: str) -> None:
@@ -161,8 +165,8 @@ def test_graphs_that_cannot_gossip_are_refused(graph: nx.Graph, message: str) ->
         ([[(0, -1)]], r"got \(0, -1\) as a link"),
         ([[(0, 1, 2)]], r"got \(0, 1, 2\) as a link"),
         ([[(0, 0.5)]], r"got \(0, 0.5\) as a link"),
-        ([[(0, 2)]], r"got matchings of the ranks \[0, 2\], expected each of 0 to 2"),
-        ([[(0, 1), (2, 3)]], "got a base graph in 2 pieces"),
+        ([[(0, 2)]], r"got the nodes \[0, 2\], expected the ranks 0 to 1. Add links to the missing"),
+        ([[(0, 1), (2, 3)]], "got a graph in 2 pieces"),
     ],
 )
 def test_what_is_no_matching_is_refused(matchings: list[list[tuple[int, int]]], message: str) -> None:
@@ -198,5 +202,38 @@ def test_no_matchings_are_those_of_a_world_of_one() -> None:
     assert as_matchings([]) == tuple(decompose(nx.empty_graph(1))) == ()
 
 
+# The six predefined graphs have the published sizes, degrees and spectra, and optimal matchings.
+
+
+# Per graph: degrees by rank, second smallest and largest eigenvalue of the Laplacian.
+GRAPHS = [
+    ([3, 5, 2, 4, 1, 2, 3, 4], 0.6700, 6.3300),
+    ([2, 1, 4, 3, 2, 4, 2, 1, 3, 2, 3, 5, 1, 4, 4, 3], 0.1177, 6.4945),
+    ([9, 4, 7, 8, 6, 6, 9, 5, 10, 3, 1, 8, 4, 2, 4, 4], 0.6397, 11.2171),
+    ([6, 11, 8, 6, 7, 13, 5, 6, 10, 9, 7, 6, 9, 10, 12, 5], 2.5707, 14.1747),
+    ([3, 5, 4, 3, 1, 6, 5, 2, 4, 5, 4, 6, 8, 3, 5, 4], 0.8058, 9.5532),
+    ([2] * 8, 0.5858, 4.0),
+]
+
+
+@pytest.mark.parametrize(("index", "degrees", "low", "high"), [(i, *golden) for i, golden in enumerate(GRAPHS)])
+def test_graph_is_the_published_one(index: int, degrees: list[int], low: float, high: float) -> None:
+    graph, matchings = select_graph(index), predefined_matchings(index)
+    assert list(graph.nodes) == list(range(len(degrees)))
+    assert [graph.degree[rank] for rank in graph] == degrees
+    assert as_matchings(matchings) == matchings
+    assert sorted(edge for matching in matchings for edge in matching) == graph_edges(graph)
+    assert len(matchings) == max(degrees)
+    assert len(decompose(graph)) == max(degrees)
+    spectrum = np.linalg.eigvalsh(np.diag(degrees) - nx.to_numpy_array(graph))
+    np.testing.assert_allclose(spectrum[[1, -1]], [low, high], atol=1e-4)
+    assert dpsgd_weight(matchings).rho == pytest.approx(((high - low) / (high + low)) ** 2, abs=2e-4)
+
+
+def test_other_graphs_are_refused() -> None:
+    with pytest.raises(ValueError, match="got graph 6, expected 0 to 5"):
+        select_graph(6)
+
+
 def test_example() -> None:
-    assert doctest.testmod(edge_coloring).failed == 0
+    assert doctest.testmod(module).failed == 0
