@@ -12,13 +12,12 @@ from .mixing_manager.base import MixingManager as MixingManager
 from .mixing_manager.base import MixingWeights as MixingWeights
 from .rounds.algorithm import Algorithm
 from .rounds.memory import Memory
-from .rounds.message import Message as Message
-from .rounds.message import Received as Received
+from .rounds.messages import Message as Message
+from .rounds.messages import Received as Received
 from .rounds.mixer import GlobalAverage, Mixer
 from .rounds.push_pull import PushPull, PushSum
-from .rounds.requests import Average, Exchange, Gather, Mix, Round, RoundLost, Share
+from .rounds.requests import Average, Exchange, Gather, Mix, Round, RoundLost, SGDStep, Share, Vectors
 from .rounds.vector import Vector
-from .rounds.vectors import SGDStep, Vectors
 from .transport.base import Transport
 from .transport.process_group import ProcessGroupTransport
 from .wrappers.base import GossipWrapper

@@ -11,9 +11,8 @@ from ..mixing_manager.step_size import checked_step_size
 from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
-from ..rounds.requests import Exchange, Round, Share
+from ..rounds.requests import Exchange, Round, Share, Vectors
 from ..rounds.vector import Vector
-from ..rounds.vectors import Vectors
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from ..mixing_manager.matrix import lowest_eigenvalue
 from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
-from ..rounds.requests import Mix, Round
-from ..rounds.vectors import Vectors
+from ..rounds.requests import Mix, Round, Vectors
 
 _LIMIT = -1 / 3
 

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
-from ..rounds.requests import Mix, Round
-from ..rounds.vectors import Vectors
+from ..rounds.requests import Mix, Round, Vectors
 
 
 @dataclass(frozen=True)

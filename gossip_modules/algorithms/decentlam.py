@@ -10,8 +10,7 @@ from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
-from ..rounds.requests import Mix, Round
-from ..rounds.vectors import Vectors
+from ..rounds.requests import Mix, Round, Vectors
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from ..mixing_manager.step_size import checked_step_size
 from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
-from ..rounds.requests import Round, Share
-from ..rounds.vectors import Vectors
+from ..rounds.requests import Round, Share, Vectors
 
 
 @dataclass(frozen=True)

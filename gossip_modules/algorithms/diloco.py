@@ -15,8 +15,7 @@ from ..registry import Paper
 from ..rounds.memory import Memory
 from ..rounds.outer_optimizer import MakeOptimizer, described_with, step
 from ..rounds.periodic import is_number
-from ..rounds.requests import Average, Round
-from ..rounds.vectors import Vectors
+from ..rounds.requests import Average, Round, Vectors
 from .error_feedback import compressed_average
 from .outer_method import OuterMethod
 

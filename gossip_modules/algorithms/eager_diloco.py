@@ -8,8 +8,7 @@ from typing import ClassVar
 from ..registry import Paper
 from ..rounds.memory import Memory
 from ..rounds.outer_optimizer import step
-from ..rounds.requests import Average, Gather, Round
-from ..rounds.vectors import Vectors
+from ..rounds.requests import Average, Gather, Round, Vectors
 from .diloco import DiLoCo
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ..compression.compressor import Compressor
 from ..rounds.memory import Memory
-from ..rounds.requests import Gather, Round
+from ..rounds.requests import Gather, Round, Vectors
 from ..rounds.vector import Vector
-from ..rounds.vectors import Vectors
 
 
 def compressed_average(v: Vectors, m: Memory, x: Vector, code: Compressor, decay: float) -> Round:

@@ -16,9 +16,8 @@ from ..mixing_manager.growth import blocks, check_growth, identity_like
 from ..registry import Paper
 from ..rounds.memory import Memory
 from ..rounds.outer_optimizer import MakeOptimizer, described_with, step
-from ..rounds.requests import Mix, Round
+from ..rounds.requests import Mix, Round, Vectors
 from ..rounds.vector import Vector
-from ..rounds.vectors import Vectors
 from .outer_method import OuterMethod
 
 

@@ -8,8 +8,7 @@ from typing import ClassVar
 from ..registry import Paper
 from ..rounds.memory import Memory
 from ..rounds.periodic import Periodic
-from ..rounds.requests import Average, Round
-from ..rounds.vectors import Vectors
+from ..rounds.requests import Average, Round, Vectors
 
 
 @dataclass(frozen=True)

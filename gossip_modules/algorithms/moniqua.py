@@ -18,9 +18,8 @@ from ..mixing_manager.step_size import checked_step_size
 from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
-from ..rounds.message import Received
-from ..rounds.requests import Round, Share
-from ..rounds.vectors import Vectors
+from ..rounds.messages import Received
+from ..rounds.requests import Round, Share, Vectors
 
 _HEADER_BYTES = 8
 _WORD = 1 << 32

@@ -13,8 +13,7 @@ from ..mixing_manager.base import MixingManager
 from ..mixing_manager.growth import blocks, check_growth, identity_like
 from ..registry import Paper
 from ..rounds.memory import Memory
-from ..rounds.requests import Mix, Round
-from ..rounds.vectors import Vectors
+from ..rounds.requests import Mix, Round, Vectors
 from .outer_method import OuterMethod
 
 

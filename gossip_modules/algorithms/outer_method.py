@@ -9,8 +9,8 @@ from ..compression.compressor import Compressor
 from ..rounds.memory import Memory
 from ..rounds.outer_optimizer import MakeOptimizer
 from ..rounds.periodic import Periodic, is_number
+from ..rounds.requests import Vectors
 from ..rounds.vector import Vector
-from ..rounds.vectors import Vectors
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from ..mixing_manager.step_size import best_step_size
 from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
-from ..rounds.message import warn_of_little
-from ..rounds.requests import Exchange, Round
-from ..rounds.vectors import Vectors
+from ..rounds.messages import warn_of_little
+from ..rounds.requests import Exchange, Round, Vectors
 from .link_factors import LinkFactors, LowRankChange, checksum
 from .matrix_batches import MatrixBatches, full_precision, side_by_side
 

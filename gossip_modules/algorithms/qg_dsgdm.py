@@ -13,8 +13,7 @@ from ..mixing_manager.growth import blocks, check_growth, identity_like
 from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
-from ..rounds.requests import Mix, Round
-from ..rounds.vectors import SGDStep, Vectors
+from ..rounds.requests import Mix, Round, SGDStep, Vectors
 
 _USUAL_MOMENTUM = 0.9
 

@@ -16,10 +16,9 @@ from ..mixing_manager.base import MixingManager
 from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
-from ..rounds.message import MessageBuffer
-from ..rounds.requests import Exchange, Round
+from ..rounds.messages import MessageBuffer
+from ..rounds.requests import Exchange, Round, Vectors
 from ..rounds.vector import wide
-from ..rounds.vectors import Vectors
 
 
 @dataclass(frozen=True)

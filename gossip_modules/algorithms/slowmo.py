@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from ..registry import Paper
 from ..rounds.memory import Memory
-from ..rounds.requests import Average, Mix, Round
-from ..rounds.vectors import Vectors
+from ..rounds.requests import Average, Mix, Round, Vectors
 from .outer_method import OuterMethod
 
 

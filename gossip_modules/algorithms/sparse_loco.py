@@ -10,8 +10,7 @@ from ..compression.compressor import Compressor
 from ..compression.two_bit import TwoBit
 from ..registry import Paper
 from ..rounds.memory import Memory
-from ..rounds.requests import Round
-from ..rounds.vectors import Vectors
+from ..rounds.requests import Round, Vectors
 from .error_feedback import compressed_average
 from .outer_method import OuterMethod
 

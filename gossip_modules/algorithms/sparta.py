@@ -11,8 +11,7 @@ from ..graph_manager.base import GraphManager
 from ..registry import Paper
 from ..rounds.algorithm import Algorithm
 from ..rounds.memory import Memory
-from ..rounds.requests import Round, Share
-from ..rounds.vectors import Vectors
+from ..rounds.requests import Round, Share, Vectors
 
 
 @dataclass(frozen=True)

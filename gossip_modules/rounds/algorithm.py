@@ -17,7 +17,7 @@ from .memory import Memory
 from .requests import Round
 
 if TYPE_CHECKING:
-    from .vectors import SGDStep, Vectors
+    from .requests import SGDStep, Vectors
 
 
 @dataclass(frozen=True)

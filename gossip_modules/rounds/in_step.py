@@ -13,11 +13,10 @@ from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights
 from .algorithm import Algorithm
 from .memory import Memory
-from .message import Message, MessageBuffer, Received
-from .requests import Average, Exchange, Gather, Mix, Request, Share
+from .messages import Message, MessageBuffer, Received
+from .requests import Average, Exchange, Gather, Mix, Request, SGDStep, Share, Vectors
 from .rows import StackedMixing
 from .vector import Snapshot, Vector
-from .vectors import SGDStep, Vectors
 
 
 class Driver(Protocol):

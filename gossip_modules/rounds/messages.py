@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from ..compression.compressor import Code as Code
 from ..compression.compressor import Compressor
+from ..flat.layout import align
 from ..flat.vector import add_
 from ..mixing_manager.base import MixingManager
 from ..transport.base import ElasticPending, Pending, Transport, is_elastic
 from .memory import Memory
-from .message import Code, Message, MessageBuffer, Received, warn_of_little
-from .message_check import MessageCheck
-from .neighbours import Neighbours
+from .push_pull import Neighbours
 from .vector import Vector
 
 _PHASES = 64  # exchanges of one round, at most
@@ -245,3 +246,248 @@ class MessageRounds:
         state = {} if self._is_elastic else state
         self._numbers = dict(state.get("numbers", {}))
         self._message_check.load_state_dict(state)
+
+
+_ALIGNMENT = 8  # bytes; a tensor of any dtype may start there
+_MIN_BYTES = 4096  # of parameters; below it latency decides what a round costs, and no warning is given
+_MAX_EXACT = 0.5  # of the parameters' bytes; above it a 16-bit wire saves more than compressing the rest
+
+
+class MessageBuffer:
+    """The memory of one message: fields of any dtype in one uint8 tensor, each aligned to 8 bytes.
+
+    Args:
+        sizes: the dtype and the number of elements of each field.
+        memory: the device of new memory, or memory to use, uint8 [number of bytes].
+
+    Attributes:
+        raw: the whole message, uint8 [number of bytes]; zero at first.
+        fields: a view of each field.
+        starts: the first byte of each field.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[torch.dtype, int]], memory: torch.device | Tensor) -> None:
+        starts, stop = [], 0
+        for dtype, numel in sizes:
+            starts.append(stop)
+            stop = align(stop + numel * dtype.itemsize, _ALIGNMENT)
+        self.sizes, self.starts = tuple(sizes), tuple(starts)
+        if isinstance(memory, torch.device):
+            memory = torch.zeros(stop, dtype=torch.uint8, device=memory)
+        self.raw = memory
+        self.fields = tuple(
+            self.raw[start : start + numel * dtype.itemsize].view(dtype)
+            for start, (dtype, numel) in zip(starts, sizes, strict=True)
+        )
+
+
+def warn_of_little(name: str, *, exact: int, compressed: int, num_compressed_bytes: int, remedy: str) -> None:
+    """Warn where compression saves little or nothing; a model that is mostly matrices gets no warning.
+
+    Args:
+        name: of the gossiper.
+        exact: the bytes of parameters that are sent as they are.
+        compressed: those of the others.
+        num_compressed_bytes: of the message of the latter; 0: not known.
+        remedy: where most is sent exactly.
+    """
+    if exact + compressed < _MIN_BYTES:
+        return
+    if exact > _MAX_EXACT * (exact + compressed):
+        warnings.warn(
+            f"{name}: {exact / (exact + compressed):.0%} of the parameters' bytes ({exact:,}) are in parameters of "
+            f"one dimension, which are sent as they are in every round; {remedy}",
+            stacklevel=3,
+        )
+    elif compressed and num_compressed_bytes >= compressed:
+        warnings.warn(
+            f"{name}: the compressed message of {compressed:,} bytes of parameters has {num_compressed_bytes:,} bytes, "
+            "so compression saves nothing; choose a coarser compressor, or an algorithm without one",
+            stacklevel=3,
+        )
+
+
+class Message:
+    """What a code makes of a vector: one uint8 tensor for each of its parts. Or fields that the algorithm fills itself.
+
+    Args:
+        code: writes and reads the bytes; None: the algorithm does.
+        buffer: the memory of the bytes.
+        num_others: fields of the buffer before those of the algorithm, which are the driver's.
+
+    Attributes:
+        fields: the tensors that are sent, in memory that the next message of the same key, or the next one of the same
+            peer, is written to.
+    """
+
+    def __init__(self, code: Code | None, buffer: MessageBuffer, num_others: int = 0) -> None:
+        self.code, self.buffer = code, buffer
+        self.fields, self._num_others = buffer.fields[num_others:], num_others
+
+    @property
+    def raw(self) -> Tensor:
+        """The bytes of the fields, uint8; shares memory."""
+        return self.buffer.raw[self.buffer.starts[self._num_others] :]
+
+    def write(self, x: Vector, t: int) -> Message:
+        """self <- C(x). t: the round, of which random choices are a function."""
+        assert self.code is not None, "the algorithm fills the fields of this message"
+        for part, field in zip(x.parts, self.fields, strict=True):
+            if part.numel():
+                self.code.compress(part if part.element_size() >= 4 else part.float(), field, t=t)
+        return self
+
+    def add_to(self, x: Vector, alpha: float = 1.0) -> None:
+        """x <- x + alpha C: what the bytes mean is added."""
+        assert self.code is not None, "the algorithm reads the fields of this message"
+        code = cast("Compressor", self.code)
+        for part, field in zip(x.parts, self.fields, strict=True):
+            if part.numel():
+                code.add_decompressed(field, part, alpha=alpha)
+
+
+class Received:
+    """The messages of a round as a row of W(t) - I: first this rank's own with W_ii - 1, then those of its peers.
+
+    Iterating gives pairs of weight and message.
+
+    Args:
+        row: the pairs.
+        names: of the ranks that have sent the messages, for errors.
+    """
+
+    def __init__(self, row: Sequence[tuple[float, Message]], names: Sequence[object] = ()) -> None:
+        self._row, self.names = tuple(row), tuple(names)
+
+    def __iter__(self) -> Iterator[tuple[float, Message]]:
+        return iter(self._row)
+
+    def add_to(self, x: Vector, alpha: float = 1.0) -> None:
+        """x <- x + alpha sum_j W_ij (C_j - C_i)."""
+        with x.adding() as total:
+            for weight, message in self._row:
+                message.add_to(total, alpha=alpha * weight)
+
+
+_WORD = 1 << 32  # the numbers in a header are unsigned and have 32 bits
+_HEADER_TAG = -1  # no round has this tag: headers must reach each other even if the two ranks are in different rounds
+
+
+class Header:
+    """The 8 bytes that are sent ahead of a message: its number and a checksum, both modulo 2**32.
+
+    Args:
+        number: the number of the message among those of its sender.
+        checksum: a number that the receiver computes as well and compares.
+        device: the device of the 8 bytes.
+    """
+
+    def __init__(self, number: int = 0, checksum: int = 0, *, device: torch.device) -> None:
+        words = torch.tensor([number % _WORD, checksum % _WORD], dtype=torch.int64, device="cpu")
+        # Stored as int32 with the same bits, since torch has few operations on unsigned numbers.
+        self.raw = torch.where(words < _WORD // 2, words, words - _WORD).to(device, torch.int32)
+
+    def read(self) -> tuple[int, int]:
+        """The number and the checksum. Waits for the device."""
+        number, checksum = self.raw.tolist()
+        return number % _WORD, checksum % _WORD
+
+
+class MessageCheck:
+    """For each peer, a digest of all messages that the two ranks have exchanged, and the headers that compare it.
+
+    [Note: out of step] A header of 8 bytes is sent ahead of every message. It holds the number of the message and the
+    digest of all earlier messages in both directions. If a peer was resumed from another checkpoint, one of the two
+    differs, and both ranks raise an error. Without the header they would decode messages against different states and
+    damage the models silently.
+    """
+
+    def __init__(self) -> None:
+        self._digests: dict[int, int] = {}
+        self._headers: dict[int, tuple[Header, Header]] = {}
+        self._pending: Pending | None = None
+
+    def post(self, transport: Transport, expected: Mapping[int, tuple[int, int]], *, t: int) -> None:
+        """Send a header to each peer and post the receive of its header, without waiting.
+
+        Args:
+            transport: the transport that the messages use as well.
+            expected: for each peer, the number of the next message and a checksum of the state that both ends share.
+            t: the round, for error messages.
+        """
+        device = transport.device
+        self._headers = {
+            peer: (Header(number, self._digests.get(peer, 0) + checksum, device=device), Header(device=device))
+            for peer, (number, checksum) in expected.items()
+        }
+        sends = {peer: (mine.raw,) for peer, (mine, _) in self._headers.items()}
+        recvs = {peer: (theirs.raw,) for peer, (_, theirs) in self._headers.items()}
+        self._pending = transport.exchange(sends, recvs, tag=_HEADER_TAG, what=f"round {t}, header")
+
+    def wait(self, transport: Transport, *, t: int) -> Set[int]:
+        """Wait for the headers and compare them; see [Note: out of step].
+
+        Returns:
+            The peers that have failed, on an elastic transport.
+
+        Raises:
+            RuntimeError: a peer sent another message than this rank expects.
+            TimeoutError, ConnectionError: naming the peer and the round.
+        """
+        lost = self._arrive(transport)
+        for peer, (mine, theirs) in self._headers.items():
+            if peer not in lost:
+                _require_equal(transport, peer, mine.read(), theirs.read(), t=t)
+        return lost
+
+    def differing(self, transport: Transport, expected: Mapping[int, tuple[int, int]], *, t: int) -> Set[int]:
+        """The peers with which this rank does not hold the same, see [Note: links anew]; arguments as for `post`."""
+        self.post(transport, expected, t=t)
+        lost = self._arrive(transport)
+        pairs = self._headers.items()
+        return {peer for peer, (mine, theirs) in pairs if peer in lost or mine.read() != theirs.read()}
+
+    def _arrive(self, transport: Transport) -> Set[int]:
+        """Wait for the headers; the peers that have failed."""
+        pending, self._pending = self._pending, None
+        assert pending is not None, "a header is posted with every message"
+        pending.wait()
+        return cast("ElasticPending", pending).lost if is_elastic(transport) else frozenset()
+
+    def forget(self, peer: int) -> None:
+        """Begin a new digest with a peer."""
+        self._digests.pop(peer, None)
+
+    def renumber(self, ranks: Mapping[int, int]) -> None:
+        """Keep the digests of these peers only, under new ranks. ranks: the new rank of each, by its old one."""
+        self._digests = {ranks[peer]: digest for peer, digest in self._digests.items() if peer in ranks}
+
+    def add(self, peer: int, messages: Iterable[MessageBuffer]) -> None:
+        """Include messages to and from a peer in its digest."""
+        total = sum(int(message.raw.view(torch.int64).sum()) for message in messages)
+        self._digests[peer] = (31 * self._digests.get(peer, 0) + total) % _WORD
+
+    def state_dict(self) -> dict[str, Any]:
+        """The digests, for a checkpoint."""
+        return {"peers": list(self._digests), "digests": list(self._digests.values())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the digests out of a state that holds them beside other things; an empty state has none."""
+        self._digests = dict(zip(state.get("peers", ()), state.get("digests", ()), strict=True))
+
+
+def _require_equal(transport: Transport, peer: int, mine: tuple[int, int], theirs: tuple[int, int], *, t: int) -> None:
+    names = transport.names
+    who = f"rank {names[transport.rank]}: round {t}"
+    remedy = "resume all ranks from the same checkpoint, or all without one"
+    if mine[0] != theirs[0]:
+        raise RuntimeError(
+            f"{who}: rank {names[peer]} sent its message number {theirs[0]}, expected number {mine[0]}: the two ranks "
+            f"have gossiped in a different number of rounds; {remedy}"
+        )
+    if mine[1] != theirs[1]:
+        raise RuntimeError(
+            f"{who}: rank {names[peer]} sent digest {theirs[1]} before message number {mine[0]}, expected {mine[1]}: "
+            f"the two ranks have exchanged other messages or hold different states; {remedy}, and check the machines "
+            "if this comes back"
+        )

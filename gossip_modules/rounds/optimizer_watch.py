@@ -12,9 +12,9 @@ from ..flat.buffer import FlatBuffer
 from ..flat.step_hooks import STEP_HOOKS, holds_any, is_left_out
 from .algorithm import Algorithm
 from .memory import Memory
+from .requests import SGDStep
 from .sgd_momentum import SGDMomentum
 from .step_rates import StepRates
-from .vectors import SGDStep
 
 
 class OptimizerWatch:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from ..compression.compressor import Cast
-from ..flat.layout import CHUNK_BYTES, check_chunk_bytes
+from ..flat.layout import CHUNK_BYTES, FlatLayout, check_chunk_bytes
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights
+from ..mixing_manager.period import knows_period
 from ..old_calls import GOSSIPER_ARGUMENTS, GOSSIPER_REMEDY, refused_arguments
-from ..transport.base import ElasticPending, Pending, Transport, is_elastic
-from .chunked import PeersLost, cut_messages, mix_
+from ..transport.base import ElasticPending, Pending, Transport, is_elastic, lost_peers
 from .mixer import Mixer
-from .neighbours import Neighbours
 
 Messages: TypeAlias = Mapping[int, Sequence[Tensor]]  # by rank
 
@@ -297,3 +296,160 @@ class PushSum(PushPull):
     def is_weighted(self) -> bool:
         """See `Mixer`: only where W(t) is not doubly stochastic, or loses rows and columns with ranks that die."""
         return is_elastic(self.transport) or not self.mixing.is_doubly_stochastic
+
+
+_MAX_PLANS = 4096  # that are kept: of graphs with a longer period each round is planned anew
+_LEAST_WEIGHT = 1 / 4  # see [Note: weights that run dry]
+
+
+class Plan(NamedTuple):
+    """What one rank does in a round: whom it sends to, whom it hears, and its row of W(t), that for buffers apart."""
+
+    out_peers: tuple[int, ...]
+    in_peers: tuple[int, ...]
+    weights: MixingWeights
+    buffer_weights: MixingWeights
+
+
+class Neighbours:
+    """The peers of a rank and its row of W(t), round by round, as far as the peers are there.
+
+    [Note: lost peers] On an elastic transport a peer may fail in a round, or have failed before. The round goes on
+    without it: what would have travelled over that link stays with who has it. Where rows sum to one (D-PSGD) the rank
+    gives the weight of the lost message to its own vector, W_ii += W_ij; as a symmetric W has the same change at both
+    ends, the mean of those who live is kept. In push-sum, where columns sum to one, a rank takes back the share that it
+    would have sent, P_ii += P_ji, of x and of w, so that their sums are kept. Nothing is lost but what the dead rank
+    held.
+
+    [Note: weights that run dry] A directed graph with holes may lead to a few ranks only, and then the weights of the
+    others halve in every round until a new graph is there. The optimizer steps on x = z w, so a step of their z would
+    double in every round. A rank that has lost peers and whose weight is less than `_LEAST_WEIGHT` keeps it: it sends
+    zeros, and takes back the shares of all its out-peers. Sums are kept as before.
+
+    Args:
+        mixing: the weights and their graph.
+        transport: over the ranks.
+        sends_shares: whether columns of W sum to one, and not rows: see [Note: lost peers].
+
+    Attributes:
+        t: the round.
+        out_peers, in_peers, weights, buffer_weights: see `Plan`; of the last round that has begun.
+        keeps_all: whether the rank sends zeros: see [Note: weights that run dry].
+    """
+
+    def __init__(self, mixing: MixingManager, transport: Transport, *, sends_shares: bool = False) -> None:
+        self._mixing, self._transport, self._sends_shares = mixing, transport, sends_shares
+        self._plans: dict[int, Plan] = {}
+        self._period = mixing.period if mixing.period <= _MAX_PLANS and knows_period(mixing) else 0
+        self.t, self.in_peers, self.out_peers = 0, tuple[int, ...](), tuple[int, ...]()
+        self.weights = self.buffer_weights = MixingWeights(1.0, {})
+        self.keeps_all = False
+
+    def begin(self, t: int, weight: Tensor) -> None:
+        """Round t; its plan is kept where it comes again. weight: the push-sum weight of the rank."""
+        plan = self._plans.get(t % self._period) if self._period else None
+        if plan is None:
+            rank, graph, mixing = self._transport.rank, self._mixing.graph, self._mixing
+            weights, buffer_weights = mixing.weights(rank, t), mixing.buffer_weights(rank, t)
+            plan = Plan(graph.out_peers(rank, t), tuple(weights.inp), weights, buffer_weights)
+            if self._period:
+                self._plans[t % self._period] = plan
+        self.t = t
+        self.out_peers, self.in_peers, self.weights, self.buffer_weights = plan
+        self.keeps_all = self._sends_shares and bool(lost_peers(self._transport)) and weight.item() < _LEAST_WEIGHT
+        if self.keeps_all:
+            self._take_back(self.out_peers)
+
+    def leave_out(self, lost: Set[int]) -> list[int]:
+        """[Note: lost peers] Go on without these peers; returns which of the in-peers are kept, by their order."""
+        kept = [k for k, peer in enumerate(self.in_peers) if peer not in lost]
+        if self._sends_shares and not self.keeps_all:
+            self._take_back([peer for peer in self.out_peers if peer in lost])
+        self.weights, self.buffer_weights = (self._without(lost, row) for row in (self.weights, self.buffer_weights))
+        self.in_peers = tuple(self.in_peers[k] for k in kept)
+        return kept
+
+    def _without(self, lost: Set[int], row: MixingWeights) -> MixingWeights:
+        lost_here = 0.0 if self._sends_shares else sum(w for peer, w in row.inp.items() if peer in lost)
+        return MixingWeights(row.own + lost_here, {peer: w for peer, w in row.inp.items() if peer not in lost})
+
+    def _take_back(self, peers: Iterable[int]) -> None:
+        """The shares of these out-peers stay here."""
+        rows = ((self.weights, self._mixing.weights), (self.buffer_weights, self._mixing.buffer_weights))
+        self.weights, self.buffer_weights = (
+            MixingWeights(row.own + sum(row_of(peer, self.t).inp[self._transport.rank] for peer in peers), row.inp)
+            for row, row_of in rows
+        )
+
+
+class PeersLost(Exception):
+    """A peer has failed while chunks were mixed, which are unmixed then: the round goes on without it."""
+
+
+def cut_messages(
+    messages: Mapping[int, Sequence[Tensor]], layout: FlatLayout, *, num_bytes: int
+) -> Mapping[int, Sequence[Tensor]]:
+    """The messages with chunks of at most `num_bytes` in the place of their first tensor.
+
+    Args:
+        messages: by rank; the first tensor of each is the bytes of a vector.
+        layout: of these vectors.
+        num_bytes: of a chunk at most.
+    """
+    places = layout.chunks(num_bytes)
+    return {peer: (*(raw[a:b] for a, b in places), *rest) for peer, (raw, *rest) in messages.items()}
+
+
+def mix_(
+    s: FlatVector,
+    messages: Sequence[FlatVector],
+    weights: MixingWeights,
+    arrivals: Iterable[int],
+    *,
+    num_bytes: int,
+    is_difference: bool = False,
+) -> float:
+    """s <- own * s + sum_j inp[j] * messages[j], chunk by chunk as they arrive, the push-sum weight last.
+
+    If the round breaks off s is as before, to rounding: chunks that were mixed are unmixed.
+
+    Args:
+        s: mutated; what is still under way is not touched.
+        messages: in the order of `weights.inp`.
+        weights: this rank's row; own is not 0.
+        arrivals: yields k when chunk k of s has left and those of the messages are there.
+        num_bytes: of a chunk at most, as for `cut_messages`.
+        is_difference: s <- c with alpha * c = (own - 1) * s + sum_j inp[j] * messages[j]; own is not 1.
+
+    Returns:
+        alpha.
+    """
+    own, coefficients = weights.own - is_difference, list(weights.inp.values())
+    alpha = s.factor(coefficients) if is_difference else None
+    mixed: list[tuple[FlatVector, list[FlatVector]]] = []
+    try:
+        for chunk, others in _arriving(s, messages, arrivals, num_bytes):
+            if is_difference:
+                chunk.difference_segments_(own, others, coefficients, alpha=alpha)
+            else:
+                chunk.combine_segments_(own, others, coefficients)
+            mixed.append((chunk, others))
+    except BaseException:  # also Control-C: who catches it must not find s torn, or chunks without their weight
+        for chunk, others in mixed:
+            chunk.combine_segments_((alpha or 1.0) / own, others, [-weight / own for weight in coefficients])
+        raise
+    if is_difference:
+        s.difference_weight_(own, messages, coefficients, alpha=alpha)
+    else:
+        s.combine_weight_(own, messages, coefficients)
+    return 1.0 if alpha is None else alpha
+
+
+def _arriving(
+    s: FlatVector, messages: Sequence[FlatVector], arrivals: Iterable[int], num_bytes: int
+) -> Iterator[tuple[FlatVector, list[FlatVector]]]:
+    """Each chunk of s with those of the messages, when they are there; the weights are, at the end."""
+    chunks, others = s.chunks(num_bytes), [message.chunks(num_bytes) for message in messages]
+    for k in arrivals:
+        if k < len(chunks):
+            yield chunks[k], [other[k] for other in others]

@@ -18,15 +18,13 @@ from ..transport.base import Transport, is_elastic
 from .algorithm import Algorithm, Over
 from .composed import Composed
 from .memory import Memory
-from .message import Message, MessageBuffer, Received
-from .messages import MessageRounds
+from .messages import Message, MessageBuffer, MessageRounds, Received
 from .mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
 from .old_checkpoints import renewed
 from .optimizer_watch import OptimizerWatch
-from .requests import Average, Exchange, Gather, Mix, Request, RoundLost, Share
+from .requests import Average, Exchange, Gather, Mix, Request, RoundLost, Share, Vectors
 from .stamps import Stamps
 from .vector import Snapshot, Vector
-from .vectors import Vectors
 
 
 class Rounds(Composed):

@@ -13,7 +13,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.step_hooks import STEP_HOOKS, holds_any, is_left_out
 from ..flat.vector import FlatVector
 from .algorithm import Algorithm
-from .vectors import SGDStep
+from .requests import SGDStep
 
 
 class SGDMomentum:

@@ -16,12 +16,11 @@ from ..schedule import Action
 from .algorithm import Algorithm, Over
 from .in_step import InStep
 from .memory import Memory
-from .message import Message, Received
+from .messages import Message, Received
 from .periodic import Periodic
-from .requests import Average, Gather, Mix, Request, Share
+from .requests import Average, Gather, Mix, Request, SGDStep, Share, Vectors
 from .rows import Rows, StackedMixing, column
 from .vector import Snapshot, Vector
-from .vectors import SGDStep, Vectors
 
 HEADER_BYTES = 8
 """What is sent ahead of a message, see `Header`."""

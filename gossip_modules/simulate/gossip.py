@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..rounds.requests import SGDStep
 from ..rounds.rows import Array, Rows
 from ..rounds.stacked import Stacked
-from ..rounds.vectors import SGDStep
 from ..schedule import Action, Schedule
 from .clocks import Clock
 from .delays import ComputeModel, MessageCost, Network

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ...engine.host_copy import HostCopy
+from ...engine.shared_model import HostCopy
 from ...flat.layout import FlatLayout
 from ...flat.vector import FlatVector
 from ..interpolation import Standing

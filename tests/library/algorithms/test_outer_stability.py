@@ -22,9 +22,8 @@ from gossip_modules.graph_manager import (
 )
 from gossip_modules.mixing_manager import GraphMixing, MixingManager, default_mixing
 from gossip_modules.rounds.memory import Memory
-from gossip_modules.rounds.requests import Mix
+from gossip_modules.rounds.requests import Mix, Vectors
 from gossip_modules.rounds.vector import Vector
-from gossip_modules.rounds.vectors import Vectors
 from tests.harness.problems import mlp
 from tests.harness.ranks import run_ranks
 

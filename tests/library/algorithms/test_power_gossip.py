@@ -20,8 +20,7 @@ from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.graph_manager import CompleteGraph, NetworkXGraph
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager
 from gossip_modules.rounds.memory import Memory
-from gossip_modules.rounds.requests import Round
-from gossip_modules.rounds.vectors import Vectors
+from gossip_modules.rounds.requests import Round, Vectors
 from tests.harness.problems import mlp, net
 from tests.harness.ranks import CPU, run_ranks, solo_group
 from tests.library.algorithms.contract import DYNAMIC, STATIC, bound, restored, ring, vector_of

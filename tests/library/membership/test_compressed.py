@@ -19,9 +19,8 @@ from gossip_modules.membership.links import LinkTransport
 from gossip_modules.mixing_manager.base import MixingManager
 from gossip_modules.rounds.algorithm import Algorithm
 from gossip_modules.rounds.memory import Memory
-from gossip_modules.rounds.requests import Mix, Round
+from gossip_modules.rounds.requests import Mix, Round, Vectors
 from gossip_modules.rounds.rounds import Rounds
-from gossip_modules.rounds.vectors import Vectors
 from tests.library.algorithms.contract import ALGORITHMS, STATIC, vector_of
 from tests.library.algorithms.test_choco import top
 from tests.library.algorithms.test_compressed import RESIDUES, rounds_of

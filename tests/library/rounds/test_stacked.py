@@ -31,8 +31,8 @@ from gossip_modules.algorithms.sparse_loco import SparseLoCo
 from gossip_modules.algorithms.sparta import Sparta
 from gossip_modules.algorithms.streaming_diloco import StreamingDiLoCo
 from gossip_modules.rounds.algorithm import Algorithm, Over
+from gossip_modules.rounds.requests import SGDStep
 from gossip_modules.rounds.stacked import Stacked
-from gossip_modules.rounds.vectors import SGDStep
 from tests.harness.ranks import run_ranks
 
 NUM_RANKS, NUM_STEPS, SHAPE, LR = 5, 13, (8, 16), 0.1  # 2 x 64 elements: no message ends in padding

@@ -17,10 +17,9 @@ from gossip_modules.extend import FlatBuffer, ProcessGroupTransport, PushPull
 from gossip_modules.graph_manager import GraphManager
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager, default_mixing
 from gossip_modules.rounds.algorithm import Algorithm
-from gossip_modules.rounds.requests import Average, Mix, Request, RoundLost
+from gossip_modules.rounds.requests import Average, Mix, Request, RoundLost, Vectors
 from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.rounds.vector import Vector
-from gossip_modules.rounds.vectors import Vectors
 from tests.harness.problems import net
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.library.rounds.test_stacked import examples
