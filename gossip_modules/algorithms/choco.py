@@ -128,6 +128,7 @@ class LinkChoco(Choco):
 
     keeps_links: ClassVar[bool] = True
     takes_rows: ClassVar[bool] = False
+    name = Choco.__name__  # one checkpoint for both
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""

@@ -69,7 +69,7 @@ class Chosen:
     """
 
     method: Method
-    made: Algorithm | Over | Mapping[str, Any]
+    made: Algorithm | Mapping[str, Any]
     given: Mapping[str, Any] = field(default_factory=dict)
 
     def over(self, inner: Chosen) -> Chosen:

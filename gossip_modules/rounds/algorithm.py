@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
+from ..mixing_manager.relaxed import RelaxedMixing
 from ..registry import Paper
 from .memory import Memory
-from .requests import Round
+from .requests import Inner, Mix, Request, Round
 
 if TYPE_CHECKING:
     from .requests import SGDStep, Vectors
@@ -137,11 +138,16 @@ class Algorithm(ABC):
         return float(optimizer.param_groups[0]["lr"])
 
     @property
+    def name(self) -> str:
+        """The name of the class, in checkpoints."""
+        return type(self).__name__
+
+    @property
     def parts(self) -> tuple[Algorithm, ...]:
-        """The algorithms of which it is made: itself; see `Over`."""
+        """The algorithms that this one is made of: itself; see `Over`."""
         return (self,)
 
-    def over(self, inner: Algorithm | Over) -> Over:
+    def over(self, inner: Algorithm) -> Over:
         """This algorithm, with `Mix` answered by the rounds of another one: `GASLoC().over(PowerGossip())`."""
         return Over(self, inner)
 
@@ -173,7 +179,7 @@ class Algorithm(ABC):
         if not self.is_elastic:
             raise ValueError(
                 f"got {self} with a membership, expected an algorithm whose rounds go on without peers that fail, "
-                "which says so by is_elastic = True; take another one, such as DPSGD()"
+                "which declares is_elastic = True; take another one, such as DPSGD()"
             )
         return self
 
@@ -183,8 +189,11 @@ class Algorithm(ABC):
 
 
 @dataclass(frozen=True)
-class Over:
+class Over(Algorithm):
     """An algorithm whose vectors are mixed by the rounds of another one; see `Algorithm.over`.
+
+    The round of the outer algorithm runs as it is, and each of its `Mix(x)` is a round of the inner algorithm about x,
+    with a memory of its own, `m.inner`. So a composition is an algorithm like any other, for all drivers.
 
     Args:
         outer: asks for `Mix`.
@@ -192,54 +201,189 @@ class Over:
     """
 
     outer: Algorithm
-    inner: Algorithm | Over
+    inner: Algorithm
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, Algorithm | Over):
+        outer, inner = self.outer, self.inner
+        if not isinstance(inner, Algorithm):
             raise ValueError(
-                f"got {self.inner!r} below {self.outer}, expected an algorithm whose rounds mix; pass an object of its "
-                "class, such as PowerGossip()"
+                f"got {inner!r} below {outer}, expected an algorithm whose rounds mix; pass an object of its class, "
+                "such as PowerGossip()"
             )
-        outer, inner = self.outer, self.parts[1]
         if not (outer.mixes and outer.takes_wire_dtype):
             raise ValueError(
                 f"got {self}, expected one of them: the first one asks for no `Mix`, so that the second one would have "
                 "no rounds"
             )
-        if inner.has_own_times:
+        first = inner.parts[0]
+        if first.has_own_times:
             raise ValueError(
                 f"got {self}, expected one of them: the second one moves an anchor at times of its own, which is no "
                 "mixing for each round of the first one"
             )
-        mixes_model_only = outer.takes_push_sum
-        if inner.needs_current and not inner.keeps_models and (inner.needs_sgd or not mixes_model_only):
+        if first.needs_current and not first.keeps_models and (first.needs_sgd or not outer.takes_push_sum):
             raise ValueError(f"got {self}, expected one of them: both say what is made of the steps of a rank")
-        if outer.mixes_several and not inner.is_plain:
+        if outer.mixes_several and not first.is_plain:
             raise ValueError(
                 f"got {self}, expected plain gossip below the first one: it mixes two vectors in a round, and the "
                 "second one keeps what it has sent of one; take D2 or ExactDiffusion"
             )
+        for names, combine in ((_IF_ANY, any), (_IF_ALL, all)):
+            for name in names:
+                object.__setattr__(self, name, combine(getattr(part, name) for part in (outer, inner)))
+        for name in _OF_OUTER:
+            object.__setattr__(self, name, getattr(outer, name))
+
+    @property
+    def name(self) -> str:
+        """See `Algorithm`."""
+        return self.outer.name
 
     @property
     def parts(self) -> tuple[Algorithm, ...]:
         """The algorithms, each over the next."""
         return (self.outer, *self.inner.parts)
 
+    def over(self, inner: Algorithm) -> Over:
+        """See `Algorithm`: the last one is over it."""
+        return Over(self.outer, self.inner.over(inner))
+
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        """See `Algorithm`."""
+        outer, reply = self.outer.round(v, m, k), None
+        while (request := next_request(outer, reply)) is not None:
+            if isinstance(request, Mix):
+                m.inner.fit(request.x, who=self.inner)
+                inner = self.inner.round(v.about(request.x, m.inner), m.inner, k)
+                reply = yield Inner(request.x, inner)
+                m.inner.end_round()
+            else:
+                reply = yield request
+
+    def is_due(self, k: int) -> bool:
+        """See `Algorithm`."""
+        return self.outer.is_due(k)
+
+    def averages_at(self, k: int) -> bool:
+        """See `Algorithm`."""
+        return self.outer.averages_at(k)
+
+    @property
+    def mixes(self) -> bool:
+        """See `Algorithm`."""
+        return self.outer.mixes
+
+    @property
+    def can_recover(self) -> bool:
+        """See `Algorithm`."""
+        return self.outer.can_recover
+
+    def begin(self, v: Vectors, m: Memory) -> None:
+        """See `Algorithm`."""
+        self.outer.begin(v, m)
+
+    def recover(self, v: Vectors, m: Memory) -> None:
+        """See `Algorithm`."""
+        self.outer.recover(v, m)
+
+    def default_graph(self, world_size: int) -> GraphManager | None:
+        """See `Algorithm`."""
+        return self.outer.default_graph(world_size) or self.inner.default_graph(world_size)
+
+    def default_mixing(self, world_size: int) -> MixingManager | None:
+        """See `Algorithm`."""
+        return self.outer.default_mixing(world_size) or self.inner.default_mixing(world_size)
+
+    def step_size_on(self, mixing: MixingManager) -> float:
+        """See `Algorithm`."""
+        return self.inner.step_size_on(mixing)
+
+    def relaxed(self, mixing: MixingManager) -> MixingManager:
+        """About the weights that answers to `Mix` are made by."""
+        step_size = self.inner.step_size_on(mixing)
+        return mixing if step_size == 1.0 else RelaxedMixing(mixing, step_size)
+
+    def check(self, mixing: MixingManager) -> None:
+        """See `Algorithm`."""
+        outer, inner = self.outer, self.inner
+        inner.check(mixing)
+        if outer.averages_exactly and outer.mixes and inner.keeps_models:
+            raise ValueError(
+                f"got {inner} between the exact averages of {outer}, expected an algorithm that keeps no models of "
+                "peers: it would relay those from before an average, and undo it; leave it out, or pass gossip_every=0"
+            )
+        if outer.needs_whole_rounds and not (inner.is_whole or inner.keeps_models):
+            raise ValueError(
+                f"got {inner} with {outer}, expected plain gossip: its memory repeats what a round has changed, and "
+                "differences that compressed rounds leave out may grow by it from round to round; leave the inner "
+                "algorithm out. NoLoCo and GASLoC: or pass momentum=0 (NoLoCo: and pull <= 1), take "
+                "GASLoC(optimizer=...), or compress exact averages: SparseLoCo(). An algorithm of your own that leaves "
+                "nothing out declares is_whole = True"
+            )
+        outer.check(self.relaxed(mixing))
+
+    def check_step(self, mixing: MixingManager, step: SGDStep) -> None:
+        """See `Algorithm`."""
+        self.outer.check_step(self.relaxed(mixing), step)
+        self.inner.check_step(mixing, step)
+
+    def inner_rate(self, optimizer: Optimizer) -> float:
+        """See `Algorithm`."""
+        return (self.outer if self.outer.needs_inner_rate else self.inner).inner_rate(optimizer)
+
+    def for_membership(self) -> Over:
+        """See `Algorithm`."""
+        return Over(self.outer.for_membership(), self.inner.for_membership())
+
+    def describe(self, dtypes: Sequence[torch.dtype]) -> str:
+        """See `Algorithm`."""
+        return f"{self.outer.describe(dtypes)}.over({self.inner.describe(dtypes)})"
+
     def __repr__(self) -> str:
         return f"{self.outer!r}.over({self.inner!r})"
 
 
-def combined(*parts: object) -> tuple[Algorithm | Over | None, list[object]]:
+_IF_ANY = (
+    "needs_current",
+    "keeps_models",
+    "needs_symmetric_weights",
+    "needs_static_graph",
+    "needs_sgd",
+    "needs_gradients",
+    "follows_rate",
+    "needs_inner_rate",
+    "keeps_links",
+    "mixes_several",
+    "writes_early",
+)
+_IF_ALL = (
+    "is_skippable",
+    "takes_nesterov",
+    "takes_push_sum",
+    "is_whole",
+    "is_elastic",
+    "checks_messages",
+    "takes_rows",
+)
+_OF_OUTER = ("averages_exactly", "has_equal_memory", "has_own_times", "takes_wire_dtype")
+
+
+def next_request(generator: Round, reply: object) -> Request | None:
+    """The next request of a round that gets this reply to the last one; None: the round has ended."""
+    try:
+        return generator.send(reply)
+    except StopIteration:
+        return None
+
+
+def combined(*parts: object) -> tuple[Algorithm | None, list[object]]:
     """The algorithms among the parts as one, each over the next; and the other parts, None in place of algorithms."""
-    found: Algorithm | Over | None = None
+    found: Algorithm | None = None
     others: list[object] = []
     for part in reversed(parts):
-        if isinstance(part, Over) or (isinstance(part, Algorithm) and found is None):
-            found = part
-        elif isinstance(part, Algorithm):
-            assert found is not None
-            found = part.over(found)
-        others.insert(0, None if isinstance(part, Algorithm | Over) else part)
+        if isinstance(part, Algorithm):
+            found = part if found is None or isinstance(part, Over) else part.over(found)
+        others.insert(0, None if isinstance(part, Algorithm) else part)
     return found, others
 
 

@@ -67,26 +67,6 @@ class Fragment:
         for place, part in self.pairs(x, own):
             place.copy_(part)
 
-    def spread(self, parts: Sequence[Tensor], x: FlatVector) -> None:
-        """The parameters in x <- parts, one flat tensor for each segment of this fragment."""
-        own = FlatVector.zeros(self._like(x), x.raw.device)
-        for mine, part in zip(own.parameters, parts, strict=True):
-            mine.copy_(part)
-        self.write(own, x)
-
-    def collect(self, x: FlatVector, parts: Sequence[Tensor]) -> None:
-        """parts <- the parameters in x."""
-        own = FlatVector.zeros(self._like(x), x.raw.device)
-        for place, part in self.pairs(x, own):
-            part.copy_(place)
-        for mine, part in zip(own.parameters, parts, strict=True):
-            part.copy_(mine)
-
-    def _like(self, x: FlatVector) -> FlatLayout:
-        """The layout of this fragment in the dtypes of x."""
-        dtypes = iter([x.segments[k].dtype for k in dict.fromkeys(r.segment for r in self.ranges)])
-        return self.layout.with_dtypes(lambda _: next(dtypes))
-
     def pairs(self, x: FlatVector, own: FlatVector) -> list[tuple[Tensor, Tensor]]:
         """Each range in x beside the same elements in `own`, a vector of this fragment alone; views."""
         segments, offsets = iter(own.segments), dict.fromkeys((r.segment for r in self.ranges), 0)

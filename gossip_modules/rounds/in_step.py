@@ -11,10 +11,10 @@ from torch import Tensor
 from ..compression.compressor import Code
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights
-from .algorithm import Algorithm
+from .algorithm import Algorithm, next_request
 from .memory import Memory
 from .messages import Message, MessageBuffer, Received
-from .requests import Average, Exchange, Gather, Mix, Request, SGDStep, Share, Vectors
+from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors
 from .rows import StackedMixing
 from .vector import Snapshot, Vector
 
@@ -67,21 +67,21 @@ class InStep:
     def run(self, x: Vector, k: int, sgd: SGDStep | None) -> None:
         """One round of all ranks. x: the models, [n, d], mutated; a `Snapshot` becomes the correction."""
         algorithm, ranks = self._driver.algorithm, self._vectors(x, sgd)
-        generators = [algorithm.round(v, memory, k) for v, memory in zip(ranks, self.memories, strict=True)]
-        replies: Sequence[Any] = [None] * len(generators)
-        while True:
-            requests = [r for r in map(_next_request, generators, replies) if r is not None]
-            if not requests:
-                break
-            assert len({type(request) for request in requests}) == 1, f"ranks ask for different things: {requests}"
-            assert len(requests) == len(generators), "the rounds of some ranks end before those of others"
-            replies = self._answer(requests)
+        self._run([algorithm.round(v, memory, k) for v, memory in zip(ranks, self.memories, strict=True)])
         for memory in self.memories:
             memory.end_round()
         if isinstance(x, Snapshot):
             for v in ranks:
                 v.x.begin_adding()
             x.is_correction = True
+
+    def _run(self, rounds: Sequence[Round]) -> None:
+        """The rounds of all ranks, to their end."""
+        replies: Sequence[Any] = [None] * len(rounds)
+        while requests := [r for r in map(next_request, rounds, replies) if r is not None]:
+            assert len({type(request) for request in requests}) == 1, f"ranks ask for different things: {requests}"
+            assert len(requests) == len(rounds), "the rounds of some ranks end before those of others"
+            replies = self._answer(requests)
 
     def _vectors(self, x: Vector, sgd: SGDStep | None) -> list[Vectors]:
         driver, found = self._driver, []
@@ -103,6 +103,9 @@ class InStep:
                 vector.parts[0].copy_(row)
                 if isinstance(vector, Snapshot):
                     vector.is_correction = True
+            return [None] * len(requests)
+        if isinstance(first, Inner):
+            self._run([cast(Inner, request).round for request in requests])
             return [None] * len(requests)
         if isinstance(first, Exchange):
             sent = [cast(Exchange, request) for request in requests]
@@ -175,13 +178,6 @@ class RowMail:
         own = messages[rank]
         row = [(weight, _copy(messages[j], own.code)) for j, weight in self.weights.inp.items()]
         return Received([(self.weights.own - 1, own), *row], [rank, *self.weights.inp])
-
-
-def _next_request(generator: Any, reply: Any) -> Request | None:
-    try:
-        return cast(Request, generator.send(reply))
-    except StopIteration:
-        return None
 
 
 def _copy(message: Message, code: Code | None) -> Message:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
-from .fragment import Fragment
 from .outer_optimizer import OuterOptimizer
 from .rates import Rates, RateUnits
 from .vector import Vector, widened
@@ -28,6 +27,7 @@ class Kept(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+_LOADED = ("vectors", "optimizers", "objects", "links", "policies", "places", "weights", "has_buffers")
 _K = TypeVar("_K", bound=Kept)
 _T = TypeVar("_T")
 
@@ -76,6 +76,7 @@ class Memory:
         self._loaded: dict[str, Any] = {}  # of a checkpoint, until an algorithm asks for it
         self._seen: FlatLayout | None = None  # of a model without new tensors
         self._units = RateUnits()
+        self._inner: Memory | None = None
 
     # For algorithms.
 
@@ -186,6 +187,13 @@ class Memory:
             self._cached[key] = make()
         return cast("_T", self._cached[key])
 
+    @property
+    def inner(self) -> Memory:
+        """The memory of the algorithm that this one is over; see `Over`."""
+        if self._inner is None:
+            self._inner = Memory(self.weights)
+        return self._inner
+
     def zeros(self) -> list[Tensor]:
         """The parts of a new vector."""
         return [
@@ -220,10 +228,11 @@ class Memory:
         is_moved = before is not None and before != self._devices
         if before is not None and layout == self._layout and not is_moved:
             return
-        old, self._layout = self._layout, layout
+        old = copy.copy(self)
+        self._layout = layout
         if before is None:
             return
-        has_new = x.flat is None or old is None or bool(tensors_beyond(_places(old), x.flat))
+        has_new = x.flat is None or old._layout is None or bool(tensors_beyond(_places(old._layout), x.flat))
         starts_anew = (has_new and bool(self._entries)) or bool(self._objects or self._links)
         if who is not None and not is_moved and starts_anew:
             warnings.warn(
@@ -231,20 +240,37 @@ class Memory:
                 "trained stay, and all else starts anew",
                 stacklevel=2,
             )
+        is_same = is_moved and layout == old._layout  # on another device
         self._scratch, self._cached = {}, {}
-        is_same = is_moved and layout == old  # on another device
         self._links = {j: _moved(link, x.parts[0].device) for j, link in self._links.items()} if is_same else {}
-        kept, optimizers = self._entries, self._optimizers
-        self._entries, self._optimizers = {}, {}
-        assert old is not None or is_moved
-        for name, entry in kept.items():
-            new = self.vector(name, **entry.policy)
-            _carry(entry.vector.parts, _places(old), new.parts, _places(layout))
-        for name, before_ in optimizers.items():
-            vector = next(self._entries[key].vector for key, entry in kept.items() if entry.vector is before_.of)
-            if self.optimizer(name, before_.make, vector) is not None:
-                self._optimizers[name].go_on_as(before_, lambda a, b: _carry(a, _places(old), b, _places(layout)))
         self._objects = self._objects if is_same else {}
+        self._entries, self._optimizers = {}, {}
+        self.carry([old])
+
+    def carry(self, old: Sequence[Memory]) -> None:
+        """Begin with the values that other memories have of the tensors of this one, such as those of other fragments.
+
+        Args:
+            old: the memories that were kept before; together they have each of their tensors once.
+        """
+        self.num_rounds = old[0].num_rounds
+        for name, entry in old[0]._entries.items():
+            new = self.vector(name, **entry.policy)
+            carry([run for m in old for run in m._runs(m._entries[name].vector.parts)], self._runs(new.parts))
+        for name, (memory, before) in {n: (m, o) for m in reversed(old) for n, o in m._optimizers.items()}.items():
+            key = next(key for key, entry in memory._entries.items() if entry.vector is before.of)
+            if self.optimizer(name, before.make, self._entries[key].vector) is None:
+                continue
+            own = self._optimizers[name]
+            own.go_on_as(before)
+            for state in before.vector_states():
+                kept = [(m, m._optimizers[name]) for m in old if name in m._optimizers]
+                runs = [run for m, optimizer in kept for run in m._runs(optimizer.state_of(state))]
+                carry(runs, self._runs(own.state_of(state)))
+
+    def _runs(self, parts: Sequence[Tensor]) -> list[Run]:
+        places = _places(self._layout)
+        return runs(places, parts)
 
     def release(self) -> None:
         """The round is over, and so is the vector that it was about."""
@@ -264,7 +290,9 @@ class Memory:
         """Go on from `state_dict(joins=True)` of another rank; the vectors that no other rank has stay."""
         own = {n: [x.clone() for x in e.vector.parts] for n, e in self._entries.items() if e.policy["join"] == "zero"}
         own = own if state.get("places") == _places(self._layout) else {}
+        inner = self._inner
         self.load_state_dict({**state, "vectors": {**state.get("vectors", {}), **own}})
+        self._inner = inner
 
     def scale(self, rates: Rates | None) -> None:
         """Scale vectors that are in units of the learning rate to these rates; see `RateUnits`."""
@@ -275,6 +303,8 @@ class Memory:
                     self.vector(name, **policy)
             vectors = [entry.vector for entry in self._entries.values() if entry.policy["in_units_of_rate"]]
             self._units.scale(vectors, rates, self._layout)
+        if self._inner is not None:
+            self._inner.scale(rates)
 
     def end_round(self) -> None:
         """A round has ended."""
@@ -284,6 +314,8 @@ class Memory:
     def put_back(self) -> None:
         """A round is over, whether it has ended or not: see `RateUnits.put_back`."""
         self._units.put_back()
+        if self._inner is not None:
+            self._inner.put_back()
 
     def forget_models(self, *, is_asked: bool = True) -> None:
         """All models have become equal: vectors that are declared so start anew.
@@ -295,19 +327,31 @@ class Memory:
             self._loaded.pop("links", None)
         kinds = ("reset", "on_request") if is_asked else ("reset",)
         self._reset(lambda policy: policy["average"] in kinds)
+        self.forget_inner_models(is_asked=is_asked)
 
-    def begin_generation(self) -> None:
+    def forget_inner_models(self, *, is_asked: bool = False) -> None:
+        """As `forget_models`, for the memory of the inner algorithm alone."""
+        if self._inner is not None:
+            self._inner.forget_models(is_asked=is_asked)
+
+    def begin_generation(self, weights: str) -> None:
         """Workers have come or gone: vectors that are declared so start anew; see [Note: Sums over workers]."""
-        self._cached = {}
+        self._cached, self.weights = {}, weights
         self._reset(lambda policy: policy["generation"] == "reset")
+        if self._inner is not None:
+            self._inner.begin_generation(weights)
 
     def forget_peer(self, peer: int) -> None:
         """Nothing is kept of the link to a peer any more."""
         self._links.pop(peer, None)
+        if self._inner is not None:
+            self._inner.forget_peer(peer)
 
     def renumber_links(self, ranks: Mapping[int, int]) -> None:
         """Keep these links only. ranks: the new rank of each peer, by its old one."""
         self._links = {ranks[peer]: link for peer, link in self._links.items() if peer in ranks}
+        if self._inner is not None:
+            self._inner.renumber_links(ranks)
 
     def reset(self) -> None:
         """As before the first round."""
@@ -350,30 +394,18 @@ class Memory:
             },
             "links": {**self._loaded.get("links", {}), **self._links} if has_links else {},
             "rates": self._units.rates,
+            "inner": None if self._inner is None else self._inner.state_dict(joins=joins, has_links=has_links),
         }
         return {name: value for name, value in state.items() if value or name == "num_rounds"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict()` gave; copies it. The next round uses it, and checks its shapes."""
         self.reset()
-        self._loaded = copy.deepcopy(
-            {
-                name: state[name]
-                for name in (
-                    "vectors",
-                    "optimizers",
-                    "objects",
-                    "links",
-                    "policies",
-                    "places",
-                    "weights",
-                    "has_buffers",
-                )
-                if name in state
-            }
-        )
+        self._loaded = copy.deepcopy({name: state[name] for name in _LOADED if name in state})
         self.num_rounds = state.get("num_rounds", 0)
         self._units.rates = state.get("rates")
+        if "inner" in state:
+            self.inner.load_state_dict(state["inner"])
 
     def parts_of(self, name: str) -> Sequence[Tensor]:
         """The parts of a vector, as far as one of that name is kept; shares memory."""
@@ -419,7 +451,7 @@ class Memory:
 
     def _copy(self, name: str, vector: Vector, state: Sequence[Tensor]) -> None:
         if (theirs := self._loaded.get("places")) is not None:  # of a donor, which may have trained other tensors
-            _carry(state, theirs, vector.parts, _places(self._layout))
+            carry(runs(theirs, state), self._runs(vector.parts))
             return
         if self._loaded.get("has_buffers") and len(state) == len(vector.parts):  # those of 0.1.0 end in buffers
             state = [x[: part.numel()] for x, part in zip(state, vector.parts, strict=True)]
@@ -439,7 +471,7 @@ class Memory:
         if theirs is None or theirs == mine:
             return state
         kept, sizes = state["state"], Counter[int]()
-        for part, _, numel in theirs.values():
+        for _, _, part, _, numel in theirs:
             sizes[part] += numel
         moved: dict[int, dict[str, Any]] = {k: {} for k in range(len(of.parts))}
         for name in kept[min(kept)] if kept else ():
@@ -447,7 +479,7 @@ class Memory:
             is_vector = all(isinstance(x, Tensor) and x.numel() == sizes[k] for k, x in enumerate(values))
             new = [torch.zeros_like(part) for part in of.parts]
             if is_vector:
-                _carry(values, theirs, new, mine)
+                carry(runs(theirs, values), runs(mine, new))
             for k, part in enumerate(new):
                 moved[k][name] = part if is_vector else copy.deepcopy(values[0])
         groups = [{**group, "params": list(moved)} for group in state["param_groups"][:1]]
@@ -485,94 +517,64 @@ def _layout_of(flat: FlatVector) -> FlatLayout:
     return widened(flat.layout, has_buffers=False)
 
 
-Places: TypeAlias = dict[str, list[int]]
-"""Where each tensor of a vector is, by name: the part, its first element there, and how many it has."""
+Places: TypeAlias = list[tuple[str, int, int, int, int]]
+"""The tensors of a vector, or their parts: name, first element in the tensor, part of the vector, first there, size."""
+Run: TypeAlias = tuple[str, int, Tensor]
+"""Elements of a tensor: its name, the first element in it, and a view of them."""
 
 
 def _places(layout: FlatLayout | None) -> Places | None:
     """The places of a layout; None: there is none."""
     if layout is None:
         return None
-    return {
-        f"{spec.name}+{spec.first}" if spec.first else spec.name: [k, a, spec.numel]
+    return [
+        (spec.name, spec.first, k, start, spec.numel)
         for k, segment in enumerate(layout.segments)
-        for a, spec in segment.places()
-    }
+        for start, spec in segment.places()
+    ]
 
 
-def _carry(old: Sequence[Tensor], before: Places | None, new: Sequence[Tensor], after: Places | None) -> None:
-    """Values of tensors that both have <- those of the old one."""
-    if before == after:
-        for x, y in zip(new, old, strict=True):
+def runs(places: Places | None, parts: Sequence[Tensor]) -> list[Run]:
+    """The elements of a vector, tensor by tensor; part by part where the tensors are not known."""
+    if places is None:
+        return [(str(k), 0, part) for k, part in enumerate(parts)]
+    return [(name, first, parts[k][start : start + numel]) for name, first, k, start, numel in places]
+
+
+def carry(old: Iterable[Run], new: Iterable[Run]) -> None:
+    """The elements of tensors that both have, in one size, <- the old ones."""
+    old, new = list(old), list(new)
+    if [run[:2] for run in old] == [run[:2] for run in new] and all(
+        a.shape == b.shape for (*_, a), (*_, b) in zip(old, new, strict=True)
+    ):
+        for (*_, x), (*_, y) in zip(new, old, strict=True):
             x.copy_(y)
         return
-    assert before is not None, "flat vectors have layouts"
-    assert after is not None, "flat vectors have layouts"
-    for name, (k, first, numel) in after.items():
-        if name in before and before[name][2] == numel:
-            j, start, _ = before[name]
-            new[k][first : first + numel].copy_(old[j][start : start + numel])
+    sizes, by_name = _sizes(old), defaultdict[str, list[tuple[int, Tensor]]](list)
+    for name, start, y in old:
+        by_name[name].append((start, y))
+    own_sizes = _sizes(new)
+    for name, first, x in new:
+        for start, y in by_name[name] if sizes[name] == own_sizes[name] else ():
+            a, b = max(first, start), min(first + len(x), start + len(y))
+            if a < b:
+                x[a - first : b - first].copy_(y[a - start : b - start])
+
+
+def _sizes(found: Iterable[Run]) -> Counter[str]:
+    sizes = Counter[str]()
+    for name, _, x in found:
+        sizes[name] += x.numel()
+    return sizes
 
 
 def tensors_beyond(known: Places | None, x: FlatVector) -> list[Tensor]:
     """The parameters of x that vectors with these places do not have; views."""
-    there = {} if known is None else {name: numel for name, (_, _, numel) in known.items()}
-    places = _places(_layout_of(x)) or {}
-    return [x.parameters[k][a : a + numel] for name, (k, a, numel) in places.items() if there.get(name) != numel]
+    there = {(name, first): numel for name, first, _, _, numel in known or ()}
+    places = _places(_layout_of(x)) or []
+    return [x.parameters[k][a : a + numel] for name, first, k, a, numel in places if there.get((name, first)) != numel]
 
 
 def places_of(layout: FlatLayout) -> Places:
     """Where the parameters of a vector are."""
-    return _places(widened(layout, has_buffers=False)) or {}
-
-
-def move_parts(
-    old: Sequence[tuple[Fragment, Memory]],
-    before: FlatLayout,
-    new: Sequence[tuple[Fragment, Memory]],
-    x: FlatVector,
-    device: torch.device | None = None,
-) -> None:
-    """The memories of the fragments of x <- those of the fragments of a vector of other tensors, by their names.
-
-    Args:
-        old: the fragments of a vector of the layout `before`, and their memories.
-        before: float32 or wider, with buffers.
-        new: the fragments of x, with new memories; mutated.
-        x: the model.
-        device: of the memories; None: that of the model.
-    """
-    after = widened(x.layout, has_buffers=True)
-    for fragment, memory in new:
-        part = fragment.read(x, device or x.raw.device)
-        memory.fit(Vector.of(part))
-        memory.num_rounds = old[0][1].num_rounds
-    model = old[0][1]
-
-    def move(theirs: Sequence[Sequence[Tensor]], ours: Sequence[Sequence[Tensor]]) -> None:
-        place = device or x.raw.device
-        whole, result = FlatVector.zeros(before, place), FlatVector.zeros(after, place)
-        for (fragment, _), parts in zip(old, theirs, strict=True):
-            fragment.spread(parts, whole)
-        for (fragment, _), parts in zip(new, ours, strict=True):
-            fragment.spread(parts, result)
-        _carry(whole.parameters, places_of(before), result.parameters, places_of(after))
-        for (fragment, _), parts in zip(new, ours, strict=True):
-            fragment.collect(result, parts)
-
-    for name, entry in model._entries.items():
-        vectors = [memory.vector(name, **entry.policy).parts for _, memory in new]
-        move([memory._entries[name].vector.parts for _, memory in old], vectors)
-    memories = [[memory for _, memory in side] for side in (old, new)]
-    stepped = next((memory for memory in memories[0] if memory._optimizers), model)  # parts of a model may be empty
-    for name, kept in stepped._optimizers.items():
-        key = next(key for key, entry in stepped._entries.items() if entry.vector is kept.of)
-        for memory in memories[1]:
-            if memory.optimizer(name, kept.make, memory._entries[key].vector) is not None:
-                memory._optimizers[name].go_on_as(kept, lambda _a, _b: None)
-        for state in kept.vector_states():
-            theirs, mine = (
-                [m._optimizers[name].state_of(state) if name in m._optimizers else [] for m in side]
-                for side in memories
-            )
-            move(theirs, mine)
+    return _places(widened(layout, has_buffers=False)) or []

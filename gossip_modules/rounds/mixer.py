@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
-from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport, is_elastic
 
@@ -28,7 +28,6 @@ class Mixer(ABC):
     mixer from start to then: it must be neither changed nor freed.
     """
 
-    needs_symmetric_weights: bool = False  # so the wrapper's default is an undirected ring
     _is_bound: bool = False
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
@@ -65,22 +64,6 @@ class Mixer(ABC):
     def check(self, mixing: MixingManager) -> None:
         """Raise ValueError when the algorithm is wrong with these weights."""
 
-    def default_graph(self, world_size: int) -> GraphManager | None:
-        """The graph where the user names neither graph nor weights; None: the wrapper's own default."""
-        return None
-
-    def default_mixing(self, world_size: int) -> MixingManager | None:
-        """The weights where the user names neither graph nor weights; None: those of the graph."""
-        return None
-
-    def for_membership(self) -> Mixer:
-        """The mixer that runs this algorithm where peers fail, come and go; itself where it can.
-
-        Raises:
-            ValueError: the algorithm cannot do without a peer in a round.
-        """
-        return self
-
     @property
     def is_weighted(self) -> bool:
         """Whether the push-sum weight leaves one, so that the estimate is x / w."""
@@ -88,9 +71,6 @@ class Mixer(ABC):
 
     keeps_models: bool = False
     """Whether models of peers are kept from round to round, so that neither overlap nor exact averages fit between."""
-
-    is_whole: bool = False
-    """Whether a round is W(t) x, with nothing left out for later: not where messages are compressed."""
 
     is_skippable: bool = True
     """Whether a round may be left out after it was received: not where its messages have changed the state."""
@@ -157,6 +137,16 @@ class Mixer(ABC):
 
     def take_shared(self, x: FlatVector) -> None:
         """What `shared` gives was written by another process, whose round it was."""
+
+    def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
+        """Watch the optimizers of the model, as far as the algorithm needs it; once, after `bind`.
+
+        is_whole: whether this process has the whole model, and not a shard of it.
+        """
+
+    def describe(self, dtypes: Sequence[torch.dtype]) -> str:
+        """What all ranks must agree on. dtypes: of the parameters, in float32 at least."""
+        return str(self)
 
     def close(self) -> None:
         """Let go of everything outside; idempotent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -87,8 +87,19 @@ def _memory_of(name: str, anchor: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_rounds": 1, "vectors": vectors, "policies": policies, "optimizers": optimizers, "has_buffers": True}
 
 
-def renewed(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The state of the rounds of an algorithm, of this version or of 0.1.0; shares memory. name: of the algorithm."""
+def renewed(state: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
+    """The state of the rounds of algorithms, of this version or of 0.1.0; shares memory.
+
+    Args:
+        state: of the first algorithm; in 0.1.0 the state of the next one is in it, as `mixer`.
+        names: of the algorithms, each over the next.
+    """
+    name, *inner_names = names
+    if "mixer" in state:
+        own = {key: value for key, value in state.items() if key != "mixer"}
+        inner = renewed(state["mixer"], inner_names) if inner_names else {}
+        memory = {**own.get("memory", {}), **({"inner": inner["memory"]} if "memory" in inner else {})}
+        return {**own, **{key: inner[key] for key in ("messages", "links") if key in inner}, "memory": memory}
     if not state and name in _HAVE_MESSAGES:
         return {"algorithm": name}
     if "factors" in state or "received" in state:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
@@ -26,7 +25,9 @@ class OptimizerWatch:
     """
 
     def __init__(self, algorithm: Algorithm, buffer: FlatBuffer) -> None:
-        self._momentum = SGDMomentum(buffer, algorithm) if algorithm.needs_sgd else None
+        steppers = [k for k, part in enumerate(algorithm.parts) if part.needs_sgd]
+        self._depth = steppers[0] if steppers else 0  # of the memory that has the momentum
+        self._momentum = SGDMomentum(buffer, algorithm.parts[self._depth]) if steppers else None
         self._rates = StepRates(buffer) if algorithm.follows_rate else None
         self._inner = InnerRate(algorithm, buffer) if algorithm.needs_inner_rate else None
 
@@ -50,13 +51,19 @@ class OptimizerWatch:
             self._rates.end_round()
         if self._momentum is not None:
             self._momentum.step = None
-            self._momentum.write(memory.momentum.parts)
+            self._momentum.write(self.memory_of(memory).momentum.parts)
 
-    def forget(self, momentum: Sequence[Tensor] = ()) -> None:
-        """There was no step since the last round. momentum: of the algorithm; empty: the optimizer keeps its own."""
+    def memory_of(self, memory: Memory) -> Memory:
+        """The memory that has the momentum: of the algorithm that needs SGD, which another one may be over."""
+        for _ in range(self._depth):
+            memory = memory.inner
+        return memory
+
+    def forget(self, memory: Memory) -> None:
+        """There was no step since the last round. Where the memory has no momentum, the optimizer keeps its own."""
         if self._momentum is not None:
             self._momentum.step = None
-            self._momentum.write(momentum)
+            self._momentum.write(self.memory_of(memory).parts_of("momentum"))
 
     def state_dict(self, *, joins: bool = False) -> dict[str, Any]:
         """The step and the rates since the last round. joins: for a worker that joins, which has taken no step."""
@@ -64,13 +71,13 @@ class OptimizerWatch:
         rates = None if self._rates is None else self._rates.state_dict()
         return {"sgd_step": step, "step_rates": rates, "inner_rate": self.inner_rate}
 
-    def load_state_dict(self, state: Mapping[str, Any], momentum: Sequence[Tensor] = ()) -> None:
-        """Take back what `state_dict()` gave; nothing = start anew. momentum: see `forget`."""
+    def load_state_dict(self, state: Mapping[str, Any], memory: Memory) -> None:
+        """Take back what `state_dict()` gave; nothing = start anew. memory: see `forget`."""
         if self._rates is not None:
             self._rates.load_state_dict(state.get("step_rates") or {})
         if self._inner is not None:
             self._inner.rate = state.get("inner_rate")
-        self.forget(momentum)
+        self.forget(memory)
         if self._momentum is not None and (step := state.get("sgd_step")) is not None:
             self._momentum.step = SGDStep(*step)
 

@@ -139,28 +139,14 @@ class OuterOptimizer:
             }
         self.optimizer.load_state_dict({"state": copy.deepcopy(state["state"]), "param_groups": groups})
 
-    def go_on_as(self, other: OuterOptimizer, carry: Callable[[Sequence[Tensor], Sequence[Tensor]], None]) -> None:
-        """State for each element, counters and settings <- those of an optimizer of other tensors.
-
-        Args:
-            other: the optimizer before.
-            carry: copies the tensors that both have from its first argument, like the parts of `other.of`, to its
-                second, like the parts of `of`.
-        """
-        mine, theirs = self.optimizer, other.optimizer
-        for group, before in zip(mine.param_groups, theirs.param_groups, strict=False):
+    def go_on_as(self, other: OuterOptimizer) -> None:
+        """Counters and settings <- those of an optimizer of other tensors; not its state for each element."""
+        for group, before in zip(self.optimizer.param_groups, other.optimizer.param_groups, strict=False):
             group |= {name: copy.deepcopy(value) for name, value in before.items() if name != "params"}
-        for name in {name for part in other.of.parts for name in theirs.state.get(part, {})}:
-            values = [theirs.state.get(part, {}).get(name) for part in other.of.parts]
-            pairs = list(zip(values, other.of.parts, strict=True))
-            if any(isinstance(value, Tensor) and value.shape == part.shape for value, part in pairs):
-                new = [torch.zeros_like(part) for part in self.of.parts]
-                carry([v if isinstance(v, Tensor) else torch.zeros_like(p) for v, p in pairs], new)
-                for part, value in zip(self.of.parts, new, strict=True):
-                    mine.state[part][name] = value
-            else:
-                for part in self.of.parts:
-                    mine.state[part][name] = copy.deepcopy(values[0])
+        states, vectors = other.optimizer.state, other.vector_states()
+        counters = {n: v for part in other.of.parts for n, v in states.get(part, {}).items() if n not in vectors}
+        for part in self.of.parts:
+            self.optimizer.state[part].update(copy.deepcopy(counters))
 
     def vector_states(self) -> list[str]:
         """The names of the state that the optimizer keeps for each element."""

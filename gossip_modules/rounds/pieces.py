@@ -17,15 +17,14 @@ from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport, timeout_of
-from .algorithm import Algorithm, Over
-from .composed import Composed
+from .algorithm import Algorithm
 from .fragment import Fragment, check_names, cut
 from .gossip_thread import GossipThread
-from .memory import Memory, move_parts, places_of, tensors_beyond
+from .memory import Memory, places_of, tensors_beyond
 from .mixer import Mixer
 from .periodic import Periodic
 from .rounds import Rounds, average_, rounds_of
-from .vector import widened
+from .vector import Vector, widened
 
 _OTHERS = "what it keeps of tensors that are still trained stays, and new ones start anew"
 
@@ -39,7 +38,7 @@ class _TravellingRound:
     future: Future[float]
 
 
-class Pieces(Composed):
+class Pieces(Mixer):
     """Runs the rounds of a `Periodic` algorithm for each fragment of the model; see [Note: Fragments and delays].
 
     A round with a delay is begun on the training thread, answered on the gossip thread, and ended on the training
@@ -59,11 +58,13 @@ class Pieces(Composed):
     """
 
     def __init__(self, rounds: Rounds) -> None:
-        assert isinstance(rounds.algorithm, Periodic), "fragments and delays are settings of periodic algorithms"
-        super().__init__(rounds.algorithm, rounds.mixer)
-        self.algorithm: Periodic = rounds.algorithm
-        self.rounds = [rounds]
-        self._device = None if self.algorithm.anchor_device is None else torch.device(self.algorithm.anchor_device)
+        self.algorithm, self.rounds = rounds.algorithm, [rounds]
+        self.times = times_of(rounds.algorithm)
+        self.keeps_models, self.can_recover = rounds.keeps_models, rounds.can_recover
+        # Where rounds travel, no model may come into one that is not finite.
+        self.is_skippable = rounds.is_skippable and not self.times.delay
+        self._k = self._t = 0  # the optimizer steps before the round, and its number
+        self._device = None if self.times.anchor_device is None else torch.device(self.times.anchor_device)
         self._buffer: FlatBuffer | None = None  # says where the tensors of the model are in the vector
         self._fragments: list[Fragment] = []
         self._layout: FlatLayout | None = None  # of the vector that they are fragments of
@@ -75,7 +76,7 @@ class Pieces(Composed):
         """See `Mixer`."""
         self.rounds[0].bind(mixing, transport)
         super().bind(mixing, transport)
-        self.rounds += [self.rounds[0].sibling() for _ in range(self.algorithm.num_fragments - 1)]
+        self.rounds += [self.rounds[0].sibling() for _ in range(self.times.num_fragments - 1)]
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `Mixer`."""
@@ -83,10 +84,23 @@ class Pieces(Composed):
         for rounds in self.rounds:
             rounds.rebind(mixing, transport)
 
+    def check(self, mixing: MixingManager) -> None:
+        """See `Mixer`."""
+        self.rounds[0].check(mixing)
+
+    def is_due(self, k: int) -> bool:
+        """See `Mixer`."""
+        self._k = k
+        return self.algorithm.is_due(k)
+
+    def start(self, s: FlatVector, t: int) -> None:
+        """See `Mixer`; the round itself runs in `finish`."""
+        self._t = t
+
     @property
-    def is_skippable(self) -> bool:  # type: ignore[override]
-        """See `Mixer`. Where rounds travel, no model may come into one that is not finite."""
-        return super().is_skippable and not self.algorithm.delay
+    def is_weighted(self) -> bool:
+        """See `Mixer`."""
+        return self.rounds[0].is_weighted
 
     @property
     def has_news(self) -> bool:  # type: ignore[override]
@@ -98,24 +112,18 @@ class Pieces(Composed):
         """See `Mixer`."""
         return self.rounds[0].sources
 
-    def for_membership(self) -> Pieces:
-        """See `Mixer`."""
-        return Pieces(self.rounds[0].for_membership())
-
     def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
-        """See `Rounds`; also says where the tensors of the model are.
-
-        is_whole: whether this process has the whole model, and not a shard of it.
+        """See `Mixer`; also says where the tensors of the model are.
 
         Raises:
             ValueError: fragments are names, which the shards of a model do not have, or which the model does not have.
         """
         if is_whole:
-            check_names(self.algorithm.fragments, buffer.module)
+            check_names(self.times.fragments, buffer.module)
             self._buffer = buffer
-        elif not isinstance(self.algorithm.fragments, int):
+        elif not isinstance(self.times.fragments, int):
             raise ValueError(
-                f"got fragments={self.algorithm.fragments!r} where several processes share the vector of one model, "
+                f"got fragments={self.times.fragments!r} where several processes share the vector of one model, "
                 "expected the number of fragments: names are not known there"
             )
         for rounds in self.rounds[:1]:
@@ -128,7 +136,7 @@ class Pieces(Composed):
     def begin(self, x: FlatVector, k: int = 0) -> bool:
         """See `Mixer`: what has begun so far and is due now is ended."""
         has_changed = self._cut(x)
-        starting = self.algorithm.starting_at(k)
+        starting = self.times.starting_at(k)
         for p, rounds in enumerate(self.rounds):
             if rounds.has_news or not rounds.has_begun:
                 with self._part(p, x) as part:
@@ -146,12 +154,12 @@ class Pieces(Composed):
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`; with a delay rounds are begun."""
-        starting = self.algorithm.starting_at(self._k)
+        starting = self.times.starting_at(self._k)
         if not starting:
-            self.mixer.mix(s, self._t)
+            self.rounds[0].plain.mix(s, self._t)
         for p in starting:
-            t = self.algorithm.number_of(p, self._k)  # so that each fragment meets every matrix of a graph that changes
-            if self.algorithm.delay:
+            t = self.times.number_of(p, self._k)  # so that each fragment meets every matrix of a graph that changes
+            if self.times.delay:
                 self._depart(p, s, t)
             else:
                 with self._part(p, s) as part:
@@ -179,7 +187,7 @@ class Pieces(Composed):
 
         if self._thread is None:
             self._thread = GossipThread(f"gossip-{self.transport.rank}")
-        self._flights.append(_TravellingRound(p, self._k + self.algorithm.delay, self._thread.submit(run)))
+        self._flights.append(_TravellingRound(p, self._k + self.times.delay, self._thread.submit(run)))
 
     def _arrive(self, x: FlatVector) -> None:
         """Wait for the first round that travels, and end it."""
@@ -203,7 +211,7 @@ class Pieces(Composed):
         if self._stream is not None:  # what is mixed is there before it is read
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         with self._part(flight.fragment, x) as part:
-            self.rounds[flight.fragment].arrive(part, kept=self.algorithm.kept)
+            self.rounds[flight.fragment].arrive(part, kept=self.times.kept)
 
     @property
     def is_in_flight(self) -> bool:
@@ -235,32 +243,26 @@ class Pieces(Composed):
         if x.layout is self._layout:
             return False
         places = None if self._buffer is None else self._buffer.places()
-        before, old, has_changed = self._layout, self._fragments, False
-        fragments = cut(x.layout, self.algorithm.fragments, places)
+        before, has_changed = self._layout, False
+        fragments = cut(x.layout, self.times.fragments, places)
         if before is not None and len(self.rounds) > 1 and self.rounds[0].has_begun:
             wide = widened(before, has_buffers=True)
             if wide != widened(x.layout, has_buffers=True):
-                has_changed = self._move(list(zip(old, self.rounds, strict=True)), wide, fragments, x)
+                has_changed = self._move(wide, fragments, x)
         self._layout, self._fragments = x.layout, fragments
         return has_changed
 
-    def _move(
-        self, old: list[tuple[Fragment, Rounds]], before: FlatLayout, fragments: list[Fragment], x: FlatVector
-    ) -> bool:
+    def _move(self, before: FlatLayout, fragments: list[Fragment], x: FlatVector) -> bool:
         """Other tensors are trained: new tensors begin at their average, and the memory of others stays."""
         new = tensors_beyond(places_of(before), x)
         warnings.warn(f"{self.algorithm}: other tensors are trained than before; {_OTHERS}", stacklevel=2)
         if new and self.algorithm.has_equal_memory:
             average_(new, x, self.rounds[0].averager)
-        memories = [Memory() for _ in old]
-        move_parts(
-            [(f, rounds.memory) for f, rounds in old],
-            before,
-            list(zip(fragments, memories, strict=True)),
-            x,
-            self._device,
-        )
-        for (_, rounds), memory in zip(old, memories, strict=True):
+        memories = [Memory(rounds.memory.weights) for rounds in self.rounds]
+        for fragment, memory in zip(fragments, memories, strict=True):
+            memory.fit(Vector.of(fragment.read(x, self._device or x.raw.device)))
+            memory.carry([rounds.memory for rounds in self.rounds])
+        for rounds, memory in zip(self.rounds, memories, strict=True):
             rounds.memory = memory
         return bool(new)
 
@@ -281,6 +283,13 @@ class Pieces(Composed):
         for rounds in self.rounds:
             rounds.reset()
 
+    def describe(self, dtypes: Sequence[torch.dtype]) -> str:
+        """See `Mixer`."""
+        return self.rounds[0].describe(dtypes)
+
+    def __repr__(self) -> str:
+        return repr(self.algorithm)
+
     def state_dict(self) -> dict[str, Any]:
         """See `Mixer`; shares memory."""
         return self._state([rounds.state_dict() for rounds in self.rounds])
@@ -295,7 +304,7 @@ class Pieces(Composed):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Mixer`."""
         states = state.get("fragments", [state])
-        if len(states) != len(self.rounds) and state.get("algorithm") == self.rounds[0].name:
+        if len(states) != len(self.rounds) and state.get("algorithm") == self.algorithm.name:
             raise ValueError(
                 f"got the state of {len(states)} fragments, expected {len(self.rounds)}; wrap with the fragments= of "
                 "when it was saved, or load the model alone: module.load_state_dict"
@@ -318,9 +327,14 @@ class Pieces(Composed):
         return {**self.__dict__, "_thread": None, "_stream": None}
 
 
-def mixer_of(algorithm: Algorithm | Over, plain: Mixer) -> Mixer:
+def times_of(algorithm: Algorithm) -> Periodic:
+    """The settings of fragments and delays, where the algorithm, or the one that is over others, has these."""
+    outer = algorithm.parts[0]
+    assert isinstance(outer, Periodic), "fragments and delays are settings of periodic algorithms"
+    return outer
+
+
+def mixer_of(algorithm: Algorithm, plain: Mixer) -> Mixer:
     """What runs the rounds of an algorithm, in pieces where it says so; not bound yet."""
-    made = rounds_of(algorithm, plain)
-    if isinstance(made, Rounds) and isinstance(made.algorithm, Periodic) and made.algorithm.is_in_pieces:
-        return Pieces(made)
-    return made
+    made, outer = rounds_of(algorithm, plain), algorithm.parts[0]
+    return Pieces(made) if isinstance(made, Rounds) and isinstance(outer, Periodic) and outer.is_in_pieces else made

@@ -48,7 +48,6 @@ class PushPull(Mixer):
         >>> mean = gossiper.average(torch.randn(10), num_rounds=50)
     """
 
-    is_whole = True
     sends_shares: bool = False  # columns of W sum to one, and not rows: see [Note: lost peers] of `Neighbours`
     received: Sequence[FlatVector] = ()  # the messages of the in-peers, in their order
 

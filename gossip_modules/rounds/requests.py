@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from ..mixing_manager.base import MixingManager
+from .memory import Memory
 from .messages import Code, Message
 from .vector import Vector
 
@@ -52,7 +53,15 @@ class Gather:
     message: Message
 
 
-Request: TypeAlias = Mix | Average | Share | Exchange | Gather
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """A round of another algorithm about x, in the place of `Mix(x)`: the driver runs it to its end. See `Over`."""
+
+    x: Vector
+    round: Round
+
+
+Request: TypeAlias = Mix | Average | Share | Exchange | Gather | Inner
 Round: TypeAlias = Generator[Request, Any, None]
 
 
@@ -108,15 +117,20 @@ class Vectors:
         self,
         x: Vector,
         mail: Mail,
-        *,
         t: int,
         rank: int,
         num_ranks: int,
+        *,
         step: SGDStep | None = None,
         inner_rate: float | None = None,
     ) -> None:
         self.x, self._mail, self.t, self.rank, self.num_ranks = x, mail, t, rank, num_ranks
         self.step, self.inner_rate = step, inner_rate
+
+    def about(self, x: Vector, m: Memory) -> Vectors:
+        """The same round, of another vector, with a memory of its own."""
+        step = self.step if m.num_rounds else None
+        return Vectors(x, self._mail, self.t, self.rank, self.num_ranks, step=step, inner_rate=self.inner_rate)
 
     def encode(self, code: Code, x: Vector, *, key: object = "own") -> Message:
         """C(x) as a message. key: messages of other keys may be under way at the same time."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,34 +16,34 @@ from ..flat.nonfinite import is_finite
 from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport, is_elastic
-from .algorithm import Algorithm, Over
-from .composed import Composed
+from .algorithm import Algorithm, next_request
 from .memory import Memory
 from .messages import Message, MessageBuffer, MessageRounds, Received
 from .mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
 from .old_checkpoints import renewed
 from .optimizer_watch import OptimizerWatch
-from .requests import Average, Exchange, Gather, Mix, Request, RoundLost, Share, Vectors
+from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, RoundLost, Share, Vectors
 from .stamps import Stamps
 from .vector import Snapshot, Vector
 
 
-class Rounds(Composed):
+class Rounds(Mixer):
     """Makes a mixer of an algorithm: s <- one round of it, blocking; or the correction of that round.
 
-    [Note: who answers] `Mix(x)` is answered by another mixer: plain gossip, or the rounds of another algorithm, so that
-    algorithms may be stacked on each other. `Average(x)` is an all-reduce; messages go by `MessageRounds`.
+    `Mix(x)` is answered by plain gossip, `Average(x)` by an all-reduce; messages go by `MessageRounds`.
 
     Where new tensors are trained, they become their average over all ranks before they enter an equal memory.
 
     Args:
         algorithm: what a round does.
-        mixer: answers `Mix`; not bound yet.
+        plain: answers `Mix`; not bound yet.
     """
 
-    def __init__(self, algorithm: Algorithm, mixer: Mixer) -> None:
-        super().__init__(algorithm, mixer)
-        self.name = type(algorithm).__name__  # in checkpoints
+    def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
+        self.algorithm, self.plain = algorithm, plain
+        self.keeps_models, self.can_recover = algorithm.keeps_models, algorithm.can_recover
+        self.is_skippable = algorithm.is_skippable and not algorithm.can_recover
+        self._k = self._t = 0  # the optimizer steps before the round, and its number
         self._is_torn = False  # whether a round has ended while it was writing what its messages had said
         self._is_cut_off = False  # whether messages of a round have not come, and may still be on their way
         self.memory = Memory()
@@ -59,16 +60,21 @@ class Rounds(Composed):
         self._own_buffer_weight = 1.0
         self._buffers: list[Tensor] = []
         self._v: Vectors | None = None  # of the round that runs
-        self._generator: Generator[Request, Any, None] | None = None
+        self._generator: Round | None = None
         self._request: Request | None = None
         self._replies: list[Any] = []  # to the request of a round that has departed
 
     # See `Mixer`.
 
+    def check(self, mixing: MixingManager) -> None:
+        """See `Mixer`."""
+        self.plain.check(mixing)
+        self.algorithm.check(mixing)
+
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `Mixer`."""
         super().bind(mixing, transport)
-        self.mixer.bind(mixing, transport)
+        self.plain.bind(mixing, transport)
         self._join(mixing, transport)
 
     def _join(self, mixing: MixingManager, transport: Transport) -> None:
@@ -91,18 +97,17 @@ class Rounds(Composed):
 
     def sibling(self) -> Rounds:
         """The rounds of another part of the same model, with a memory of their own, over the same plain gossip."""
-        other = Rounds(self.algorithm, self.mixer.sibling() if isinstance(self.mixer, Rounds) else self.mixer)
-        other.name = self.name
+        other = Rounds(self.algorithm, self.plain)
         other._join(self.mixing, self.transport)
         return other
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `Mixer`. The algorithm has looked at the worlds that may be: no survivor may end in a step by another."""
         self.mixing, self.transport = mixing, transport
-        self.mixer.rebind(mixing, transport)
+        self.plain.rebind(mixing, transport)
         self.messages.rebind(mixing, transport)
-        self.averager.transport, self.memory.weights = transport, repr(mixing)
-        self.memory.begin_generation()
+        self.averager.transport = transport
+        self.memory.begin_generation(repr(mixing))
         self._has_begun = False
         self.stamps.begin_generation(is_needed=self._must_agree)
 
@@ -125,7 +130,23 @@ class Rounds(Composed):
         """See `Mixer`."""
         if self.algorithm.averages_exactly:
             return range(self.transport.world_size)
-        return self.messages.sources or self.mixer.sources
+        return self.messages.sources or self.plain.sources
+
+    @property
+    def is_weighted(self) -> bool:
+        """See `Mixer`."""
+        return self.plain.is_weighted
+
+    def is_due(self, k: int) -> bool:
+        """See `Mixer`."""
+        if self.algorithm.is_due(k):
+            self._k = k
+            return True
+        return False
+
+    def start(self, s: FlatVector, t: int) -> None:
+        """See `Mixer`; the round itself runs in `finish` or `difference`."""
+        self._t = t
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`."""
@@ -152,11 +173,9 @@ class Rounds(Composed):
         """See `Mixer`."""
         self._agree_finite = agree
 
-    def watch_optimizer(self, buffer: FlatBuffer) -> None:
-        """Watch the optimizers of this model, as far as the algorithms need it."""
+    def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
+        """See `Mixer`."""
         self.watch = OptimizerWatch(self.algorithm, buffer)
-        if isinstance(self.mixer, Rounds):
-            self.mixer.watch_optimizer(buffer)
 
     # Beside rounds.
 
@@ -179,7 +198,7 @@ class Rounds(Composed):
         step = None if self.watch is None else self.watch.step
         if step is not None and not self._has_checked_step:
             if not is_elastic(self.transport):
-                self.algorithm.check_step(self._relaxed(self.mixing), step)
+                self.algorithm.check_step(self.mixing, step)
             self._has_checked_step = True
         if not self._has_begun:
             self.algorithm.begin(self._vectors(Vector.of(x)), self.memory)
@@ -314,19 +333,29 @@ class Rounds(Composed):
     def _go_on(self, reply: Any) -> None:
         """To the next request, or to the end of the round."""
         assert self._generator is not None, "a round is open"
-        # Peers have the same messages: if this rank does not write what they say, they no longer agree.
-        self._is_torn = isinstance(reply, Received | dict) and not self.algorithm.is_skippable
         try:
             if reply is RoundLost:
                 self._generator.throw(RoundLost())
-            self._request, self._is_torn = self._generator.send(reply), False
-        except StopIteration:
-            self._request, self._is_torn = None, False
+            self._request = self._next_request(self._generator, reply)
         except RoundLost:  # training goes on without this round
             self._request, self.has_failed, self.stamps.lost = None, True, self._k
         except BaseException:
             self._close()
             raise
+
+    def _run_inner(self, inner: Inner) -> None:
+        self.messages.begin_round(inner.x, self._t)
+        with contextlib.closing(inner.round) as generator:
+            request = next_request(generator, None)
+            while request is not None:
+                request = self._next_request(generator, self._answer(request))
+
+    def _next_request(self, generator: Round, reply: Any) -> Request | None:
+        # Peers have the same messages: if this rank does not write what they say, they no longer agree.
+        self._is_torn = isinstance(reply, Received | dict) and not self.algorithm.is_skippable
+        request = next_request(generator, reply)
+        self._is_torn = False
+        return request
 
     def _close(self) -> None:
         if self._generator is not None:
@@ -345,7 +374,7 @@ class Rounds(Composed):
                     b.copy_(torch.lerp(mixed, b.to(mixed), kept) if kept else mixed)
             if self.algorithm.averages_at(self._k):
                 self.stamps.taken = self._k
-                self.mixer.end_average()
+                self.memory.forget_inner_models()
         self._close()
         if is_open and self.watch is not None:
             self.watch.after_round(self.memory)
@@ -355,7 +384,7 @@ class Rounds(Composed):
         assert v is not None, "a round is open"
         try:
             reply = self._reply_to(request, v)
-            if self._agree_finite is not None and isinstance(request, Mix | Average):
+            if self._agree_finite is not None and isinstance(request, Mix | Average | Inner):
                 flat = request.x.flat
                 if flat is not None and not self._agree_finite(is_finite(flat)):
                     raise NonfiniteRound
@@ -372,13 +401,15 @@ class Rounds(Composed):
 
     def _reply_to(self, request: Request, v: Vectors) -> Any:
         if isinstance(request, Mix):
-            return self._mix(request.x, v, self.mixer)
+            return self._mix(request.x, v, self.plain)
         if isinstance(request, Average):
             self._mix(request.x, v, self.averager)
             if self.averager.has_failed:
                 return RoundLost
             self._set_weight(v)
             return None
+        if isinstance(request, Inner):
+            return self._run_inner(request)
         if isinstance(request, Share):
             replies = self._exchange(dict.fromkeys(v.peers, request.message), {})
             return self.messages.row_of(request.message, replies)
@@ -405,7 +436,7 @@ class Rounds(Composed):
         assert flat is not None, "only vectors of the model's layout are mixed: v.x, or one of m.scratch()"
         for b, own in zip(flat.buffers, self._buffers, strict=True):
             b.copy_(own)
-        if x is not v.x and mixer is self.mixer:
+        if x is not v.x and mixer is self.plain:
             flat.push_sum_weight.fill_(1.0)
         mixer.start(flat, self._t)
         if isinstance(x, Snapshot):
@@ -450,59 +481,59 @@ class Rounds(Composed):
     def forget_models(self) -> None:
         """See `Mixer`."""
         self.memory.forget_models()
-        self.mixer.forget_models()
         self._begin_anew()
 
     def end_average(self) -> None:
         """See `Mixer`."""
         self.memory.forget_models(is_asked=False)
-        self.mixer.end_average()
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._has_begun = False
         if self.watch is not None:
-            self.watch.forget(self.memory.parts_of("momentum"))
+            self.watch.forget(self.memory)
 
     def shared(self, x: FlatVector) -> Sequence[Tensor]:
         """See `Mixer`: the momentum of the optimizer, where the algorithm writes it."""
-        if not self.algorithm.needs_sgd:
-            return ()
-        self.memory.fit(Vector.of(x), who=self.algorithm)
-        return self.memory.momentum.parts
+        memory = self.memory
+        for part in self.algorithm.parts if self.algorithm.needs_sgd else ():
+            memory.fit(Vector.of(x), who=part)
+            if part.needs_sgd:
+                return memory.momentum.parts
+            memory = memory.inner
+        return ()
 
     def take_shared(self, x: FlatVector) -> None:
         """See `Mixer`."""
-        if self.watch is not None:
-            self.watch.forget(self.shared(x))
+        if self.watch is not None and self.shared(x):
+            self.watch.forget(self.memory)
 
     def close(self) -> None:
         """See `Mixer`; keeps what `state_dict()` gives."""
-        self.mixer.close()
         if self.watch is not None:
             self.watch.close()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Mixer`; shares memory. Without any memory after a round that ended while it was writing."""
         if self._is_torn:
-            return {"algorithm": self.name}
+            return {"algorithm": self.algorithm.name}
         return {
-            "algorithm": self.name,
+            "algorithm": self.algorithm.name,
             "links": sorted(self.mixing.graph.phone_book(self.transport.rank)) if self.algorithm.keeps_links else [],
             "memory": self.memory.state_dict(has_links=not is_elastic(self.transport)),
             "messages": self.messages.state_dict(),
-            "mixer": self.mixer.state_dict(),
             "optimizer": {} if self.watch is None else self.watch.state_dict(),
             "stamps": self.stamps.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Mixer`. Under a membership what workers must keep the sum of starts anew: see `Memory`."""
-        state = renewed(state, self.name)
-        if state.get("algorithm") != self.name:
+        names = [part.name for part in self.algorithm.parts]
+        state = renewed(state, names)
+        if state.get("algorithm") != names[0]:
             raise ValueError(
-                f"got the state of {state.get('algorithm', 'another algorithm')}, expected that of {self.name}; wrap "
-                "as when it was saved, or load the model alone: module.load_state_dict"
+                f"got the state of {state.get('algorithm', 'another algorithm')}, expected the state of {names[0]}; "
+                "wrap as when it was saved, or load the model alone: module.load_state_dict"
             )
         self._load(state)
 
@@ -513,31 +544,23 @@ class Rounds(Composed):
     def _load(self, state: Mapping[str, Any]) -> None:
         self._has_begun = self._is_torn = self._is_cut_off = False
         self.stamps.taken, self.stamps.lost = state.get("stamps", (0, 0))
-        memory = dict(state.get("memory", {}))
-        if self.algorithm.keeps_links and is_elastic(self.transport):
-            memory.pop("vectors", None)
-        if memory.get("links"):
-            if is_elastic(self.transport):  # whoever loads it may have other peers
-                del memory["links"]
-            else:
-                self._check_links(state["links"])
+        memory = state.get("memory", {})
+        if is_elastic(self.transport):  # this worker may have other peers than before
+            memory = without_links(memory, self.algorithm.parts)
+        elif state.get("links"):
+            self._check_links(state["links"])
         self.memory.load_state_dict(memory)
         if is_elastic(self.transport):
-            self.memory.begin_generation()
+            self.memory.begin_generation(self.memory.weights)
         self.messages.load_state_dict(state.get("messages", {}))
-        if mixer := state.get("mixer"):
-            self.mixer.load_state_dict(mixer)
-        else:
-            self.mixer.reset()
         if self.watch is not None:
-            self.watch.load_state_dict(state.get("optimizer", {}), self.memory.parts_of("momentum"))
+            self.watch.load_state_dict(state.get("optimizer", {}), self.memory)
 
     def state_for_newcomer(self) -> dict[str, Any]:
         """See `Mixer`."""
         return {
-            "algorithm": self.name,
+            "algorithm": self.algorithm.name,
             "memory": self.memory.state_dict(joins=True, has_links=False),
-            "mixer": self.mixer.state_for_newcomer(),
             "optimizer": {} if self.watch is None else self.watch.state_dict(joins=True),
             "stamps": self.stamps.state(),
         }
@@ -550,11 +573,13 @@ class Rounds(Composed):
                 "this rank, made on the same graph"
             )
 
-    def for_membership(self) -> Rounds:
+    def describe(self, dtypes: Sequence[torch.dtype]) -> str:
         """See `Mixer`."""
-        rounds = Rounds(self.algorithm.for_membership(), self.mixer.for_membership())
-        rounds.name = self.name
-        return rounds
+        inner = f" by {self.plain}" if self.algorithm.mixes else ""
+        return f"{self.algorithm.describe(dtypes)}{inner}"
+
+    def __repr__(self) -> str:
+        return repr(self.algorithm)
 
     def __getstate__(self) -> dict[str, Any]:
         assert self._generator is None, "flush() before copying: a round is in flight"
@@ -573,8 +598,13 @@ def average_(tensors: Sequence[Tensor], x: FlatVector, averager: GlobalAverage) 
     return True
 
 
-def rounds_of(algorithm: Algorithm | Over, plain: Mixer) -> Mixer:
-    """What runs the rounds of an algorithm, by plain gossip in the end; not bound yet."""
-    if isinstance(algorithm, Over):
-        return Rounds(algorithm.outer, rounds_of(algorithm.inner, plain))
+def without_links(memory: Mapping[str, Any], parts: Sequence[Algorithm]) -> dict[str, Any]:
+    """The state of a memory, without what its algorithms, each over the next, keep of links to peers."""
+    left_out = {"links", "vectors"} if parts[0].keeps_links else {"links"}
+    kept = {name: value for name, value in memory.items() if name not in left_out}
+    return {**kept, "inner": without_links(kept["inner"], parts[1:])} if "inner" in kept else kept
+
+
+def rounds_of(algorithm: Algorithm, plain: Mixer) -> Mixer:
+    """What runs the rounds of an algorithm, by plain gossip; not bound yet."""
     return plain if algorithm.is_plain else Rounds(algorithm, plain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
@@ -13,12 +13,12 @@ from ..compression.compressor import Cast, Code, Compressor, decompressed_rows
 from ..flat.layout import align
 from ..mixing_manager.base import MixingManager
 from ..schedule import Action
-from .algorithm import Algorithm, Over
+from .algorithm import Algorithm, next_request
 from .in_step import InStep
 from .memory import Memory
 from .messages import Message, Received
 from .periodic import Periodic
-from .requests import Average, Gather, Mix, Request, SGDStep, Share, Vectors
+from .requests import Average, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors
 from .rows import Rows, StackedMixing, column
 from .vector import Snapshot, Vector
 
@@ -31,7 +31,7 @@ Answered: TypeAlias = Rows | None
 class _Begun(NamedTuple):
     """A round that has asked for something, and the answer."""
 
-    generator: Generator[Request, Any, None]
+    generator: Round
     v: Vectors
     reply: Any
 
@@ -77,7 +77,7 @@ class Stacked:
 
     def __init__(
         self,
-        algorithm: Algorithm | Over,
+        algorithm: Algorithm,
         mixing: MixingManager | None,
         num_ranks: int | None = None,
         *,
@@ -86,35 +86,35 @@ class Stacked:
         shape: tuple[int, ...] | None = None,
         is_fragment: bool = False,
     ) -> None:
-        own = algorithm.outer if isinstance(algorithm, Over) else algorithm
-        self.algorithm: Algorithm = own
+        self.algorithm = algorithm
         if mixing is not None:
-            own.check(mixing)
-        if overlap and (own.needs_current or own.keeps_models):
+            algorithm.check(mixing)
+        if overlap and (algorithm.needs_current or algorithm.keeps_models):
             raise ValueError(f"got overlap=True with {algorithm}, expected overlap=False: it needs the present models")
         self.mixing = None if mixing is None else StackedMixing(mixing)
         self.num_ranks = num_ranks or (mixing.graph.world_size if mixing is not None else 1)
         self.overlap, self.shape = overlap, shape
         self._wire = None if wire_dtype is None else Cast(wire_dtype)
-        is_weighted = self.mixing is not None and own.takes_push_sum and not self.mixing.is_doubly_stochastic
+        is_weighted = self.mixing is not None and algorithm.takes_push_sum and not self.mixing.is_doubly_stochastic
         self.weights = torch.ones(self.num_ranks, 1, dtype=torch.float64, device="cpu") if is_weighted else None
         self.t, self.sent_bytes = 0, 0.0
         self.memory = Memory(repr(mixing))
-        self._in_step = None if own.takes_rows else InStep(self)
+        self._in_step = None if algorithm.takes_rows else InStep(self)
         self._answered: list[Answered] = []
         self._has_begun = False
         self._late: tuple[Tensor, Tensor | None] | None = None
         self._flights: list[tuple[int, int]] = []  # the steps at which rounds of fragments are due, and the fragments
         self._flight: _Begun | None = None
 
-        others: dict[str, Any] = {"wire_dtype": wire_dtype, "shape": shape}
-        self.inner = Stacked(algorithm.inner, mixing, num_ranks, **others) if isinstance(algorithm, Over) else None
         self.fragments: list[Stacked] = []
-        if isinstance(own, Periodic) and (own.num_fragments > 1 or own.delay) and not is_fragment:
-            if not isinstance(own.fragments, int):
-                raise ValueError(f"got {own}, expected fragments=2 or another number: rows have no modules to name")
-            others["is_fragment"] = True
-            self.fragments = [Stacked(algorithm, mixing, num_ranks, **others) for _ in range(own.fragments)]
+        self.times = algorithm.parts[0] if isinstance(algorithm.parts[0], Periodic) else None
+        if self.times is not None and (self.times.num_fragments > 1 or self.times.delay) and not is_fragment:
+            if not isinstance(self.times.fragments, int):
+                raise ValueError(
+                    f"got {algorithm}, expected fragments=2 or another number: rows have no modules to name"
+                )
+            others: dict[str, Any] = {"wire_dtype": wire_dtype, "shape": shape, "is_fragment": True}
+            self.fragments = [Stacked(algorithm, mixing, num_ranks, **others) for _ in range(self.times.fragments)]
 
     @torch.no_grad()
     def step(self, x: Tensor, k: int, action: Action = Action.GOSSIP, *, sgd: SGDStep | None = None) -> list[Answered]:
@@ -170,9 +170,8 @@ class Stacked:
 
     @property
     def memories(self) -> Sequence[Memory]:
-        """Of all ranks and algorithms."""
-        own = [self.memory] if self._in_step is None else self._in_step.memories
-        return own if self.inner is None else [*own, *self.inner.memories]
+        """Of all ranks."""
+        return [self.memory] if self._in_step is None else self._in_step.memories
 
     # A step.
 
@@ -194,7 +193,8 @@ class Stacked:
                 self.weights = self.weights + late[1]
 
     def _step_fragments(self, x: Tensor, k: int, sgd: SGDStep | None) -> None:
-        algorithm, columns = cast("Periodic", self.algorithm), self._columns(x)
+        algorithm, columns = self.times, self._columns(x)
+        assert algorithm is not None, "fragments are settings of periodic algorithms"
         self._land_until(x, k)
         for p in algorithm.starting_at(k):
             fragment = self.fragments[p]
@@ -228,9 +228,9 @@ class Stacked:
         else:
             self.launch(x, k, sgd)
             self.land(x)
-        if self.inner is not None and self.algorithm.averages_at(k):
-            for memory in self.inner.memories:
-                memory.forget_models(is_asked=False)
+        if self.algorithm.averages_at(k):
+            for memory in self.memories:
+                memory.forget_inner_models()
         if isinstance(x, Snapshot):
             x.begin_adding()  # where the round has written nothing, the correction is zero
 
@@ -247,11 +247,7 @@ class Stacked:
         assert self._flight is not None, "launch() comes first"
         (generator, v, reply), self._flight = self._flight, None
         v.x = x
-        while True:
-            try:
-                request = generator.send(reply)
-            except StopIteration:
-                break
+        while (request := next_request(generator, reply)) is not None:
             reply = self._answer(request, v)
         self.memory.end_round()
 
@@ -269,6 +265,11 @@ class Stacked:
         if isinstance(request, Average):
             self.average(request.x, is_model=request.x is v.x)
             return None
+        if isinstance(request, Inner):
+            reply = None
+            while (asked := next_request(request.round, reply)) is not None:
+                reply = self._answer(asked, v)
+            return None
         assert isinstance(request, Share | Gather), f"got the request {request!r} of an algorithm that takes rows"
         message = cast(StackedMessage, request.message)
         if isinstance(request, Share):
@@ -285,12 +286,6 @@ class Stacked:
 
     def mix(self, x: Vector, *, is_model: bool = False) -> None:
         """See `Mix`. is_model: whether push-sum weights are mixed along."""
-        if self.inner is not None:
-            inner = self.inner
-            inner.t, inner._answered, before = self.t, self._answered, inner.sent_bytes
-            inner.run(x, 0)
-            self.sent_bytes += inner.sent_bytes - before
-            return
         rows, num_bytes = self.rows, 8 if self.weights is not None else 0
         is_snapshot = isinstance(x, Snapshot)
         for part in x.parts:

@@ -109,7 +109,7 @@ def _undirected(choice: Choice, graph: GraphManager, *, is_static: bool) -> Grap
 
 def simulate_rounds(chosen: Chosen, choice: Choice, setting: Setting) -> SimulatedMethod:
     """The rounds of an algorithm, which training waits for."""
-    if not isinstance(chosen.made, Algorithm | Over):
+    if not isinstance(chosen.made, Algorithm):
         raise ValueError(
             f"got {choice.method}, whose `simulate` is None, expected a method that the simulator knows: an Algorithm, "
             "or one that is registered with simulate="
@@ -122,7 +122,7 @@ def simulate_rounds(chosen: Chosen, choice: Choice, setting: Setting) -> Simulat
     return LockstepMethod(driver, schedule, _clock(algorithm, outer, mixing, setting))
 
 
-def _weights(algorithm: Algorithm | Over, outer: Algorithm, choice: Choice, setting: Setting) -> MixingManager | None:
+def _weights(algorithm: Algorithm, outer: Algorithm, choice: Choice, setting: Setting) -> MixingManager | None:
     """W(t) on the graph that was chosen, or that the algorithm has by default; None: it only averages exactly."""
     n = setting.world_size
     if not outer.mixes:
@@ -137,7 +137,7 @@ def _weights(algorithm: Algorithm | Over, outer: Algorithm, choice: Choice, sett
     return own_mixing or default_mixing(graph, push_sum=False)
 
 
-def _clock(algorithm: Algorithm | Over, outer: Algorithm, mixing: MixingManager | None, setting: Setting) -> SyncClock:
+def _clock(algorithm: Algorithm, outer: Algorithm, mixing: MixingManager | None, setting: Setting) -> SyncClock:
     """What a round of an algorithm takes; with a delay, as long as a round that training waits for."""
     num_parameters = setting.num_parameters / getattr(outer, "num_fragments", 1)
     sender = algorithm

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..rounds.algorithm import Algorithm, Over
+from ..rounds.algorithm import Algorithm
 from ..wrappers.algorithm import written
 from .advice import Prediction
 from .choice import Choice
@@ -20,7 +20,7 @@ from .setting import Setting
 
 
 def simulate(
-    choice: str | Choice | Algorithm | Over | SimulatedMethod,
+    choice: str | Choice | Algorithm | SimulatedMethod,
     setting: Setting,
     problem: Problem,
     *,
@@ -47,7 +47,7 @@ def simulate(
         )
     if isinstance(choice, SimulatedMethod):
         return _train(choice, Choice(type(choice).__name__, "", ""), setting, problem, target, max_steps)
-    text = written(choice) if isinstance(choice, Algorithm | Over) else choice
+    text = written(choice) if isinstance(choice, Algorithm) else choice
     parsed = Choice.parse(text) if isinstance(text, str) else text
     chosen = parsed.resolved(setting.world_size, setting.peers_per_itr)
     has_gradients = not problem.is_solved_by_rounds

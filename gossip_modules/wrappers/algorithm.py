@@ -13,7 +13,7 @@ from ..rounds.algorithm import Algorithm, Over
 from ..rounds.push_pull import PushPull
 from .foreign.user_line import levels_to_user
 
-Chosen: TypeAlias = Algorithm | Over | PushPull | None
+Chosen: TypeAlias = Algorithm | PushPull | None
 AlgorithmLike: TypeAlias = Chosen | type[Algorithm | PushPull] | str
 
 
@@ -37,7 +37,7 @@ def as_algorithm(algorithm: AlgorithmLike) -> Chosen:
             )
     if isinstance(made, type) and issubclass(made, Algorithm | PushPull):
         made = _with_defaults(made, algorithm)
-    if made is None or isinstance(made, Algorithm | Over | PushPull):
+    if made is None or isinstance(made, Algorithm | PushPull):
         return made
     if isinstance(made, Compressor) or (isinstance(made, type) and issubclass(made, Compressor)):
         raise ValueError(

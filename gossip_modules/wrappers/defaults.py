@@ -24,11 +24,16 @@ from .arguments import GraphLike, MixingLike, as_graph, as_mixing, check_flags, 
 
 
 def choose_mixing(
-    graph: GraphLike | None, mixing: MixingLike | None, *, push_sum: bool, world_size: int, mixer: Mixer | None = None
+    graph: GraphLike | None,
+    mixing: MixingLike | None,
+    *,
+    push_sum: bool,
+    world_size: int,
+    algorithm: Algorithm | None = None,
 ) -> MixingManager:
     """The mixing manager, with its graph.
 
-    The default graph is that of `mixer`; else a ring with both neighbours, where `mixer` needs symmetric weights; else
+    The default graph is the algorithm's own; else a ring with both neighbours, where it needs symmetric weights; else
     `default_graph`. The default weights are those of the graph: see `default_mixing`.
 
     Raises:
@@ -41,9 +46,9 @@ def choose_mixing(
             )
         check_size(mixing.graph, world_size)
         return mixing
-    is_undirected = mixer is not None and mixer.needs_symmetric_weights
-    if graph is None and mixer is not None:
-        graph = mixer.default_graph(world_size)
+    is_undirected = algorithm is not None and (algorithm.needs_symmetric_weights or algorithm.needs_static_graph)
+    if graph is None and algorithm is not None:
+        graph = algorithm.default_graph(world_size)
     if graph is None:
         graph = undirected_ring(world_size) if is_undirected else default_graph(world_size, push_sum=push_sum)
     graph = as_graph(graph, world_size)
@@ -170,17 +175,23 @@ class Choices:
         plain = (PushSum if self._sends_weights else PushPull)(wire_dtype=self.wire_dtype)
         return plain if self.algorithm is None else mixer_of(self.algorithm, plain)
 
-    def weights(self, world_size: int, mixer: Mixer) -> MixingManager:
+    def weights(self, world_size: int) -> MixingManager:
         """The weights for so many ranks; the algorithm says them where the user names neither graph nor weights."""
-        mixing = self.mixing
-        if self.graph is None and mixing is None:
-            mixing = mixer.default_mixing(world_size)
-        return choose_mixing(self.graph, mixing, push_sum=self._sends_weights, world_size=world_size, mixer=mixer)
+        mixing, algorithm = self.mixing, self.algorithm if isinstance(self.algorithm, Algorithm) else None
+        if self.graph is None and mixing is None and algorithm is not None:
+            mixing = algorithm.default_mixing(world_size)
+        push_sum = self._sends_weights
+        return choose_mixing(self.graph, mixing, push_sum=push_sum, world_size=world_size, algorithm=algorithm)
 
-    def for_any_size(self, mixer: Mixer) -> Callable[[int], MixingManager]:
+    def for_membership(self) -> Choices:
+        """The same choices, with the algorithm that runs where peers fail, come and go."""
+        algorithm = self.algorithm
+        return replace(self, algorithm=algorithm.for_membership() if isinstance(algorithm, Algorithm) else algorithm)
+
+    def for_any_size(self) -> Callable[[int], MixingManager]:
         """The weights as a function of the number of ranks, whatever the graph of one rank would be."""
         alone = replace(self, graph=None, mixing=None)
-        return lambda world_size: (self if world_size > 1 else alone).weights(world_size, mixer)
+        return lambda world_size: (self if world_size > 1 else alone).weights(world_size)
 
     def was_on_a_ring(self, mixing: MixingManager) -> bool:
         """Whether rounds with these weights, which nobody named, were on a ring in older versions."""

@@ -23,8 +23,6 @@ from ..membership.membership import Membership
 from ..membership.node.participant import NodeParticipant
 from ..mixing_manager.base import MixingManager
 from ..rounds.mixer import Mixer
-from ..rounds.pieces import Pieces
-from ..rounds.rounds import Rounds
 from ..rounds.vector import widened
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT, ProcessGroupTransport
@@ -207,7 +205,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         self._place, num_nodes = links.place, count_nodes(links, g)
         chosen.check(overlap=self.overlap, init_sync=init_sync, nprocs_per_node=g)
         mixer = chosen.mixer()
-        mixing = chosen.weights(num_nodes, mixer)
+        mixing = chosen.weights(num_nodes)
         self._graph = str(mixing.graph)
         options: dict[str, object] = {"init_sync": init_sync, "nprocs_per_node": g, "comm_device": links.comm_device}
         self._describe(chosen, mixing, mixer, **options)
@@ -222,8 +220,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         given: dict[str, Any] = {"group": group, "comm_device": links.comm_device, "timeout": links.timeout}
         check_elastic(membership, graph=chosen.graph, mixing=chosen.mixing, init_sync=init_sync, **given)
         chosen.check(overlap=self.overlap, init_sync=init_sync, nprocs_per_node=1)  # one process gossips for the node
-        mixer = chosen.mixer().for_membership()
-        choose = chosen.for_any_size(mixer)
+        chosen = chosen.for_membership()
+        mixer, choose = chosen.mixer(), chosen.for_any_size()
         participant = LockstepParticipant if g == 1 else NodeParticipant
         self._elastic = participant(self, membership, choose, check=mixer.check)
         self._describe(chosen, choose(8), mixer, **({} if g == 1 else {"nprocs_per_node": g}))
@@ -233,14 +231,11 @@ class GossipDataParallel(GossipWrapper, Joinable):
     def _describe(self, chosen: Choices, mixing: MixingManager, mixer: Mixer, **options: object) -> None:
         """Note what the ranks must agree on, by name."""
         self._was_on_a_ring = chosen.was_on_a_ring(mixing)
-        algorithm: object = mixer
-        if isinstance(mixer, Rounds | Pieces):
-            layout = widened(self._buffer.vector.layout, has_buffers=False)
-            algorithm = mixer.describe([segment.dtype for segment in layout.segments if segment.numel])
+        layout = widened(self._buffer.vector.layout, has_buffers=False)
         what = {
             "graph": mixing.graph,
             "mixing": mixing,
-            "algorithm": algorithm,
+            "algorithm": mixer.describe([segment.dtype for segment in layout.segments if segment.numel]),
             **options,
             "schedule": chosen.schedule,
             "overlap": self.overlap,
@@ -267,10 +262,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         """Be ready for the first step."""
         node = self._node
         mixer.bind(mixing, self._transport)
-        if isinstance(mixer, Pieces):
-            mixer.watch_optimizer(self._buffer, is_whole=node is None or node.is_whole)
-        elif isinstance(mixer, Rounds):
-            mixer.watch_optimizer(self._buffer)
+        mixer.watch_optimizer(self._buffer, is_whole=node is None or node.is_whole)
         engine = self._make_engine(mixer, schedule)
         self._engine: LockstepEngine = engine if node is None else node.engine_of(engine)
         is_weighted = mixer.is_weighted

@@ -60,7 +60,7 @@ def test_the_keys_of_a_state_never_change(name: str) -> None:
     rounds, s = bound(ALGORITHMS[name](), ring(1), solo_group()), vector_of(0)
     rounds.mix(s, 0)
     state, algorithm = rounds.state_dict(), name.split()[0]
-    assert set(state) == {"algorithm", "links", "memory", "messages", "mixer", "optimizer", "stamps"}
+    assert set(state) == {"algorithm", "links", "memory", "messages", "optimizer", "stamps"}
     assert state["algorithm"] == algorithm
     assert set(state["messages"]) == {"numbers", "peers", "digests"}
     assert set(state["memory"].get("vectors", {})) == _VECTORS.get(algorithm, set())
@@ -148,9 +148,10 @@ def test_a_state_of_another_algorithm_is_refused(name: str) -> None:
     rounds = bound(ALGORITHMS[name](), ring(1), solo_group())
     for make in ALGORITHMS.values():
         donor, s = bound(make(), ring(1), solo_group()), vector_of(0)
-        if donor.name != rounds.name:
+        if donor.algorithm.name != rounds.algorithm.name:
             donor.mix(s, 0)
-            message = rf"got the state of {donor.name}, expected that of {rounds.name}; wrap as when it was saved"
+            own, other = rounds.algorithm.name, donor.algorithm.name
+            message = rf"got the state of {other}, expected the state of {own}; wrap as when it was saved"
             with pytest.raises(ValueError, match=message):
                 rounds.load_state_dict(donor.state_dict())
             with pytest.raises(ValueError, match=r"got state \[.*\] of another algorithm, expected none for PushPull"):

@@ -38,7 +38,7 @@ class Worker(ScriptedWorker):
 
     def __init__(self, name: int, store: dist.Store, made: Algorithm | PushPull, layout: FlatLayout) -> None:
         super().__init__(name, store)
-        self.gossiper = (Rounds(made, PushPull()) if isinstance(made, Algorithm) else made).for_membership()
+        self.gossiper = Rounds(made.for_membership(), PushPull()) if isinstance(made, Algorithm) else made
         self.s = vector_of(name, layout)
         self.seen: dict[int, Tensor] = {}  # the vector after each round
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules import GossipDataParallel, RingGraph
-from gossip_modules.extend import PushPull
 from gossip_modules.graph_manager import (
     BaseGraph,
     EquiDynGraph,
@@ -51,7 +50,7 @@ def test_the_weights_of_a_base_graph_average_exactly(n: int) -> None:
 @pytest.mark.parametrize("push_sum", [False, True])
 @pytest.mark.parametrize("graph", ["base", BaseGraph, BaseGraph(5)])
 def test_wrappers_choose_them(graph: str | Callable[[int], GraphManager], push_sum: bool) -> None:
-    mixing = choose_mixing(graph, None, push_sum=push_sum, world_size=5, mixer=PushPull())
+    mixing = choose_mixing(graph, None, push_sum=push_sum, world_size=5)
     assert repr(mixing) == "GraphMixing(BaseGraph(5, peers_per_itr=1))"
 
 

@@ -133,7 +133,7 @@ def test_an_anchor_in_host_memory_changes_no_bit() -> None:
 
 def test_the_state_of_another_method_or_model_is_refused() -> None:
     wrapper, other = wrap(mlp(), solo_group(), DiLoCo(1)), wrap(mlp(), solo_group(), SlowMo(1))
-    with pytest.raises(ValueError, match="got the state of SlowMo, expected that of DiLoCo; wrap as"):
+    with pytest.raises(ValueError, match="got the state of SlowMo, expected the state of DiLoCo; wrap as"):
         wrapper.set_extra_state(other.get_extra_state())
     plain = GossipDataParallel(mlp(), process_group=solo_group())
     with pytest.raises(ValueError, match=r"got state .*algorithm.* of another algorithm, expected none for PushSum"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gossip_modules import (
+    DPSGD,
     Choco,
     GASLoC,
     GossipDataParallel,
@@ -89,6 +91,17 @@ def test_differences_shrink_where_compressed_rounds_are_allowed(
 
     for first, last in run_ranks(5, body):
         assert last < first / 3
+
+
+def test_an_algorithm_of_ones_own_that_leaves_nothing_out_declares_it() -> None:
+    class Own(DPSGD):
+        is_plain = is_whole = False
+
+    gossip = partial(GossipDataParallel, process_group=solo_group(), graph=RingGraph(1))
+    with pytest.raises(ValueError, match=r"expected plain gossip: its memory .* declares is_whole = True"):
+        gossip(mlp(), algorithm=GASLoC(4).over(Own()))
+    Own.is_whole = True
+    gossip(mlp(), algorithm=GASLoC(4).over(Own())).close()
 
 
 def test_public_copies_go_with_exact_averages() -> None:

@@ -274,7 +274,7 @@ def test_freezing_keeps_the_rest_and_other_states_are_refused() -> None:
     wrapper.set_extra_state(None)
     loss_of(wrapper, 0, 5)
     other = wrap(mlp(), solo_group(), D2())
-    with pytest.raises(ValueError, match="got the state of QGDSGDm, expected that of D2; wrap as"):
+    with pytest.raises(ValueError, match="got the state of QGDSGDm, expected the state of D2; wrap as"):
         other.set_extra_state(state)
     for each in (wrapper, other):
         each.close()
