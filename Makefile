@@ -147,7 +147,7 @@ bench: $(BENCH_INSTALLED)
 
 # Options: make faults FAULTS="--wrappers sgp --faults kill-odd"
 faults: $(INSTALLED)
-	$(VENV)/bin/python -m benchmarks.faults $(FAULTS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.faults $(FAULTS)
 
 # Options: make chaos CHAOS="--methods SGP 'MATCHA, ring' --seconds 60"
 chaos: $(INSTALLED)

@@ -12,11 +12,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PROVENANCE = ("date", "commit", "torch", "machine", "cores", "command", "seed")
+DTYPES = {"commit": str, "victims": str, "named": str}
+"""Of columns that look like numbers, and are none."""
 
 
 def commit() -> str:
@@ -55,19 +58,9 @@ def provenance(seed: int) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, seed: int) -> None:
-    """Write figures as a CSV file, each row with the columns of PROVENANCE before them.
-
-    Args:
-        path: of the file, which is replaced.
-        rows: figures by column, all with the same columns.
-        seed: of the measurement.
-    """
-    before = provenance(seed)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*before, *rows[0]], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**before, **row} for row in rows)
+    """`append_rows` to a new file, in the place of the one that is there."""
+    path.unlink(missing_ok=True)
+    append_rows(path, rows, seed=seed)
 
 
 def append_row(path: Path, row: Mapping[str, Any], *, seed: int) -> None:
@@ -79,7 +72,7 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, seed: int) -> 
     """Append figures to a CSV file, with the columns of PROVENANCE before them; makes the file where it is not there.
 
     Args:
-        path: of the file.
+        path: of the file. A last line that was cut off is removed.
         rows: of one measurement, figures by column, all with the same columns.
         seed: of the measurement.
 
@@ -89,12 +82,47 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, seed: int) -> 
     before = provenance(seed)
     names = [*before, *rows[0]]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", newline="") as file:
-        file.seek(0)
-        columns = next(csv.reader(file), None)
-        if columns not in (None, names):
-            raise ValueError(f"got a row with {names} for {path}, expected {columns}; choose another file")
+    text = path.read_text() if path.exists() else ""
+    columns = next(csv.reader(text.splitlines()), None)
+    if columns not in (None, names):
+        raise ValueError(f"got a row with {names} for {path}, expected {columns}; choose another file")
+    if not text.endswith("\n"):
+        path.write_text(text[: text.rfind("\n") + 1])
+    with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
         if columns is None:
             writer.writeheader()
         writer.writerows({**before, **row} for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def rows_in(path: Path, columns: Sequence[str]) -> pd.DataFrame:
+    """The rows of a CSV file that `append_rows` has written; none where there is no file.
+
+    Args:
+        path: of the file.
+        columns: of the measurement, without those of PROVENANCE.
+
+    Raises:
+        ValueError: it has other columns.
+    """
+    expected = [*PROVENANCE, *columns]
+    if not path.is_file() or not path.stat().st_size:
+        return pd.DataFrame(columns=expected)
+    rows = pd.read_csv(path, dtype=DTYPES)
+    if list(rows) != expected:
+        missing, unknown = [x for x in expected if x not in rows], [x for x in rows if x not in expected]
+        raise ValueError(
+            f"got {path} with missing columns {missing} and unknown columns {unknown}, expected those that are "
+            "written today, in their order; choose another file"
+        )
+    return rows
+
+
+def matching(rows: pd.DataFrame, key: Mapping[str, Any]) -> pd.DataFrame:
+    """The rows that have these values."""
+    found = pd.Series(True, index=rows.index)
+    for name, value in key.items():
+        found &= rows[name] == value
+    return rows[found]

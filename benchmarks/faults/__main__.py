@@ -12,29 +12,25 @@ with a list of what deviates from what docs/guides/failures.md promises.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import itertools
-import sys
+import json
+import shutil
 import tempfile
-import time
 from collections import deque
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import version
-from os import cpu_count
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import tyro
-from tqdm import tqdm
 
-from benchmarks.record import commit, cpu_model
+from benchmarks.record import append_rows, provenance, rows_in
 
 from .cell import Cell, Key
-from .fault import FAULTS, STORE
-from .fork_server import ForkServer
-from .table import WRAPPERS, FaultTable, markdown
-
-POLL_SECONDS = 0.01
+from .fault import FAULTS
+from .processes import Processes
+from .table import COLUMNS, WRAPPERS, done, markdown
 
 
 @dataclass(frozen=True)
@@ -72,64 +68,40 @@ class Faults:
                 "least 1 of the others"
             )
 
-    @property
-    def limit(self) -> float:
-        """Seconds from a fault until who still runs is killed."""
-        return 3 * self.timeout + 10
-
-    def setting(self) -> dict[str, Any]:
-        """The columns that all rows of this run share."""
-        return {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "commit": commit(),
-            "torch": version("torch"),
-            "machine": cpu_model(),
-            "cores": cpu_count(),
-            "command": " ".join(["python", *sys.orig_argv[1:]]),
-            "seed": self.seed,
-            "timeout_seconds": self.timeout,
-            "world_size": self.world_size,
-        }
-
     def main(self) -> None:
         """Run the cells that are not in the file yet, then write and print the table."""
-        table, setting = FaultTable(self.output), self.setting()
-        done = table.done(setting)
+        shared = {"timeout_seconds": self.timeout, "world_size": self.world_size}
+        complete = done(rows_in(self.output, COLUMNS), {**provenance(self.seed), **shared})
         keys = [Key(*each) for each in itertools.product(self.wrappers, self.faults, range(self.repeats))]
         # Faults side by side, so that not all that wait for long come last.
-        waiting = deque(sorted((key for key in keys if key not in done), key=lambda key: (key.repeat, key.fault)))
-        with tempfile.TemporaryDirectory(prefix="faults-") as folder, ForkServer() as server:
-            logs = Path(folder) if self.logs is None else self.logs / time.strftime("%Y%m%d-%H%M%S")
-            with tqdm(total=len(keys), initial=len(keys) - len(waiting), unit="cell", mininterval=2) as progress:
-                running: list[Cell] = []
-                while waiting or running:
-                    while waiting and len(running) < self.jobs:
-                        running.append(self._start(waiting.popleft(), server, logs))
-                    for end in server.ends():
-                        assert any(cell.note(end) for cell in running), f"{end} is of no world"
-                    for cell in [cell for cell in running if cell.is_over]:
-                        running.remove(cell)
-                        table.append({**setting, **own, **cell_columns(cell)} for own in cell.rows())
-                        progress.update()
-                    for cell in running:
-                        cell.poll()
-                    names = ", ".join(f"{cell.key.wrapper} {cell.key.fault}" for cell in running)
-                    progress.set_postfix_str(names, refresh=False)
-                    time.sleep(POLL_SECONDS)
-        text = markdown(table.frame())
+        waiting = deque(sorted((key for key in keys if key not in complete), key=lambda key: (key.repeat, key.fault)))
+        importlib.import_module("torch._dynamo")  # torch loads it in the first step of an optimizer
+        gc.freeze()  # what is imported is nobody's garbage: collecting at exit would copy all of it, in each process
+        folder = Path(tempfile.mkdtemp(prefix="faults-")) if self.logs is None else self.logs
+        cells = Processes(folder)
+        while waiting or cells.running:
+            while waiting and len(cells.running) < self.jobs:
+                key = waiting.popleft()
+                cells.start("-".join(map(str, key)), partial(self._run_cell, key, folder))
+            for name in cells.reap(is_waiting=True):
+                path = folder / f"{name}.json"
+                if not path.exists():
+                    raise RuntimeError(f"got no rows of {name}, expected them; see {folder / name}.log")
+                rows = json.loads(path.read_text())
+                append_rows(self.output, [{**shared, **row} for row in rows], seed=self.seed)
+                print(f"{name}: done, {len(waiting) + len(cells.running)} to come", flush=True)
+        if self.logs is None:
+            shutil.rmtree(folder)
+        text = markdown(rows_in(self.output, COLUMNS))
         self.output.with_suffix(".md").write_text(text)
         print(text)
 
-    def _start(self, key: Key, server: ForkServer, logs: Path) -> Cell:
-        folder = logs / key.wrapper / f"{key.fault}-{key.repeat}"
-        options: dict[str, Any] = {"world_size": self.world_size, "timeout": self.timeout, "seed": self.seed}
-        return Cell(key, server, folder, **options, limit=self.limit)
-
-
-def cell_columns(cell: Cell) -> dict[str, Any]:
-    """The columns that say which cell."""
-    victims = " ".join("store" if victim == STORE else f"{victim}" for victim in cell.fault.victims)
-    return {**cell.key._asdict(), "victims": victims}
+    def _run_cell(self, key: Key, folder: Path) -> None:
+        """The process of a cell: it writes its rows as JSON."""
+        name = "-".join(map(str, key))
+        cell = Cell(key, folder / name, world_size=self.world_size, timeout=self.timeout, seed=self.seed)
+        rows = [{column: row.get(column) for column in COLUMNS[2:]} for row in cell.run()]
+        (folder / f"{name}.json").write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import signal
@@ -13,11 +14,12 @@ from typing import Any, NamedTuple
 
 from .accused import accused
 from .fault import FAULTS, STORE, Fault
-from .fork_server import End, ForkServer
+from .processes import Processes
+from .rank import HOST, STEP_SECONDS, World, serve_store, train
 
 START_SECONDS = 90.0
 """For a world to come to its fault; the machine may be busy."""
-STEP_SECONDS = 0.02
+POLL_SECONDS = 0.005
 NUM_STEPS_AFTER = 100
 MAX_DELAY = 0.03
 """Seconds, from the beginning of a drawn step or of construction to the signal."""
@@ -44,111 +46,78 @@ class Call(NamedTuple):
 class Cell:
     """A world that is started, gets its fault, and is watched until all its processes have ended or been killed.
 
-    Whoever made it calls `poll` every few milliseconds, and `note` for each of its processes that has ended.
-
     Args:
-        server: starts the processes.
+        key: which cell.
         folder: of its files; new.
-        limit: seconds from the fault until all that still run are killed, as hung.
+        world_size: ranks of the world.
+        timeout: of the wrapper and of the default group, in seconds.
+        seed: of the step of the fault and the moment in it.
     """
 
-    def __init__(
-        self, key: Key, server: ForkServer, folder: Path, *, world_size: int, timeout: float, seed: int, limit: float
-    ) -> None:
+    def __init__(self, key: Key, folder: Path, *, world_size: int, timeout: float, seed: int) -> None:
         self.key, self.fault, self.timeout = key, FAULTS[key.fault], timeout
-        self._server, self._folder, self._limit = server, folder, limit
-        self._name = "/".join(map(str, key))
-        self._world_size = world_size
-        self._draw = random.Random(f"{seed} {self._name}")
-        self._ends: dict[str, End] = {}
-        self._started: list[str] = []
-        self._events: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
+        self._world_size, self._processes = world_size, Processes(folder)
+        self._draw = random.Random(f"{seed} {'/'.join(map(str, key))}")
+        self._path = folder / "events"
+        self._path.touch()
         self._num_read = 0
+        self._events: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
         self._due: float | None = None
         self._fault_time: float | None = None
-        self._resumption: float | None = None  # of stopped victims
-        self._is_killed = False
+        self._victims = ["store" if victim == STORE else f"{victim}" for victim in self.fault.victims]
         self._hung: set[str] = set()
-        self._start_time = time.monotonic()
-        folder.mkdir(parents=True)
-        self._start("store", {"role": "store", "port_file": str(folder / "port")})
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all processes have ended."""
-        return len(self._started) > 1 and all(name in self._ends for name in self._started)
-
-    def note(self, end: End) -> bool:
-        """Take down the end of a process; returns whether it is one of this cell's."""
-        world, name = end.name.rsplit("/", 1)
-        if world != self._name:
-            return False
-        self._ends[name] = end
-        return True
-
-    def poll(self) -> None:
-        """Do what is due."""
-        now = time.monotonic()
-        if len(self._started) == 1:
-            self._start_ranks()
+    def run(self) -> list[dict[str, Any]]:
+        """A row for each rank. Processes that still run `3 * timeout + 10` s after the fault are killed, as hung."""
+        world = self._world()
+        processes, start = self._processes, time.monotonic()
+        processes.start("store", functools.partial(serve_store, world.port))
+        ranks = [f"{rank}" for rank in range(self._world_size)]
+        for name in ranks:
+            processes.start(name, functools.partial(train, world, int(name)))
+        resumption = None
+        while running := {*ranks} & {*processes.running}:
+            time.sleep(POLL_SECONDS)
+            processes.reap()
+            self._read_events()
+            now = time.monotonic()
+            if self._due is not None and now >= self._due:
+                self._due, self._fault_time = None, now
+                self._signal_victims(signal.SIGKILL if self.fault.what == "kill" else signal.SIGSTOP)
+                seconds = self.fault.stop_seconds(self.timeout)
+                resumption = None if seconds is None else now + seconds
+            if resumption is not None and now >= resumption:
+                resumption = None
+                self._signal_victims(signal.SIGCONT)
+            limit = start + START_SECONDS if self._fault_time is None else self._fault_time + 3 * self.timeout + 10
+            if now >= limit:
+                self._hung = running
+                break
+        for name in (*ranks, "store"):  # the store last: its end is an error to ranks that still wait for it
+            processes.signal(name, signal.SIGKILL)
+        while processes.running:
+            processes.reap(is_waiting=True)
         self._read_events()
-        if self._due is not None and now >= self._due:
-            self._due = None
-            self._strike(now)
-        if self._resumption is not None and now >= self._resumption:
-            self._resumption = None
-            self._signal(self._victims, signal.SIGCONT)
-        ranks = {f"{rank}" for rank in range(self._world_size)}
-        running = ranks - set(self._ends)
-        limit = self._start_time + START_SECONDS if self._fault_time is None else self._fault_time + self._limit
-        is_done = len(self._started) > 1 and not running
-        if not self._is_killed and (is_done or now >= limit):
-            self._is_killed = True
-            self._hung = running
-            # The store last: its end is an error to ranks that still wait for it.
-            self._signal(self._started[::-1], signal.SIGKILL)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """How each rank ended, when all have."""
         return [self._row(rank) for rank in range(self._world_size)]
 
-    @property
-    def _victims(self) -> list[str]:
-        return ["store" if victim == STORE else f"{victim}" for victim in self.fault.victims]
-
-    def _start(self, name: str, task: dict[str, Any]) -> None:
-        self._started.append(name)
-        self._server.start(f"{self._name}/{name}", task, self._folder / f"{name}.log")
-
-    def _start_ranks(self) -> None:
-        port_file = self._folder / "port"
-        if not port_file.exists():
-            return
+    def _world(self) -> World:
         fault_step = self._draw.randrange(10, 20)
         # A caller of averaged() waits for as long as the timeout: those who do not wait for it must train on meanwhile.
         seconds_alone = self.timeout + 3 if self.fault.what == "average alone" else 0.0
-        addresses = free_addresses(self._world_size, self._draw)
-        for rank in range(self._world_size):
-            task = {
-                "role": "rank",
-                "rank": rank,
-                "wrapper": self.key.wrapper,
-                "fault": self.key.fault,
-                "fault_step": fault_step,
-                "num_steps": fault_step + NUM_STEPS_AFTER + int(seconds_alone / STEP_SECONDS),
-                "step_seconds": STEP_SECONDS,
-                "timeout": self.timeout,
-                "port": int(port_file.read_text()),
-                "addresses": addresses,
-                "events": str(self._folder / "events"),
-            }
-            self._start(f"{rank}", task)
+        port, *ports = free_ports(1 + self._world_size, self._draw)
+        return World(
+            wrapper=self.key.wrapper,
+            fault=self.key.fault,
+            fault_step=fault_step,
+            num_steps=fault_step + NUM_STEPS_AFTER + int(seconds_alone / STEP_SECONDS),
+            timeout=self.timeout,
+            port=port,
+            addresses=[f"tcp://{HOST}:{own}" for own in ports],
+            events=self._path,
+        )
 
     def _read_events(self) -> None:
-        path = self._folder / "events"
-        if not path.exists():
-            return
-        with path.open("rb") as file:
+        with self._path.open("rb") as file:
             file.seek(self._num_read)
             *lines, _ = file.read().split(b"\n")
         for line in lines:
@@ -161,27 +130,20 @@ class Cell:
             elif event["event"] == "fault":
                 self._fault_time = event["time"]
 
-    def _strike(self, now: float) -> None:
-        """Kill or stop all victims at once."""
-        self._signal(self._victims, signal.SIGKILL if self.fault.what == "kill" else signal.SIGSTOP)
-        self._fault_time = now
-        seconds = self.fault.stop_seconds(self.timeout)
-        if seconds is not None:
-            self._resumption = now + seconds
-
-    def _signal(self, names: Sequence[str], number: int) -> None:
-        for name in names:
-            if name not in self._ends:
-                self._server.signal(f"{self._name}/{name}", number)
+    def _signal_victims(self, number: int) -> None:
+        for name in self._victims:
+            self._processes.signal(name, number)
 
     def _row(self, rank: int) -> dict[str, Any]:
-        events, end, fault_time = self._events[rank], self._ends[f"{rank}"], self._fault_time
+        events, end, fault_time = self._events[rank], self._processes.ends[f"{rank}"], self._fault_time
         nan = float("nan")
         error = next((event for event in events if event["event"] == "error"), None)
         last = next((event for event in events if event["event"] in ("error", "done")), None)
         last_time = end.time if last is None else last["time"]
         is_victim = rank in self.fault.victims
         row: dict[str, Any] = {
+            **self.key._asdict(),
+            "victims": " ".join(self._victims),
             "rank": rank,
             "role": "victim" if is_victim else "survivor",
             "seconds": nan if fault_time is None else last_time - fault_time,
@@ -199,7 +161,7 @@ class Cell:
             call, seconds = longest(calls_of(events, last_time), since=fault_time, stopped=stopped)
             row |= {"wait_call": call, "wait_seconds": seconds}
             row["beyond_timeout_seconds"] = max(0.0, seconds - self.timeout)
-        return row
+        return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
 
 
 def blame(text: str, *, rank: int, fault: Fault, world_size: int) -> dict[str, Any]:
@@ -243,16 +205,16 @@ def longest(calls: Sequence[Call], *, since: float, stopped: tuple[float, float]
     return name, seconds
 
 
-def free_addresses(num_addresses: int, draw: random.Random) -> list[str]:
-    """Addresses "tcp://127.0.0.1:port" where nobody listens at the moment."""
+def free_ports(count: int, draw: random.Random) -> list[int]:
+    """Ports of this machine where nobody listens at the moment."""
     ports: list[int] = []
-    while len(ports) < num_addresses:
+    while len(ports) < count:
         port = draw.choice(_PORTS)
         with socket.socket() as each:
             try:
-                each.bind(("127.0.0.1", port))
+                each.bind((HOST, port))
             except OSError:
                 continue
         if port not in ports:
             ports.append(port)
-    return [f"tcp://127.0.0.1:{port}" for port in ports]
+    return ports

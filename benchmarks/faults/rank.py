@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,24 +25,46 @@ from .methods import make
 HOST = "127.0.0.1"
 MEETING = timedelta(seconds=60)
 """For all ranks to be there, before anything is measured."""
+STEP_SECONDS = 0.02
 
 
-def run(task: dict[str, Any]) -> None:
-    """Do what `Cell` asks for."""
-    if task["role"] == "store":
-        serve_store(Path(task["port_file"]))
-    else:
-        Rank(task).live()
+@dataclass(frozen=True)
+class World:
+    """What all ranks of a cell know.
+
+    Args:
+        wrapper: see `make`.
+        fault: a name in FAULTS.
+        fault_step: the step of a fault of training.
+        num_steps: steps that are trained.
+        timeout: of the wrapper and of the default group, in seconds.
+        port: of the key-value store.
+        addresses: of the ranks as workers of dpwa.
+        events: the file that ranks append to.
+    """
+
+    wrapper: str
+    fault: str
+    fault_step: int
+    num_steps: int
+    timeout: float
+    port: int
+    addresses: Sequence[str]
+    events: Path
 
 
-def serve_store(port_file: Path) -> None:
-    """Serve a key-value store until killed. Its port appears in the file."""
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    part = port_file.with_suffix(".part")
-    part.write_text(str(store.port))
-    part.rename(port_file)
-    while True:
+def serve_store(port: int) -> None:
+    """Serve a key-value store until killed."""
+    store = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False)
+    while store:
         signal.pause()
+
+
+def train(world: World, rank: int) -> None:
+    """Run the script of a rank; an error ends the process as it ends a script, without close()."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    Rank(world, rank).run()
 
 
 class Rank:
@@ -51,18 +74,18 @@ class Rank:
     (who asked kills or stops it then) or has happened, the error that ended it. Lines are whole, whatever kills it.
 
     Args:
-        task: plain values, as `Cell` gives them.
+        world: of the rank.
+        rank: its number.
     """
 
-    def __init__(self, task: dict[str, Any]) -> None:
-        self.task, self.rank, self.fault = task, int(task["rank"]), FAULTS[task["fault"]]
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank, self.fault = world, rank, FAULTS[world.fault]
         self.is_victim = self.rank in self.fault.victims
-        self._events = os.open(task["events"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._events = os.open(world.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._call = ""
 
-    def live(self) -> None:
-        """From the start to the end; an error ends the process as it ends a script, without close()."""
-        torch.set_num_threads(1)
+    def run(self) -> None:
+        """From the start to the end."""
         try:
             self._script()
         except Exception as error:
@@ -71,9 +94,9 @@ class Rank:
         self._say("done")
 
     def _script(self) -> None:
-        task = self.task
-        world_size, timeout = len(task["addresses"]), timedelta(seconds=task["timeout"])
-        store = dist.TCPStore(HOST, task["port"], is_master=False, timeout=MEETING)
+        world = self.world
+        world_size, timeout = len(world.addresses), timedelta(seconds=world.timeout)
+        store = dist.TCPStore(HOST, world.port, is_master=False, timeout=MEETING)
         store.set(f"up {self.rank}", "")
         store.wait([f"up {rank}" for rank in range(world_size)], MEETING)
         store.set_timeout(timeout)  # as init_process_group does with a store that it makes itself
@@ -85,11 +108,11 @@ class Rank:
         dist.barrier()
         self._reach("construction")
         with self._calling("construction"):
-            wrapper = make(task["wrapper"], module, rank=self.rank, addresses=task["addresses"], timeout=timeout)
+            wrapper = make(world.wrapper, module, rank=self.rank, addresses=world.addresses, timeout=timeout)
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(self.rank)
-        for step in range(task["num_steps"]):
-            if step == task["fault_step"] and self.fault.where == "training" and self._is_over(wrapper):
+        for step in range(world.num_steps):
+            if step == world.fault_step and self.fault.where == "training" and self._is_over(wrapper):
                 break
             if progress is not None:
                 with self._calling("progress"):
@@ -101,7 +124,7 @@ class Rank:
                 optimizer.step()
             if isinstance(wrapper, PairwiseDataParallel):
                 wrapper.report_loss(float(loss))
-            time.sleep(task["step_seconds"])
+            time.sleep(STEP_SECONDS)
         else:
             self._finish(wrapper)
         with self._calling("close"):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import os
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
+
+from benchmarks.record import matching
 
 from .cell import Key
 from .fault import FAULTS
@@ -25,12 +24,24 @@ WRAPPERS = {
 }
 SETTING = ("commit", "torch", "seed", "timeout_seconds", "world_size")
 COLUMNS = (
-    *("date", "commit", "torch", "machine", "cores", "command", "seed", "timeout_seconds", "world_size"),
-    *("wrapper", "fault", "repeat", "victims", "rank", "role", "seconds", "call", "error_type", "error"),
+    *(
+        "timeout_seconds",
+        "world_size",
+        "wrapper",
+        "fault",
+        "repeat",
+        "victims",
+        "rank",
+        "role",
+        "seconds",
+        "call",
+        "error_type",
+        "error",
+    ),
     *("names_the_dead", "names_an_innocent", "named", "exit_code", "hung"),
     *("wait_call", "wait_seconds", "beyond_timeout_seconds", "exit_seconds"),
 )
-"""Of the CSV, a row per rank of a cell.
+"""Of the CSV beside those of PROVENANCE, a row per rank of a cell.
 
 seconds: from the fault to the rank's error, or to its end where it had none. call: where the error was raised.
 names_the_dead: whether its message names a victim; empty where there is no error. named: whom it names. wait_seconds:
@@ -43,48 +54,12 @@ EXIT_GRACE = 5.0
 """Seconds that the interpreter may take to exit, on a busy machine; torch alone takes one."""
 
 
-class FaultTable:
-    """A CSV file that is appended to.
-
-    Args:
-        path: of the file, which may exist.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            self._write([COLUMNS])
-            return
-        with path.open(newline="") as file:
-            header = tuple(next(csv.reader(file), ()))
-        if header != COLUMNS:
-            raise ValueError(f"got {path} with columns {header}, expected {COLUMNS}; name another file by --output")
-        text = path.read_text()
-        if not text.endswith("\n"):  # cut off by the end of the machine: that cell is measured again
-            path.write_text(text[: text.rfind("\n") + 1])
-
-    def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Add the rows of a cell; on return they are on disk."""
-        self._write([[_text(row.get(column)) for column in COLUMNS] for row in rows])
-
-    def done(self, setting: dict[str, Any]) -> set[Key]:
-        """The cells that are complete, of this commit, torch, seed, timeout and world size."""
-        rows = self.frame()
-        for column in SETTING:
-            rows = rows[rows[column].astype(str) == str(setting[column])]
-        sizes = rows.groupby(["wrapper", "fault", "repeat"]).size()
-        return {Key(w, f, int(r)) for (w, f, r), size in sizes.items() if size >= setting["world_size"]}
-
-    def frame(self) -> pd.DataFrame:
-        """All rows."""
-        return pd.read_csv(self.path, dtype={"commit": str, "victims": str, "named": str, "hung": bool})
-
-    def _write(self, lines: Iterable[Iterable[Any]]) -> None:
-        with self.path.open("a", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(lines)
-            file.flush()
-            os.fsync(file.fileno())
+def done(rows: pd.DataFrame, setting: Mapping[str, Any]) -> set[Key]:
+    """The cells that are complete, of this commit, torch, seed, timeout and world size."""
+    sizes = (
+        matching(rows, {column: setting[column] for column in SETTING}).groupby(["wrapper", "fault", "repeat"]).size()
+    )
+    return {Key(w, f, int(r)) for (w, f, r), size in sizes.items() if size >= setting["world_size"]}
 
 
 def newest(rows: pd.DataFrame) -> pd.DataFrame:
@@ -189,7 +164,3 @@ def _summary(cell: pd.DataFrame) -> str:
 
 def _num_true(column: pd.Series) -> int:
     return int((column == True).sum())  # noqa: E712 (an object column: bools and missing values)
-
-
-def _text(value: Any) -> Any:
-    return f"{value:.3f}" if isinstance(value, float) else value

@@ -23,7 +23,7 @@ from benchmarks.pages.membership import MEMBERSHIP
 from benchmarks.pages.time_to_loss import TIME_TO_LOSS
 from benchmarks.pages.training import TRAINING
 from benchmarks.pages.uneven import UNEVEN
-from benchmarks.record import RESULTS, ROOT
+from benchmarks.record import DTYPES, RESULTS, ROOT
 
 LISTED: Mapping[str, Page] = {**ALGORITHMS, **MEMBERSHIP, **TRAINING, **CONTROL, **UNEVEN, **TIME_TO_LOSS}
 """By the name of the file, in the order of the index."""
@@ -50,7 +50,7 @@ MADE = "<!-- Written by `python -m benchmarks.pages` from benchmarks/results/{cs
 def page(name: str) -> str:
     """The text of a page, from its CSV file."""
     own = PAGES[name]
-    rows = pd.read_csv(RESULTS / own.csv, dtype={"commit": str, "victims": str, "named": str})
+    rows = pd.read_csv(RESULTS / own.csv, dtype=DTYPES)
     if own.render:
         figures = own.render(rows)
     else:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,12 +15,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from benchmarks import record
 from benchmarks.faults import methods
 from benchmarks.faults.__main__ import Faults
 from benchmarks.faults.accused import accused
 from benchmarks.faults.cell import Call, Key, blame, calls_of, longest
 from benchmarks.faults.fault import FAULTS
-from benchmarks.faults.table import COLUMNS, WRAPPERS, FaultTable, deviations, markdown
+from benchmarks.faults.table import COLUMNS, WRAPPERS, deviations, done, markdown
+from benchmarks.record import append_rows, rows_in
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 5.0
@@ -81,16 +82,13 @@ def test_the_longest_call() -> None:
 
 
 SETTING = {"commit": "abc+", "torch": "2.14.1", "seed": 0, "timeout_seconds": 10.0, "world_size": 4}
+MEASURED = {**SETTING, "date": "today", "machine": "a machine", "cores": 2, "command": "make faults"}
 
 
 def row(rank: int, **values: Any) -> dict[str, Any]:
     """Of a cell in which everything is as it should be."""
     return {
-        **SETTING,
-        "date": "today",
-        "machine": "a machine",
-        "cores": 2,
-        "command": "make faults",
+        **MEASURED,
         "repeat": 0,
         "wrapper": "sgp",
         "fault": "kill-even",
@@ -129,37 +127,37 @@ def cell(of_rank_0: Mapping[str, Any] = MappingProxyType({}), **values: Any) -> 
     return [row(0, **{**values, **of_rank_0}), row(1, **values), row(2, **{**values, **VICTIM}), row(3, **values)]
 
 
-def test_a_table_goes_on_where_it_was(tmp_path: Path) -> None:
+def frame_of(path: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> pd.DataFrame:
+    """Through the file."""
+    for own in rows:
+        measured = {name: own[name] for name in MEASURED if name not in ("timeout_seconds", "world_size")}
+        monkeypatch.setattr(record, "provenance", lambda seed, measured=measured: measured)
+        append_rows(path, [{name: own[name] for name in COLUMNS}], seed=0)
+    return rows_in(path, COLUMNS)
+
+
+def test_a_table_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "results" / "faults.csv"
-    FaultTable(path).append(cell())
-    FaultTable(path).append(cell(fault="kill-odd")[:3])  # a cell that was cut off
+    monkeypatch.setattr(record, "PROVENANCE", tuple(name for name in MEASURED if name not in COLUMNS))
+    frame_of(path, cell(), monkeypatch)
+    rows = frame_of(path, cell(fault="kill-odd")[:3], monkeypatch)  # a cell that was cut off
     with path.open("a") as file:
         file.write("today,ab")  # within a line
-    table = FaultTable(path)
-    assert table.done(SETTING) == {Key("sgp", "kill-even", 0)}
-    assert table.done({**SETTING, "commit": "def"}) == set()
-    assert table.done({**SETTING, "timeout_seconds": 2.0}) == set()
-    table.append(cell(fault="kill-0"))
-    assert len(FaultTable(path).frame()) == 4 + 3 + 4
-    assert tuple(table.frame().columns) == COLUMNS
+    assert done(rows, SETTING) == {Key("sgp", "kill-even", 0)}
+    assert done(rows, {**SETTING, "commit": "def"}) == set()
+    assert done(rows, {**SETTING, "timeout_seconds": 2.0}) == set()
+    assert len(frame_of(path, cell(fault="kill-0"), monkeypatch)) == 4 + 3 + 4
 
 
 def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"other.csv with columns \('a', 'b'\), expected .*name another file"):
-        FaultTable(path)
+    with pytest.raises(ValueError, match=r"other.csv with missing columns .*unknown columns .*choose another file"):
+        rows_in(path, COLUMNS)
 
 
-def frame_of(tmp_path: Path, rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Through the file."""
-    table = FaultTable(tmp_path / "faults.csv")
-    table.append(rows)
-    return table.frame()
-
-
-def test_nothing_deviates(tmp_path: Path) -> None:
-    rows = frame_of(tmp_path, cell())
+def test_nothing_deviates() -> None:
+    rows = pd.DataFrame(cell())
     assert deviations(rows) == []
     text = markdown(rows)
     assert re.search(r"kill -9 of rank 2 +\| 0.1 s, 3 of 3", text)
@@ -178,14 +176,14 @@ def test_nothing_deviates(tmp_path: Path) -> None:
         ({"fault": "stop-short"}, "ConnectionError: rank 2 has died"),
     ],
 )
-def test_what_deviates(tmp_path: Path, values: dict[str, Any], expected: str) -> None:
-    found = deviations(frame_of(tmp_path, cell(values)))
+def test_what_deviates(values: dict[str, Any], expected: str) -> None:
+    found = deviations(pd.DataFrame(cell(values)))
     assert len(found) == 1
     assert re.search(rf"^SGP, .*, survivor 0: .*{expected}", found[0]), found
 
 
-def test_the_table_shows_the_newest_commit_only(tmp_path: Path) -> None:
-    rows = frame_of(tmp_path, [*cell(commit="old", seconds=77.0), *cell(fault="kill-0")])
+def test_the_table_shows_the_newest_commit_only() -> None:
+    rows = pd.DataFrame([*cell(commit="old", seconds=77.0), *cell(fault="kill-0")])
     assert "kill -9 of rank 2" not in markdown(rows)
 
 
@@ -202,15 +200,33 @@ def test_all_wrappers_can_be_made() -> None:
     assert list(methods._MAKERS) == list(WRAPPERS)
 
 
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.faults", *options]
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
 @pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(300)  # two imports of torch, on a machine that may be busy
-def test_two_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_cells(tmp_path: Path) -> None:
     """A kill and a short stop of SGP; a second call finds nothing left to do."""
     path = tmp_path / "faults.csv"
-    options = Faults(wrappers=("sgp",), faults=("kill-even", "stop-short"), timeout=TIMEOUT, output=path)
-    options.main()
-    rows = FaultTable(path).frame()
+    options = [
+        "--wrappers",
+        "sgp",
+        "--faults",
+        "kill-even",
+        "stop-short",
+        "--timeout",
+        f"{TIMEOUT}",
+        "--output",
+        str(path),
+    ]
+    first = subprocess.run(command(*options), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr
+    rows = rows_in(path, COLUMNS)
     killed, stopped = (rows[rows["fault"] == fault].set_index("rank") for fault in ("kill-even", "stop-short"))
     assert list(killed["role"]) == ["survivor", "survivor", "victim", "survivor"]
     assert killed["exit_code"][2] == -9
@@ -225,51 +241,44 @@ def test_two_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (stopped.drop(2)["wait_seconds"] > 0.3 * TIMEOUT).any(), "who waits for a stopped rank waits"
     assert stopped["wait_seconds"][2] < 0.8 * TIMEOUT, "the time of being stopped is no wait"
     assert "SIGSTOP for half the timeout" in path.with_suffix(".md").read_text()
-    capsys.readouterr()
     before = path.read_text()
-    options.main()
+    second = subprocess.run(command(*options), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert path.read_text() == before
-    assert "kill -9 of rank 2" in capsys.readouterr().out
-
-
-PARENT = """
-import os, signal, sys, time
-from pathlib import Path
-from benchmarks.faults.fork_server import ForkServer
-folder = Path(sys.argv[1])
-server = ForkServer()
-server.start("world/store", {"role": "store", "port_file": str(folder / "port")}, folder / "log")
-while not (folder / "port").exists():
-    time.sleep(0.01)
-server.signal("world/store", signal.SIGSTOP)
-print((folder / "port").read_text(), flush=True)
-sys.stdin.read()
-"""
+    assert "kill -9 of rank 2" in second.stdout
 
 
 @pytest.mark.soak
 @pytest.mark.e2e
-@pytest.mark.timeout(300)  # two imports of torch, on a machine that may be busy
+@pytest.mark.timeout(300)  # an import of torch, on a machine that may be busy
 def test_no_process_outlives_the_command(tmp_path: Path) -> None:
     """Not even a stopped one, when the command is killed."""
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert parent.stdin is not None
-    assert parent.stdout is not None
+    options = [
+        "--wrappers",
+        "sgp",
+        "--faults",
+        "stop-long",
+        "--timeout",
+        "60",
+        "--output",
+        str(tmp_path / "faults.csv"),
+    ]
+    parent = subprocess.Popen(command(*options, "--logs", str(tmp_path)), cwd=ROOT, env=ENVIRONMENT)
     try:
-        port = int(parent.stdout.readline())
-        with socket.create_connection(("127.0.0.1", port), timeout=30.0) as connection:
-            parent.kill()
-            with contextlib.suppress(ConnectionResetError):  # or an end of file, when the process is gone
-                assert connection.recv(1) == b""
+        events = tmp_path / "sgp-stop-long-0" / "events"
+        while not events.exists() or '"due"' not in events.read_text():
+            time.sleep(0.05)
+        time.sleep(0.5)  # until rank 2 is stopped
+        started = _descendants(parent.pid)
+        assert len(started) == 1 + 1 + 4
+        parent.kill()
+        parent.wait()
+        while any(Path(f"/proc/{pid}").exists() for pid in started):
+            time.sleep(0.05)
     finally:
         parent.kill()
         parent.wait()
-        parent.stdin.close()
-        parent.stdout.close()
+
+
+def _descendants(pid: int) -> list[int]:
+    children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(each for child in children for each in _descendants(child))]
