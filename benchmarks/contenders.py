@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -46,23 +45,9 @@ class Contender(ABC):
         value.backward()
         self.optimizer.step()
 
-    def set_learning_rate(self, value: float) -> None:
-        """From the next step on."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = value
-
     def progress(self, num_own_steps: int) -> int:
         """How far training is after so many steps of this rank; ranks that end together end at the same progress."""
         return num_own_steps
-
-    @contextlib.contextmanager
-    def evaluation(self) -> Iterator[nn.Module]:
-        """Inside, the model as it is evaluated, in eval mode; collective where that averages."""
-        self.model.eval()
-        try:
-            yield self.model
-        finally:
-            self.model.train()
 
     @abstractmethod
     def close(self) -> None:
@@ -177,12 +162,6 @@ class DecentDP(Contender):
         """See `Contender`."""
         loss(self.model).backward()
 
-    def set_learning_rate(self, value: float) -> None:
-        """See `Contender`; there are no optimizers before the second step."""
-        for optimizer in self.decent._optims:
-            for group in optimizer.param_groups:
-                group["lr"] = value
-
     def close(self) -> None:
         """Wait for what is under way."""
         for work in self.decent._comm_ops:
@@ -214,19 +193,7 @@ class Wrapped(Contender):
 
 
 class PeriodicallyAveraged(Wrapped):
-    """A wrapper of ours whose ranks train alone from one average over all of them to the next.
-
-    That average comes before the next forward. So the model is evaluated as the wrapper's documentation says, by the
-    average of all ranks, where other libraries have just averaged.
-    """
-
-    model: GossipDataParallel
-
-    @contextlib.contextmanager
-    def evaluation(self) -> Iterator[nn.Module]:
-        """See `Contender`; collective."""
-        with self.model.averaged(), super().evaluation() as model:
-            yield model
+    """A wrapper of ours whose ranks train alone from one average over all of them to the next."""
 
 
 def _ours(model: nn.Module, *, overlap: bool) -> Contender:

@@ -34,14 +34,14 @@ from typing import Any
 import pandas as pd
 import tyro
 
+from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import CLUSTER_METHODS, require_methods
 from benchmarks.cluster.network.links import MAX_HOSTS, MIN_HOSTS, EmulatedNetwork, LinkRates
 from benchmarks.cluster.network.namespaces import or_exit
 from benchmarks.cluster.processes import Fleet, TrialError
-from benchmarks.cluster.table import failed_row, frame, markdown, rows_in, rows_of, rows_of_trial
+from benchmarks.cluster.table import COLUMNS, failed_row, frame, markdown, rows_of, rows_of_trial
 from benchmarks.cluster.trials import NUM_WARM_STEPS, Trial
-from benchmarks.cluster.workload.delays import Delays
-from benchmarks.record import append_rows
+from benchmarks.record import append_rows, rows_in
 from visualization.cluster import draw
 
 
@@ -130,7 +130,8 @@ class Cluster:
         """
         self.out.mkdir(parents=True, exist_ok=True)
         start, keys = time.monotonic(), self._keys()
-        earlier = frame([]) if self.output is None else rows_in(self.output)
+        columns = [name for name in COLUMNS if name != "seed"]  # which is of the provenance
+        earlier = frame([]) if self.output is None else rows_in(self.output, columns)[list(COLUMNS)]
         rows = [rows_of_trial(earlier, key) for key in keys]
         for num_hosts, rate in product(self.hosts, self.rates):
             cell = [number for number, key in enumerate(keys) if (key["hosts"], key["rate_gbit"]) == (num_hosts, rate)]

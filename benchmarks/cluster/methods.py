@@ -13,7 +13,7 @@ from torch import nn
 
 import gossip_modules as gm
 from benchmarks.cluster import peers
-from benchmarks.cluster.network.place import Place
+from benchmarks.cluster.network.place import Place, momentum_sgd
 from benchmarks.contenders import (
     Contender,
     HandWrittenBlocking,
@@ -48,7 +48,7 @@ class ClusterMethod:
 
 def _plain(kind: Callable[..., Contender], **options: Any) -> Callable[[nn.Module, Place], Contender]:
     """A contender that needs the default process group only."""
-    return lambda model, place: kind(model, place.optimizer, **options)
+    return lambda model, place: kind(model, momentum_sgd, **options)
 
 
 def _ours(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Module, Place], Contender]:
@@ -56,26 +56,22 @@ def _ours(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Mod
 
     def make(model: nn.Module, place: Place) -> Contender:
         chosen = {name: value(place.world_size) if callable(value) else value for name, value in options.items()}
-        return Wrapped(model, place.optimizer, wrap=lambda x: wrapper(x, timeout=place.timeout, **chosen))
+        return Wrapped(model, momentum_sgd, wrap=lambda x: wrapper(x, timeout=place.timeout, **chosen))
 
     return make
 
 
 def _periodic(**options: Any) -> Callable[[nn.Module, Place], Contender]:
     """`GossipDataParallel` whose ranks train alone between averages over all of them."""
-
-    def make(model: nn.Module, place: Place) -> Contender:
-        return PeriodicallyAveraged(
-            model, place.optimizer, wrap=lambda x: gm.GossipDataParallel(x, timeout=place.timeout, **options)
-        )
-
-    return make
+    return lambda model, place: PeriodicallyAveraged(
+        model, momentum_sgd, wrap=lambda x: gm.GossipDataParallel(x, timeout=place.timeout, **options)
+    )
 
 
 def _dpwa(model: nn.Module, place: Place) -> Contender:
     workers = {f"worker{rank}": f"tcp://{address}:{place.port}" for rank, address in enumerate(place.addresses)}
     wrap = partial(gm.PairwiseDataParallel, name=f"worker{place.rank}", peers=workers, timeout=place.timeout)
-    return Wrapped(model, place.optimizer, wrap=wrap)
+    return Wrapped(model, momentum_sgd, wrap=wrap)
 
 
 def _base_graph(n: int) -> nx.Graph:
@@ -154,21 +150,19 @@ OTHERS: Mapping[str, ClusterMethod] = {
     "hand-overlap": ClusterMethod("hand-written OSGP, one-way ring", _plain(HandWrittenOverlapped)),
     "ddp": ClusterMethod("DDP", peers.ddp()),
     "ddp-view": ClusterMethod("DDP, gradient_as_bucket_view", peers.ddp(gradient_as_bucket_view=True)),
-    "ddp-fp16": ClusterMethod("DDP, fp16 hook", peers.ddp_fp16()),
-    "ddp-powersgd": ClusterMethod("DDP, PowerSGD hook, rank 1, one bucket", peers.ddp_power_sgd()),
-    "post-local": ClusterMethod(
-        f"torch post-local SGD, period {peers.PERIOD}", peers.post_local(), period=peers.PERIOD
-    ),
+    "ddp-fp16": ClusterMethod("DDP, fp16 hook", peers.ddp_fp16),
+    "ddp-powersgd": ClusterMethod("DDP, PowerSGD hook, rank 1, one bucket", peers.ddp_power_sgd),
+    "post-local": ClusterMethod(f"torch post-local SGD, period {peers.PERIOD}", peers.post_local, period=peers.PERIOD),
     "decent-ring": ClusterMethod("Decent-DP, ring", peers.decent(topology="ring")),
     "decent-exp": ClusterMethod("Decent-DP, one-peer exponential", peers.decent(topology="one-peer-exp")),
     "torchft-local": ClusterMethod(
-        f"torchft LocalSGD, period {peers.PERIOD}", peers.torchft_local(), peers.PERIOD, is_alone=True
+        f"torchft LocalSGD, period {peers.PERIOD}", peers.torchft_local, peers.PERIOD, is_alone=True
     ),
     "torchft-diloco": ClusterMethod(
-        f"torchft DiLoCo, period {peers.PERIOD}", peers.torchft_diloco(), peers.PERIOD, is_alone=True
+        f"torchft DiLoCo, period {peers.PERIOD}", peers.torchft_diloco, peers.PERIOD, is_alone=True
     ),
-    "hivemind": ClusterMethod("hivemind averager", peers.hivemind(), is_alone=True),
-    "slowmo": ClusterMethod("fairscale SlowMo on SGP", peers.slowmo(), is_alone=True),
+    "hivemind": ClusterMethod("hivemind averager", peers.Hivemind, is_alone=True),
+    "slowmo": ClusterMethod("fairscale SlowMo on SGP", peers.SlowMo, is_alone=True),
 }
 CLUSTER_METHODS: Mapping[str, ClusterMethod] = {
     BOUND: ClusterMethod("no communication", _plain(Local)),

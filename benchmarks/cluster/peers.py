@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.cluster.network.place import Place
+from benchmarks.cluster.network.place import Place, momentum_sgd
 from benchmarks.cluster.torchft_replica import Replica
 from benchmarks.contenders import DDP, Contender, DecentDP, Loss, OptimizerFactory
 
@@ -25,62 +25,50 @@ PERIOD = 4
 
 def ddp(**options: Any) -> Make:
     """torch's DistributedDataParallel."""
-    return lambda model, place: DDP(model, place.optimizer, **options)
+    return lambda model, place: DDP(model, momentum_sgd, **options)
 
 
-def ddp_fp16() -> Make:
+def ddp_fp16(model: nn.Module, place: Place) -> Contender:
     """With gradients that travel in half precision."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    def make(model: nn.Module, place: Place) -> Contender:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-        contender = DDP(model, place.optimizer)
-        contender.replica.register_comm_hook(None, fp16_compress_hook)
-        return contender
-
-    return make
+    contender = DDP(model, momentum_sgd)
+    contender.replica.register_comm_hook(None, fp16_compress_hook)
+    return contender
 
 
-def ddp_power_sgd() -> Make:
+def ddp_power_sgd(model: nn.Module, place: Place) -> Contender:
     """With gradients of low rank, but for the first tenth of a training, which torch's documentation advises.
 
     In one bucket: the hook starts a collective when another has ended, and over Gloo those of several buckets meet in
     another order on each rank, which ends the process.
     """
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-    def make(model: nn.Module, place: Place) -> Contender:
-        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-
-        contender = DDP(model, place.optimizer, bucket_cap_mb=10_000)
-        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=max(2, place.num_warm_steps))
-        contender.replica.register_comm_hook(state, powerSGD_hook)
-        return contender
-
-    return make
+    contender = DDP(model, momentum_sgd, bucket_cap_mb=10_000)
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    contender.replica.register_comm_hook(state, powerSGD_hook)
+    return contender
 
 
-def post_local() -> Make:
+def post_local(model: nn.Module, place: Place) -> Contender:
     """torch's post-local SGD, without the phase before: no gradients travel, models are averaged every PERIOD steps."""
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
 
-    def make(model: nn.Module, place: Place) -> Contender:
-        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-        from torch.distributed.optim import PostLocalSGDOptimizer
-
-        contender = DDP(model, place.optimizer)
-        alone, _ = dist.new_subgroups(group_size=1)
-        state = PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=0)
-        contender.replica.register_comm_hook(state, post_localSGD_hook)
-        averager = PeriodicModelAverager(period=PERIOD, warmup_steps=PERIOD - 1)  # after steps 4, 8, ...
-        contender.optimizer = PostLocalSGDOptimizer(contender.optimizer, averager)
-        return contender
-
-    return make
+    contender = DDP(model, momentum_sgd)
+    alone, _ = dist.new_subgroups(group_size=1)
+    state = PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=0)
+    contender.replica.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=PERIOD, warmup_steps=PERIOD - 1)  # after steps 4, 8, ...
+    contender.optimizer = PostLocalSGDOptimizer(contender.optimizer, averager)
+    return contender
 
 
 def decent(*, topology: str) -> Make:
     """Decent-DP; see `DecentDP`."""
-    return lambda model, place: DecentDP(model, place.optimizer, topology=topology)
+    return lambda model, place: DecentDP(model, momentum_sgd, topology=topology)
 
 
 class _TorchFT(Contender):
@@ -153,46 +141,38 @@ class _Replica(Replica):
             self._lighthouse.shutdown()
 
 
-def torchft_local() -> Make:
+def torchft_local(model: nn.Module, place: Place) -> Contender:
     """torchft's LocalSGD."""
+    from torchft.local_sgd import LocalSGD
 
-    def make(model: nn.Module, place: Place) -> Contender:
-        from torchft.local_sgd import LocalSGD
+    replica = _Replica(model, place)
 
-        replica = _Replica(model, place)
+    def enter(m: nn.Module, inner: torch.optim.Optimizer) -> Any:
+        return LocalSGD(replica.manager, m, inner, sync_every=PERIOD)
 
-        def enter(m: nn.Module, inner: torch.optim.Optimizer) -> Any:
-            return LocalSGD(replica.manager, m, inner, sync_every=PERIOD)
-
-        return _TorchFT(model, place.optimizer, enter, replica)
-
-    return make
+    return _TorchFT(model, momentum_sgd, enter, replica)
 
 
-def torchft_diloco() -> Make:
+def torchft_diloco(model: nn.Module, place: Place) -> Contender:
     """torchft's DiLoCo, with the outer optimizer of its paper."""
+    from torchft.local_sgd import DiLoCo
 
-    def make(model: nn.Module, place: Place) -> Contender:
-        from torchft.local_sgd import DiLoCo
+    replica = _Replica(model, place)
 
-        replica = _Replica(model, place)
+    def enter(m: nn.Module, inner: torch.optim.Optimizer) -> Any:
+        outer = torch.optim.SGD(m.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        return DiLoCo(replica.manager, [m], inner, outer, sync_every=PERIOD, pin_memory=False)
 
-        def enter(m: nn.Module, inner: torch.optim.Optimizer) -> Any:
-            outer = torch.optim.SGD(m.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-            return DiLoCo(replica.manager, [m], inner, outer, sync_every=PERIOD, pin_memory=False)
-
-        return _TorchFT(model, place.optimizer, enter, replica)
-
-    return make
+    return _TorchFT(model, momentum_sgd, enter, replica)
 
 
-class _Hivemind(Contender):
+class Hivemind(Contender):
     """The parameters are averaged over all ranks after every PERIOD-th step, by the process of hivemind's averager."""
 
-    def __init__(self, model: nn.Module, optimizer: OptimizerFactory, place: Place) -> None:
+    def __init__(self, model: nn.Module, place: Place) -> None:
         import hivemind
 
-        super().__init__(model, optimizer)
+        super().__init__(model, momentum_sgd)
         multiprocessing.set_start_method("fork", force=True)  # its processes cannot be pickled
         listen = [f"/ip4/{place.addresses[place.rank]}/tcp/0"]
         first = [] if place.rank == 0 else place.store.get("hivemind").decode().split()
@@ -232,18 +212,13 @@ class _Hivemind(Contender):
         self._dht.shutdown()
 
 
-def hivemind() -> Make:
-    """hivemind's averager over all ranks."""
-    return lambda model, place: _Hivemind(model, place.optimizer, place)
+class SlowMo(Contender):
+    """fairscale's wrapper: SGP between the averages of slow momentum; its SGP is the ancestor's."""
 
-
-class _SlowMo(Contender):
-    """fairscale's wrapper: SGP between the averages of slow momentum."""
-
-    def __init__(self, model: nn.Module, optimizer: OptimizerFactory) -> None:
+    def __init__(self, model: nn.Module, place: Place) -> None:
         from fairscale.experimental.nn.data_parallel import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
 
-        super().__init__(model, optimizer)
+        super().__init__(model, momentum_sgd)
         self.slowmo = SlowMoDistributedDataParallel(
             model,
             nprocs_per_node=1,
@@ -261,8 +236,3 @@ class _SlowMo(Contender):
 
     def close(self) -> None:
         """Nothing to end."""
-
-
-def slowmo() -> Make:
-    """fairscale's SlowMo; its SGP is the ancestor's."""
-    return lambda model, place: _SlowMo(model, place.optimizer)

@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster import rank as rank_module
-from benchmarks.cluster.job import Job
 from benchmarks.cluster.methods import CLUSTER_METHODS
 from benchmarks.cluster.network import namespaces
 from benchmarks.cluster.network.links import EmulatedNetwork
+from benchmarks.cluster.trials import Trial
 
 START_SECONDS = 300.0
 """For all ranks to be ready: the first ones wait for the imports of the server that they are forks of."""
 PRELOAD = (
     *("benchmarks.cluster.rank", "torch.nn.parallel", "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"),
     *("torch.distributed.algorithms.model_averaging.averagers", "torch.distributed.optim"),
-    "transformers.models.gpt2.modeling_gpt2",
 )
 
 
@@ -151,7 +150,7 @@ class TrialProcesses:
 
 
 class Fleet:
-    """Processes in the hosts of a network, renewed where a job needs or leaves them so. `close()` it.
+    """Processes in the hosts of a network, renewed where a trial needs or leaves them so. `close()` it.
 
     Args:
         network: whose hosts they live in.
@@ -163,19 +162,19 @@ class Fleet:
         self._folder = folder
         self._processes: TrialProcesses | None = None
 
-    def run(self, job: Job) -> list[dict[str, Any]]:
+    def run(self, trial: Trial) -> list[dict[str, Any]]:
         """The answers of the ranks, in their order.
 
         Raises:
             TrialError: there is no result.
         """
-        is_alone = CLUSTER_METHODS[job.method].is_alone
+        is_alone = CLUSTER_METHODS[trial.method].is_alone
         if is_alone:
             self.close()
         try:
             self._processes = self._processes or TrialProcesses.in_hosts(self._network, self._folder)
             # A rank's own waits end first, and say for whom they were.
-            answers = self._processes.run(job.as_message(), 1.2 * job.limit_seconds)
+            answers = self._processes.run(trial.as_message(), 1.2 * trial.limit_seconds)
         except TrialError:
             self.close()
             raise

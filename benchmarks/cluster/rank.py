@@ -1,11 +1,11 @@
-"""One rank, in the namespace of its host: takes trials and trainings as messages of JSON, answers each with one."""
+"""One rank, in the namespace of its host: takes trials as messages of JSON, answers each with one."""
 
 from __future__ import annotations
 
 import json
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,24 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.cluster.job import Job
 from benchmarks.cluster.network import namespaces
 from benchmarks.cluster.network.links import DATA
 from benchmarks.cluster.network.place import Place
 from benchmarks.cluster.trials import Trial, measure
-from benchmarks.cluster.workload.training import Training, train
 
 STORE_PORT = 29_500
 START_TIMEOUT = timedelta(minutes=5)
 """For all ranks to be there."""
-JOBS: dict[str, tuple[type[Job], Callable[[Any, Place], dict[str, Any]]]] = {
-    kind.__name__: (kind, body) for kind, body in ((Trial, measure), (Training, train))
-}
-"""By kind: what a message tells, and who does it."""
 
 
 def serve(connection: Connection, namespace: str, rank: int, addresses: Sequence[str], controls: Sequence[str]) -> None:
-    """Run jobs as rank `rank` until the connection ends; the body of a process.
+    """Run trials as rank `rank` until the connection ends; the body of a process.
 
     Args:
         connection: to whoever started it.
@@ -54,15 +48,12 @@ def serve(connection: Connection, namespace: str, rank: int, addresses: Sequence
 def _answer(
     message: dict[str, Any], rank: int, addresses: Sequence[str], controls: Sequence[str], store: dist.Store
 ) -> dict[str, Any]:
-    """The result of the job, or {"error": ...}."""
+    """The result of the trial, or {"error": ...}."""
     try:
-        kind, body = JOBS[message["kind"]]
-        job = kind.from_message(message)
-        own_store = dist.PrefixStore(f"{job.number}", store)
-        limit = timedelta(seconds=job.limit_seconds)
-        return body(
-            job, Place(rank, addresses, controls, own_store, job.number, limit, job.num_warm_steps, job.learning_rate)
-        )
+        trial = Trial.from_message(message)
+        own_store = dist.PrefixStore(f"{trial.number}", store)
+        limit = timedelta(seconds=trial.limit_seconds)
+        return measure(trial, Place(rank, addresses, controls, own_store, trial.number, limit))
     except Exception as error:  # noqa: BLE001 (a row of the table; whoever started this process then ends it)
         traceback.print_exc()
         return {"error": last_line(error)}

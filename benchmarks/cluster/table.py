@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from benchmarks.cluster.methods import BOUND, CLUSTER_METHODS
 from benchmarks.cluster.network.links import LINE_SHARE
-from benchmarks.record import PROVENANCE
+from benchmarks.record import matching
 
 MAX_ERROR = 160
 """Letters of an error in the table."""
@@ -69,25 +68,6 @@ def failed_row(key: dict[str, Any], error: str) -> dict[str, Any]:
     return {**key, "title": CLUSTER_METHODS[key["method"]].title, "error": error}
 
 
-def rows_in(path: Path) -> pd.DataFrame:
-    """The rows of a CSV file that `append_rows` writes; none where there is no file.
-
-    Raises:
-        ValueError: it has other columns.
-    """
-    if not path.is_file() or not path.stat().st_size:
-        return frame([])
-    rows = pd.read_csv(path)
-    expected = [*PROVENANCE, *(name for name in COLUMNS if name != "seed")]
-    if list(rows) != expected:
-        missing, unknown = [x for x in expected if x not in rows], [x for x in rows if x not in expected]
-        raise ValueError(
-            f"got {path} with missing columns {missing} and unknown columns {unknown}, expected those that "
-            "benchmarks.cluster writes today, in its order; choose another file"
-        )
-    return rows[list(COLUMNS)]
-
-
 def rows_of_trial(rows: pd.DataFrame, key: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Those of one trial, with the title that its method has now.
 
@@ -95,10 +75,7 @@ def rows_of_trial(rows: pd.DataFrame, key: Mapping[str, Any]) -> list[dict[str, 
         rows: of the CSV.
         key: the columns that say which trial it is.
     """
-    found = pd.Series(True, index=rows.index)
-    for name, value in key.items():
-        found &= rows[name] == value
-    return rows[found].assign(title=CLUSTER_METHODS[key["method"]].title).to_dict("records")
+    return matching(rows, key).assign(title=CLUSTER_METHODS[key["method"]].title).to_dict("records")
 
 
 def frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:

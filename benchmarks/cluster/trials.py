@@ -3,33 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.cluster.job import Job
+from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import CLUSTER_METHODS, ClusterMethod
 from benchmarks.cluster.network.place import Counters, Place, forget_peak_memory, peak_memory_bytes
-from benchmarks.cluster.workload.split import Split
-from benchmarks.cluster.workload.waited_model import WaitedModel
+from benchmarks.cluster.split import Split
+from benchmarks.cluster.waited_model import WaitedModel
 from benchmarks.contenders import Contender
 
 NUM_WARM_STEPS = 3
 """Steps of a trial that are not timed, at least."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trial(Job):
-    """A method timed with a model that waits.
+@dataclass(frozen=True)
+class Trial:
+    """A method timed with a model that waits: what all ranks know.
 
     Args:
+        method: of CLUSTER_METHODS.
+        number: of the trial in its run, which names all that is its own: keys of the store, ports.
         num_steps: timed ones of each rank; rounded up to the method's period.
+        compute_seconds: of a step, waited.
+        delays: of the ranks.
+        limit_seconds: for the whole trial, and for every wait in it.
         num_parameters: of the model, about.
     """
 
+    method: str
+    number: int
+    num_steps: int
+    compute_seconds: float
+    delays: Delays
+    limit_seconds: float
     num_parameters: float
+
+    def as_message(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Trial:
+        """Of what `as_message` gave."""
+        return cls(**{**message, "delays": Delays(**message["delays"])})
 
 
 def measure(trial: Trial, place: Place) -> dict[str, Any]:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import pandas as pd
 
-from benchmarks.cluster.time_to_target import tables
+from benchmarks.cluster.methods import CLUSTER_METHODS, OTHERS, OURS
+from benchmarks.cluster.table import medians
 from benchmarks.pages.base import Page
 from benchmarks.record import RESULTS
 
 CELLS = "loss_cells.csv"
 TARGETS = (2.5, 2.43)
 """Nats per byte. Ranks that do not communicate reach 2.6 first, and below 2.42 only DDP arrives in 320 steps."""
+LOSS_OF_A_GUESS = math.log(256)
+_CELL = [
+    *("hosts", "rate_gbit", "num_parameters", "planned_ms"),
+    *("spread", "straggle_chance", "slow_factor", "slow_host", "slow_link_share"),
+]
+"""The columns that make a column of the tables."""
+_STEPS = ["num_steps", "fewest", "most", "final", "learning_rate", "num_seeds"]
 
 
 def time_to_loss(rows: pd.DataFrame) -> str:
@@ -33,14 +42,118 @@ def figures(steps: pd.DataFrame, cells: pd.DataFrame) -> str:
         cells: of loss_cells.csv.
     """
     parts = [_sources(steps, "Steps"), _sources(cells, "Seconds per step")]
+    seconds = seconds_per_step(cells)
     for target in TARGETS:
-        parts += [f"## {target:g} nats per byte", tables(steps, cells, target)]
+        times = markdown(steps_to(steps, target), seconds, target)
+        parts += [f"## {target:g} nats per byte", times, "Milliseconds per step, of all ranks together:"]
+        parts.append(paces(seconds))
     failed = pd.concat([steps, cells])
     failed = failed[failed["error"].notna()].drop_duplicates(["method", "error"])
     if len(failed):
         parts.append("## Without a result")
         parts.append("\n".join(f"- {row.method}: `{row.error}`" for row in failed.itertuples()))
     return "\n\n".join(parts) + "\n"
+
+
+def steps_to(trained: pd.DataFrame, target: float) -> pd.DataFrame:
+    """How many steps a loss takes: a row per method, at the learning rate that is best at the end with the lowest seed.
+
+    Returns:
+        num_steps (inf: not reached) and final (the loss at the end), medians over seeds; fewest and most (of the steps
+        of a seed); learning_rate; num_seeds.
+    """
+    found = {}
+    for method, rows in trained.groupby("method", sort=False):
+        ends = rows.sort_values("num_steps").groupby(["seed", "learning_rate"])["score"].last().fillna(math.inf)
+        tuned = ends[rows["seed"].min()]
+        rate = min(tuned.index, key=lambda rate: (tuned[rate], rate))
+        seeds = [own for _, own in rows[rows["learning_rate"] == rate].groupby("seed", sort=False)]
+        steps = pd.Series([_crossing(own, target) for own in seeds])
+        finals = pd.Series([own.sort_values("num_steps")["score"].iloc[-1] for own in seeds])
+        found[method] = (steps.median(), steps.min(), steps.max(), finals.median(), rate, len(seeds))
+    return pd.DataFrame.from_dict(found, orient="index", columns=_STEPS)
+
+
+def _crossing(rows: pd.DataFrame, target: float) -> float:
+    """The steps at which the loss first reaches the target, between evaluations along a line; inf: it does not."""
+    steps, last = 0.0, LOSS_OF_A_GUESS
+    for point in rows.sort_values("num_steps").itertuples():
+        if point.score <= target:
+            return float(steps + (target - last) / (point.score - last) * (point.num_steps - steps))
+        steps, last = point.num_steps, point.score
+    return math.inf
+
+
+def seconds_per_step(timed: pd.DataFrame) -> pd.DataFrame:
+    """Seconds of all ranks together (see fleet_step_ms of table.py): a row per method, a column per cell."""
+    timed = timed.copy()
+    timed.loc[timed["straggle_chance"] == 0, "slow_factor"] = 1.0  # without stragglers it says nothing
+    columns = {}
+    for cell, rows in timed.groupby(_CELL, sort=False):
+        columns[_label(dict(zip(_CELL, cell)))] = medians(rows).set_index("method")["fleet_step_ms"] / 1e3
+    return pd.DataFrame(columns)
+
+
+def _label(cell: Mapping[str, float]) -> str:
+    """The head of a cell's column."""
+    parts = [
+        f"{cell['hosts']:.0f} hosts",
+        f"{cell['num_parameters'] / 1e6:.3g} M parameters",
+        f"{cell['rate_gbit']:g} Gbit/s",
+        f"compute {cell['planned_ms']:g} ms",
+    ]
+    if cell["straggle_chance"]:
+        parts.append(f"{100 * cell['straggle_chance']:g} % stragglers {cell['slow_factor']:g} times slower")
+    return ", ".join(parts)
+
+
+def markdown(steps: pd.DataFrame, seconds: pd.DataFrame, target: float) -> str:
+    """Methods by the steps they take, then the fastest of ours and of the others in every cell.
+
+    Args:
+        steps: of `steps_to`.
+        seconds: of `seconds_per_step`.
+        target: the loss.
+    """
+    times = seconds.mul(steps["num_steps"], axis="index").reindex(steps.index)
+    lines = [
+        "| method | validation loss at the end, nats per byte | learning rate | seeds "
+        f"| steps to {target:g} | fewest-most | {' | '.join(times)} |",
+        "|---|" + "---:|" * (5 + len(times.columns)),
+    ]
+    for method, row in steps.sort_values(["num_steps", "final"]).iterrows():
+        values = [
+            *(_number(row["final"], digits=2), f"{row['learning_rate']:g}"),
+            *(_number(row[name]) for name in ("num_seeds", "num_steps")),
+            "-".join(dict.fromkeys(_number(row[name]) for name in ("fewest", "most"))),
+            *map(_number, times.loc[method]),
+        ]
+        lines.append(f"| {CLUSTER_METHODS[str(method)].title} | {' | '.join(values)} |")
+    for name, methods in (("ours", OURS), ("the others", OTHERS)):
+        best = [_fastest(times.loc[times.index.isin(list(methods)), cell]) for cell in times]
+        lines.append(f"| fastest of {name} | | | | | | {' | '.join(best)} |")
+    return "\n".join(lines)
+
+
+def paces(seconds: pd.DataFrame) -> str:
+    """Milliseconds per step, a row per method, a column per cell."""
+    lines = [f"| method | {' | '.join(seconds)} |", "|---|" + "---:|" * len(seconds.columns)]
+    lines += [
+        f"| {CLUSTER_METHODS[str(method)].title} | {' | '.join(_number(1e3 * value) for value in row)} |"
+        for method, row in seconds.sort_values(seconds.columns[0]).iterrows()
+    ]
+    return "\n".join(lines)
+
+
+def _fastest(seconds: pd.Series) -> str:
+    finite = seconds[seconds < math.inf]
+    return f"{CLUSTER_METHODS[str(finite.idxmin())].title} {finite.min():.0f}" if len(finite) else "none"
+
+
+def _number(value: float, *, digits: int = 0) -> str:
+    if pd.isna(value):
+        return ""
+    return "never" if value == math.inf else f"{value:.{digits}f}"
 
 
 def _sources(rows: pd.DataFrame, what: str) -> str:
@@ -85,5 +198,6 @@ four DiLoCo learns slowly, ours and torchft's alike. At 2.6 nats ranks that do n
         render=time_to_loss,
         also=(CELLS,),
         may_be_missing=True,
+        script="benchmarks/cluster/curves.py",
     ),
 }

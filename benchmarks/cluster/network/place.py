@@ -17,9 +17,9 @@ from torch import nn
 from benchmarks.cluster.network.links import DATA
 
 
-def momentum_sgd(parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
-    """SGD with momentum, in one pass over memory."""
-    return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9, fused=True)
+def momentum_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of every method: SGD with momentum, in one pass over memory."""
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=True)
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,6 @@ class Place:
         store: that all share; over the network that is not shaped.
         number: of the trial, so that no port is used twice.
         timeout: for every wait.
-        num_warm_steps: in which a method may do without what it saves, where it asks for that.
-        learning_rate: of the optimizer, which is the same for every method.
-        make_optimizer: of the parameters, with that rate.
     """
 
     rank: int
@@ -44,9 +41,6 @@ class Place:
     store: dist.Store
     number: int
     timeout: timedelta
-    num_warm_steps: int
-    learning_rate: float
-    make_optimizer: Callable[[list[nn.Parameter], float], torch.optim.Optimizer] = momentum_sgd
 
     @property
     def world_size(self) -> int:
@@ -57,10 +51,6 @@ class Place:
     def port(self) -> int:
         """Free for this trial on every host: a host is alone with its ports, and connections get none below 32768."""
         return 10_000 + self.number % 15_000
-
-    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of the method."""
-        return self.make_optimizer(parameters, self.learning_rate)
 
     def join(self) -> None:
         """Begin: a process group of all ranks; collective."""

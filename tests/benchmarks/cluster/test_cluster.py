@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,18 +26,18 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from benchmarks.cluster.__main__ import Cluster, main
-from benchmarks.cluster.methods import CLUSTER_METHODS
+from benchmarks.cluster.delays import Delays
+from benchmarks.cluster.methods import CLUSTER_METHODS, require_methods
 from benchmarks.cluster.network import namespaces
 from benchmarks.cluster.network.links import EmulatedNetwork, LinkRates
 from benchmarks.cluster.network.namespaces import ClusterUnavailableError
 from benchmarks.cluster.network.place import Place, bytes_sent
-from benchmarks.cluster.processes import TrialError, TrialProcesses
+from benchmarks.cluster.processes import Fleet, TrialError, TrialProcesses
 from benchmarks.cluster.rank import STORE_PORT, last_line
+from benchmarks.cluster.split import Split
 from benchmarks.cluster.table import failed_row, frame, markdown, medians, rows_of
 from benchmarks.cluster.trials import Trial
-from benchmarks.cluster.workload.delays import Delays
-from benchmarks.cluster.workload.split import Split
-from benchmarks.cluster.workload.waited_model import WaitedModel, resnet_shapes
+from benchmarks.cluster.waited_model import WaitedModel, resnet_shapes
 from benchmarks.contenders import Local
 from tests.harness.misbehaving_rank import misbehave
 from visualization.cluster import draw
@@ -150,8 +152,8 @@ def test_gradients_come_layer_by_layer_and_their_deadlines_ascend(monkeypatch: p
         slept.append(seconds)
         now[0] += seconds + 0.001  # every sleep is a millisecond too long
 
-    monkeypatch.setattr("benchmarks.cluster.workload.waited_model.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("benchmarks.cluster.workload.waited_model.time.sleep", sleep)
+    monkeypatch.setattr("benchmarks.cluster.waited_model.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("benchmarks.cluster.waited_model.time.sleep", sleep)
     model = WaitedModel(1e4, compute_seconds=3.0, gradient=0.5)
     model.factor = 2.0
     order: list[int] = []
@@ -171,7 +173,7 @@ def test_gradients_come_layer_by_layer_and_their_deadlines_ascend(monkeypatch: p
 
 def test_a_late_step_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("benchmarks.cluster.workload.waited_model.time.sleep", slept.append)
+    monkeypatch.setattr("benchmarks.cluster.waited_model.time.sleep", slept.append)
     model = WaitedModel(1e4, compute_seconds=0.0)
     model(torch.zeros(())).backward()
     assert set(slept) == {0.0}
@@ -180,7 +182,7 @@ def test_a_late_step_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_split_counts_a_call_within_a_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
     contender = Local(WaitedModel(1e4, compute_seconds=0.0))
     now = [0.0]
-    monkeypatch.setattr("benchmarks.cluster.workload.split.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("benchmarks.cluster.split.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(contender.optimizer, "step", lambda: now.__setitem__(0, now[0] + 2.0))
     split = Split(contender)
     contender.step(lambda model: model(torch.zeros(())))
@@ -338,7 +340,7 @@ def test_bytes_sent_by_the_shaped_interface() -> None:
 
 def test_ports_of_trials_are_those_that_nobody_is_given() -> None:
     ports = {
-        Place(0, [], [], dist.HashStore(), number, timedelta(seconds=1), 1, 0.1).port
+        Place(0, [], [], dist.HashStore(), number, timedelta(seconds=1)).port
         for number in [*range(20_000), 10**6]
     }
     assert min(ports) > 1024
@@ -495,3 +497,78 @@ def test_leftovers_of_a_dead_run_are_removed() -> None:
         network.close()
     network.close()
     assert not set(network.hosts) & set(namespaces.names())
+
+
+def test_trials_survive_their_messages() -> None:
+    trial = Trial("sgp", 3, 5, 0.1, Delays(straggle_chance=0.5), 9.0, 1e6)
+    assert Trial.from_message(trial.as_message()) == trial
+
+
+@pytest.mark.parametrize("names", [(), ("ddp", "ddp"), ("ddp", "typo")])
+def test_methods_are_there_and_named_once(names: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="expected some of local, sgp"):
+        require_methods(names)
+
+
+@pytest.fixture
+def own_group() -> Iterator[None]:
+    """The default process group is this test's."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("own_group")
+def test_averages_of_all_ranks_are_a_wait_and_not_rounds() -> None:
+    place = Place(0, ["here"], ["here"], dist.HashStore(), 0, timedelta(seconds=60))
+    place.join()
+    for method in ("localsgd", "diloco"):
+        contender = CLUSTER_METHODS[method].make(WaitedModel(1e4, compute_seconds=0.0), place)
+        split = Split(contender)
+        for _ in range(6):
+            contender.step(lambda model: model(torch.zeros(())))
+        assert set(split.seconds()) == {"optimizer", "wait"}
+        assert split.seconds()["wait"] > 0
+        contender.close()
+
+
+serials = count()
+
+
+class Ranks:
+    """Stands in for `TrialProcesses`: answers, or fails at one job."""
+
+    def __init__(self, alive: set[Ranks]) -> None:
+        self.alive = alive
+        self.serial = next(serials)
+        alive.add(self)
+
+    def run(self, message: dict[str, Any], limit_seconds: float) -> list[dict[str, Any]]:
+        if message["number"] == 1:
+            raise TrialError("as told")
+        return [{"serial": self.serial}]
+
+    def close(self) -> None:
+        self.alive.discard(self)
+
+
+def test_a_fleet_is_renewed_where_it_must(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    alive: set[Ranks] = set()
+    monkeypatch.setattr(TrialProcesses, "in_hosts", lambda network, folder: Ranks(alive))
+
+    def job(method: str, number: int = 0) -> Trial:
+        return Trial(method, number, 1, 0.1, Delays(), 9.0, num_parameters=1.0)
+
+    with closing(Fleet(cast(Any, None), tmp_path)) as fleet:
+        first = fleet.run(job("ddp"))
+        assert fleet.run(job("sgp")) == first, "the same processes"
+        assert fleet.run(job("hivemind")) != first, "wants to be alone"
+        assert not alive
+        fleet.run(job("ddp"))
+        with pytest.raises(TrialError, match="as told"):
+            fleet.run(job("sgp", number=1))
+        assert not alive
+        fleet.run(job("sgp"))
+        assert len(alive) == 1
+    assert not alive
+    fleet.close()

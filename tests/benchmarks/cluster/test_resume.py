@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -12,13 +11,10 @@ from typing import Any, ClassVar
 import pandas as pd
 import pytest
 
-from benchmarks.cluster import curves
 from benchmarks.cluster.__main__ import Cluster
-from benchmarks.cluster.curves import Curves
 from benchmarks.cluster.network.links import LinkRates
 from benchmarks.cluster.processes import TrialError
 from benchmarks.cluster.trials import Trial
-from benchmarks.cluster.workload.training import Training
 from tests.benchmarks.cluster.test_cluster import answer
 
 
@@ -127,73 +123,3 @@ def test_a_file_with_other_columns_is_refused_before_any_trial(tmp_path: Path, t
     with pytest.raises(ValueError, match=r"cells.csv with missing columns \['planned_steps'\] and unknown"):
         replace(cluster, repeats=2).main()
     assert len(trials) == 1
-
-
-class Learners:
-    """Stands in for the network and for its processes; a training's score depends on its learning rate."""
-
-    def __init__(self, *_: Any) -> None:
-        self.jobs: list[Training] = []
-
-    def __enter__(self) -> Learners:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is there."""
-
-    def close(self) -> None:
-        """Nothing is there."""
-
-    def run(self, training: Training) -> list[dict[str, list[float]]]:
-        self.jobs.append(training)
-        if training.method == "sgp" and training.learning_rate > 0.2:
-            raise TrialError("diverged")
-        wrong = abs(math.log(training.learning_rate / 0.1))
-        points: dict[str, list[float]] = {"num_steps": [40, 80], "total": [9.0, 2.0 + wrong], "num_items": [1, 1]}
-        return [{**points, "mean_loss": [3.0, 2.0], "mean_seconds": [0.1, 0.1]}] * 2
-
-
-def test_trainings_are_resumed_and_other_seeds_take_the_best_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("train.txt", "valid.txt"):
-        (tmp_path / "text").mkdir(exist_ok=True)
-        (tmp_path / "text" / name).write_text("a line\n" * 100)
-    learners = Learners()
-    monkeypatch.setattr(curves, "EmulatedNetwork", Learners)
-    monkeypatch.setattr(curves, "Fleet", lambda *_: learners)
-    options = Curves(
-        tmp_path / "text",
-        task="language",
-        methods=("ddp", "sgp"),
-        learning_rates=(0.1, 0.3),
-        hosts=2,
-        steps=80,
-        batch_size=2,
-        seeds=(1, 2),
-        minutes=1e-9,
-        out=tmp_path / "out",
-        output=tmp_path / "results.csv",
-    )
-    assert options.main() == 3  # the time is over
-    assert options.main() == 3
-    assert learners.jobs == []
-    options = replace(options, minutes=0.0)
-    assert options.main() == 0
-    tried = [(job.seed, job.method, job.learning_rate) for job in learners.jobs]
-    # 0.1 is the lowest that was tried, so 0.0333 comes too; it is worse.
-    assert tried[:6] == [(1, method, rate) for method in ("ddp", "sgp") for rate in (0.1, 0.3, 0.0333)]
-    assert tried[6:] == [(2, "ddp", 0.1), (2, "sgp", 0.1)]
-    assert {job.num_steps for job in learners.jobs} == {80}
-    rows = pd.read_csv(options.csv)
-    assert rows["score"][rows["error"].isna()].tolist()[:4] == pytest.approx([9, 2, 9, 2 + math.log(3)])
-    assert rows["error"].dropna().tolist() == ["diverged"]
-    assert rows[["commit", "machine", "command", "date", "data"]].notna().all(axis=None)
-    assert options.main() == 0
-    assert len(learners.jobs) == 8
-    assert replace(options, seeds=(1, 2, 3)).main() == 0
-    assert [job.seed for job in learners.jobs[8:]] == [3, 3]
-    with pytest.raises(ValueError, match=r"results.csv has ddp with seed 1, expected that too, as learning rates"):
-        replace(options, seeds=(2, 3)).main()
-    with pytest.raises(ValueError, match="test sequences of 64 bytes, expected at least 1998 and 2, for 2 hosts"):
-        replace(options, batch_size=999).main()
