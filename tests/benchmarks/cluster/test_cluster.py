@@ -340,8 +340,7 @@ def test_bytes_sent_by_the_shaped_interface() -> None:
 
 def test_ports_of_trials_are_those_that_nobody_is_given() -> None:
     ports = {
-        Place(0, [], [], dist.HashStore(), number, timedelta(seconds=1)).port
-        for number in [*range(20_000), 10**6]
+        Place(0, [], [], dist.HashStore(), number, timedelta(seconds=1)).port for number in [*range(20_000), 10**6]
     }
     assert min(ports) > 1024
     assert max(ports) < STORE_PORT < 32_768  # from there on Linux hands them out to connections
