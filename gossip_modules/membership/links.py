@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import statistics
 import threading
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -177,15 +176,12 @@ class LinkTransport(PointToPoint):
 
     def watch_changes(self, *, step: Callable[[], int], tensors: Callable[[], list[str]]) -> None:
         """See `ProcessGroupTransport`; the group over all ranks has the board."""
-        me = weakref.ref(self)
-
-        def close() -> None:
-            if (transport := me()) is not None:
-                transport._break_whole()
-                transport.end_waits()
-
-        self._whole.watch_changes(step=step, tensors=tensors, end_waits=close)
+        self._whole.watch_changes(step=step, tensors=tensors, end_waits=self._end_all_waits)
         self.board = self._whole.board
+
+    def _end_all_waits(self) -> None:
+        self._break_whole()
+        self.end_waits()
 
     def _break_whole(self) -> None:
         """Close the connections of the group over all ranks: a wait that ends by its timeout does."""

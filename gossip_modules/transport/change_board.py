@@ -53,7 +53,7 @@ class ChangeBoard:
         names: the global rank of each member.
         step: the training step that comes next: a rank inside a round of step k gives k + 1.
         tensors: of this rank, one text for each.
-        end_waits: closes the connections of this rank; called by the thread that looks.
+        end_waits: a bound method that closes the connections of this rank; called by the thread that looks.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class ChangeBoard:
         end_waits: Callable[[], None],
     ) -> None:
         self._records, self._rank, self._names = records, rank, names
-        self._step, self._tensors, self._end_waits = step, tensors, end_waits
+        self._step, self._tensors = step, tensors
+        self._end_waits = weakref.WeakMethod(end_waits)  # of the transport, which has the board
         self._announced = _Place(-1, True, [])
         self._places: dict[int, _Place] = {}
         self._waits: dict[int, list[float]] = {}  # by thread: when a wait began, and when to look
@@ -184,7 +185,9 @@ class ChangeBoard:
                 texts.append(f"rank {self._names[rank]} has {ours} where rank {self._names[first]} has {theirs}")
         if texts:
             self._difference = f"ranks do not exchange the same tensors any more: {'; '.join(texts)}; {REMEDY}"
-            self._end_waits()
+            end_waits = self._end_waits()
+            if end_waits is not None:
+                end_waits()
 
     def close(self) -> None:
         """End the thread. Idempotent."""

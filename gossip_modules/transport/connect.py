@@ -9,11 +9,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .backend import backend_of, nccl_name
 from .exchange import fail
 from .failure_notes import GONE, FailureNotes
 from .ports.gloo_ports import close_ports_of
-from .process_group import DEFAULT_TIMEOUT, ProcessGroupTransport
+from .process_group import DEFAULT_TIMEOUT, ProcessGroupTransport, backend_of
+from .records import is_of_job
 
 CPU = torch.device("cpu")
 
@@ -44,12 +44,18 @@ def connect(
     base = group_or_world(process_group)
     wire = _wire_device(base, module_device, comm_device)
     found = _backend(base, wire)
-    _check_backend(process_group, wire, found=found, expected=backend)
+    if backend is not None and process_group is not None and found != backend:
+        raise ValueError(
+            f"got a process group whose backend for {wire} tensors is {found}, expected {backend}: these ranks answer "
+            f"each other at any time; pass dist.new_group(backend='{backend}'), or None"
+        )
+    if wire.type == "cuda" and (backend or found) == "gloo":
+        raise ValueError("got comm_device='cuda' over Gloo, which sends from CPU memory only, expected 'cpu' or None")
     if process_group is not None:
-        return _over(process_group, wire, found, ranks=ranks, timeout=timeout)
-    name = nccl_name(base, wire) if (backend or found) == found == "nccl" else backend or found
-    group = _new_group(ranks, backend=name or "gloo", timeout=timeout)
-    transport = _over(group, wire, name or "gloo", ranks=ranks, timeout=timeout)
+        return _over(process_group, wire, ranks=ranks, timeout=timeout)
+    name = backend or found or "gloo"
+    group = _new_group(ranks, backend=_nccl_name(base, wire) if name == found == "nccl" else name, timeout=timeout)
+    transport = _over(group, wire, ranks=ranks, timeout=timeout)
     transport.own_group()
     # On a fresh NCCL group the first batch of sends needs all ranks, which a round need not have.
     transport.all_reduce(torch.zeros(1, device=wire), what="the first message of a new group")
@@ -57,6 +63,15 @@ def connect(
     if transport.backend == "gloo":
         close_ports_of(group)
     return transport
+
+
+def _nccl_name(world: dist.ProcessGroup, device: torch.device) -> str:
+    """The name by which the default group got its NCCL: `dist.new_group` makes another like it by that name only.
+
+    A backend made as "nccl-legacy" is called "nccl", a name that makes another one.
+    """
+    by_device = dict(pair.split(":") for pair in dist.get_backend_config(world).split(","))
+    return by_device[device.type]
 
 
 def _wire_device(
@@ -71,34 +86,16 @@ def _wire_device(
     return module_device if comm_device is not None or _backend(group, module_device) == "nccl" else CPU
 
 
-def _check_backend(
-    process_group: dist.ProcessGroup | None, wire: torch.device, *, found: str | None, expected: str | None
-) -> None:
-    """Raise ValueError where messages cannot go; see `connect`."""
-    if expected is not None and process_group is not None and found != expected:
-        raise ValueError(
-            f"got a process group whose backend for {wire} tensors is {found}, expected {expected}: these ranks answer "
-            f"each other at any time; pass dist.new_group(backend='{expected}'), or None"
-        )
-    if wire.type == "cuda" and (expected or found) == "gloo":
-        raise ValueError("got comm_device='cuda' over Gloo, which sends from CPU memory only, expected 'cpu' or None")
-
-
 def _over(
-    group: dist.ProcessGroup,
-    wire: torch.device,
-    backend: str | None,
-    *,
-    ranks: Sequence[int] | None,
-    timeout: timedelta,
+    group: dist.ProcessGroup, wire: torch.device, *, ranks: Sequence[int] | None, timeout: timedelta
 ) -> ProcessGroupTransport:
     """A transport over a group that exists; ranks: the global ranks of its members, None where torch knows them."""
-    if backend is None:
+    if _backend(group, wire) is None:
         raise ValueError(
             f"got a process group without a backend for {wire} tensors, expected one; for CPU tensors beside NCCL call "
             "init_process_group('cpu:gloo,cuda:nccl'), or pass a Gloo group"
         )
-    if ranks is None and dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:  # see `thread_group`
+    if ranks is None and is_of_job(group):  # see `thread_group`
         ranks = dist.get_process_group_ranks(group)
     names = range(group.size()) if ranks is None else ranks
     notes = FailureNotes.of(group, names[group.rank()])
@@ -111,17 +108,23 @@ def group_or_world(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup
     Raises:
         RuntimeError: torch.distributed is not initialised.
     """
-    return _world() if process_group is None else process_group
+    group = dist.group.WORLD if process_group is None else process_group
+    if group is None:
+        raise RuntimeError(
+            "torch.distributed is not initialised, expected a process group; start with torchrun and call "
+            "torch.distributed.init_process_group() before wrapping the module"
+        )
+    return group
 
 
 def _new_group(ranks: Sequence[int] | None, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """A new group of these ranks, all of them if None; errors name who is missing, if the default group can."""
-    world, rank = _world(), dist.get_rank()
-    members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-    subset = members if len(members) < dist.get_world_size() else None
+    world, rank, size = group_or_world(None), dist.get_rank(), dist.get_world_size()
+    members = list(range(size)) if ranks is None else list(ranks)
+    subset = members if len(members) < size else None
     what = f"making a process group of ranks {members}"
     setup_transport = ProcessGroupTransport(
-        world, device=CPU, timeout=timeout, names=range(dist.get_world_size()), notes=FailureNotes.of(world, rank)
+        world, device=CPU, timeout=timeout, names=range(size), notes=FailureNotes.of(world, rank)
     ) if _backend(world, CPU) == "gloo" else None  # fmt: skip
     start = time.monotonic()
     try:
@@ -141,17 +144,6 @@ def _new_group(ranks: Sequence[int] | None, *, backend: str, timeout: timedelta)
             setup_transport.close()
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group
-
-
-def _world() -> dist.ProcessGroup:
-    """The default group."""
-    world = dist.group.WORLD
-    if world is None:
-        raise RuntimeError(
-            "torch.distributed is not initialised, expected a process group; start with torchrun and call "
-            "torch.distributed.init_process_group() before wrapping the module"
-        )
-    return world
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str | None:

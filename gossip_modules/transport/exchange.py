@@ -1,10 +1,9 @@
-"""Rounds between pairs of ranks: one is posted, and on its way chunk by chunk; the error says who waited for whom."""
+"""Rounds between pairs of ranks, posted and waited for chunk by chunk; errors name both ranks."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
@@ -22,18 +21,11 @@ from .waits import Waits
 
 ROUND_BITS, SIZE_BITS = 16, 9  # of a tag, beside those of the channel: torch has 31 bits; rounds wrap around
 
-_num_bytes = attrgetter("nbytes")  # of a tensor on the wire
 FOREVER = timedelta(days=365)
-LATE = 0.95  # of the timeout: what has taken so long is an error of time
-SHUTDOWN = "shutdown"  # what the last message to a peer is called: it does not matter whether that peer has ended
+LATE = 0.95  # of the timeout: an error after so long a time is a timeout
+SHUTDOWN = "shutdown"  # the name of the last message to a peer, which may have ended already
 
-
-def wait_for(work: dist.Work, timeout: timedelta, *, backend: str) -> None:
-    """Return when the work is done, or on NCCL when the current stream is ordered after it."""
-    if backend == "nccl":
-        work.wait()  # the group's watchdog has the timeout
-    else:
-        work.wait(timeout)
+_num_bytes = attrgetter("nbytes")  # of a tensor on the wire
 
 
 class LinkClosedError(ValueError):
@@ -41,18 +33,11 @@ class LinkClosedError(ValueError):
 
 
 class _Work(NamedTuple):
-    """One posted message, or a chunk of one; without a peer: all of a round on NCCL."""
+    """One posted message, or a chunk of one; without a peer: all messages of a round on NCCL."""
 
     work: dist.Work
     peer: int | None = None
     is_send: bool = False
-
-
-class _Chunk(NamedTuple):
-    """The tensors of one index, to and from all peers: what was posted, and what is copied back when it is there."""
-
-    works: list[_Work]
-    staged: list[tuple[Tensor, Tensor]]
 
 
 class PendingExchange:
@@ -63,15 +48,18 @@ class PendingExchange:
         num_chunks: the most tensors that a peer gets or gives.
         tag: of the round.
         what: names it in errors.
+
+    Attributes:
+        lost: peers that have failed, without which the round is complete.
     """
 
     def __init__(self, link: PointToPoint, num_chunks: int, *, tag: int, what: str) -> None:
         self.link, self.num_chunks, self.tag, self.what = link, num_chunks, tag, what
-        self._chunks: deque[_Chunk] = deque()  # those that are still under way
-        for _ in range(num_chunks):
-            self._chunks.append(_Chunk([], []))
-        self._batch: list[dist.P2POp] = []
         self.lost: set[int] = set()
+        self._works: list[list[_Work]] = [[] for _ in range(num_chunks)]
+        self._staged: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_chunks)]
+        self._num_done = 0  # chunks
+        self._batch: list[dist.P2POp] = []
         self._waited: dict[int, float] = {}  # seconds, by peer
         self._start = time.monotonic()
 
@@ -80,7 +68,7 @@ class PendingExchange:
 
         Args:
             k: its index.
-            peer: to whom, or from whom.
+            peer: the rank that gets or gives it.
             x: on the wire's device.
             total_bytes: of all chunks to or from this peer.
             is_send: whether it is sent.
@@ -98,51 +86,48 @@ class PendingExchange:
         except RuntimeError as error:
             self._fail(error, k, peer, is_send=is_send, seconds=0.0)
             return
-        self._chunks[k].works.append(_Work(work, peer, is_send))
+        self._works[k].append(_Work(work, peer, is_send))
 
     def copy_back(self, k: int, x: Tensor, buffer: Tensor) -> None:
-        """When chunk k is there, x <- its staging buffer."""
-        self._chunks[k].staged.append((x, buffer))
+        """When chunk k has arrived, x <- its staging buffer."""
+        self._staged[k].append((x, buffer))
 
     def begin(self) -> None:
         """All is posted: the time of the waits runs from now."""
         if self._batch:
-            self._chunks[0].works.extend(map(_Work, dist.batch_isend_irecv(self._batch)))
+            self._works[0].extend(map(_Work, dist.batch_isend_irecv(self._batch)))
         self._start = time.monotonic()
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """See `Pending`."""
-        while self._chunks:
+        while self._num_done < self.num_chunks:
             self._wait(timeout)
 
     def arrivals(self) -> Iterator[int]:
         """See `Pending`."""
-        while self._chunks:
+        while self._num_done < self.num_chunks:
             self._wait(None)
-            yield self.num_chunks - len(self._chunks) - 1
+            yield self._num_done - 1
 
     def _wait(self, timeout: timedelta | None) -> None:
-        """Until the first chunk that is under way has come and gone."""
-        link, chunk = self.link, self._chunks[0]
-        for work, peer, is_send in chunk.works:
+        """Wait until the first chunk that is under way has been received from, and sent to, all peers."""
+        link, k = self.link, self._num_done
+        for work, peer, is_send in self._works[k]:
             if peer in self.lost:
                 continue
             now = time.monotonic()
             left = max((timeout or link.timeout) - timedelta(seconds=now - self._start), timedelta(milliseconds=1))
             try:
-                if timeout is None or link.waits is not None:  # which end where the peer is lost
-                    link.wait_for(work, left, of=peer)
-                    if timeout is None and peer is not None:
-                        self._waited[peer] = self._waited.get(peer, 0.0) + time.monotonic() - now
-                else:  # of a few bytes, or by a thread that may stay in it
-                    wait_for(work, left, backend=link.backend)
+                link.wait_for(work, left, of=peer)
+                if timeout is None and peer is not None:
+                    self._waited[peer] = self._waited.get(peer, 0.0) + time.monotonic() - now
             except RuntimeError as error:
-                k, seconds = self.num_chunks - len(self._chunks), time.monotonic() - self._start
+                seconds = time.monotonic() - self._start
                 self._fail(error, k, peer, is_send=is_send, seconds=seconds, timeout=timeout)
-        if chunk.staged:
-            Staging.copy_back(chunk.staged)
-        self._chunks.popleft()
-        if not self._chunks:
+        Staging.copy_back(self._staged[k])
+        self._works[k].clear()
+        self._num_done += 1
+        if self._num_done == self.num_chunks:
             link.waited(self._waited)
 
     def _fail(
@@ -165,7 +150,7 @@ class PendingExchange:
         if peer is not None:
             which = f", chunk {k + 1} of {self.num_chunks}" if self.num_chunks > 1 else ""
             what = f"{what}{which}: {'send to' if is_send else 'receive from'} rank {link.names[peer]}"
-        # Who waits for less than a peer may take draws no conclusions.
+        # A wait that is shorter than a peer may take says nothing about the peer.
         if timeout is not None or self.what == SHUTDOWN:
             fail(error, rank=link.names[link.rank], what=what, seconds=seconds, timeout=timeout or link.timeout)
         link.fail(error, what, seconds, peers=() if peer is None else (peer,))
@@ -200,34 +185,39 @@ class PointToPoint(ABC):
         return self._group
 
     is_elastic = False  # see `Transport`
-    has_listener = False  # somebody waits for messages without a limit
+    has_listener = False  # a `Listener` waits for messages without a limit
     board: ChangeBoard | None = None  # see [Note: changes that not all ranks make]
-    waits: Waits | None = None  # those that are given up where a rank is; see [Note: waits that do not end]
+    waits: Waits | None = None  # which can be given up; see [Note: waits that do not end]
 
     def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
         """The group that messages to and from a peer go over, and its rank there."""
         return self.group, peer
 
     def loses(self, peer: int, error: RuntimeError, seconds: float) -> bool:
-        """Told that a message to or from a peer has failed; whether rounds go on without it."""
+        """Called when a message to or from a peer has failed; returns whether rounds go on without it."""
         return False
 
     def wait_for(self, work: dist.Work, timeout: timedelta, *, of: int | None = None) -> None:
-        """Return when a message to or from a peer is done, or without one a collective."""
+        """Return when a message to or from a peer is done, or without one a collective.
+
+        On NCCL: when the current stream is ordered after it; the group's watchdog has the timeout.
+        """
         board = self.board
         if board is not None:
             board.begin_wait()
         try:
-            if self.waits is None:
-                wait_for(work, timeout, backend=self.backend)
-            else:
+            if self.waits is not None:
                 self.waits.wait(work, timeout, of=of)
+            elif self.backend == "nccl":
+                work.wait()
+            else:
+                work.wait(timeout)
         finally:
             if board is not None:
                 board.end_wait()
 
     def waited(self, seconds: Mapping[int, float]) -> None:
-        """Told at the end of a round how long it has waited for each peer."""
+        """Called at the end of a round, with the seconds that it has waited for each peer."""
 
     @abstractmethod
     def close_connections(self) -> None:
@@ -235,7 +225,7 @@ class PointToPoint(ABC):
 
     @abstractmethod
     def fail(self, error: RuntimeError, what: str, seconds: float, *, peers: Sequence[int] = ()) -> NoReturn:
-        """Raise it as an error that names the peers, and who failed first."""
+        """Raise it as an error that names the peers, and the rank that failed first."""
 
     def exchange(
         self,
@@ -254,7 +244,11 @@ class PointToPoint(ABC):
         messages = (*recvs.values(), *sends.values())
         num_chunks = max(map(len, messages), default=0)
         is_staged = any(x.device.type != self.device.type for xs in messages for x in xs)
-        inbox = self._stage_receives(recvs, num_tensors=sum(map(len, messages))) if is_staged else recvs
+        inbox = recvs
+        if is_staged:
+            self._staging.expect(sum(map(len, messages)))
+            inbox = {peer: [self._staging.buffer_for(x, keep=True) for x in xs] for peer, xs in recvs.items()}
+            self._staging.synchronize()
         self._use.is_active = True
         exchange = PendingExchange(self, num_chunks, tag=tag, what=what or f"round {tag}")
         for peer, xs in inbox.items():
@@ -269,34 +263,20 @@ class PointToPoint(ABC):
                 fill(k)
             outbox = {peer: xs[k] for peer, xs in sends.items() if k < len(xs)}
             if is_staged:
-                outbox = self._stage_sends(outbox)
+                outbox = {peer: self._staging.buffer_for(x, fill=True, keep=True) for peer, x in outbox.items()}
+                self._staging.synchronize()
             for peer, x in outbox.items():
                 exchange.post(k, peer, x, total_bytes=total[peer], is_send=True)
                 self.num_bytes_sent += x.nbytes
         exchange.begin()
         return exchange
 
-    def _stage_receives(
-        self, recvs: Mapping[int, Sequence[Tensor]], *, num_tensors: int
-    ) -> Mapping[int, Sequence[Tensor]]:
-        """Staging buffers for what comes, free to be written; num_tensors: of the round."""
-        self._staging.expect(num_tensors)
-        inbox = {peer: [self._staging.buffer_for(x, keep=True) for x in xs] for peer, xs in recvs.items()}
-        self._staging.synchronize()
-        return inbox
-
-    def _stage_sends(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Staging buffers with what is sent."""
-        outbox = {peer: self._staging.buffer_for(x, fill=True, keep=True) for peer, x in tensors.items()}
-        self._staging.synchronize()
-        return outbox
-
     def wire_tag(self, tag: int, num_bytes: int, *, total_bytes: int | None = None) -> int:
         """The backend's tag of a message of round `tag` on this channel.
 
         It depends on the size, so that messages of two sizes do not meet: Gloo ends the process when a message is
         longer than what the receiver has room for. Such a receiver waits in vain instead, and says for whom. A chunk's
-        depends on the size of all chunks too: who expects fewer would take the first ones for the whole.
+        depends on the size of all chunks too: a receiver of fewer chunks would take the first ones for the whole.
 
         Args:
             tag: the round.
@@ -309,7 +289,7 @@ class PointToPoint(ABC):
 
 
 def fail(error: RuntimeError, *, rank: int, what: str, seconds: float, timeout: timedelta, note: str = "") -> NoReturn:
-    """Raise what the backend reported as an error that says who waited for whom, and for how long.
+    """Raise the error of a backend as one that names the ranks, and the seconds that were waited.
 
     Raises:
         TimeoutError: about `timeout` had passed.

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backend import backend_of
 from .change_board import ChangeBoard
 from .exchange import LATE, ROUND_BITS, SIZE_BITS, PointToPoint, fail
 from .failure_notes import GONE, SILENT, FailureNotes, describe
@@ -28,15 +27,25 @@ PROBE_TAG = 1 << ROUND_BITS + SIZE_BITS + CHANNEL_BITS  # no round has it
 BARRIER_TAG = PROBE_TAG + 1
 _AT_ONCE = timedelta(milliseconds=1)
 _MIN_TRANSFER = timedelta(seconds=1)  # for a collective after all have come, however late they were
+_NAMED = ("gloo", "mpi4py")  # backends whose collectives do not name missing ranks
+
+calling: ContextVar[str] = ContextVar("calling", default="")
+"""The method of a wrapper that calls collectives in this thread now, for errors; "": none."""
 
 
-_Options: TypeAlias = Any  # of a collective: AllreduceOptions and its like, which have a timeout
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the library that moves the group's tensors on this device: "gloo", "nccl", "mpi4py", ...
 
+    [Note: names of NCCL] torch 2.15 has several backends over NCCL. "nccl" makes one that is called "nccl2"; beside it
+    are "nccl-lazy", "nccl4py" and, by the name "nccl-legacy" or with TORCH_DIST_USE_NCCL2=0, the one that is called
+    "nccl", which is all that older torch has. They differ in how they make connections; all carry CUDA tensors, order
+    their work by streams and want a round as one batch. So they are one here: "nccl".
 
-class _Caller(threading.local):
-    """The method of a wrapper that calls collectives now. Of each thread: another may have a round of gossip in it."""
-
-    name = ""
+    Raises:
+        RuntimeError: the group was made without a backend for that device.
+    """
+    name = group._get_backend(device).name().lower()
+    return "nccl" if name.startswith("nccl") else name
 
 
 class ProcessGroupTransport(PointToPoint):
@@ -79,7 +88,6 @@ class ProcessGroupTransport(PointToPoint):
         self.backend = backend_of(group, device)
         self.notes = notes
         self._staging = Staging(device)
-        self._caller = _Caller()
         self._use = Use(group)
         # At the exit of the interpreter groups end with the process.
         self._lost = weakref.finalize(self, self._use.lose)
@@ -94,15 +102,6 @@ class ProcessGroupTransport(PointToPoint):
         )
         other.waits = self.waits
         return other
-
-    @property
-    def calling(self) -> str:
-        """The method of a wrapper that calls collectives in this thread now, for errors; "": none."""
-        return self._caller.name
-
-    @calling.setter
-    def calling(self, name: str) -> None:
-        self._caller.name = name
 
     @property
     def is_closed(self) -> bool:
@@ -137,7 +136,7 @@ class ProcessGroupTransport(PointToPoint):
         """See `Transport`. Counted as the 2 (n - 1) / n of its bytes that a ring sends."""
         message = self._staging.buffer_for(x, fill=True)
         self._collective(lambda options: self.group.allreduce([message], options), dist.AllreduceOptions(), what)
-        self.num_bytes_sent += 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
+        self.num_bytes_sent += 2 * (self.world_size - 1) * x.nbytes // self.world_size
         Staging.copy_back([(x, message)])
 
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
@@ -146,62 +145,57 @@ class ProcessGroupTransport(PointToPoint):
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._collective(lambda options: self.group.broadcast([message], options), options, what)
-        self.num_bytes_sent += x.numel() * x.element_size() * (self.rank == source)
+        self.num_bytes_sent += x.nbytes * (self.rank == source)
         Staging.copy_back([(x, message)])
 
     def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
         """See `Transport`."""
         gathered, message = self._staging.buffer_for(out), self._staging.buffer_for(x, fill=True)
         chunks = list(gathered.view(self.world_size, -1).unbind())
-        self._collective(
-            lambda options: self.group.allgather([chunks], [message], options),
-            dist.distributed_c10d.AllgatherOptions(),
-            what,
-        )
-        self.num_bytes_sent += (self.world_size - 1) * x.numel() * x.element_size()
+        options = dist.distributed_c10d.AllgatherOptions()
+        self._collective(lambda options: self.group.allgather([chunks], [message], options), options, what)
+        self.num_bytes_sent += (self.world_size - 1) * x.nbytes
         Staging.copy_back([(out, gathered)])
 
     def barrier(self, *, what: str) -> None:
         """Return when every rank has come; blocking. Errors as those of `all_reduce`."""
-        start = time.monotonic()
         if self.backend == "gloo":
-            self._meet(what, start)
+            self._meet(what, time.monotonic())
         else:
             self._collective(self.group.barrier, dist.BarrierOptions(), what)
 
-    def _collective(self, post: Callable[[_Options], dist.Work], options: _Options, what: str) -> None:
+    def _collective(self, post: Callable[[Any], dist.Work], options: Any, what: str) -> None:
+        """Post a collective and wait for it; options: such as AllreduceOptions, which have a timeout."""
         self._staging.synchronize()
         start = time.monotonic()
         left = self.timeout
-        # A collective cannot say who is missing; what comes first here can.
-        if self.backend == "gloo" and self.world_size > 1:
+        if self.backend in _NAMED and self.world_size > 1:
             self._meet(what, start)
             left = max(left - timedelta(seconds=time.monotonic() - start), _MIN_TRANSFER)
             options.timeout = left
         try:
-            if self.backend == "mpi4py" and self.world_size > 1:
-                self.group.monitored_barrier(self.timeout, True)  # type: ignore[attr-defined]
             self.wait_for(post(options), left)
         except RuntimeError as error:
-            name = f"{self.calling}: {what}" if self.calling else what
-            self.fail(error, f"{name} among ranks {list(self.names)}", time.monotonic() - start, timeout=left)
+            doing = f"{_named(what)} among ranks {list(self.names)}"
+            self.fail(error, doing, time.monotonic() - start, timeout=left)
 
     def _meet(self, what: str, start: float) -> None:
-        """Return when all ranks have come to `what`, or raise an error that names who has not."""
+        """Return when all ranks have come to `what`, or raise an error that names the others."""
         if self.world_size == 1:
             return
-        name = f"{self.calling}: {what}" if self.calling else what
+        name = _named(what)
         doing = f"{name} among ranks {list(self.names)}"
         try:
             meet(self.group, name, timeout=self.timeout, tag=BARRIER_TAG, wait=self.wait_for)
         except NotAllCame as error:
             seconds = time.monotonic() - start
-            seen = f"did not call {self.calling}" if self.calling else f"did not take part in {what}"
+            seen = f"did not call {calling.get()}" if calling.get() else f"did not take part in {what}"
             missing = {self.names[j]: seen for j in error.missing}
+            note = f": {describe(missing)}" if missing else ""
             if error.closed is not None:
-                self.fail(error, doing, seconds, peers=[error.closed], note=f": {describe(missing)}" if missing else "")
-            remedy = f": {describe(missing)}; all ranks must, at the same point of training" if missing else ""
-            self.fail(error, doing, max(seconds, self.timeout.total_seconds()), note=remedy, blamed=missing)
+                self.fail(error, doing, seconds, peers=[error.closed], note=note)
+            note += "; all ranks must, at the same point of training" if missing else ""
+            self.fail(error, doing, max(seconds, self.timeout.total_seconds()), note=note, blamed=missing)
         except AnotherOperation as error:
             others = ", ".join(f"rank {self.names[j]} is in {text!r}" for j, text in error.found.items())
             if self.board is not None:
@@ -215,35 +209,32 @@ class ProcessGroupTransport(PointToPoint):
     ) -> None:
         """From now on ranks may change what they exchange: see `ChangeBoard`, which also has the arguments.
 
-        end_waits: None: `close_connections`.
+        end_waits: a bound method; None: `close_connections`.
         """
-        if self.world_size == 1:
-            return
-        me = weakref.ref(self)
-
-        def close() -> None:
-            if (transport := me()) is not None and transport.backend == "gloo" and not transport.is_closed:
-                transport.close_connections()
-
-        end_waits = end_waits or close
-        self.board = ChangeBoard.of(
-            self.group, str(self._use.number), self.names, step=step, tensors=tensors, end_waits=end_waits
-        )
+        if self.world_size > 1:
+            self.board = ChangeBoard.of(
+                self.group,
+                str(self._use.number),
+                self.names,
+                step=step,
+                tensors=tensors,
+                end_waits=end_waits or self.close_connections,
+            )
 
     def close_connections(self) -> None:
-        """Close the connections of this rank over a Gloo group, which ends every wait on them; from any thread.
+        """See `PointToPoint`.
 
         Gloo has no call for this, but a wait that times out closes all connections of its rank.
         """
-        for peer in range(self.world_size):
+        for peer in range(self.world_size) if self.backend == "gloo" else ():
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError, ValueError):  # they are closed already
-                    self.group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, PROBE_TAG).wait(_AT_ONCE)
+                    self._probe(peer).wait(_AT_ONCE)
         if self.waits is not None:
             self.waits.close()
 
     def closed_peers(self) -> list[int]:
-        """After a failure on Gloo, the ranks whose connection is gone: posting a receive says so at once.
+        """After a failure on Gloo, the ranks whose connection is gone: posting a receive fails at once.
 
         Proves nothing after a wait of this rank has timed out, which closes all its connections.
         """
@@ -251,10 +242,14 @@ class ProcessGroupTransport(PointToPoint):
         for peer in range(self.world_size) if self.backend == "gloo" else ():
             try:
                 if peer != self.rank:
-                    self.group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, PROBE_TAG)
+                    self._probe(peer)
             except RuntimeError:
                 closed.append(peer)
         return closed
+
+    def _probe(self, peer: int) -> dist.Work:
+        """A receive of a message that is never sent."""
+        return self.group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, PROBE_TAG)
 
     def fail(
         self,
@@ -267,7 +262,7 @@ class ProcessGroupTransport(PointToPoint):
         peers: Sequence[int] = (),
         blamed: Mapping[int, str] | None = None,
     ) -> NoReturn:
-        """Raise what the backend reported as an error that says who waited for whom, and who failed first.
+        """Raise the error of a backend as one that names the ranks that were waited for, and the first that failed.
 
         See [Note: who failed first].
 
@@ -277,8 +272,8 @@ class ProcessGroupTransport(PointToPoint):
             seconds: that it took.
             timeout: that it had; None: the transport's own.
             note: what else is known.
-            peers: of the group, who were waited for; none: all of them, and nobody knows for whom.
-            blamed: what was seen of them, by global rank, where that is known.
+            peers: of the group, which were waited for; none: all of them, and it is not known for which one.
+            blamed: how they were seen, by global rank, where that is known.
 
         Raises:
             TimeoutError, ConnectionError: see the function `fail`.
@@ -294,18 +289,16 @@ class ProcessGroupTransport(PointToPoint):
             if closed:
                 note += f", connections to ranks {sorted(self.names[peer] for peer in closed)} are closed"
         if self.notes is not None:
-            what, note = self._explain(self.notes, what, note, blamed, peers)
+            self.notes.leave(blamed, what)
+            cause = self.notes.explain(blamed, members=self.names)
+            waited_for = {self.names[peer] for peer in peers} or blamed.keys()
+            if cause.ranks and not cause.ranks & waited_for:  # the rank that failed first comes first
+                what = f"{cause.text}: {what}"
+            elif cause.text and cause.text not in note:
+                note += f": {cause.text}"
         fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=timeout, note=note)
 
-    def _explain(
-        self, notes: FailureNotes, what: str, note: str, blamed: Mapping[int, str], peers: Sequence[int]
-    ) -> tuple[str, str]:
-        """What failed and what else is known, with what other ranks have noted; leaves a note for them."""
-        notes.leave(blamed, what)
-        cause = notes.explain(blamed, members=self.names)
-        waited_for = {self.names[peer] for peer in peers} or blamed.keys()
-        if cause.ranks and not cause.ranks & waited_for:  # who was first comes first
-            return f"{cause.text}: {what}", note
-        if cause.text and cause.text not in note:
-            return what, f"{note}: {cause.text}"
-        return what, note
+
+def _named(what: str) -> str:
+    """A collective, and the method that calls it."""
+    return f"{calling.get()}: {what}" if calling.get() else what

@@ -17,7 +17,7 @@ from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
-from ..transport.process_group import ProcessGroupTransport
+from ..transport.process_group import ProcessGroupTransport, calling
 from .weights.copies import WeightCopies
 
 if TYPE_CHECKING:
@@ -87,15 +87,11 @@ class AveragingMixin(ABC):
     @contextlib.contextmanager
     def _calling(self, name: str) -> Iterator[None]:
         """Inside, errors of collectives name this method: a rank that did not call it is the usual cause."""
-        transport = getattr(self._averager, "transport", None)  # dpwa connects when an average is asked for
-        if not isinstance(transport, ProcessGroupTransport) or transport.calling:
-            yield
-            return
-        transport.calling = name
+        token = calling.set(calling.get() or name)
         try:
             yield
         finally:
-            transport.calling = ""
+            calling.reset(token)
 
     def average_(self) -> None:
         """Every rank's parameters and running statistics <- their exact average over all ranks; collective.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules import connect
-from gossip_modules.transport.backend import backend_of
+from gossip_modules.transport.process_group import backend_of
 from tests.harness.named_group import NamedGroup
 from tests.harness.processes import run_processes
 from tests.harness.ranks import CPU, TIMEOUT, solo_group

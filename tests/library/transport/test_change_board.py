@@ -18,17 +18,17 @@ class Rank:
     def __init__(self, store: dist.Store, rank: int, *, num_ranks: int = 2) -> None:
         self.step, self.tensors, self.num_ended = 0, ["a", "b"], 0
 
-        def end_waits() -> None:
-            self.num_ended += 1
-
         self.board = ChangeBoard(
             Records(BoundedStore(store, timeout=timedelta(seconds=1))),
             rank,
             range(10, 10 + num_ranks),
             step=lambda: self.step,
             tensors=lambda: self.tensors,
-            end_waits=end_waits,
+            end_waits=self.end_waits,
         )
+
+    def end_waits(self) -> None:
+        self.num_ended += 1
 
     def announce(self, *tensors: str) -> None:
         self.tensors = list(tensors)
