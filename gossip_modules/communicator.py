@@ -9,8 +9,8 @@ from torch import nn
 
 from .algorithms.choco import Choco
 from .compression.sparsifier import TopK
+from .matcha import FixedProcessor, MatchaProcessor
 from .matcha.graph import MatchaGraph
-from .matcha.processors import FixedProcessor, MatchaProcessor
 from .schedule import Schedule
 from .wrappers.gossip import GossipDataParallel
 

@@ -61,7 +61,7 @@ __all__ = [
     "select_graph",
 ]
 
-_ABOVE = {"FixedProcessor": "..matcha.processors", "MatchaProcessor": "..matcha.processors"}
+_ABOVE = {"FixedProcessor": "..matcha", "MatchaProcessor": "..matcha"}
 """Names that MATCHA's code has in this module, with the module of a package above that has them here."""
 
 

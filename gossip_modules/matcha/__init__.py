@@ -4,13 +4,18 @@
 Wang, Sahu, Yang, Joshi, Kar, ICC 2019, arXiv 1905.09435. `python -m gossip_modules.matcha` prints a plan.
 """
 
-from ..graph_manager import select_graph
-from ..graph_manager.matchings import Edge, Matching, as_matchings, decompose, matchings_of, predefined_matchings
-from .activation import activation_probabilities, matching_costs
-from .graph import MatchaGraph
-from .joint_activation import ActivationPlan, joint_probabilities
+from ..graph_manager.matchings import (
+    Edge,
+    Matching,
+    as_matchings,
+    decompose,
+    matchings_of,
+    predefined_matchings,
+    select_graph,
+)
+from .graph import FixedProcessor, MatchaGraph, MatchaProcessor
 from .laplacians import MixingWeight, contraction, dpsgd_weight, laplacian, mixing_weight, periodic_dpsgd_weight
-from .processors import FixedProcessor, MatchaProcessor
+from .planning import ActivationPlan, activation_probabilities, joint_probabilities, matching_costs
 
 __all__ = [
     "ActivationPlan",

@@ -19,19 +19,18 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import networkx as nx
 import numpy as np
-import numpy.typing as npt
 
 from ..graph_manager.matchings import Edge, Matching, matchings_of, predefined_matchings, world_size
-from .activation import activation_probabilities, budget_limit, matching_costs
-from .joint_activation import ActivationPlan, joint_probabilities
-from .laplacians import MixingWeight, dpsgd_weight, mixing_weight, periodic_dpsgd_weight
+from .laplacians import dpsgd_weight, mixing_weight, periodic_dpsgd_weight
+from .planning import ActivationPlan, activation_probabilities, budget_limit, joint_probabilities, matching_costs
 
+JOINT = "MATCHA, p and alpha jointly"
 MAX_JOINT = 64  # ranks; for more of them the joint optimum takes minutes and is left out
 _LINKS_WIDTH = 70
 _RADIUS = 0.4  # the default radius of a geometric graph
@@ -46,39 +45,33 @@ class PlannedGraph(NamedTuple):
     positions: list[list[float]] | None = None
 
 
-def rhos(base: PlannedGraph, share: float) -> dict[str, float]:
-    """rho of each method that spends this share, above 0 and at most 1, of the cost of all matchings."""
+def methods(base: PlannedGraph, share: float) -> dict[str, ActivationPlan]:
+    """The plan of each method that spends this share, above 0 and at most 1, of the cost of all matchings.
+
+    D-PSGD uses them all whatever the share. The joint optimum is left out for more than `MAX_JOINT` ranks.
+    """
     matchings = base.matchings
-    p = activation_probabilities(matchings, share, costs=base.costs)
-    joint = joint_plan(base, share)
-    return {
-        "MATCHA": mixing_weight(matchings, p).rho,
-        **({} if joint is None else {"MATCHA, p and alpha jointly": joint.rho}),
-        "equal p": mixing_weight(matchings, np.full(len(matchings), share)).rho,
-        "periodic D-PSGD": periodic_dpsgd_weight(matchings, share).rho,
+    p, equal = activation_probabilities(matchings, share, costs=base.costs), np.full(len(matchings), share)
+    found = {
+        "D-PSGD": ActivationPlan(np.ones(len(matchings)), *dpsgd_weight(matchings)),
+        "periodic D-PSGD": ActivationPlan(equal, *periodic_dpsgd_weight(matchings, share)),
+        "equal p": ActivationPlan(equal, *mixing_weight(matchings, equal)),
+        "MATCHA": ActivationPlan(p, *mixing_weight(matchings, p)),
     }
+    if world_size(matchings) <= MAX_JOINT:
+        found[JOINT] = joint_probabilities(matchings, share, costs=base.costs)
+    return found
 
 
-def joint_plan(base: PlannedGraph, share: float) -> ActivationPlan | None:
-    """The joint optimum over p and alpha; None for more than `MAX_JOINT` ranks."""
-    if world_size(base.matchings) > MAX_JOINT:
-        return None
-    return joint_probabilities(base.matchings, share, costs=base.costs)
-
-
-def describe(base: PlannedGraph, share: float) -> str:
-    """The plan for this share of the cost of all matchings, as a text with two tables."""
+def describe(base: PlannedGraph, share: float, plans: Mapping[str, ActivationPlan]) -> str:
+    """The plans for this share of the cost of all matchings, as a text with two tables."""
     matchings = base.matchings
     costs = matching_costs(matchings, base.costs)
     unit = "matchings" if base.costs is None else "seconds"
-    p = activation_probabilities(matchings, share, costs=base.costs)
-    joint = joint_plan(base, share)
-    equal = np.full(len(matchings), share)
-    num_links = sum(map(len, matchings))
     ranks = [rank for matching in matchings for edge in matching for rank in edge]
     max_degree = int(np.bincount(ranks).max())
     lines = [
-        f"{base.name}: {world_size(matchings)} ranks, {num_links} links, max degree {max_degree}, "
+        f"{base.name}: {world_size(matchings)} ranks, {len(ranks) // 2} links, max degree {max_degree}, "
         f"{len(matchings)} matchings",
         f"budget: {share:.6g} of the full schedule = {share * costs.sum():.6g} {unit} per round",
         "",
@@ -88,40 +81,38 @@ def describe(base: PlannedGraph, share: float) -> str:
         links = textwrap.shorten(" ".join(f"{u}-{v}" for u, v in matching), _LINKS_WIDTH, placeholder=" ...")
         if links.endswith("..."):
             links += f" ({len(matching)})"
-        joint_p = "-" if joint is None else f"{joint.probabilities[index]:.6f}"
-        lines.append(f"{index:>8} {costs[index]:>10.4g} {p[index]:>9.6f} {joint_p:>9}  {links}")
+        joint_p = f"{plans[JOINT].probabilities[index]:.6f}" if JOINT in plans else "-"
+        p = plans["MATCHA"].probabilities[index]
+        lines.append(f"{index:>8} {costs[index]:>10.4g} {p:>9.6f} {joint_p:>9}  {links}")
     lines += ["", f"{'method':<28} {unit + ' per round':>19} {'alpha':>9} {'rho':>9}"]
-    rows: list[tuple[str, npt.NDArray[np.float64], MixingWeight]] = [
-        ("D-PSGD", np.ones(len(matchings)), dpsgd_weight(matchings)),
-        ("periodic D-PSGD", equal, periodic_dpsgd_weight(matchings, share)),
-        ("equal p", equal, mixing_weight(matchings, equal)),
-        ("MATCHA", p, mixing_weight(matchings, p)),
-    ]
-    if joint is not None:
-        rows.append(("MATCHA, p and alpha jointly", joint.probabilities, MixingWeight(joint.alpha, joint.rho)))
-    lines += [f"{name:<28} {q @ costs:>19.6g} {weight.alpha:>9.6f} {weight.rho:>9.6f}" for name, q, weight in rows]
+    lines += [f"{name:<28} {q @ costs:>19.6g} {alpha:>9.6f} {rho:>9.6f}" for name, (q, alpha, rho) in plans.items()]
     return "\n".join(lines)
 
 
-def plan(base: PlannedGraph, share: float, *, num_budgets: int) -> dict[str, Any]:
-    """The plan as plain lists, numbers and strings, with rho at `num_budgets` budgets up to that of all matchings."""
-    p = activation_probabilities(base.matchings, share, costs=base.costs)
-    joint = joint_plan(base, share)
+def as_json(base: PlannedGraph, share: float, plans: Mapping[str, ActivationPlan], *, num_budgets: int) -> str:
+    """The plans as JSON, with rho at `num_budgets` budgets up to the cost of all matchings."""
     shares = [(i + 1) / num_budgets for i in range(num_budgets)]
-    curves = [rhos(base, each) for each in shares]
-    return {
-        "name": base.name,
-        "budget": share,
-        "matchings": base.matchings,
-        "costs": matching_costs(base.matchings, base.costs).tolist(),
-        "positions": base.positions,
-        "probabilities": p.tolist(),
-        **mixing_weight(base.matchings, p)._asdict(),
-        "joint": None if joint is None else {**joint._asdict(), "probabilities": joint.probabilities.tolist()},
-        "dpsgd": dpsgd_weight(base.matchings)._asdict(),
-        "budgets": shares,
-        "rhos": {name: [curve[name] for curve in curves] for name in (curves[0] if curves else ())},
-    }
+    curves = [methods(base, each) for each in shares]
+    joint = plans.get(JOINT)
+    return json.dumps(
+        {
+            "name": base.name,
+            "budget": share,
+            "matchings": base.matchings,
+            "costs": matching_costs(base.matchings, base.costs).tolist(),
+            "positions": base.positions,
+            **_as_dict(plans["MATCHA"]),
+            "joint": None if joint is None else _as_dict(joint),
+            "dpsgd": {"alpha": plans["D-PSGD"].alpha, "rho": plans["D-PSGD"].rho},
+            "budgets": shares,
+            "rhos": {name: [curve[name].rho for curve in curves] for name in plans if curves and name != "D-PSGD"},
+        },
+        indent=1,
+    )
+
+
+def _as_dict(plan: ActivationPlan) -> dict[str, Any]:
+    return {**plan._asdict(), "probabilities": plan.probabilities.tolist()}
 
 
 def read_links(path: Path) -> PlannedGraph:
@@ -130,28 +121,28 @@ def read_links(path: Path) -> PlannedGraph:
     Raises:
         ValueError: a line is neither, only some links have seconds, or the graph of the ranks 0..n-1 is not connected.
     """
-    costs: dict[Edge, float | None] = {}
+    costs: dict[Edge, float] = {}
+    links: list[Edge] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         try:
-            u, v = sorted(int(word) for word in words[:2])
-            seconds = [float(word) for word in words[2:]]
+            u, v = sorted(map(int, words[:2]))
+            seconds = list(map(float, words[2:]))
         except ValueError:
             seconds = [0.0, 0.0]
-        if len(seconds) > 1 or (u, v) in costs:
+        if len(seconds) > 1 or (u, v) in links:
             raise ValueError(f'{path}:{number}: got {line!r}, expected a new link as "u v" or "u v seconds".')
-        costs[u, v] = seconds[0] if seconds else None
-    if not costs:
+        links.append((u, v))
+        if seconds:
+            costs[u, v] = seconds[0]
+    if not links:
         raise ValueError(f'{path}: got no links, expected a line "u v" or "u v seconds" for each.')
-    graph = nx.Graph()
-    graph.add_edges_from(costs)
-    known = {edge: seconds for edge, seconds in costs.items() if seconds is not None}
-    if known and len(known) < len(costs):
-        missing = [f"{u} {v}" for u, v in costs if (u, v) not in known]
+    if costs and len(costs) < len(links):
+        missing = [f"{u} {v}" for u, v in links if (u, v) not in costs]
         raise ValueError(f"{path}: got no seconds for {missing}, expected them for all links or for none.")
-    return PlannedGraph(path.name, matchings_of(graph, costs=known or None), known or None)
+    return PlannedGraph(path.name, matchings_of(nx.Graph(links), costs=costs or None), costs or None)
 
 
 def geometric(num_ranks: int, radius: float, seed: int) -> PlannedGraph:
@@ -193,19 +184,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def base_of(options: argparse.Namespace) -> PlannedGraph:
-    """The base graph that the options choose.
-
-    Raises:
-        ValueError, OSError: there is no such graph.
-    """
-    if options.graph is not None:
-        return PlannedGraph(f"base graph {options.graph}", predefined_matchings(options.graph))
-    if options.nodes is not None:
-        return geometric(options.nodes, _RADIUS if options.radius is None else options.radius, options.seed or 0)
-    return read_links(options.edges)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the plan that the command line asks for."""
     parser = make_parser()
@@ -217,16 +195,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.output is not None and (options.output.is_dir() or not options.output.parent.is_dir()):
         parser.error(f"got --output {options.output}, expected a file in a folder that exists; make the folder first")
     try:
-        base = base_of(options)
+        if options.graph is not None:
+            base = PlannedGraph(f"base graph {options.graph}", predefined_matchings(options.graph))
+        elif options.nodes is not None:
+            base = geometric(options.nodes, _RADIUS if options.radius is None else options.radius, options.seed or 0)
+        else:
+            base = read_links(options.edges)
         costs = matching_costs(base.matchings, base.costs)
         limit = budget_limit(costs, options.budget, options.budget_seconds, has_costs=base.costs is not None)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     share = limit / float(costs.sum())
-    print(describe(base, share))
+    plans = methods(base, share)
+    print(describe(base, share, plans))
     if options.output is not None:
-        text = json.dumps(plan(base, share, num_budgets=options.num_budgets), indent=1)
-        options.output.write_text(text, encoding="utf-8")
+        options.output.write_text(as_json(base, share, plans, num_budgets=options.num_budgets), encoding="utf-8")
         print(f"\nwritten: {options.output}\ntrain with it: --recipe matcha --plan {options.output}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,18 +21,35 @@ class Halfspaces(NamedTuple):
     normals: Array  # G, [num_constraints, m]
     offsets: Array  # h, [num_constraints]
 
+    def slack(self, x: Array) -> Array:
+        """h - G x."""
+        return np.asarray(self.offsets - self.normals @ x)
 
-class MatrixInequality(Protocol):
-    """A(x) > 0 for a symmetric matrix A of size k whose entries are polynomials of x [m]."""
+
+class MatrixInequality(NamedTuple):
+    """A(x) > 0 for the symmetric matrix A(x) = constant + sum_i x_i linear_i + 1/2 sum_ij x_i x_j quadratic_ij."""
+
+    constant: Array  # [k, k]
+    linear: Array  # [m, k, k]
+    quadratic: Array | None = None  # [m, m, k, k], symmetric in both pairs of indices; None: zero
+
+    def factor(self, x: Array) -> Array | None:
+        """The Cholesky factor of A(x), lower; None where A is not positive definite."""
+        try:
+            return np.asarray(np.linalg.cholesky(self.matrix(x)), dtype=np.float64)
+        except np.linalg.LinAlgError:
+            return None
 
     def matrix(self, x: Array) -> Array:
         """A(x), [k, k]."""
+        result: Array = self.constant + np.tensordot(x, self.linear, 1)
+        if self.quadratic is not None:
+            result += 0.5 * np.tensordot(np.outer(x, x), self.quadratic, 2)
+        return result
 
     def derivatives(self, x: Array) -> Array:
         """dA/dx_i, [m, k, k]."""
-
-    def curvature(self, x: Array, weight: Array) -> Array | None:
-        """tr(weight d2A/dx_i dx_j), [m, m], for a symmetric weight [k, k]; None where A is linear in x."""
+        return self.linear if self.quadratic is None else self.linear + np.tensordot(x, self.quadratic, 1)
 
 
 def minimize(objective: Array, inequality: MatrixInequality, halfspaces: Halfspaces, x: Array, *, gap: float) -> Array:
@@ -54,10 +71,9 @@ def minimize(objective: Array, inequality: MatrixInequality, halfspaces: Halfspa
     Returns:
         x, strictly feasible, [m].
     """
-    slack = halfspaces.offsets - halfspaces.normals @ x
-    assert (slack > 0).all(), "the start must be strictly inside the halfspaces"
-    assert _factor(inequality, x) is not None, "A(x) must be positive definite at the start"
-    num_barriers = len(slack) + len(inequality.matrix(x))
+    assert (halfspaces.slack(x) > 0).all(), "the start must be strictly inside the halfspaces"
+    assert inequality.factor(x) is not None, "A(x) must be positive definite at the start"
+    num_barriers = len(halfspaces.offsets) + inequality.linear.shape[-1]
     weight = max(abs(float(objective @ x)), num_barriers * gap) / num_barriers
     while weight * num_barriers > gap:
         x = _center(objective / weight, inequality, halfspaces, x, decrement=_NEAR)
@@ -70,22 +86,22 @@ def _center(
 ) -> Array:
     last = np.inf
     for _ in range(_MAX_NEWTON_STEPS):
-        factor = _factor(inequality, x)
+        factor = inequality.factor(x)
         assert factor is not None, "the line search keeps x feasible"
         root = np.linalg.inv(factor)
         scaled = (root @ inequality.derivatives(x) @ root.T).reshape(len(x), -1)
-        normals = halfspaces.normals / (halfspaces.offsets - halfspaces.normals @ x)[:, None]
-        trace = scaled[:, :: len(factor) + 1].sum(axis=1)
-        gradient = objective - trace + normals.sum(axis=0)
+        normals = halfspaces.normals / halfspaces.slack(x)[:, None]
+        gradient = objective - scaled[:, :: len(factor) + 1].sum(axis=1) + normals.sum(axis=0)
         hessian = scaled @ scaled.T + normals.T @ normals
-        curvature = inequality.curvature(x, root.T @ root)
-        direction = -_solve(hessian if curvature is None else hessian - curvature, gradient)
+        if inequality.quadratic is not None:
+            hessian -= np.tensordot(inequality.quadratic, root.T @ root, 2)
+        direction = -_solve(hessian, gradient)
         slope = float(gradient @ direction)
         if last < _QUADRATIC and -slope > last / 2:
             return x  # Newton's method would have squared the decrement, so only rounding errors are left
         step = _line_search(objective, inequality, halfspaces, x, factor, direction, slope)
-        x = x + step * direction
-        if step == 0 or -slope < decrement:
+        before, x = x, x + step * direction
+        if -slope < decrement or np.array_equal(x, before):  # a step below rounding leads nowhere
             return x
         last = -slope
     raise AssertionError(f"no centre within {_MAX_NEWTON_STEPS} Newton steps, squared decrement {-slope}")
@@ -96,8 +112,7 @@ def _solve(hessian: Array, gradient: Array) -> Array:
     scale = 1 / np.sqrt(np.abs(np.diag(hessian)))  # near a boundary the entries differ by many orders of magnitude
     values, vectors = np.linalg.eigh(hessian * np.outer(scale, scale))
     absolute = np.maximum(np.abs(values), 1e-14 * np.abs(values).max())
-    result: Array = scale * (vectors @ ((vectors.T @ (scale * gradient)) / absolute))
-    return result
+    return np.asarray(scale * (vectors @ ((vectors.T @ (scale * gradient)) / absolute)))
 
 
 def _line_search(
@@ -110,11 +125,11 @@ def _line_search(
     slope: float,
 ) -> float:
     """The first of 1, 1/2, 1/4, ... (scaled to stay inside) that decreases the barrier enough; 0 if none does."""
-    rates = (halfspaces.normals @ direction) / (halfspaces.offsets - halfspaces.normals @ x)
+    rates = (halfspaces.normals @ direction) / halfspaces.slack(x)
     step = min(1.0, 0.99 / max(float(rates.max()), 1e-300))
     log_det = np.log(np.diag(factor)).sum()
     while step > 1e-10:
-        trial = _factor(inequality, x + step * direction)
+        trial = inequality.factor(x + step * direction)
         if trial is not None:
             # The change is computed directly: as a difference of two large values it would be lost in rounding.
             change = step * float(objective @ direction) - float(np.log1p(-step * rates).sum())
@@ -123,11 +138,3 @@ def _line_search(
                 return step
         step /= 2
     return 0.0
-
-
-def _factor(inequality: MatrixInequality, x: Array) -> Array | None:
-    """The Cholesky factor of A(x), lower; None where A is not positive definite."""
-    try:
-        return np.asarray(np.linalg.cholesky(inequality.matrix(x)), dtype=np.float64)
-    except np.linalg.LinAlgError:
-        return None

@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import checked_seed
-from ..graph_manager.base import GraphManager
 from ..graph_manager.matchings import Edge, Matching, as_matchings, matchings_of, world_size
-from ..graph_manager.random_graphs import random_bits, unit_interval
+from ..graph_manager.random_graphs import RandomGraph, random_bits, unit_interval
 from ..old_calls import MATCHA_ARGUMENTS, old_arguments
-from .activation import best_connected, budget_limit, matching_costs
-from .joint_activation import ActivationPlan, smallest_rho
 from .laplacians import as_probabilities, dpsgd_weight, mixing_weight, periodic_dpsgd_weight
+from .planning import ActivationPlan, best_connected, budget_limit, matching_costs, smallest_rho
 
 if TYPE_CHECKING:
     import networkx as nx
-    from typing_extensions import Self
 
 _SAME_RHO = 1e-6  # machines that round differently agree on rho to this
 
 
-class MatchaGraph(GraphManager):
+class MatchaGraph(RandomGraph):
     """MATCHA: round t uses matching j of the base graph with probability p_j, so links that matter are used more often.
 
     Before training, on every rank (the file of each step is on the right):
 
         M_1, ..., M_m = the matchings of the base graph                      graph_manager/matchings.py
-        p = argmax_p lambda_2(sum_j p_j L_j)  within the budget              matcha/activation.py
+        p = argmax_p lambda_2(sum_j p_j L_j)  within the budget              matcha/planning.py
         alpha = argmin_alpha || E[W^T W] - J ||_2                            matcha/laplacians.py
 
     Round t, after the local SGD step; L_j is the Laplacian of M_j:
@@ -70,8 +66,6 @@ class MatchaGraph(GraphManager):
         matchings: the links of each matching.
         probabilities: p, a tuple of floats.
         alpha: the weight of a link.
-        rho: an upper bound on the factor by which the squared distance from the average shrinks per round, in
-            expectation.
         expected_cost, full_cost: sum_j p_j c_j and sum_j c_j; in seconds with `costs`, else in matchings.
 
     Raises:
@@ -84,8 +78,7 @@ class MatchaGraph(GraphManager):
     [(3,), (1,), (1, 3), (1,), (3,)]
     """
 
-    matchings: tuple[Matching, ...]
-    probabilities: tuple[float, ...]
+    is_symmetric = True
 
     @old_arguments(MATCHA_ARGUMENTS, renamed={"commBudget": "budget"})
     def __init__(
@@ -102,7 +95,6 @@ class MatchaGraph(GraphManager):
     ) -> None:
         import networkx as nx
 
-        self.seed = checked_seed(seed)
         _check_one_way_to_choose(joint, periodic, probabilities, budget, budget_seconds)
         self.matchings = matchings_of(base, costs=costs) if isinstance(base, nx.Graph) else as_matchings(base)
         self.is_periodic = periodic
@@ -113,19 +105,16 @@ class MatchaGraph(GraphManager):
         else:
             p = as_probabilities(probabilities, len(self.matchings))
             plan = ActivationPlan(p, *mixing_weight(self.matchings, p))
-        p, self.alpha, self.rho = plan
-        self.probabilities = tuple(p.tolist())
+        p, self.alpha, self._rho = plan
+        self.probabilities: tuple[float, ...] = tuple(p.tolist())
         self.expected_cost, self.full_cost = float(p @ seconds), float(seconds.sum())
-        self._thresholds = p
-        self._rows = _rows(self.matchings, world_size(self.matchings))
-        self._books = tuple(tuple(peer for peer, _ in row) for row in self._rows)
-        self._last: tuple[int, list[bool]] | None = None
-        super().__init__(world_size(self.matchings), peers_per_itr=max(map(len, self._rows)) or 1)
+        self._rows = _rows(self.matchings)
+        super().__init__(len(self._rows), max(map(len, self._rows)) or 1, seed=seed)
 
-    @classmethod
+    @staticmethod
     def from_plan(
-        cls, path: str | PathLike[str], *, seed: int = 0, joint: bool = False, world_size: int | None = None
-    ) -> Self:
+        path: str | PathLike[str], *, seed: int = 0, joint: bool = False, world_size: int | None = None
+    ) -> MatchaGraph:
         """The graph of a plan that `python -m gossip_modules.matcha --output plan.json` wrote.
 
         Its matchings, probabilities and rho are those of the plan. Wrapping a model raises an error if the ranks have
@@ -140,48 +129,45 @@ class MatchaGraph(GraphManager):
         Raises:
             ValueError: there is no such file, it is no plan or a damaged one, or the plan is for other ranks.
         """
-        plan = read_plan(path)
-        chosen = plan.get("joint") if joint else plan
-        if chosen is None:
-            raise ValueError(
-                f"got joint=True for {path}, expected a plan that holds the joint optimum: plans of more than 64 ranks "
-                f"do not. Leave joint out."
-            )
         try:
-            planned = float(chosen["rho"])
-            graph = cls(plan["matchings"], probabilities=chosen["probabilities"], seed=seed)
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"{error} is missing." if isinstance(error, KeyError) else error
-            raise ValueError(f"got a damaged plan {path}: {what} {_WRITE_AGAIN}") from error
-        graph._check_plan(path, planned, world_size)
+            plan = json.loads(Path(path).read_bytes())
+            chosen = plan["joint"] if joint else plan
+            if chosen is None:
+                raise ValueError("plans of more than 64 ranks hold no joint optimum; leave joint out")
+            graph = MatchaGraph(plan["matchings"], probabilities=chosen["probabilities"], seed=seed)
+            planned_rho = float(chosen["rho"])
+            if not abs(graph.rho - planned_rho) <= _SAME_RHO:
+                raise ValueError(f"its rho is {planned_rho:.6f}, but {graph.rho:.6f} for its probabilities")
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise ValueError(
+                f"got a plan that cannot be used, {path}: {reason}. Expected JSON with matchings, probabilities and "
+                "rho: write it again with python -m gossip_modules.matcha --output."
+            ) from error
+        if world_size is not None and graph.world_size != world_size:
+            raise ValueError(
+                f"got the plan {path} for {graph.world_size} ranks, expected one for the {world_size} that take part. "
+                f"Start {graph.world_size}, or make a plan for {world_size}: python -m gossip_modules.matcha --help."
+            )
         return graph
 
-    def _check_plan(self, path: str | PathLike[str], planned_rho: float, world_size: int | None) -> None:
-        if not abs(self.rho - planned_rho) <= _SAME_RHO:
-            raise ValueError(
-                f"got a damaged plan {path}: its rho is {planned_rho:.6f}, expected {self.rho:.6f}, which is that of "
-                f"its matchings and probabilities. {_WRITE_AGAIN}"
-            )
-        if world_size is not None and self.world_size != world_size:
-            raise ValueError(
-                f"got the plan {path} for {self.world_size} ranks, expected one for {world_size}, which take part. "
-                f"Start {self.world_size}, or make a plan for {world_size}: python -m gossip_modules.matcha --help."
-            )
+    @property
+    def rho(self) -> float:
+        """An upper bound on the factor by which a round shrinks the squared distance from the average, in expectation.
+
+        It takes the weight `alpha` for each link.
+        """
+        return self._rho
 
     def active(self, t: int) -> list[bool]:
         """B_j of round `t`: whether each matching is used. The list is kept for the next query: do not change it."""
-        last = self._last
-        if last is None or last[0] != t:
-            self._segment(t)  # refuses t < 0
-            num_draws = 1 if self.is_periodic else len(self.matchings)
-            uniform = unit_interval(random_bits(self.seed, t, num_draws))  # [0, 1), so p = 0 is never and p = 1 always
-            last = self._last = (t, (uniform < self._thresholds).tolist())
-        return last[1]
+        found: list[bool] = self._drawn(t)
+        return found
 
     def phone_book(self, rank: int) -> Sequence[int]:
         """The neighbours of `rank` in the base graph, ascending."""
         self._check_rank(rank)
-        return self._books[rank]
+        return tuple(peer for peer, _ in self._rows[rank])
 
     def out_peers(self, rank: int, t: int) -> tuple[int, ...]:
         self._check_rank(rank)
@@ -190,11 +176,6 @@ class MatchaGraph(GraphManager):
 
     def in_peers(self, rank: int, t: int) -> tuple[int, ...]:
         return self.out_peers(rank, t)
-
-    @property
-    def is_symmetric(self) -> bool:
-        """True: the two ranks of a link send to each other."""
-        return True
 
     @cached_property
     def is_regular(self) -> bool:
@@ -206,10 +187,6 @@ class MatchaGraph(GraphManager):
         random = [m for m, p in zip(self.matchings, self.probabilities, strict=True) if 0 < p < 1]
         return len(degrees) == 1 and all(2 * len(matching) == self.world_size for matching in random)
 
-    def in_every_round(self, predicate: Callable[[int], bool]) -> bool:
-        """Whether `predicate(0)` is true, for a static graph; else False, as random rounds are too many to check."""
-        return not self.is_dynamic and predicate(0)
-
     def __repr__(self) -> str:
         """Complete, see `GraphManager`; alpha is a function of what it shows."""
         digest = sha256(repr(self.matchings).encode()).hexdigest()
@@ -219,30 +196,13 @@ class MatchaGraph(GraphManager):
             f"probabilities={self.probabilities}, seed={self.seed}{periodic})"
         )
 
-    def _segment_period(self, num_peers: int) -> int:
-        """1 when every p is 0 or 1, so that all rounds are equal; else 0, since the rounds never repeat."""
-        return int(all(p in (0, 1) for p in self.probabilities))
+    def _is_certain(self, num_peers: int) -> bool:
+        return all(p in (0, 1) for p in self.probabilities)
 
-
-_WRITE_AGAIN = "Write it again with python -m gossip_modules.matcha --output."
-
-
-def read_plan(path: str | PathLike[str]) -> dict[str, Any]:
-    """The plan that `python -m gossip_modules.matcha --output` wrote, as plain lists, numbers and strings.
-
-    Raises:
-        ValueError: there is no such file, or it is no plan.
-    """
-    expected = "expected a plan in JSON, with matchings, probabilities and rho"
-    try:
-        plan = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise ValueError(f"got no plan at {path} ({error.strerror}), {expected}. {_WRITE_AGAIN}") from error
-    except ValueError as error:  # neither JSON nor text
-        raise ValueError(f"got the file {path}, which is no JSON ({error}), {expected}. {_WRITE_AGAIN}") from error
-    if not isinstance(plan, dict) or not {"matchings", "probabilities", "rho"} <= set(plan):
-        raise ValueError(f"got the file {path}, {expected}. {_WRITE_AGAIN}")
-    return plan
+    def _draw(self, t: int) -> list[bool]:
+        num_draws = 1 if self.is_periodic else len(self.matchings)
+        uniform = unit_interval(random_bits(self.seed, t, num_draws))  # [0, 1), so p = 0 is never and p = 1 always
+        return np.less(uniform, self.probabilities).tolist()
 
 
 def _check_one_way_to_choose(
@@ -278,11 +238,85 @@ def _plan(
     return ActivationPlan(p, *(dpsgd_weight(matchings) if (p == 1).all() else mixing_weight(matchings, p)))
 
 
-def _rows(matchings: Sequence[Matching], num_ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _rows(matchings: Sequence[Matching]) -> list[list[tuple[int, int]]]:
     """Per rank the pairs (peer, index of the matching), ascending."""
-    rows: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+    rows: list[list[tuple[int, int]]] = [[] for _ in range(world_size(matchings))]
     for index, matching in enumerate(matchings):
         for u, v in matching:
             rows[u].append((v, index))
             rows[v].append((u, index))
-    return tuple(tuple(sorted(row)) for row in rows)
+    return [sorted(row) for row in rows]
+
+
+class MatchaProcessor(MatchaGraph):
+    """`MatchaGraph(base_graph, budget=commBudget)`, made as in MATCHA's README.
+
+    Args:
+        base_graph: a networkx graph, or with `issubgraph=True` its matchings. `select_graph(i)` serves both.
+        commBudget: the share of the matchings that a round uses on average; above 0, at most 1.
+        rank: the rank of this process.
+        size: the number of ranks, which the graph must have.
+        iterations: the number of rounds of which `active_flags` tells. Rounds after them are drawn as well.
+        issubgraph: whether `base_graph` is a list of matchings.
+        seed: the seed of the activations, the same on all ranks. It takes the place of `numpy.random.seed`.
+
+    Raises:
+        ValueError: the arguments contradict each other, or see `MatchaGraph`.
+    """
+
+    _is_fixed = False
+
+    def __init__(
+        self,
+        base_graph: nx.Graph | Sequence[Sequence[Edge]],
+        commBudget: float,
+        rank: int,
+        size: int,
+        iterations: int = 0,
+        issubgraph: bool = False,
+        *,
+        seed: int = 0,
+    ) -> None:
+        name = type(self).__name__
+        if not issubgraph and isinstance(base_graph, list | tuple):
+            raise ValueError(
+                f"{name}: got matchings as base_graph with issubgraph=False, expected a networkx graph; pass "
+                "issubgraph=True"
+            )
+        is_fixed = self._is_fixed and commBudget < 1
+        super().__init__(base_graph, budget=commBudget, seed=seed, periodic=is_fixed)
+        if size != self.world_size:
+            raise ValueError(
+                f"{name}: got size={size} for a graph of {self.world_size} ranks, expected the same number; start "
+                f"{self.world_size} ranks, or take another graph"
+            )
+        self._check_rank(rank)
+        self.rank, self.iterations = rank, iterations
+
+    @property
+    def neighbor_weight(self) -> float:
+        """The weight of a link, `alpha`."""
+        return self.alpha
+
+    @property
+    def neighbors_info(self) -> list[list[int]]:
+        """The partner of each rank in each matching, -1 for none; `neighbors_info[matching][rank]`."""
+        info = [[-1] * self.world_size for _ in self.matchings]
+        for row, matching in zip(info, self.matchings, strict=True):
+            for u, v in matching:
+                row[u], row[v] = v, u
+        return info
+
+    @property
+    def active_flags(self) -> list[list[int]]:
+        """Whether each matching is used, 1 or 0, in each of the first `iterations` rounds."""
+        return [[int(is_active) for is_active in self.active(t)] for t in range(self.iterations)]
+
+
+class FixedProcessor(MatchaProcessor):
+    """`MatchaGraph(base_graph, budget=commBudget, periodic=True)`: D-PSGD; a round uses all matchings, or none.
+
+    With `commBudget=1` every round uses the whole graph. See `MatchaProcessor` for the arguments.
+    """
+
+    _is_fixed = True

@@ -47,9 +47,8 @@ def weighted_laplacian(matchings: Sequence[Sequence[Edge]], weights: Array, num_
     u, v = np.array([edge for matching in matchings for edge in matching], dtype=np.intp).reshape(-1, 2).T
     weight = np.repeat(np.asarray(weights, dtype=np.float64), [len(matching) for matching in matchings])
     matrix = np.zeros((num_ranks, num_ranks))
-    np.add.at(
-        matrix, (np.concatenate([u, v, u, v]), np.concatenate([u, v, v, u])), np.outer([1, 1, -1, -1], weight).ravel()
-    )
+    for rows, columns, sign in ((u, u, 1), (v, v, 1), (u, v, -1), (v, u, -1)):
+        np.add.at(matrix, (rows, columns), sign * weight)
     return matrix
 
 
@@ -170,8 +169,7 @@ def contraction(matchings: Iterable[Iterable[Edge]], probabilities: Sequence[flo
 def _moment_beside_average(mean: Array, square: Array, alpha: float) -> Array:
     """E[W^T W] - 2 J. Its largest eigenvalue is rho: the vector 1 has eigenvalue -1, the others are not negative."""
     n = len(mean)
-    moment: Array = np.eye(n) - 2 / n - 2 * alpha * mean + alpha**2 * square
-    return moment
+    return np.asarray(np.eye(n) - 2 / n - 2 * alpha * mean + alpha**2 * square)
 
 
 def top_vectors(mean: Array, square: Array, alpha: float) -> tuple[float, Array]:
@@ -200,5 +198,4 @@ def _lowest_point(mean: Array, square: Array) -> tuple[float, float]:
 def extended(basis: Array, vectors: Array) -> Array:
     """An orthonormal basis of the span of `basis`, which is orthonormal, and `vectors`; [n, at most both sizes]."""
     left, sizes, _ = np.linalg.svd(vectors - basis @ (basis.T @ vectors), full_matrices=False)
-    basis_and_new: Array = np.linalg.qr(np.hstack([basis, left[:, sizes > 1e-6]]))[0]
-    return basis_and_new
+    return np.asarray(np.linalg.qr(np.hstack([basis, left[:, sizes > 1e-6]]))[0], dtype=np.float64)

@@ -12,8 +12,8 @@ import pytest
 
 from gossip_modules.graph_manager import select_graph
 from gossip_modules.graph_manager.matchings import Edge, Matching, decompose, graph_edges, predefined_matchings
-from gossip_modules.matcha import activation as module
-from gossip_modules.matcha.activation import activation_probabilities, matching_costs
+from gossip_modules.matcha import activation_probabilities, matching_costs
+from gossip_modules.matcha import planning as module
 from gossip_modules.matcha.laplacians import mixing_weight, periodic_dpsgd_weight, weighted_laplacian
 
 Array = npt.NDArray[np.float64]
@@ -194,14 +194,14 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name: str, slowest: float, monkeypatch: pytest.MonkeyPatch) -> None:
     bounds: list[float] = []
-    solve = module._solve_on
+    solve = module._most_connected_on
 
     def solve_and_note(*args: Any, **options: Any) -> tuple[Array, float]:
         p, bound = solve(*args, **options)
         bounds.append(bound)
         return p, bound
 
-    monkeypatch.setattr(module, "_solve_on", solve_and_note)
+    monkeypatch.setattr(module, "_most_connected_on", solve_and_note)
     edges = graph_edges(SHAPES[name])
     costs = dict.fromkeys(edges, 1.0) | {edges[len(edges) // 2]: slowest}
     matchings = decompose(SHAPES[name], costs=costs)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from gossip_modules.graph_manager.matchings import decompose, predefined_matchings
-from gossip_modules.matcha import joint_activation as module
-from gossip_modules.matcha.activation import activation_probabilities, matching_costs
-from gossip_modules.matcha.joint_activation import joint_probabilities
+from gossip_modules.matcha import activation_probabilities, joint_probabilities, matching_costs
+from gossip_modules.matcha import planning as module
 from gossip_modules.matcha.laplacians import contraction, mixing_weight
 
 
@@ -48,6 +47,12 @@ def test_many_ranks_on_a_growing_subspace(monkeypatch: pytest.MonkeyPatch) -> No
     whole = joint_probabilities(matchings, 0.5)
     monkeypatch.setattr(module, "MAX_WHOLE", 8)
     assert joint_probabilities(matchings, 0.5).rho == pytest.approx(whole.rho, abs=1e-4)
+
+
+def test_steps_below_rounding_end_the_search() -> None:
+    matchings = [((0, 2), (1, 4), (3, 5)), ((0, 3),), ((0, 4),), ((0, 5),)]
+    found = joint_probabilities(matchings, 0.6)
+    assert found.rho <= mixing_weight(matchings, activation_probabilities(matchings, 0.6)).rho
 
 
 def test_budget_in_seconds() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from gossip_modules.graph_manager import select_graph
 from gossip_modules.graph_manager.matchings import Matching, decompose, predefined_matchings
+from gossip_modules.matcha import activation_probabilities
 from gossip_modules.matcha import laplacians as module
-from gossip_modules.matcha.activation import activation_probabilities
 from gossip_modules.matcha.laplacians import (
     contraction,
     dpsgd_weight,
