@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..transport.named_barrier import NotAllCame, meet
 from ..transport.process_group import DEFAULT_TIMEOUT
-from .barrier import timed_barrier
 from .group import BACKEND, MpiProcessGroup
 from .library import load_mpi
 from .work import MpiWork
@@ -95,6 +95,12 @@ def _make_group(opts: Any, _: object) -> MpiProcessGroup:
     # Making a communicator has no timeout, so wait for all ranks first. The tag keeps groups apart that are made at
     # the same time.
     tag = zlib.crc32(str(opts.group_id).encode()) % int(world.Get_attr(mpi.TAG_UB))
-    timed_barrier(world, ranks, names=range(world.size), timeout=opts.timeout, tag=tag)
+    everyone = MpiProcessGroup(world, names=range(world.size), timeout=opts.timeout)
+    try:
+        meet(everyone, "making a process group", timeout=opts.timeout, tag=tag, ranks=ranks)
+    except NotAllCame as error:
+        raise RuntimeError(
+            f"rank {world.rank}: ranks {error.missing} have not come within {opts.timeout.total_seconds():g} s"
+        ) from error
     comm = world.Create_group(world.group.Incl(ranks), tag)
     return MpiProcessGroup(comm, names=ranks, timeout=opts.timeout)

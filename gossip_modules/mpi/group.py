@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .barrier import timed_barrier
-from .library import bytes_of, elements_of, load_mpi, message_of, operation, reduced_as
-from .work import Completer, MpiWork
+from ..transport.threads import CallThread
+from .library import buffer_of, load_mpi, message_of, operation, reduced_as
+from .work import MpiWork
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm, Op, Request
+    from mpi4py.MPI import Intracomm, Request
 
 BACKEND = "mpi4py"
 _numbers = itertools.count()
@@ -39,11 +40,9 @@ class MpiProcessGroup(dist.ProcessGroup):
     def __init__(self, comm: Intracomm, *, names: Sequence[int], timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
         self._mpi = load_mpi()
-        self._comm = comm
-        self._names = list(names)
-        self._timeout = timeout
-        self._barrier_tag = comm.Get_attr(self._mpi.TAG_UB) or 0  # the highest tag; messages use those below it
-        self._completer = Completer(f"gossip-mpi-{next(_numbers)}")
+        self._comm, self._names, self._timeout = comm, list(names), timeout
+        self._max_tag = comm.Get_attr(self._mpi.TAG_UB) or 0
+        self._completer: CallThread | None = None
         self._works: weakref.WeakSet[MpiWork] = weakref.WeakSet()
         self._is_closed = False
         self._group_name = ""
@@ -73,10 +72,10 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> MpiWork:
         """Post a send of the one tensor to rank `peer` of the group."""
-        (x,) = tensors
-        message = self._message(x)
-        what = f"send of {x.numel() * x.element_size()} bytes to rank {self._names[peer]} (tag {tag})"
-        return self._post(self._comm.Isend(bytes_of(message), peer, self._tag(tag)), what, buffers=[message])
+        message = self._message(*tensors)
+        request = self._comm.Isend(buffer_of(message), peer, self._tag(tag))
+        what = f"send of {message.nbytes} bytes to rank {self._names[peer]} (tag {tag})"
+        return self._post(request, what, buffers=[message])
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> MpiWork:
         """Post a receive of the one tensor from rank `peer` of the group."""
@@ -86,6 +85,18 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Post a receive from any rank; the work's `source_rank()` is the sender."""
         return self._receive(tensors, self._mpi.ANY_SOURCE, "any rank", tag)
 
+    def _receive(self, tensors: list[Tensor], source: int, name: str, tag: int) -> MpiWork:
+        (x,) = tensors
+        message = self._message(x, fill=False)
+        request = self._comm.Irecv(buffer_of(message), source, self._tag(tag))
+        what = f"receive of {x.nbytes} bytes from {name} (tag {tag})"
+        return self._post(request, what, results=[(x, message)], expected_bytes=x.nbytes)
+
+    def _tag(self, tag: int) -> int:
+        if not 0 <= tag <= self._max_tag:
+            raise ValueError(f"got tag {tag}, expected 0 to {self._max_tag}; another MPI library may have more")
+        return tag
+
     # Collectives.
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> MpiWork:  # type: ignore[override]
@@ -93,59 +104,57 @@ class MpiProcessGroup(dist.ProcessGroup):
         (x,) = tensors
         root = opts.rootRank if opts is not None else 0
         message = self._message(x)
-        request = self._comm.Ibcast(bytes_of(message), root)
-        return self._post(request, f"broadcast from rank {self._names[root]}", opts, [(x, message)])
+        request = self._comm.Ibcast(buffer_of(message), root)
+        return self._collective(request, f"broadcast from rank {self._names[root]}", opts, [(x, message)])
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> MpiWork:  # type: ignore[override]
         """x <- the reduction of x over all ranks."""
-        (x,) = tensors
-        op, message, finish = self._reduction(x, opts)
-        request = self._comm.Iallreduce(self._mpi.IN_PLACE, elements_of(message), op)
-        return self._post(request, "all-reduce", opts, [(x, message)], finish=finish)
+        return self._reduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> MpiWork:
         """`allreduce` of each tensor; all have the same dtype and device."""
-        flat = torch.cat([x.view(-1) for x in tensors])
-        op, message, finish = self._reduction(flat, opts)
-
-        def split() -> None:
-            finish()
-            flat.copy_(message)
-            for x, reduced in zip(tensors, flat.split([x.numel() for x in tensors])):
-                x.copy_(reduced.view_as(x))
-
-        request = self._comm.Iallreduce(self._mpi.IN_PLACE, elements_of(message), op)
-        return self._post(request, "all-reduce", opts, buffers=[message], tensors=tensors, finish=split)
+        return self._reduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> MpiWork:  # type: ignore[override]
         """On the root x <- the reduction of x over all ranks; on the others x is not changed."""
-        (x,) = tensors
-        root = opts.rootRank
-        op, message, finish = self._reduction(x, opts)
+        return self._reduce(tensors, opts, root=opts.rootRank)
+
+    def _reduce(self, tensors: list[Tensor], opts: Any, *, root: int | None = None) -> MpiWork:
+        """Each tensor <- its reduction over all ranks, on the root, or on all ranks if there is none."""
+        kind = opts.reduceOp.op if opts is not None else dist.ReduceOp.SUM
+        x = tensors[0] if len(tensors) == 1 else torch.cat([x.view(-1) for x in tensors])
+        op = operation(kind, x.dtype)
+        message = self._message(x.to(reduced_as(x.dtype)))
+        finish = partial(message.div_, self.size()) if kind == dist.ReduceOp.AVG else None
+        parts = message.view(-1).split([x.numel() for x in tensors])
+        results = [(x, part.view_as(x)) for x, part in zip(tensors, parts, strict=True)]
+        buffer = buffer_of(message, is_reduced=True)
+        if root is None:
+            request = self._comm.Iallreduce(self._mpi.IN_PLACE, buffer, op)
+            return self._collective(request, "all-reduce", opts, results, buffers=[message], finish=finish)
         what = f"reduce to rank {self._names[root]}"
         if self.rank() == root:
-            request = self._comm.Ireduce(self._mpi.IN_PLACE, elements_of(message), op, root)
-            return self._post(request, what, opts, [(x, message)], finish=finish)
-        request = self._comm.Ireduce(elements_of(message), None, op, root)
-        return self._post(request, what, opts, buffers=[message])
+            request = self._comm.Ireduce(self._mpi.IN_PLACE, buffer, op, root)
+            return self._collective(request, what, opts, results, buffers=[message], finish=finish)
+        return self._collective(self._comm.Ireduce(buffer, None, op, root), what, opts, buffers=[message])
 
     def allgather(  # type: ignore[override]
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
     ) -> MpiWork:
         """outputs[i] <- x of rank i."""
         (outputs,), (x,) = output_tensors, input_tensors
-        message = self._message(x)
-        gathered, finish = self._joint(outputs, x)
-        request = self._comm.Iallgather(bytes_of(message), bytes_of(gathered))
-        return self._post(request, "all-gather", opts, buffers=[message, gathered], tensors=outputs, finish=finish)
+        message, joint = self._message(x), self._joint(outputs, x)
+        request = self._comm.Iallgather(buffer_of(message), buffer_of(joint))
+        results = [(output, row.view_as(output)) for output, row in zip(outputs, joint, strict=True)]
+        return self._collective(request, "all-gather", opts, results, buffers=[message])
 
     def all_gather_single(self, output: Tensor, x: Tensor, opts: Any = None) -> MpiWork:
         """output, flat <- x of every rank, in rank order."""
         if output.numel() != self.size() * x.numel():
             raise ValueError(f"got an output of {output.numel()} elements, expected {self.size()} times {x.numel()}")
         message, gathered = self._message(x), self._message(output)
-        request = self._comm.Iallgather(bytes_of(message), bytes_of(gathered))
-        return self._post(request, "all-gather", opts, [(output, gathered)], buffers=[message])
+        request = self._comm.Iallgather(buffer_of(message), buffer_of(gathered))
+        return self._collective(request, "all-gather", opts, [(output, gathered)], buffers=[message])
 
     # Its name in older versions of torch.
     _allgather_base = all_gather_single  # type: ignore[assignment]
@@ -156,13 +165,13 @@ class MpiProcessGroup(dist.ProcessGroup):
         """On the root outputs[i] <- x of rank i."""
         (x,), root = input_tensors, opts.rootRank
         message = self._message(x)
-        what = f"gather to rank {self._names[root]}"
-        if self.rank() != root:
-            return self._post(self._comm.Igather(bytes_of(message), None, root), what, opts, buffers=[message])
-        (outputs,) = output_tensors
-        gathered, finish = self._joint(outputs, x)
-        request = self._comm.Igather(bytes_of(message), bytes_of(gathered), root)
-        return self._post(request, what, opts, buffers=[message, gathered], tensors=outputs, finish=finish)
+        outputs, joint = [], None
+        if self.rank() == root:
+            (outputs,) = output_tensors
+            joint = self._joint(outputs, x)
+        request = self._comm.Igather(buffer_of(message), None if joint is None else buffer_of(joint), root)
+        results = [] if joint is None else [(out, row.view_as(out)) for out, row in zip(outputs, joint, strict=True)]
+        return self._collective(request, f"gather to rank {self._names[root]}", opts, results, buffers=[message])
 
     def scatter(  # type: ignore[override]
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
@@ -176,23 +185,14 @@ class MpiProcessGroup(dist.ProcessGroup):
             if len(inputs) != self.size():
                 raise ValueError(f"got {len(inputs)} input tensors, expected {self.size()}, one for each rank")
             shards = self._message(torch.stack([shard.reshape(x.shape) for shard in inputs]))
-        request = self._comm.Iscatter(bytes_of(shards) if shards is not None else None, bytes_of(message), root)
-        return self._post(request, f"scatter from rank {self._names[root]}", opts, [(x, message)], buffers=[shards])
+        request = self._comm.Iscatter(None if shards is None else buffer_of(shards), buffer_of(message), root)
+        what = f"scatter from rank {self._names[root]}"
+        return self._collective(request, what, opts, [(x, message)], buffers=[shards])
 
     def barrier(self, opts: Any = None) -> MpiWork:
         """Complete when every rank has called it."""
         self._require_open()
-        return self._post(self._comm.Ibarrier(), "barrier", opts)
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Return when every rank has called it; see `timed_barrier`.
-
-        Raises:
-            RuntimeError: ranks are missing after the timeout; the message names them.
-        """
-        self._require_open()
-        timeout = timeout or self._timeout
-        timed_barrier(self._comm, range(self.size()), names=self._names, timeout=timeout, tag=self._barrier_tag)
+        return self._collective(self._comm.Ibarrier(), "barrier", opts)
 
     # The end.
 
@@ -201,7 +201,9 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._is_closed = True
         for work in tuple(self._works):
             work.cancel("the process group was closed")
-        self._completer.close()
+        if self._completer is not None:
+            self._completer.end()
+            self._completer.thread.join()
 
     def shutdown(self) -> None:
         """`abort`, then free the communicator if no operation is left in it. Collective and idempotent."""
@@ -212,52 +214,57 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # Between tensors and MPI.
 
-    def _receive(self, tensors: list[Tensor], source: int, name: str, tag: int) -> MpiWork:
-        (x,) = tensors
-        message = self._message(x, fill=False)
-        num_bytes = x.numel() * x.element_size()
-        request = self._comm.Irecv(bytes_of(message), source, self._tag(tag))
-        what = f"receive of {num_bytes} bytes from {name} (tag {tag})"
-        return self._post(request, what, pairs=[(x, message)], expected_bytes=num_bytes)
+    def _collective(
+        self,
+        request: Request,
+        what: str,
+        opts: Any,
+        results: Sequence[tuple[Tensor, Tensor]] = (),
+        **options: Any,
+    ) -> MpiWork:
+        timeout = getattr(opts, "timeout", timedelta(0))
+        return self._post(request, f"{what} among ranks {self._names}", results, timeout=timeout, **options)
 
     def _post(
         self,
         request: Request,
         what: str,
-        opts: Any = None,
-        pairs: Sequence[tuple[Tensor, Tensor]] = (),
+        results: Sequence[tuple[Tensor, Tensor]] = (),
         *,
-        buffers: Sequence[object] = (),
-        tensors: Sequence[Tensor] = (),
-        finish: Callable[[], None] | None = None,
+        buffers: Iterable[object] = (),
+        timeout: timedelta = timedelta(0),
+        finish: Callable[[], object] | None = None,
         expected_bytes: int | None = None,
     ) -> MpiWork:
         """The work of a request. When it is complete, `finish` is called, then the first of each pair <- the second."""
-        timeout = getattr(opts, "timeout", timedelta(0))
-        results = tensors or [x for x, _ in pairs]
+        tensors = [x for x, _ in results]
 
         def unstage() -> None:
             if finish is not None:
                 finish()
-            for x, message in pairs:
-                if x is not message:
+            for x, message in results:
+                if x.data_ptr() != message.data_ptr():
                     x.copy_(message)
-            for device in {x.device for x in results if x.is_cuda}:  # after wait() any stream may use them
+            for device in {x.device for x in tensors if x.is_cuda}:  # after wait() any stream may use them
                 torch.cuda.current_stream(device).synchronize()
 
-        among = "" if expected_bytes is not None or what.startswith("send") else f" among ranks {self._names}"
         work = MpiWork(
             request,
-            what=f"rank {self._names[self.rank()]}: {what}{among}",
+            what=f"rank {self._names[self.rank()]}: {what}",
             timeout=timeout if timeout > timedelta(0) else self._timeout,
-            tensors=results,
-            buffers=[*buffers, *pairs],
+            tensors=tensors,
+            buffers=[*buffers, *results],
             finish=unstage,
             expected_bytes=expected_bytes,
-            completer=self._completer,
+            completer=self._get_completer,
         )
         self._works.add(work)
         return work
+
+    def _get_completer(self) -> CallThread:
+        if self._completer is None:
+            self._completer = CallThread(f"gossip-mpi-{next(_numbers)}")
+        return self._completer
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -267,33 +274,9 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._require_open()
         return message_of(x, fill=fill)
 
-    def _reduction(self, x: Tensor, opts: Any) -> tuple[Op, Tensor, Callable[[], None]]:
-        """The MPI operation, the tensor that it reduces instead of x, and a function to call when it is complete."""
-        kind = opts.reduceOp.op if opts is not None else dist.ReduceOp.SUM
-        op = operation(kind, x.dtype)
-        message = self._message(x.to(reduced_as(x.dtype)))
-        divisor = self.size() if kind == dist.ReduceOp.AVG else 1
-
-        def finish() -> None:
-            if divisor != 1:
-                message.div_(divisor)
-
-        return op, message, finish
-
-    def _joint(self, outputs: Sequence[Tensor], x: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """A tensor for x of every rank, and a function that copies its rows into `outputs`."""
+    def _joint(self, outputs: Sequence[Tensor], x: Tensor) -> Tensor:
+        """A tensor for x of every rank."""
         if len(outputs) != self.size() or any(output.numel() != x.numel() for output in outputs):
             numels = [output.numel() for output in outputs]
             raise ValueError(f"got output tensors of {numels} elements, expected {self.size()} of {x.numel()}")
-        joint = self._message(x.new_empty(self.size(), x.numel()), fill=False)
-
-        def split() -> None:
-            for output, row in zip(outputs, joint):
-                output.copy_(row.view_as(output))
-
-        return joint, split
-
-    def _tag(self, tag: int) -> int:
-        if not 0 <= tag < self._barrier_tag:
-            raise ValueError(f"got tag {tag}, expected 0 to {self._barrier_tag - 1}; another MPI library may have more")
-        return tag
+        return self._message(x.new_empty(self.size(), x.numel()), fill=False)

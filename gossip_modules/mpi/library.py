@@ -6,7 +6,7 @@ import ctypes
 import functools
 import sys
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mpi4py.MPI import Op
 
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _MAX_COUNT = 2**31 - 1  # of elements in a message, before version 4 of MPI
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_REDUCED = (
+    *(torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.complex64, torch.complex128),
+)
+_OPERATIONS = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD", **{x: x for x in ("MIN", "MAX", "BAND", "BOR", "BXOR")}}
 _LOGICAL = ("MIN", "MAX", "PRODUCT")  # the reductions of bool: their results are again 0 or 1
 
 
@@ -59,7 +64,7 @@ def require_threads(level: int) -> None:
     levels = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
     if levels[level] != levels[-1]:
         raise RuntimeError(
-            f"got an MPI library that provides {levels[level]}, expected {levels[-1]}, since gossip runs in a thread "
+            f"got an MPI library with {levels[level]}, expected {levels[-1]}, since gossip runs in a thread "
             "beside training; take one that is built with threads, as Open MPI is by default, and do not initialise "
             "MPI with less before"
         )
@@ -100,26 +105,16 @@ def message_of(x: Tensor, *, fill: bool = True) -> Tensor:
     return staging.copy_(x) if fill else staging
 
 
-def bytes_of(x: Tensor) -> list[Any]:
-    """The memory of a message, as mpi4py takes it, to be moved only.
-
-    Raises:
-        ValueError: it has more bytes than MPI counts.
-    """
-    mpi = load_mpi()
-    num_bytes = x.numel() * x.element_size()
-    require_countable(num_bytes, "bytes")
-    return [mpi.buffer.fromaddress(x.data_ptr(), num_bytes), mpi.BYTE]
-
-
-def elements_of(x: Tensor) -> list[Any]:
-    """The memory of a message, as mpi4py takes it, to be reduced; its dtype is one that `reduced_as` gives.
+def buffer_of(x: Tensor, *, is_reduced: bool = False) -> Tensor:
+    """The memory of a message, whose type mpi4py finds out by itself: bytes, unless it is reduced.
 
     Raises:
         ValueError: it has more elements than MPI counts.
     """
-    require_countable(x.numel(), "elements")
-    return [load_mpi().buffer.fromaddress(x.data_ptr(), x.numel() * x.element_size()), _mpi_types()[x.dtype]]
+    x = x.detach().view(-1)
+    buffer = x if is_reduced and x.dtype != torch.bool else x.view(torch.uint8)  # MPI reduces no truth values
+    require_countable(buffer.numel(), "elements" if is_reduced else "bytes")
+    return buffer
 
 
 def require_countable(count: int, what: str) -> None:
@@ -134,7 +129,7 @@ def require_countable(count: int, what: str) -> None:
 @functools.cache
 def _counts_in_64_bits() -> bool:
     mpi = load_mpi()
-    return bool(min(mpi.VERSION, mpi.Get_version()[0]) >= 4)  # what mpi4py was built for, and what is loaded
+    return bool(min(mpi.VERSION, mpi.Get_version()[0]) >= 4)  # of the library that mpi4py was built for, and the loaded
 
 
 def reduced_as(dtype: torch.dtype) -> torch.dtype:
@@ -144,8 +139,8 @@ def reduced_as(dtype: torch.dtype) -> torch.dtype:
         ValueError: MPI cannot reduce this dtype.
     """
     dtype = _WIDER.get(dtype, dtype)
-    if dtype not in _mpi_types():
-        raise ValueError(f"got a reduction of {dtype}, expected one of {[*_mpi_types(), *_WIDER]}")
+    if dtype not in _REDUCED:
+        raise ValueError(f"got a reduction of {dtype}, expected one of {[*_REDUCED, *_WIDER]}")
     return dtype
 
 
@@ -155,37 +150,8 @@ def operation(kind: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> Op:
     Raises:
         ValueError: MPI has no such operation, or not for this dtype.
     """
-    mpi, kinds = load_mpi(), dist.ReduceOp
-    operations: dict[dist.ReduceOp.RedOpType, Op] = {
-        kinds.SUM: mpi.SUM,
-        kinds.AVG: mpi.SUM,
-        kinds.PRODUCT: mpi.PROD,
-        kinds.MIN: mpi.MIN,
-        kinds.MAX: mpi.MAX,
-        kinds.BAND: mpi.BAND,
-        kinds.BOR: mpi.BOR,
-        kinds.BXOR: mpi.BXOR,
-    }
     is_float = dtype.is_floating_point or dtype.is_complex
-    expected = _LOGICAL if dtype == torch.bool else [k.name for k in operations if is_float or k != kinds.AVG]
+    expected = _LOGICAL if dtype == torch.bool else [name for name in _OPERATIONS if is_float or name != "AVG"]
     if kind.name not in expected:
         raise ValueError(f"got a reduction {kind.name} of {dtype}, expected one of {', '.join(expected)}")
-    return operations[kind]
-
-
-@functools.cache
-def _mpi_types() -> dict[torch.dtype, Any]:
-    """The MPI type of each dtype that MPI can reduce."""
-    mpi = load_mpi()
-    return {
-        torch.float32: mpi.FLOAT,
-        torch.float64: mpi.DOUBLE,
-        torch.bool: mpi.UINT8_T,
-        torch.uint8: mpi.UINT8_T,
-        torch.int8: mpi.INT8_T,
-        torch.int16: mpi.INT16_T,
-        torch.int32: mpi.INT32_T,
-        torch.int64: mpi.INT64_T,
-        torch.complex64: mpi.C_FLOAT_COMPLEX,
-        torch.complex128: mpi.C_DOUBLE_COMPLEX,
-    }
+    return getattr(load_mpi(), _OPERATIONS[kind.name])

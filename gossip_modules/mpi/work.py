@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..transport.deadlines.deadline import Deadline
+from ..transport.threads import CallThread
 from .library import abort_at_exit, load_mpi
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _NUM_YIELDS = 50  # polls that only yield the core, before polls that sleep
 _FIRST_SLEEP, _NUM_DOUBLINGS = 1e-5, 7  # seconds; up to 1.28 ms
-GRACE = timedelta(seconds=1)  # for an operation that should end at once
+_GRACE = 1.0  # seconds for an operation that should end at once
 _held: set[MpiWork] = set()  # MPI may still access their memory, so they are kept alive even if nobody waits
 
 
@@ -31,7 +31,8 @@ class MpiWork(dist.Work):
 
     [Note: polling] MPI moves bytes only inside its own calls, and MPI_Wait has no timeout. So waiting calls MPI_Test
     again and again with the interpreter's lock released. Between two calls it first yields the core, which a peer needs
-    if there are more ranks than cores, and later sleeps about a millisecond.
+    if there are more ranks than cores, and later sleeps about a millisecond. DistributedDataParallel waits for futures
+    without polling, so a thread of the group has to poll for it.
 
     Args:
         request: the request that MPI returned.
@@ -41,7 +42,7 @@ class MpiWork(dist.Work):
         buffers: memory that the operation reads or writes; kept alive, as are `tensors`, until MPI is done with it.
         finish: a function that is called once, in the thread that finds the operation complete.
         expected_bytes: the number of bytes of a receive, which can also be cancelled; None for other operations.
-        completer: the thread that waits for the operation if a future is asked for; None: there are no futures.
+        completer: gives the thread that waits for the operation if a future is asked for; None: there are no futures.
     """
 
     def __init__(
@@ -54,19 +55,14 @@ class MpiWork(dist.Work):
         buffers: Sequence[object] = (),
         finish: Callable[[], None] | None = None,
         expected_bytes: int | None = None,
-        completer: Completer | None = None,
+        completer: Callable[[], CallThread] | None = None,
     ) -> None:
         super().__init__()
-        _release_at_exit()
         _held.add(self)
         self.what = what
-        self._request = request
-        self._timeout = timeout
-        self._tensors = list(tensors)
-        self._buffers: Sequence[object] = buffers
-        self._finish = finish
-        self._expected_bytes = expected_bytes
-        self._completer = completer
+        self._request, self._timeout = request, timeout
+        self._tensors, self._buffers = list(tensors), buffers
+        self._finish, self._expected_bytes, self._completer = finish, expected_bytes, completer
         self._status: Status = load_mpi().Status()
         self._lock = threading.Lock()
         self._is_done = False
@@ -90,15 +86,11 @@ class MpiWork(dist.Work):
             RuntimeError: the time is over, or MPI failed; the message names the peer. A receive is cancelled then. The
                 memory of other operations stays in use by MPI until the process ends.
         """
-        limit = timeout if timeout > timedelta(0) else self._timeout
-        deadline = time.monotonic() + limit.total_seconds()
-        num_polls = 0
-        while not self.is_completed():
-            if time.monotonic() > deadline:
-                self._give_up(limit)
-                break
-            pause(num_polls)
-            num_polls += 1
+        deadline = Deadline(timeout if timeout > timedelta(0) else self._timeout)
+        if not _poll(self.is_completed, deadline):
+            self.cancel(
+                f"not complete after {deadline.seconds:g} s, the peer has not come, has died or is out of reach"
+            )
         if self._error is not None:
             raise self._error
         return True
@@ -114,7 +106,7 @@ class MpiWork(dist.Work):
             if self._expected_bytes is None:  # only a receive can be cancelled in MPI
                 return
             self._request.Cancel()
-            if self._test_until(time.monotonic() + GRACE.total_seconds()) and not self._status.Is_cancelled():
+            if self.is_released(Deadline(_GRACE)) and not self._status.Is_cancelled():
                 self._error = None  # the message came after all
                 self._complete()
 
@@ -122,6 +114,13 @@ class MpiWork(dist.Work):
     def is_held(self) -> bool:
         """Whether MPI may still access its memory, possibly after a timeout."""
         return self in _held
+
+    def is_released(self, deadline: Deadline) -> bool:
+        """Whether MPI is done with the memory of the operation before the deadline, however it ended."""
+        if not _poll(lambda: self._request.Test(self._status), deadline):
+            return False
+        _held.discard(self)
+        return True
 
     def is_success(self) -> bool:
         """Whether it has ended successfully."""
@@ -150,8 +149,17 @@ class MpiWork(dist.Work):
         if self._future is None:
             assert self._completer is not None, "only collectives have futures"
             self._future = torch.futures.Future()
-            self._completer.submit(self, self._future)
+            self._completer().call(self._settle)
         return self._future
+
+    def _settle(self) -> None:
+        """Wait, and set the future."""
+        assert self._future is not None
+        try:
+            self.wait()
+            self._future.set_result(self._tensors)
+        except RuntimeError as error:
+            self._future.set_exception(error)  # type: ignore[arg-type]
 
     def _test(self) -> bool:
         """Whether MPI is done with the operation; if so, finishes it."""
@@ -163,17 +171,6 @@ class MpiWork(dist.Work):
             _held.discard(self)
             return True
         self._complete()
-        return True
-
-    def _test_until(self, deadline: float) -> bool:
-        """Whether MPI is done with the operation before `deadline`; the caller looks at the status."""
-        num_polls = 0
-        while not self._request.Test(self._status):
-            if time.monotonic() > deadline:
-                return False
-            pause(num_polls)
-            num_polls += 1
-        _held.discard(self)
         return True
 
     def _complete(self) -> None:
@@ -188,68 +185,29 @@ class MpiWork(dist.Work):
         _held.discard(self)
         self._buffers = ()
 
-    def _give_up(self, limit: timedelta) -> None:
-        self.cancel(
-            f"not complete after {limit.total_seconds():g} s, the peer has not come, has died or is out of reach"
-        )
 
-
-@functools.cache
-def _release_at_exit() -> None:
-    atexit.register(_release_all)
-
-
-def _release_all() -> None:
-    """Cancel what can be cancelled before MPI_Finalize waits for it; see [Note: the end of a process]."""
-    for work in tuple(_held):
-        work.cancel("the process ends")
-    deadline = time.monotonic() + GRACE.total_seconds()
-    if not all(work._test_until(deadline) for work in tuple(_held)):
-        abort_at_exit()
-
-
-class Completer:
-    """A daemon thread that waits for operations in turn and sets their futures; it starts with the first one.
-
-    DistributedDataParallel waits for futures without polling, so this thread has to poll; see [Note: polling].
-
-    Args:
-        name: the name of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._queue: queue.SimpleQueue[tuple[MpiWork, torch.futures.Future[list[Tensor]]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-
-    def submit(self, work: MpiWork, future: torch.futures.Future[list[Tensor]]) -> None:
-        """Set `future` when `work` has ended."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-        self._queue.put((work, future))
-
-    def close(self) -> None:
-        """Set the futures that were submitted, then end the thread; idempotent."""
-        with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            thread.join()
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            work, future = item
-            try:
-                work.wait()
-                future.set_result(work.result())
-            except RuntimeError as error:
-                future.set_exception(error)  # type: ignore[arg-type]
+def _poll(is_over: Callable[[], bool], deadline: Deadline) -> bool:
+    """Wait until `is_over()`; whether it is before the deadline. See [Note: polling]."""
+    num_polls = 0
+    while not is_over():
+        if deadline.is_over:
+            return False
+        pause(num_polls)
+        num_polls += 1
+    return True
 
 
 def pause(num_polls: int) -> None:
     """Yield the core or sleep between two polls; see [Note: polling]."""
     doublings = min((num_polls - _NUM_YIELDS) // 4, _NUM_DOUBLINGS)
     time.sleep(0 if num_polls < _NUM_YIELDS else _FIRST_SLEEP * 2**doublings)
+
+
+@atexit.register
+def _release_all() -> None:
+    """Cancel what can be cancelled before MPI_Finalize waits for it; see [Note: the end of a process]."""
+    for work in tuple(_held):
+        work.cancel("the process ends")
+    deadline = Deadline(_GRACE)
+    if not all(work.is_released(deadline) for work in tuple(_held)):
+        abort_at_exit()

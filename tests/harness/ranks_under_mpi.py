@@ -201,7 +201,7 @@ def check_operations(folder: Path) -> None:
     dist.barrier()
     other.shutdown()
     other.shutdown()
-    for start in (lambda: other.send([torch.zeros(1)], 0, 1), other.barrier, other.monitored_barrier):
+    for start in (lambda: other.send([torch.zeros(1)], 0, 1), other.barrier):
         with pytest.raises(RuntimeError, match="the process group is closed; make a new one"):
             start()
     if rank in (1, 3):  # last: torch counts the groups that only some ranks make
@@ -234,7 +234,7 @@ def check_failures(folder: Path) -> None:
     others = dist.new_group([0, 2, 3], backend="mpi4py", use_local_synchronization=True)
     assert isinstance(others, dist.ProcessGroup)
     dist.barrier(others)
-    with pytest.raises((TimeoutError, ConnectionError), match=r"averaging among ranks .*: ranks \[1\] have not come"):
+    with pytest.raises((TimeoutError, ConnectionError), match=r"averaging among ranks .*: rank 1 did not take part"):
         transport.all_reduce(x, what="averaging")
     with pytest.raises(RuntimeError, match=r"ranks \[1\] have not come within 0.5 s"):
         dist.new_group(backend="mpi4py", timeout=PATIENCE)
