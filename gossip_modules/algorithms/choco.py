@@ -9,10 +9,7 @@ from ..compression.compressor import Compressor, checked_compressor
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.step_size import checked_step_size
 from ..registry import Paper
-from ..rounds.algorithm import Algorithm
-from ..rounds.memory import Memory
-from ..rounds.requests import Exchange, Round, Share, Vectors
-from ..rounds.vector import Vector
+from ..rounds import Algorithm, Exchange, Memory, Round, Share, Vector, Vectors
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,7 @@ from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..mixing_manager.laplacian import LaplacianMixing
 from ..mixing_manager.matrix import lowest_eigenvalue
 from ..registry import Paper
-from ..rounds.algorithm import Algorithm
-from ..rounds.memory import Memory
-from ..rounds.requests import Mix, Round, Vectors
+from ..rounds import Algorithm, Memory, Mix, Round, Vectors
 
 _LIMIT = -1 / 3
 

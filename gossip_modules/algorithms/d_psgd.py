@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..rounds.algorithm import Algorithm
-from ..rounds.memory import Memory
-from ..rounds.requests import Mix, Round, Vectors
+from ..rounds import Algorithm, Memory, Mix, Round, Vectors
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,7 @@ from ..compression.compressor import Compressor, checked_compressor
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.step_size import checked_step_size
 from ..registry import Paper
-from ..rounds.algorithm import Algorithm
-from ..rounds.memory import Memory
-from ..rounds.requests import Round, Share, Vectors
+from ..rounds import Algorithm, Memory, Round, Share, Vectors
 
 
 @dataclass(frozen=True)

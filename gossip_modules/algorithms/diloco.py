@@ -12,10 +12,7 @@ from torch.optim import Optimizer
 
 from ..compression.compressor import Compressor
 from ..registry import Paper
-from ..rounds.memory import Memory
-from ..rounds.outer_optimizer import MakeOptimizer, described_with, step
-from ..rounds.periodic import is_number
-from ..rounds.requests import Average, Round, Vectors
+from ..rounds import Average, MakeOptimizer, Memory, Round, Vectors, described_with, is_number, step
 from .error_feedback import compressed_average
 from .outer_method import OuterMethod
 

@@ -6,9 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
 from ..registry import Paper
-from ..rounds.memory import Memory
-from ..rounds.outer_optimizer import step
-from ..rounds.requests import Average, Gather, Round, Vectors
+from ..rounds import Average, Gather, Memory, Round, Vectors, step
 from .diloco import DiLoCo
 
 

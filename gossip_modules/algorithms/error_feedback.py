@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from ..compression.compressor import Compressor
-from ..rounds.memory import Memory
-from ..rounds.requests import Gather, Round, Vectors
-from ..rounds.vector import Vector
+from ..rounds import Gather, Memory, Round, Vector, Vectors
 
 
 def compressed_average(v: Vectors, m: Memory, x: Vector, code: Compressor, decay: float) -> Round:

@@ -8,9 +8,7 @@ from typing import ClassVar
 from ..graph_manager.named_graphs import undirected_ring
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..registry import Paper
-from ..rounds.algorithm import Algorithm
-from ..rounds.memory import Memory
-from ..rounds.requests import Mix, Round, Vectors
+from ..rounds import Algorithm, Memory, Mix, Round, Vectors
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,7 @@ from ..graph_manager.named_graphs import undirected_ring
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.growth import blocks, check_growth, identity_like
 from ..registry import Paper
-from ..rounds.memory import Memory
-from ..rounds.outer_optimizer import MakeOptimizer, described_with, step
-from ..rounds.requests import Mix, Round, Vectors
-from ..rounds.vector import Vector
+from ..rounds import MakeOptimizer, Memory, Mix, Round, Vector, Vectors, described_with, step
 from .outer_method import OuterMethod
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..compression.orthonormal import orthonormalize
-from ..rounds.vector import Vector
+from ..rounds import Vector
 from .matrix_batches import MatrixBatches, side_by_side
 
 Link: TypeAlias = dict[str, Any]

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..registry import Paper
-from ..rounds.memory import Memory
-from ..rounds.periodic import Periodic
-from ..rounds.requests import Average, Round, Vectors
+from ..rounds import Average, Memory, Periodic, Round, Vectors
 
 
 @dataclass(frozen=True)

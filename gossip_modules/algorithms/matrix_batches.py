@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..flat.layout import FlatLayout, Segment, TensorSpec
-from ..rounds.vector import wide
+from ..rounds import wide
 
 
 class Batch(NamedTuple):

@@ -16,10 +16,7 @@ from ..compression.compressor import chunks, random_words
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.step_size import checked_step_size
 from ..registry import Paper
-from ..rounds.algorithm import Algorithm
-from ..rounds.memory import Memory
-from ..rounds.messages import Received
-from ..rounds.requests import Round, Share, Vectors
+from ..rounds import Algorithm, Memory, Received, Round, Share, Vectors
 
 _HEADER_BYTES = 8
 _WORD = 1 << 32

@@ -12,8 +12,7 @@ from ..graph_manager import RandomMatchingGraph
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.growth import blocks, check_growth, identity_like
 from ..registry import Paper
-from ..rounds.memory import Memory
-from ..rounds.requests import Mix, Round, Vectors
+from ..rounds import Memory, Mix, Round, Vectors
 from .outer_method import OuterMethod
 
 

@@ -6,11 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..compression.compressor import Compressor
-from ..rounds.memory import Memory
-from ..rounds.outer_optimizer import MakeOptimizer
-from ..rounds.periodic import Periodic, is_number
-from ..rounds.requests import Vectors
-from ..rounds.vector import Vector
+from ..rounds import MakeOptimizer, Memory, Periodic, Vector, Vectors, is_number
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,7 @@ from ..flat.vector import add_
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.step_size import best_step_size
 from ..registry import Paper
-from ..rounds.algorithm import Algorithm
-from ..rounds.memory import Memory
-from ..rounds.messages import warn_of_little
-from ..rounds.requests import Exchange, Round, Vectors
+from ..rounds import Algorithm, Exchange, Memory, Round, Vectors, warn_of_little
 from .link_factors import LinkFactors, LowRankChange, checksum
 from .matrix_batches import MatrixBatches, full_precision, side_by_side
 

@@ -11,9 +11,7 @@ from torch import Tensor
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.growth import blocks, check_growth, identity_like
 from ..registry import Paper
-from ..rounds.algorithm import Algorithm
-from ..rounds.memory import Memory
-from ..rounds.requests import Mix, Round, SGDStep, Vectors
+from ..rounds import Algorithm, Memory, Mix, Round, SGDStep, Vectors
 
 _USUAL_MOMENTUM = 0.9
 

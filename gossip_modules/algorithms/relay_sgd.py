@@ -14,11 +14,7 @@ from ..graph_manager import DoubleBinaryTreeGraph
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from ..registry import Paper
-from ..rounds.algorithm import Algorithm
-from ..rounds.memory import Memory
-from ..rounds.messages import MessageBuffer
-from ..rounds.requests import Exchange, Round, Vectors
-from ..rounds.vector import wide
+from ..rounds import Algorithm, Exchange, Memory, MessageBuffer, Round, Vectors, wide
 
 
 @dataclass(frozen=True)

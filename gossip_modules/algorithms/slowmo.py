@@ -10,8 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..registry import Paper
-from ..rounds.memory import Memory
-from ..rounds.requests import Average, Mix, Round, Vectors
+from ..rounds import Average, Memory, Mix, Round, Vectors
 from .outer_method import OuterMethod
 
 

@@ -9,8 +9,7 @@ from ..compression.chunk_top_k import ChunkTopK
 from ..compression.compressor import Compressor
 from ..compression.two_bit import TwoBit
 from ..registry import Paper
-from ..rounds.memory import Memory
-from ..rounds.requests import Round, Vectors
+from ..rounds import Memory, Round, Vectors
 from .error_feedback import compressed_average
 from .outer_method import OuterMethod
 

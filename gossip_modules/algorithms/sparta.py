@@ -9,9 +9,7 @@ from ..compression.sparsifier import RandomK
 from ..graph_manager import CompleteGraph
 from ..graph_manager.base import GraphManager
 from ..registry import Paper
-from ..rounds.algorithm import Algorithm
-from ..rounds.memory import Memory
-from ..rounds.requests import Round, Share, Vectors
+from ..rounds import Algorithm, Memory, Round, Share, Vectors
 
 
 @dataclass(frozen=True)

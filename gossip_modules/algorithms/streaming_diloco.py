@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from ..registry import Paper
-from ..rounds.fragment import Fragments
+from ..rounds import Fragments
 from .diloco import DiLoCo
 
 

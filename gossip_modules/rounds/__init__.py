@@ -1,1 +1,34 @@
-"""Rounds of algorithms: what an algorithm may ask for, what it remembers, and the drivers that answer."""
+"""What an algorithm is written with: the base classes, its memory, its requests and vectors."""
+
+from .algorithm import Algorithm
+from .fragment import Fragments
+from .memory import Memory
+from .messages import MessageBuffer, Received, warn_of_little
+from .outer_optimizer import MakeOptimizer, described_with, step
+from .periodic import Periodic, is_number
+from .requests import Average, Exchange, Gather, Mix, Round, SGDStep, Share, Vectors
+from .vector import Vector, wide
+
+__all__ = [
+    "Algorithm",
+    "Average",
+    "Exchange",
+    "Fragments",
+    "Gather",
+    "MakeOptimizer",
+    "Memory",
+    "MessageBuffer",
+    "Mix",
+    "Periodic",
+    "Received",
+    "Round",
+    "SGDStep",
+    "Share",
+    "Vector",
+    "Vectors",
+    "described_with",
+    "is_number",
+    "step",
+    "warn_of_little",
+    "wide",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -11,39 +11,14 @@ from torch import Tensor
 from ..compression.compressor import Code
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights
-from .algorithm import Algorithm, next_request
+from .algorithm import next_request
 from .memory import Memory
 from .messages import Message, MessageBuffer, Received
 from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors
-from .rows import StackedMixing
 from .vector import Snapshot, Vector
 
-
-class Driver(Protocol):
-    """What answers the requests of all ranks: `Stacked`."""
-
-    @property
-    def algorithm(self) -> Algorithm: ...
-
-    @property
-    def mixing(self) -> StackedMixing | None: ...
-
-    @property
-    def num_ranks(self) -> int: ...
-
-    @property
-    def shape(self) -> tuple[int, ...] | None: ...
-
-    @property
-    def t(self) -> int: ...
-
-    def mix(self, x: Vector) -> None: ...
-
-    def average(self, x: Vector) -> None: ...
-
-    def count_message(self, num_bytes: float) -> None: ...
-
-    def count_gather(self, num_bytes: int) -> None: ...
+if TYPE_CHECKING:
+    from .stacked import Stacked
 
 
 class InStep:
@@ -53,7 +28,7 @@ class InStep:
         driver: answers.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Stacked) -> None:
         self._driver = driver
         mixing = None if driver.mixing is None else driver.mixing.mixing
         self.memories = [Memory(repr(mixing)) for _ in range(driver.num_ranks)]

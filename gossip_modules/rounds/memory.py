@@ -220,10 +220,13 @@ class Memory:
             x: the model.
             who: the algorithm, for a warning where it meets new tensors; None: nobody is warned.
         """
-        self._x = x
+        self._x, devices = x, [part.device for part in x.parts]
+        if x.flat is not None and x.flat.layout is self._scratch_layout and devices == self._devices:
+            return
         if x.flat is not None and x.flat.layout != self._scratch_layout:  # with other buffers, at least
-            self._scratch, self._scratch_layout = {}, x.flat.layout
-        before, self._devices = self._devices, [part.device for part in x.parts]
+            self._scratch = {}
+        self._scratch_layout = None if x.flat is None else x.flat.layout
+        before, self._devices = self._devices, devices
         layout = self._layout if x.flat is None else _layout_of(x.flat)
         is_moved = before is not None and before != self._devices
         if before is not None and layout == self._layout and not is_moved:
@@ -313,7 +316,8 @@ class Memory:
 
     def put_back(self) -> None:
         """A round is over, whether it has ended or not: see `RateUnits.put_back`."""
-        self._units.put_back()
+        if self._units.kept:
+            self._units.put_back()
         if self._inner is not None:
             self._inner.put_back()
 

@@ -28,7 +28,7 @@ class RateUnits:
 
     def __init__(self) -> None:
         self.rates: Rates | None = None
-        self._kept: list[tuple[Tensor, Tensor]] = []  # during a round: parts of vectors, and their values after it
+        self.kept: list[tuple[Tensor, Tensor]] = []  # during a round: parts of vectors, and their values after it
 
     def scale(self, vectors: Sequence[Vector], rates: Rates, layout: FlatLayout | None) -> None:
         """The vectors <- themselves in units of these rates.
@@ -59,15 +59,15 @@ class RateUnits:
 
     def put_back(self) -> None:
         """Where the rate was zero in the last round, vectors <- their values before it."""
-        for x, before in self._kept:
+        for x, before in self.kept:
             x.copy_(before)
-        self._kept = []
+        self.kept = []
 
     def _scale(self, x: Tensor, old: float | None, new: float | None) -> None:
         if old is None or new is None or old == new:
             return
         if new == 0:
-            self._kept.append((x, x.clone()))
+            self.kept.append((x, x.clone()))
         if new == 0 or new > old * torch.finfo(x.dtype).eps ** -0.5:
             x.zero_()
         else:

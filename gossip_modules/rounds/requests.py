@@ -70,7 +70,7 @@ class RoundLost(Exception):
 
 
 class Mail(Protocol):
-    """The part of a driver that makes messages."""
+    """The part of a driver that makes messages; see `Vectors` for what each member is."""
 
     @property
     def peers(self) -> Sequence[int]: ...

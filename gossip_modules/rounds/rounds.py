@@ -50,7 +50,7 @@ class Rounds(Mixer):
         self.messages = MessageRounds(
             self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
         )
-        self.watch: OptimizerWatch | None = None  # of the optimizer, once the wrapper has said which model it is
+        self.watch: OptimizerWatch | None = None  # of the optimizer of the model, where the algorithm needs to know
         self._has_checked_step = False
         self._agree_finite: Callable[[bool], bool] | None = None  # where answers are looked at
         self.has_failed = False  # whether the last round took no effect, as a worker had died
@@ -58,6 +58,7 @@ class Rounds(Mixer):
         self._alpha: float | None = None
         self._has_begun = False
         self._own_buffer_weight = 1.0
+        self._averages = False  # whether the round that runs averages exactly
         self._buffers: list[Tensor] = []
         self._v: Vectors | None = None  # of the round that runs
         self._generator: Round | None = None
@@ -175,7 +176,8 @@ class Rounds(Mixer):
 
     def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
         """See `Mixer`."""
-        self.watch = OptimizerWatch(self.algorithm, buffer)
+        if self.algorithm.needs_sgd or self.algorithm.follows_rate or self.algorithm.needs_inner_rate:
+            self.watch = OptimizerWatch(self.algorithm, buffer)
 
     # Beside rounds.
 
@@ -186,7 +188,7 @@ class Rounds(Mixer):
 
     def begin(self, x: FlatVector, k: int = 0) -> bool:
         """See `Mixer` and [Note: One memory] of `Stamps`."""
-        return self.begin_part(x, is_due=self.algorithm.averages_at(k), k=k)
+        return self.begin_part(x, is_due=self.has_news and self.algorithm.averages_at(k), k=k)
 
     def begin_part(self, x: FlatVector, *, is_due: bool, k: int) -> bool:
         """As `begin`. is_due: whether a round of x that averages is due now.
@@ -315,7 +317,7 @@ class Rounds(Mixer):
                 "agree; start again from a checkpoint on all ranks"
             )
         self._alpha, self._own_buffer_weight, self.has_failed = None, 1.0, False
-        averages = self.algorithm.averages_at(self._k)
+        self._averages = averages = self.algorithm.averages_at(self._k)
         if averages and not self.stamps.is_agreed and not isinstance(x, Snapshot):
             self._agree(x.flat)  # it fails at once, and so asks for another generation
         if averages and not self.stamps.is_agreed:
@@ -372,7 +374,7 @@ class Rounds(Mixer):
             if self._alpha is None:
                 for b, mixed in zip(x.flat.buffers, self._buffers, strict=True):
                     b.copy_(torch.lerp(mixed, b.to(mixed), kept) if kept else mixed)
-            if self.algorithm.averages_at(self._k):
+            if self._averages:
                 self.stamps.taken = self._k
                 self.memory.forget_inner_models()
         self._close()

@@ -209,7 +209,7 @@ def test_a_rank_that_is_not_finite_sends_what_it_had_left_out() -> None:
 def test_ranks_agree_on_the_compressor() -> None:
     def body(group: dist.ProcessGroup) -> None:
         outer = DiLoCo(2, compressor=QSGD(8 if group.rank() else 4))
-        with pytest.raises(ValueError, match=r"rank 1: gossiper: got DiLoCo.*QSGD\(bits=8.*, expected .*QSGD\(bits=4"):
+        with pytest.raises(ValueError, match=r"rank 1: algorithm: got DiLoCo.*QSGD\(bits=8.*, expected .*QSGD\(bits=4"):
             GossipDataParallel(mlp(), process_group=group, algorithm=outer)
 
     run_ranks(2, body)

@@ -129,7 +129,7 @@ def test_ranks_that_disagree_about_an_option_are_refused() -> None:
             (Moniqua(1.0), DeepSqueeze(SignNorm(), step_size=0.1)),
         ):
             algorithm = (one, other)[group.rank()]
-            message = re.escape(f"rank 1: gossiper: got {other} by PushPull(), expected {one} by PushPull()")
+            message = re.escape(f"rank 1: algorithm: got {other} by PushPull(), expected {one} by PushPull()")
             with pytest.raises(ValueError, match=message):
                 wrap(net(), group, mixing=ring(2), algorithm=algorithm)
 

@@ -152,7 +152,7 @@ def test_wrapper_takes_a_wire_or_a_gossiper() -> None:
                 loss_of(wrapper, group.rank(), 0)
                 sent.append(wrapper.comm_stats()["bytes_sent"] - before)
             assert sent == [192, 128]  # 34 parameters and 8 statistics, in whole cache lines
-            with pytest.raises(ValueError, match=r"got algorithm=PushPull\(\) and wire_dtype=torch.float16, expected"):
+            with pytest.raises(ValueError, match=r"got wire_dtype=torch.float16 with PushPull\(\), expected"):
                 GossipDataParallel(net(), algorithm=PushPull(), wire_dtype=torch.float16, **options)
 
     run_ranks(2, body)
