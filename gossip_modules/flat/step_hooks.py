@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,23 +17,32 @@ from torch.utils.hooks import RemovableHandle
 from .instances import instances_of
 
 
-class Stepped(Protocol):
-    """An object that is told of steps."""
+class Stepped:
+    """An object that hears of optimizer steps while it lives, and until it closes; a copy hears of them too."""
 
-    order: int
+    order: int = 0
     """Members of a higher order are told of the end of a step after those of a lower one."""
+
+    def __init__(self) -> None:
+        STEP_HOOKS.add(self)
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """Whether the steps of this optimizer concern it; asked again after `StepHooks.look_again`."""
-        ...
+        raise NotImplementedError
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Called before a step; what it raises ends the step."""
-        ...
+        """Called before a step; an error that it raises ends the step."""
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after a step that ended well, also after one that has changed nothing: see `is_left_out`."""
-        ...
+
+    def close(self) -> None:
+        """Hear of no more steps; idempotent."""
+        STEP_HOOKS.discard(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        STEP_HOOKS.add(self)
 
 
 def holds_any(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
@@ -76,8 +85,8 @@ class StepHooks:  # one for the process: STEP_HOOKS
         self._steppers: set[int] = set()  # threads that have taken a step since the hooks came
         self._concerned: weakref.WeakKeyDictionary[Optimizer, _Concerned] = weakref.WeakKeyDictionary()
 
-    def add(self, member: Stepped) -> None:
-        """Tell `member` of steps as long as it lives and is not discarded."""
+    def add(self, member: Any) -> None:
+        """Tell `member`, a `Stepped` or an object with its methods, of steps while it lives and is not discarded."""
         with self._lock:
             self._members.add(member)
             self.look_again()
@@ -88,7 +97,7 @@ class StepHooks:  # one for the process: STEP_HOOKS
                     register_optimizer_step_post_hook(self._after_step),
                 )
 
-    def discard(self, member: Stepped) -> None:
+    def discard(self, member: Any) -> None:
         """Tell it no more."""
         with self._lock:
             self._members.discard(member)

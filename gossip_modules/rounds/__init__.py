@@ -1,11 +1,10 @@
 """What an algorithm is written with: the base classes, its memory, its requests and vectors."""
 
 from .algorithm import Algorithm
-from .fragment import Fragments
 from .memory import Memory
 from .messages import MessageBuffer, Received, warn_of_little
 from .outer_optimizer import MakeOptimizer, described_with, step
-from .periodic import Periodic, is_number
+from .periodic import Fragments, Periodic, is_number
 from .requests import Average, Exchange, Gather, Mix, Round, SGDStep, Share, Vectors
 from .vector import Vector, wide
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.optim import Optimizer
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import STEP_HOOKS, holds_any, is_left_out
+from ..flat.step_hooks import Stepped, existing_optimizers, holds_any, is_left_out
+from ..flat.vector import FlatVector
 from .algorithm import Algorithm
 from .memory import Memory
+from .rates import Rates, merged, rate_of
 from .requests import SGDStep
-from .sgd_momentum import SGDMomentum
-from .step_rates import StepRates
 
 
 class OptimizerWatch:
@@ -88,7 +91,7 @@ class OptimizerWatch:
                 listener.close()
 
 
-class InnerRate:
+class InnerRate(Stepped):
     """What an algorithm asks for when an optimizer of the model has stepped, before a scheduler changes it.
 
     A round runs at the forward after the steps that it is about, when the scheduler has set the rate of the next one
@@ -102,29 +105,281 @@ class InnerRate:
         rate: that of the last step; None: no optimizer of torch's has stepped.
     """
 
-    order = 0
-
     def __init__(self, algorithm: Algorithm, buffer: FlatBuffer) -> None:
         self._algorithm, self._buffer = algorithm, buffer
         self.rate: float | None = None
-        STEP_HOOKS.add(self)
+        super().__init__()
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """See `Stepped`."""
         return holds_any(optimizer, self._buffer.parameters)
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
 
     def after_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         if not is_left_out(optimizer):
             self.rate = self._algorithm.inner_rate(optimizer)
 
-    def close(self) -> None:
-        """Look at no more steps; idempotent."""
-        STEP_HOOKS.discard(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        STEP_HOOKS.add(self)
+class StepRates(Stepped):
+    """The learning rates that the optimizers of a model have stepped with since the last round.
+
+    [Note: Rates of ranks] All ranks must scale what they carry by the same factor in the same round, since its sum over
+    ranks would change otherwise. A GradScaler may leave a step out on one rank alone. So the rates of the next step are
+    read after each round, before the forward, and hold where no step follows; the optimizers are looked for at the
+    first round, before their first step. Of several steps the mean is taken, which one step less does not change.
+
+    Reading costs a look at each group of parameters. A learning rate that is a tensor is read as a number.
+
+    Args:
+        buffer: has the parameters.
+    """
+
+    def __init__(self, buffer: FlatBuffer) -> None:
+        self._buffer = buffer
+        self._steppers: weakref.WeakKeyDictionary[Optimizer, _Stepper] = weakref.WeakKeyDictionary()
+        self._parameters: list[Tensor] = []  # those of the buffer that the steppers know
+        self._loaded: tuple[Rates | None, int] = (None, 0)  # of optimizers that are not known yet
+        self._merged: tuple[tuple[Any, ...], Rates | None] = ((), None)
+        self._has_looked = False
+        self._num_counted = 0
+        super().__init__()
+
+    def since_round(self) -> Rates | None:
+        """The rates since the last round; None: no optimizer is known, or none that has rates."""
+        if not self._has_looked:
+            self._look()
+        return self._rates()
+
+    def end_round(self) -> None:
+        """Begin anew: the rates are those of the next step."""
+        for optimizer, stepper in self._known():
+            stepper.expect(optimizer)
+        self._loaded = (self._rates(), 0)
+
+    def _look(self) -> None:
+        """Find the optimizers that exist already, once."""
+        self._has_looked = True
+        for found in existing_optimizers():
+            self.is_stepped_by(found)
+
+    def _rates(self) -> Rates | None:
+        known = self._known()
+        if not known:
+            return self._loaded[0]
+        key = tuple((id(stepper), *stepper.rates) for _, stepper in known)
+        if self._merged[0] != key:
+            pairs = (
+                (names, rate) for _, stepper in known for names, rate in zip(stepper.names, stepper.rates, strict=True)
+            )
+            self._merged = key, merged({name: rate for names, rate in pairs for name in names})
+        return self._merged[1]
+
+    def _known(self) -> list[tuple[Optimizer, _Stepper]]:
+        """The optimizers of the model; of two that have one parameter, the one that has stepped last is the last."""
+        if self._parameters is not self._buffer.parameters:  # others are trained now
+            self._steppers.clear()
+            self._parameters = self._buffer.parameters
+        ours = [(optimizer, stepper) for optimizer, stepper in self._steppers.items() if stepper.has_any]
+        return ours if len(ours) < 2 else sorted(ours, key=lambda pair: pair[1].last)
+
+    # See `Stepped`.
+
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """See `Stepped`; walks over the parameters where the optimizer is new, or has new ones."""
+        self._known()
+        stepper = self._steppers.get(optimizer)
+        if stepper is None or not stepper.is_current(optimizer):
+            names = set(self._buffer.vector.layout.names)
+            named = self._buffer.module.named_parameters(remove_duplicate=False)
+            ours = {id(parameter): name for name, parameter in named if name in names}
+            self._steppers[optimizer] = stepper = _Stepper(optimizer, ours, *self._loaded)
+        return stepper.has_any
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """See `Stepped`."""
+        self._num_counted += 1
+        if optimizer not in self._steppers:  # a state was loaded since it was known
+            self.is_stepped_by(optimizer)
+        self._steppers[optimizer].count(optimizer, self._num_counted)
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rates since the last round, and the number of steps."""
+        num_steps = max((stepper.num_steps for _, stepper in self._known()), default=self._loaded[1])
+        return {"rates": self._rates(), "num_steps": num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict()` gave."""
+        self._loaded = state.get("rates"), state.get("num_steps", 0)
+        self._steppers.clear()
+        self._has_looked = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**self.__dict__, "_loaded": tuple(self.state_dict().values()), "_merged": ((), None)}
+        # A copy has optimizers of its own.
+        return {**state, "_steppers": weakref.WeakKeyDictionary(), "_parameters": [], "_has_looked": False}
+
+
+class _Stepper:
+    """The rates of one optimizer since the last round.
+
+    Args:
+        optimizer: looked at as it is now.
+        ours: the names of the parameters that count, by id.
+        rates: those since the last round so far, where they are known.
+        num_steps: the steps that it has taken with them.
+    """
+
+    def __init__(self, optimizer: Optimizer, ours: Mapping[int, str], rates: Rates | None, num_steps: int) -> None:
+        self._sizes = _sizes(optimizer)
+        self.names = [[ours[id(p)] for p in group["params"] if id(p) in ours] for group in optimizer.param_groups]
+        self.has_any = any(self.names)
+        self.last = 0
+        self.expect(optimizer)
+        self.num_steps = num_steps
+        for k, names in enumerate(self.names):
+            if names and (rate := rate_of(rates, names[0])) is not None:
+                self.rates[k] = rate
+
+    def is_current(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has the parameters that it had."""
+        return self._sizes == _sizes(optimizer)
+
+    def expect(self, optimizer: Optimizer) -> None:
+        """Begin anew: the rates are those of the next step."""
+        self.rates, self.num_steps = list(_rates_of(optimizer)), 0
+
+    def count(self, optimizer: Optimizer, number: int) -> None:
+        """The optimizer has stepped: rates <- their mean over the steps, which leaves equal ones as they are."""
+        self.last = number
+        self.num_steps += 1
+        for k, now in enumerate(_rates_of(optimizer)):
+            mean = self.rates[k]
+            if mean is None or now is None or self.num_steps == 1:
+                self.rates[k] = now
+            elif now != mean:
+                self.rates[k] = mean + (now - mean) / self.num_steps
+
+
+def _sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _rates_of(optimizer: Optimizer) -> Iterator[float | None]:
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, Tensor):
+            rate = rate.item() if rate.numel() == 1 else None
+        yield float(rate) if isinstance(rate, (int, float)) else None
+
+
+class SGDMomentum(Stepped):
+    """The `momentum_buffer` of every parameter of one model as views of one vector.
+
+    Hooks on optimizer steps find the optimizer: before a step its buffers are made views of the vector, if they are
+    not, and after it the rates are noted. A step that moves nothing counts as none: one with a learning rate of 0, or
+    one that GradScaler leaves out.
+
+    Args:
+        buffer: has the parameters.
+        algorithm: says which optimizers it takes.
+
+    Raises:
+        ValueError: (optimizer steps) see `check`.
+        RuntimeError: (optimizer steps) a second step without a round between.
+    """
+
+    def __init__(self, buffer: FlatBuffer, algorithm: Algorithm) -> None:
+        self.buffer, self.name = buffer, type(algorithm).__name__
+        self.takes_nesterov, self.needs_gradients = algorithm.takes_nesterov, algorithm.needs_gradients
+        self.step: SGDStep | None = None  # since the last round
+        self._vector: FlatVector | None = None
+        self._places: list[tuple[Tensor, Tensor]] = []  # each parameter and its view of the vector
+        self._next: Sequence[Tensor] = ()  # what the vector is to start from, by dtype
+        super().__init__()
+
+    def write(self, momentum: Sequence[Tensor]) -> None:
+        """The buffers of the optimizer <- `momentum`, a flat tensor for each dtype, now and where they come to be."""
+        self._next = momentum
+        if self._vector is not None and self._vector.layout == self.buffer.vector.layout:
+            self._copy_next(self._vector)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise ValueError where the optimizer is none that the algorithm knows how to change."""
+        extra = "" if self.takes_nesterov else ", without nesterov"
+        expected = f"one torch.optim.SGD with momentum{extra}, without dampening and maximize, over all parameters"
+        name = f"{self.name}: got {type(optimizer).__name__}"
+        remedy = "its law is that of momentum SGD; change it, or take D2 or GradientTracking, which take any optimizer"
+        if not isinstance(optimizer, SGD):
+            raise ValueError(f"{name} that steps the model, expected {expected}; {remedy}")
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not {id(parameter) for parameter in self.buffer.parameters} <= held:
+            raise ValueError(f"{name} over some of the trained parameters, expected {expected}; {remedy}")
+        for name_of_rate in ("lr", "momentum"):
+            rates = {float(group[name_of_rate]) for group in optimizer.param_groups}
+            if len(rates) > 1:
+                raise ValueError(
+                    f"{name} with {name_of_rate} of {sorted(rates)} in its groups of parameters, expected one for all: "
+                    f"the momentum of {self.name} is made of how far the whole model moves; {remedy}"
+                )
+        group = optimizer.param_groups[0]
+        if group["momentum"] <= 0 or group["dampening"] or group["maximize"]:
+            options = {key: group[key] for key in ("momentum", "dampening", "maximize")}
+            raise ValueError(f"{name} with {options}, expected {expected}; pass momentum=0.9")
+        if group["nesterov"] and not self.takes_nesterov:
+            raise ValueError(f"{name} with nesterov=True, expected {expected}; pass nesterov=False, or take QGDSGDm()")
+
+    # See `Stepped`.
+
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """See `Stepped`."""
+        return holds_any(optimizer, self.buffer.parameters)
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer) -> None:
+        """See `Stepped`."""
+        if self.step is not None:
+            raise RuntimeError(
+                f"{self.name}: got a second optimizer step after one training forward, expected a forward between "
+                "them, where the round that makes the momentum runs; accumulate gradients under no_sync() instead"
+            )
+        self.check(optimizer)
+        for parameter, view in self._views():
+            if self.needs_gradients and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            state = optimizer.state[parameter]
+            if state.get("momentum_buffer") is not view:
+                state["momentum_buffer"] = view
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """See `Stepped`."""
+        group = optimizer.param_groups[0]
+        lr = 0.0 if is_left_out(optimizer) else float(group["lr"])
+        self.step = SGDStep(lr, float(group["momentum"])) if lr else None
+        if not lr:
+            self.write(self._next)
+
+    def _views(self) -> list[tuple[Tensor, Tensor]]:
+        vector = self._vector
+        if vector is None or vector.layout != self.buffer.vector.layout or vector.raw.device != self._device:
+            self._vector = vector = self.buffer.vector.like()
+            self._places = []
+            self._copy_next(vector)
+        parameters = self.buffer.parameters
+        if [id(parameter) for parameter, _ in self._places] != [id(parameter) for parameter in parameters]:
+            self._places = list(zip(parameters, self.buffer.parameters_in(vector), strict=True))
+        return self._places
+
+    @property
+    def _device(self) -> torch.device:
+        return self.buffer.vector.raw.device
+
+    def _copy_next(self, vector: FlatVector) -> None:
+        segments = vector.where(is_buffer=False).segments
+        if [x.numel() for x in segments] == [x.numel() for x in self._next]:
+            for mine, momentum in zip(segments, self._next, strict=True):
+                mine.copy_(momentum)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_vector": None, "_places": []}  # a copy has an optimizer of its own

@@ -18,11 +18,10 @@ from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport, timeout_of
 from .algorithm import Algorithm
-from .fragment import Fragment, check_names, cut
 from .gossip_thread import GossipThread
 from .memory import Memory, places_of, tensors_beyond
 from .mixer import Mixer
-from .periodic import Periodic
+from .periodic import Fragment, Periodic, check_names, cut
 from .rounds import Rounds, average_, rounds_of
 from .vector import Vector, widened
 

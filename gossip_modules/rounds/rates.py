@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..flat.layout import FlatLayout
-from .step_rates import Rates as Rates
-from .step_rates import merged, rate_of
 from .vector import Vector
+
+Rates: TypeAlias = float | Mapping[str, float]
+"""One learning rate of all parameters, or those of some of them, by name."""
 
 
 class RateUnits:
@@ -72,3 +74,17 @@ class RateUnits:
             x.zero_()
         else:
             x.mul_(new / old)
+
+
+def rate_of(rates: Rates | None, name: str) -> float | None:
+    """The rate of the parameter of that name, where it is known."""
+    return rates.get(name) if isinstance(rates, Mapping) else rates
+
+
+def merged(rates: Mapping[str, float | None]) -> Rates | None:
+    """The rates that are known: one number where all parameters have one; None where there are none."""
+    known = {name: rate for name, rate in rates.items() if rate is not None}
+    values = set(known.values())
+    if len(known) == len(rates) and len(values) == 1:
+        return values.pop()
+    return known or None

@@ -19,8 +19,7 @@ from gossip_modules.ad_psgd.exchange import BilateralAverage
 from gossip_modules.dpwa.engine import PairwiseEngine
 from gossip_modules.dpwa.wire.fetcher import ModelFetcher
 from gossip_modules.dpwa.wire.snapshot_pool import ModelSnapshot, SnapshotPool
-from gossip_modules.engine.filling import Filling
-from gossip_modules.engine.overlap import OverlapEngine, _Flight
+from gossip_modules.engine.overlap import Filling, OverlapEngine, _Flight
 from gossip_modules.engine.shared_model import SharedModel
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.wagma.group_average import GroupAverage

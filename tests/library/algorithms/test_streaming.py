@@ -26,7 +26,7 @@ from gossip_modules import (
 )
 from gossip_modules.extend import FlatBuffer, OuterMethod
 from gossip_modules.graph_manager import DynamicBipartiteExponentialGraph
-from gossip_modules.rounds.fragment import cut
+from gossip_modules.rounds.periodic import cut
 from tests.harness.problems import fill_, mlp, net
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, descended, solve
 from tests.harness.ranks import run_ranks, solo_group

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules import GossipDataParallel, MatchaGraph, RingGraph, connect
-from gossip_modules.engine.filling import Filling
+from gossip_modules.engine.overlap import Filling
 from gossip_modules.extend import FlatVector, PushPull, PushSum
 from gossip_modules.flat.layout import CHUNK_ALIGNMENT, CHUNK_BYTES, FlatLayout, TensorSpec
 from gossip_modules.graph_manager import (

@@ -401,7 +401,7 @@ def test_an_interrupt_leaves_no_vector_torn(monkeypatch: pytest.MonkeyPatch) -> 
             return super().wait(PATIENCE)
 
     with monkeypatch.context() as patch:
-        patch.setattr("gossip_modules.engine.filling.threading.Event", Interrupted)
+        patch.setattr("gossip_modules.engine.overlap.threading.Event", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.round(x)
     assert value(x) == 6.0
