@@ -48,7 +48,7 @@ from .membership.membership import Membership
 from .optim.accum_adam import AccumAdam
 from .schedule import Schedule
 from .transport.connect import connect
-from .transport.progress import Progress, job_store
+from .transport.stores import Progress, job_store
 from .version import __version__ as __version__
 from .wagma.wrapper import GroupAverageDataParallel
 from .wrappers.all_reduce import AllReduceDataParallel

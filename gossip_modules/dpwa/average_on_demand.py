@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..flat.vector import FlatVector
 from ..rounds.mixer import GlobalAverage
 from ..transport.connect import connect
-from ..transport.progress import job_store
+from ..transport.stores import job_store
 
 _calls = itertools.count()  # of averages by this process; all ranks make them in the same order
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..engine.background import Background
 from ..flat.vector import FlatVector
-from ..transport.ports.bounded_listener import MIN_CONNECTIONS
+from ..transport.bounded_listener import MIN_CONNECTIONS
 from .config import PairwiseConfig, check_address
 from .wire.counts import Counts
 from .wire.distance_bound import DistanceBound

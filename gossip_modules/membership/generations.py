@@ -7,7 +7,7 @@ import math
 import time
 from datetime import timedelta
 
-from ..transport.deadlines.deadline import Deadline
+from ..transport.deadline import Deadline
 from . import limits
 from .events.roster import MARGIN
 from .links import connect_links

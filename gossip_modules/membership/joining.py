@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..transport.deadlines.deadline import Deadline
+from ..transport.deadline import Deadline
 from ..transport.gloo import gloo_backend
 from ..transport.waits import Waits
 from . import limits

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..transport import threads
 from ..transport.base import Pending
-from ..transport.deadlines.deadline import Deadline
+from ..transport.deadline import Deadline
 from ..transport.exchange import LATE, LinkClosedError, PointToPoint, fail
 from ..transport.gloo import CPU, at_once, gloo_backend, gloo_group
 from ..transport.process_group import PROBE_TAG, ProcessGroupTransport

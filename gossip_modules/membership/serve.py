@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..transport.ports.bounded_listener import BACKLOG
+from ..transport.bounded_listener import BACKLOG
 
 DEFAULT_PORT = 29400
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by address of all interfaces

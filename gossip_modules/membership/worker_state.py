@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from ..transport import threads
-from ..transport.deadlines.deadline import Deadline
+from ..transport.deadline import Deadline
 from ..transport.waits import Waits
 from . import limits
 from .callbacks import Callbacks

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..transport.deadlines.deadline import Deadline
+from ..transport.deadline import Deadline
 from ..transport.threads import CallThread
 from .library import abort_at_exit, load_mpi
 

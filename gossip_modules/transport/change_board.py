@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .records import Records, is_of_job
+from .stores import Records, is_of_job
 
 _LOOK_SECONDS = 0.5  # into a wait; then at twice as many, and so on
 _TICK_SECONDS = 0.25

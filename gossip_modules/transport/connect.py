@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from .exchange import fail
 from .failure_notes import GONE, FailureNotes
-from .ports.gloo_ports import close_ports_of
+from .gloo import close_ports_of
 from .process_group import DEFAULT_TIMEOUT, ProcessGroupTransport, backend_of
-from .records import is_of_job
+from .stores import is_of_job
 
 CPU = torch.device("cpu")
 

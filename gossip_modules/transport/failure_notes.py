@@ -12,7 +12,7 @@ from typing import NamedTuple
 import networkx as nx
 import torch.distributed as dist
 
-from .records import Records, is_of_job
+from .stores import Records, is_of_job
 
 GONE, SILENT = "is gone", "does not answer"  # the states in which one rank sees another
 _LOOK_SECONDS = 0.3  # for the notes of ranks whose connection is closed: they write before they end

@@ -1,21 +1,26 @@
-"""Gloo backends and groups that need nothing of torch.distributed's global state."""
+"""Gloo backends and groups that need nothing of torch.distributed's global state, and their ports."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import socket
+import struct
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .deadlines.endable_store import EndableStore
-from .ports.gloo_ports import close_ports
+from .stores import EndableStore
 from .threads import CallThread
 
 CPU = torch.device("cpu")
+_SO_ATTACH_FILTER = 26  # Linux, asm-generic/socket.h
+_RETURN = 0x06  # BPF_RET | BPF_K: how many bytes of a packet are accepted
 
 
 def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta, *, host: str | None = None) -> Any:
@@ -101,3 +106,77 @@ def at_once(makes: Sequence[Callable[[], Any]], *, name: str) -> list[Any]:
         raise error
     finally:
         del error
+
+
+def close_ports(store: dist.Store, rank: int, num_devices: int) -> int:
+    """Let the listening sockets of a connected Gloo group accept no more connections.
+
+    [Note: ports of Gloo] Gloo listens for as long as a group exists, and keeps every connection that a stranger makes,
+    also one that the stranger has closed. Where no descriptor is left, Gloo ends the process (torch 2.14: "accept: Too
+    many open files"). A group that is connected needs its port no more, so the kernel drops the packets that arrive at
+    it from then on. The connections of the group are sockets of their own, which this does not concern.
+
+    A group that makes its connections later (TORCH_GLOO_LAZY_INIT) keeps its port open, and so do all groups where the
+    system is not Linux.
+
+    Args:
+        store: the one that the group was made with, in which Gloo has put its addresses.
+        rank: of the caller.
+        num_devices: the number of devices of the group.
+
+    Returns:
+        The number of ports that were closed.
+
+    Raises:
+        RuntimeError: the store does not answer.
+    """
+    is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
+    if is_lazy or sys.platform != "linux":
+        return 0
+    keys = [key for key in (f"{device}/{rank}" for device in range(num_devices)) if store.check([key])]
+    published = [store.get(key) for key in keys]
+    instruction = ctypes.create_string_buffer(struct.pack("=HBBI", _RETURN, 0, 0, 0))  # struct sock_filter: 0 bytes
+    program = struct.pack("@HP", 1, ctypes.addressof(instruction))  # struct sock_fprog of linux/filter.h
+    num_closed = 0
+    for listener in _listeners():
+        address = _raw_address(listener)
+        if address and any(address in text for text in published):
+            listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+            num_closed += 1
+    return num_closed
+
+
+def close_ports_of(group: dist.ProcessGroup) -> int:
+    """`close_ports` for a group that `torch.distributed.new_group` has made, whose ranks are all connected."""
+    _, store = dist.distributed_c10d._world.pg_map[group]
+    num_devices = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    return close_ports(dist.PrefixStore("cpu/", store), group.rank(), num_devices)
+
+
+def _listeners() -> Iterator[socket.socket]:
+    """The listening TCP sockets of this process, each for as long as the loop looks at it; they stay open."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            copy = os.dup(int(name))  # which stays the same socket if another thread closes this one meanwhile
+        except OSError:  # it was closed
+            continue
+        try:
+            found = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            continue
+        with found:
+            if found.type == socket.SOCK_STREAM and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield found
+
+
+def _raw_address(listener: socket.socket) -> bytes:
+    """The address of a socket as the kernel's struct has it, which Gloo publishes; b"": of another family."""
+    if listener.family not in (socket.AF_INET, socket.AF_INET6):
+        return b""
+    host, port, *rest = listener.getsockname()
+    flow = struct.pack("!I", rest[0]) if rest else b""
+    address = socket.inet_pton(listener.family, host.partition("%")[0])
+    return struct.pack("=H", listener.family) + struct.pack("!H", port) + flow + address

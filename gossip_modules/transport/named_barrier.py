@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from .deadlines.deadline import Deadline
+from .deadline import Deadline
 from .exchange import LATE
 
 Wait: TypeAlias = Callable[[dist.Work, timedelta], object]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
-from .deadlines.deadline import Deadline
+from .deadline import Deadline
 
 _EXIT_SECONDS = 1.0
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from ...transport.ports.bounded_listener import BACKLOG
+from ...transport.bounded_listener import BACKLOG
 from .message import HEADER_BYTES, MessageError, MessageHeader
 
 PEER_SECONDS = 10.0  # without progress, after which the other end is given up

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ...engine.background import Background
-from ...transport.ports.bounded_listener import TICK_SECONDS, BoundedListener
+from ...transport.bounded_listener import TICK_SECONDS, BoundedListener
 from .connection import PEER_SECONDS, PeerConnection, PeerConnections, address_of, listen
 from .counts import Counts
 from .message import MessageError, MessageHeader, MessageKind, ModelShape

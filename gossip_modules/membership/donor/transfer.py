@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...transport.deadlines.deadline import Deadline
+from ...transport.deadline import Deadline
 from ...transport.state_tree import bytes_of, decode, pack, unpack
 from ...transport.waits import Waits
 

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ...transport.bounded_store import BoundedStore
-from ...transport.deadlines.deadline import Deadline
-from ...transport.deadlines.endable_store import EndableStore
+from ...transport.deadline import Deadline
+from ...transport.stores import BoundedStore, EndableStore
 from .. import limits
 from ..liveness.address import connect_store, store_address
 

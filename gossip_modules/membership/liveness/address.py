@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ...transport.deadlines.deadline import Deadline
+from ...transport.deadline import Deadline
 
 _FILE = "file:"
 _TRY_SECONDS = 1.0  # after which a file is read again

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from ...transport.deadlines.deadline import Deadline
+from ...transport.deadline import Deadline
 from .. import limits
 from ..watching import Watching
 from .background_log import log

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ...transport.ports.bounded_listener import BACKLOG, HANDSHAKE_SECONDS, MIN_CONNECTIONS, BoundedListener
+from ...transport.bounded_listener import BACKLOG, HANDSHAKE_SECONDS, MIN_CONNECTIONS, BoundedListener
 from .contact import PACKET, Address, Contact, Packet, is_packet
 
 _WELCOME, _FAREWELL = b"+", b"."

@@ -25,7 +25,7 @@ from gossip_modules.membership.heartbeats import Heartbeats
 from gossip_modules.membership.liveness.background_log import log
 from gossip_modules.membership.liveness.probe import LifeSign
 from gossip_modules.membership.view import Joiner, View
-from gossip_modules.transport.deadlines.deadline import Deadline
+from gossip_modules.transport.deadline import Deadline
 from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, die, member_of, model_of
 
 __all__ = ["_no_thread_stays"]

@@ -22,7 +22,7 @@ from gossip_modules.graph_manager import BaseGraph
 from gossip_modules.membership import limits
 from gossip_modules.membership.liveness.background_log import log
 from gossip_modules.membership.participant import Change
-from gossip_modules.transport.deadlines.deadline import Deadline
+from gossip_modules.transport.deadline import Deadline
 from tests.harness.ranks import assert_no_gossip_threads, at_the_end
 from tests.library.membership.events.stores import serve
 

@@ -14,7 +14,7 @@ from gossip_modules.membership.events import event_log
 from gossip_modules.membership.liveness import door
 from gossip_modules.membership.liveness.background_log import log
 from gossip_modules.membership.liveness.probe import LifeSign, probe
-from gossip_modules.transport.deadlines.deadline import Deadline
+from gossip_modules.transport.deadline import Deadline
 from tests.library.membership.events.stores import serve
 from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close
 

@@ -7,9 +7,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from gossip_modules.transport.bounded_store import BoundedStore
 from gossip_modules.transport.change_board import ChangeBoard, first_difference
-from gossip_modules.transport.records import Records
+from gossip_modules.transport.stores import BoundedStore, Records
 
 
 class Rank:

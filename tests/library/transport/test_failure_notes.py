@@ -8,9 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from gossip_modules.transport import failure_notes
-from gossip_modules.transport.bounded_store import BoundedStore
 from gossip_modules.transport.failure_notes import GONE, SILENT, Cause, FailureNotes, describe
-from gossip_modules.transport.records import Records
+from gossip_modules.transport.stores import BoundedStore, Records
 
 MEMBERS = range(5)
 

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch.distributed as dist
 
-from gossip_modules.transport.progress import Progress, job_store
+from gossip_modules.transport.stores import Progress, job_store
 
 
 def test_every_step_is_claimed_once_whoever_is_faster() -> None:

@@ -6,7 +6,7 @@ import threading
 from datetime import timedelta
 
 from gossip_modules.membership.liveness.address import connect_store
-from gossip_modules.transport.bounded_store import BoundedStore
+from gossip_modules.transport.stores import BoundedStore
 
 _PERIOD_SECONDS = 0.05  # between two exchanges with the store
 _RETRY_SECONDS = 1.0  # after one that has failed

@@ -18,7 +18,7 @@ from gossip_modules.dpwa.wire.server import ModelServer
 from gossip_modules.dpwa.wire.snapshot_pool import SnapshotPool
 from gossip_modules.engine.background import Background
 from gossip_modules.flat.vector import FlatVector
-from gossip_modules.transport.ports.bounded_listener import MIN_CONNECTIONS
+from gossip_modules.transport.bounded_listener import MIN_CONNECTIONS
 from tests.harness.strangers import TIMEOUT
 
 

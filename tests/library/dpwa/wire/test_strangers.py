@@ -21,7 +21,7 @@ from gossip_modules.dpwa.wire import connection, server
 from gossip_modules.dpwa.wire.fetcher import Fetched
 from gossip_modules.dpwa.wire.message import HEADER_BYTES, MessageHeader, MessageKind
 from gossip_modules.dpwa.wire.snapshot_pool import MAX_READ, MAX_SNAPSHOTS
-from gossip_modules.transport.ports import bounded_listener
+from gossip_modules.transport import bounded_listener
 from tests.harness.certificates import Authority
 from tests.harness.ranks import assert_no_gossip_threads, gossip_threads
 from tests.harness.strangers import (

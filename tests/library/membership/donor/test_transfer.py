@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gossip_modules.membership.donor import transfer
-from gossip_modules.transport.deadlines.deadline import Deadline
+from gossip_modules.transport.deadline import Deadline
 from gossip_modules.transport.gloo import gloo_backend
 from gossip_modules.transport.state_tree import encode
 from tests.harness.ranks import TIMEOUT

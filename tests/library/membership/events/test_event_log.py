@@ -13,8 +13,8 @@ from gossip_modules.membership import limits
 from gossip_modules.membership.events import event_log
 from gossip_modules.membership.events.event_log import EventLog
 from gossip_modules.membership.liveness.address import connect_store
-from gossip_modules.transport.bounded_store import BoundedStore
-from gossip_modules.transport.deadlines.deadline import Deadline
+from gossip_modules.transport.deadline import Deadline
+from gossip_modules.transport.stores import BoundedStore
 from tests.library.membership.events.stores import serve
 
 TIMEOUT = timedelta(seconds=20)

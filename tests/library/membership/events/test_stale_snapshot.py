@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gossip_modules import Membership
 from gossip_modules.membership.events import event_log
 from gossip_modules.membership.view import View
-from gossip_modules.transport.deadlines.deadline import Deadline
+from gossip_modules.transport.deadline import Deadline
 from tests.library.membership.events.stores import serve
 from tests.library.membership.test_membership import Job, Worker, close
 

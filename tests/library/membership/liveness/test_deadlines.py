@@ -15,10 +15,10 @@ from gossip_modules.membership.donor import transfer
 from gossip_modules.membership.events.event_log import EventLog
 from gossip_modules.membership.participant import Change
 from gossip_modules.membership.view import View
-from gossip_modules.transport.deadlines.deadline import Deadline
+from gossip_modules.transport.deadline import Deadline
 from gossip_modules.transport.state_tree import pack
 from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, member_of, model_of
-from tests.library.transport.deadlines.clock import Clock
+from tests.library.transport.clock import Clock
 
 __all__ = ["_no_thread_stays"]
 

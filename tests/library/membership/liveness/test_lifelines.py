@@ -17,8 +17,8 @@ from gossip_modules.membership.heartbeats import Heartbeats
 from gossip_modules.membership.liveness import lifelines
 from gossip_modules.membership.liveness.contact import PACKET, Contact, Packet, digest
 from gossip_modules.membership.liveness.lifelines import Lifelines, open_listener
-from gossip_modules.transport.ports import bounded_listener
-from gossip_modules.transport.ports.bounded_listener import MIN_CONNECTIONS
+from gossip_modules.transport import bounded_listener
+from gossip_modules.transport.bounded_listener import MIN_CONNECTIONS
 
 SECONDS = 30.0
 JOB = digest("job")

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from gossip_modules import Progress
-from gossip_modules.transport.bounded_store import BoundedStore
+from gossip_modules.transport.stores import BoundedStore
 
 SECONDS = 0.5
 SERVE = """

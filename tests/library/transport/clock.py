@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gossip_modules.transport.deadlines import deadline
+from gossip_modules.transport import deadline
 
 
 @dataclass

@@ -8,11 +8,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from gossip_modules.transport.deadlines.deadline import Deadline
-from gossip_modules.transport.deadlines.endable_store import EndableStore
+from gossip_modules.transport.deadline import Deadline
 from gossip_modules.transport.gloo import at_once, gloo_backend, gloo_group
+from gossip_modules.transport.stores import EndableStore
 from tests.harness.ranks import TIMEOUT
-from tests.library.transport.deadlines.clock import Clock
+from tests.library.transport.clock import Clock
 
 
 def test_waits_share_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules import connect
+from gossip_modules.transport import gloo
 from gossip_modules.transport.gloo import gloo_backend
-from gossip_modules.transport.ports import gloo_ports
 from tests.harness.ranks import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ports are closed on Linux only")
 
 
 def open_ports() -> set[tuple[str, int]]:
-    return {found.getsockname() for found in gloo_ports._listeners() if found.family == socket.AF_INET}
+    return {found.getsockname() for found in gloo._listeners() if found.family == socket.AF_INET}
 
 
 def is_connected(stranger: socket.socket) -> bool:
@@ -70,12 +70,12 @@ def test_a_connected_group_accepts_no_stranger_and_goes_on(interfaces: str, monk
 def test_a_group_that_connects_later_keeps_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Any = dist.HashStore()  # its stub has no bytes
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        store.set("0/0", gloo_ports._raw_address(listener))
+        store.set("0/0", gloo._raw_address(listener))
         monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
-        assert gloo_ports.close_ports(store, 0, 1) == 0
+        assert gloo.close_ports(store, 0, 1) == 0
         monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
-        assert gloo_ports.close_ports(store, 1, 1) == 0, "it is the port of another rank"
-        assert gloo_ports.close_ports(store, 0, 1) == 1
+        assert gloo.close_ports(store, 1, 1) == 0, "it is the port of another rank"
+        assert gloo.close_ports(store, 0, 1) == 1
 
 
 @pytest.fixture

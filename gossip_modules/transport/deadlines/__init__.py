@@ -1,1 +1,0 @@
-"""Limits of time: one for several waits, and waits that end when they are told to."""

@@ -1,1 +1,0 @@
-"""Ports: which connections they accept, and how many."""

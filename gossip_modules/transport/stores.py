@@ -1,0 +1,364 @@
+"""Key-value stores: requests that end in time, waits that can be ended, records of all ranks, and their progress."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from .deadline import Deadline
+from .threads import CallThread, Reply, result_of
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.005
+_REQUEST = timedelta(seconds=0.4)  # of records
+
+
+class BoundedStore:
+    """The requests of this process to one store, each with a limit of time and an error that says what was asked.
+
+    [Note: store requests] The client of a TCPStore waits for ever when the process that serves it is stopped or cut
+    off, whatever its timeout. So a daemon thread sends the requests to a TCPStore, one after the other, and who asks
+    waits for that thread. A request that was given up stays with the thread, and is carried out if the store answers
+    again; until then others fail as soon as it has been there for as long as they would wait. Stores without a server,
+    in memory or in a file, are asked directly.
+
+    Args:
+        store: of any kind.
+        timeout: of each request that gives none; None: the store's own.
+
+    Attributes:
+        address: of the store, for error messages.
+    """
+
+    def __init__(self, store: dist.Store, *, timeout: timedelta | None = None) -> None:
+        self._store = store
+        self._timeout: timedelta = store.timeout if timeout is None else timeout  # type: ignore[attr-defined]
+        base = store
+        while isinstance(base, dist.PrefixStore):
+            base = base.underlying_store
+        self._base = base  # alive, so that all that ask it share a thread
+        self.address = _address_of(base)
+        self._client = None if isinstance(base, (dist.HashStore, dist.FileStore)) else _client_of(base)
+
+    def add(self, key: str, amount: int, *, what: str, timeout: timedelta | None = None) -> int:
+        """Add `amount` to the number under `key`, 0 before the first time; the sum.
+
+        Args:
+            key: of the number.
+            amount: may be 0.
+            what: is done, for errors: "adding 1 to the progress of the job".
+            timeout: None: that of the constructor.
+
+        Raises:
+            ConnectionError: the store has failed, or has not answered in time.
+        """
+        return self._ask(lambda: self._store.add(key, amount), what, timeout)
+
+    def set(self, key: str, value: str, *, what: str, timeout: timedelta | None = None) -> None:
+        """Put `value` under `key`. See `add`."""
+        self._ask(lambda: self._store.set(key, value), what, timeout)
+
+    def get(self, key: str, *, what: str, timeout: timedelta | None = None) -> bytes | None:
+        """What is under `key`; None: nothing. Waits for the answer, never for the key. See `add`."""
+        return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None, what, timeout)
+
+    def compare_set(self, key: str, expected: str, value: str, *, what: str, timeout: timedelta | None = None) -> bytes:
+        """Put `value` under `key` if `expected` is there ("": nothing); what is there afterwards. See `add`."""
+        return self._ask(lambda: self._store.compare_set(key, expected, value), what, timeout)
+
+    def delete(self, key: str, *, what: str, timeout: timedelta | None = None) -> None:
+        """Take `key` away, if it is there. See `add`."""
+        self._ask(lambda: self._store.delete_key(key), what, timeout)
+
+    def check(self, key: str, *, what: str, timeout: timedelta | None = None) -> bool:
+        """Whether there is anything under `key`. See `add`."""
+        return self._ask(lambda: self._store.check([key]), what, timeout)
+
+    def _ask(self, request: Callable[[], T], what: str, timeout: timedelta | None) -> T:
+        seconds = (timeout or self._timeout).total_seconds()
+        try:
+            return request() if self._client is None else self._client.ask(request, seconds)
+        except (dist.DistError, _NoAnswer) as error:
+            raise ConnectionError(
+                f"{what}: its key-value store did not answer ({self.address}: {error}); the process that serves it, "
+                "torchrun's agent on the first host or rank 0, has ended, is stopped or is out of reach"
+            ) from error
+
+
+class _NoAnswer(Exception):
+    """The limit of time has passed."""
+
+
+class _Client:
+    """Asks one store in a thread of its own. See [Note: store requests]."""
+
+    def __init__(self) -> None:
+        self._thread = CallThread("store-requests")
+        self._late: tuple[Reply, float] | None = None  # the first request that was given up, and when it was made
+
+    def ask(self, request: Callable[[], T], seconds: float) -> T:
+        """The result of a request, or _NoAnswer after so many seconds."""
+        start = time.monotonic()
+        if (late := self._late) is not None:
+            reply, asked = late
+            try:
+                answer = reply.get(timeout=max(asked + seconds - start, 0.0))
+            except queue.Empty:
+                raise _NoAnswer(f"no answer to an earlier request for {time.monotonic() - asked:.1f} s") from None
+            reply.put(answer)  # other threads may wait for it too
+            self._late = None
+        reply = self._thread.call(request)
+        try:
+            result: T = result_of(reply, timeout=max(start + seconds - time.monotonic(), 0.0))
+        except queue.Empty:
+            self._late = self._late or (reply, start)
+            raise _NoAnswer(f"no answer within {seconds:g} s") from None
+        return result
+
+
+_clients: weakref.WeakKeyDictionary[dist.Store, _Client] = weakref.WeakKeyDictionary()  # one thread per store
+_clients_lock = threading.Lock()
+
+
+def _client_of(store: dist.Store) -> _Client:
+    with _clients_lock:
+        client = _clients.get(store)
+        if client is None:
+            client = _clients[store] = _Client()
+        return client
+
+
+def _address_of(store: dist.Store) -> str:
+    if isinstance(store, dist.TCPStore):
+        return f"{store.host}:{store.port}"
+    if isinstance(store, dist.FileStore):
+        return str(store.path)  # type: ignore[attr-defined]
+    return type(store).__name__
+
+
+def job_store() -> dist.Store:
+    """The key-value store of the default process group: the one through which the ranks of the job have met.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised, expected the store of its default process group; call "
+            "torch.distributed.init_process_group() before, or pass a store"
+        )
+    return dist.distributed_c10d._get_default_store()
+
+
+class Progress:
+    """A counter that all ranks of a job add to: how many steps they have taken together.
+
+    Where ranks train at their own pace no rank's step count tells how far the job is. Epochs, the learning rate and
+    the end of training then follow the sum, so that fast ranks do more of the work. AD-PSGD: Lian et al., ICML 2018,
+    arXiv 1710.06952, counts its iterations k over all workers.
+
+    Adding is atomic and never waits for another rank, only for the store, and no longer than `timeout`: one request and
+    its answer, some 60 µs on one machine. To take exactly n steps together, let each rank claim a step before it takes
+    it: see the example.
+
+    Args:
+        store: reached by all ranks; None: the store of the default process group, under a prefix of its own.
+        name: of this counter; ranks that give the same name and store share it.
+        timeout: of each request; None: the store's own, as given to `init_process_group`.
+
+    Raises:
+        RuntimeError: no store, and torch.distributed is not initialised.
+
+    Example:
+        >>> progress = Progress(dist.HashStore())
+        >>> while progress.add(1) <= 3:
+        ...     print("a step")
+        a step
+        a step
+        a step
+    """
+
+    def __init__(
+        self, store: dist.Store | None = None, *, name: str = "steps", timeout: timedelta | None = None
+    ) -> None:
+        prefixed = dist.PrefixStore("gossip_progress", job_store() if store is None else store)
+        self._store = BoundedStore(prefixed, timeout=timeout)
+        self._name = name
+
+    @property
+    def total(self) -> int:
+        """The sum of what all ranks have added so far.
+
+        Raises:
+            ConnectionError: the store does not answer, or not in time.
+        """
+        return self.add(0)
+
+    def add(self, n: int) -> int:
+        """Count `n` more steps; the total with them, which no other call returns as long as everyone adds 1 or more.
+
+        Raises:
+            ConnectionError: the store does not answer, or not in time.
+        """
+        return self._store.add(self._name, n, what=f"adding {n} to the progress {self._name!r} of the job")
+
+    def restore(self, total: int) -> None:
+        """Make `total` the count, as after a resumption.
+
+        Not collective, and not to be mixed with `add`: one rank calls it while no other counts, between two barriers.
+
+        Args:
+            total: 0 or more.
+
+        Raises:
+            ConnectionError: the store does not answer, or not in time.
+        """
+        if total < 0:
+            raise ValueError(f"got total={total}, expected a count of 0 or more; 0 starts anew")
+        what = f"restoring {total} as the progress {self._name!r} of the job"
+        self._store.set(self._name, str(total), what=what)
+
+
+class Records:
+    """A list of JSON values in a key-value store. All ranks append to it, and each reads the new values.
+
+    Args:
+        store: of the ranks; no other code uses its keys.
+    """
+
+    def __init__(self, store: BoundedStore) -> None:
+        self._store = store
+        self._num_read = 0
+        self._reading = threading.Lock()
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, prefix: str) -> Records | None:
+        """Records under a prefix in the store of the job if torch knows the group, else in the group's own store.
+
+        None: the group has no store.
+        """
+        store: dist.Store | None
+        try:
+            store = job_store() if is_of_job(group) else group.get_group_store()
+        except (AttributeError, RuntimeError):  # an older torch, or a group without
+            return None
+        return None if store is None else cls(BoundedStore(dist.PrefixStore(prefix, store), timeout=_REQUEST))
+
+    def append(self, record: Any) -> None:
+        """Append a JSON value, if the store answers: without it errors tell less, and come late."""
+        try:
+            number = self._store.add("count", 1, what="counting a record")
+            self._store.set(str(number), json.dumps(record), what="leaving a record")
+        except (ConnectionError, RuntimeError):  # it is gone, or cannot count
+            return
+
+    def skip(self) -> None:
+        """Ignore the values so far. Raises as `new`."""
+        self._num_read = self._store.add("count", 0, what="counting records")
+
+    def new(self) -> list[Any]:
+        """The values that were appended since the last call.
+
+        Raises:
+            ConnectionError, RuntimeError: the store does not answer, or cannot count.
+        """
+        records = []
+        with self._reading:
+            count = self._store.add("count", 0, what="looking for records")
+            while self._num_read < count:
+                text = self._store.get(str(self._num_read + 1), what="reading a record")
+                if text is None:  # it is counted and not there yet
+                    break
+                records.append(json.loads(text))
+                self._num_read += 1
+        return records
+
+
+def is_of_job(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed knows the group, so that it has the store of the job."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+class EndableStore(dist.Store):
+    """The keys of another store; a wait for one that is not there ends with an error as soon as an event is set.
+
+    A group over Gloo waits for the addresses of its ranks in its store. The client of a TCPStore does so inside C++
+    code, for as long as the group may take to connect, and nothing ends that. This one asks again and again.
+
+    [Note: all addresses at once] A rank that has the address of another one waits inside C++ code until that connects.
+    So no rank gets an address before the addresses of all ranks are there: a rank whose wait is ended deletes its own
+    address, so that no other rank begins to connect with it.
+
+    Args:
+        store: with the keys; requests go to it one after the other.
+        ended: set, from any thread, when no wait is to go on.
+        timeout: of waits that give none.
+        is_void: whether the group is not to be made any more, asked while its addresses are awaited; from any thread.
+
+    Attributes:
+        store: the other one.
+        num_ranks: of the group whose addresses these are, under ".../0", ".../1", ...; 0: of none.
+    """
+
+    num_ranks = 0
+
+    def __init__(
+        self,
+        store: dist.Store,
+        ended: threading.Event,
+        *,
+        timeout: timedelta,
+        is_void: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__()
+        self.store, self._ended, self._limit, self._is_void = store, ended, timeout, is_void
+        self._own: list[str] = []
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Put `value` under `key`."""
+        self._own.append(key)
+        self.store.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        """What is under `key`; waits for it."""
+        self.wait([key])
+        return self.store.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether there is something under each of the keys."""
+        return self.store.check(list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when there is something under each of the keys.
+
+        Raises:
+            RuntimeError: they did not come within `timeout`, or the wait was ended.
+        """
+        deadline = Deadline(timeout or self._limit)
+        groups = {key.rpartition("/")[0] for key in keys}
+        keys = list(dict.fromkeys([*keys, *(f"{group}/{i}" for group in groups for i in range(self.num_ranks))]))
+        while not self.check(keys):
+            is_ended = self._is_void() or self._ended.wait(_POLL_SECONDS)
+            if not (is_ended or deadline.is_over) or self.check(keys):
+                continue
+            missing = ", ".join(key for key in keys if not self.check([key]))
+            for key in self._own:  # see [Note: all addresses at once]
+                with contextlib.suppress(RuntimeError):  # a store that deletes nothing, or is away
+                    self.store.delete_key(key)
+            if is_ended:
+                why = "this worker has closed" if self._ended.is_set() else "another group is made in its place"
+                raise RuntimeError(f"the wait for {missing} was ended, since {why}")
+            raise RuntimeError(f"{missing} did not come within {deadline.seconds:g} s")
+
+    def has_extended_api(self) -> bool:
+        """Gloo asks key by key."""
+        return False
