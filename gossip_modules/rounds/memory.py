@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
 from .outer_optimizer import OuterOptimizer
 from .rates import Rates, RateUnits
+from .runs import Run, carry, layout_of, places_of, runs, tensors_beyond
 from .vector import Vector, widened
 
 
@@ -227,7 +228,7 @@ class Memory:
             self._scratch = {}
         self._scratch_layout = None if x.flat is None else x.flat.layout
         before, self._devices = self._devices, devices
-        layout = self._layout if x.flat is None else _layout_of(x.flat)
+        layout = self._layout if x.flat is None else layout_of(x.flat)
         is_moved = before is not None and before != self._devices
         if before is not None and layout == self._layout and not is_moved:
             return
@@ -235,7 +236,7 @@ class Memory:
         self._layout = layout
         if before is None:
             return
-        has_new = x.flat is None or old._layout is None or bool(tensors_beyond(_places(old._layout), x.flat))
+        has_new = x.flat is None or old._layout is None or bool(tensors_beyond(places_of(old._layout), x.flat))
         starts_anew = (has_new and bool(self._entries)) or bool(self._objects or self._links)
         if who is not None and not is_moved and starts_anew:
             warnings.warn(
@@ -272,8 +273,7 @@ class Memory:
                 carry(runs, self._runs(own.state_of(state)))
 
     def _runs(self, parts: Sequence[Tensor]) -> list[Run]:
-        places = _places(self._layout)
-        return runs(places, parts)
+        return runs(places_of(self._layout), parts)
 
     def release(self) -> None:
         """The round is over, and so is the vector that it was about."""
@@ -283,7 +283,7 @@ class Memory:
         """The parameters of x that this memory has not kept anything of so far; views."""
         if x.layout is self._seen:
             return []
-        known = _places(self._layout) if self._entries else self._loaded.get("places")
+        known = places_of(self._layout) if self._entries else self._loaded.get("places")
         new = [] if known is None else tensors_beyond(known, x)
         if not new:
             self._seen = x.layout
@@ -292,7 +292,7 @@ class Memory:
     def take(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict(joins=True)` of another rank; the vectors that no other rank has stay."""
         own = {n: [x.clone() for x in e.vector.parts] for n, e in self._entries.items() if e.policy["join"] == "zero"}
-        own = own if state.get("places") == _places(self._layout) else {}
+        own = own if state.get("places") == places_of(self._layout) else {}
         inner = self._inner
         self.load_state_dict({**state, "vectors": {**state.get("vectors", {}), **own}})
         self._inner = inner
@@ -381,7 +381,7 @@ class Memory:
             left_out = [name for name, p in policies.items() if p["join"] == "zero" or p["generation"] == "reset"]
             vectors = {name: vector for name, vector in vectors.items() if name not in left_out}
             num_rounds, optimizers = (0 if left_out else num_rounds), (optimizers if vectors else {})
-            places = _places(self._layout) if self._entries else self._loaded.get("places")
+            places = places_of(self._layout) if self._entries else self._loaded.get("places")
         state = {
             "num_rounds": num_rounds,
             "policies": {name: dict(policy) for name, policy in policies.items() if name in vectors},
@@ -471,7 +471,7 @@ class Memory:
 
     def _fitting(self, state: Mapping[str, Any], of: Vector) -> Mapping[str, Any]:
         """The state of the optimizer of a donor, which may have trained other tensors, as that of one of `of`."""
-        theirs, mine = self._loaded.get("places"), _places(self._layout)
+        theirs, mine = self._loaded.get("places"), places_of(self._layout)
         if theirs is None or theirs == mine:
             return state
         kept, sizes = state["state"], Counter[int]()
@@ -515,70 +515,3 @@ def _shapes(kept: Any) -> Any:
     if isinstance(kept, Mapping):
         return {name: _shapes(value) for name, value in kept.items()}
     return [_shapes(value) for value in kept] if isinstance(kept, list) else type(kept).__name__
-
-
-def _layout_of(flat: FlatVector) -> FlatLayout:
-    return widened(flat.layout, has_buffers=False)
-
-
-Places: TypeAlias = list[tuple[str, int, int, int, int]]
-"""The tensors of a vector, or their parts: name, first element in the tensor, part of the vector, first there, size."""
-Run: TypeAlias = tuple[str, int, Tensor]
-"""Elements of a tensor: its name, the first element in it, and a view of them."""
-
-
-def _places(layout: FlatLayout | None) -> Places | None:
-    """The places of a layout; None: there is none."""
-    if layout is None:
-        return None
-    return [
-        (spec.name, spec.first, k, start, spec.numel)
-        for k, segment in enumerate(layout.segments)
-        for start, spec in segment.places()
-    ]
-
-
-def runs(places: Places | None, parts: Sequence[Tensor]) -> list[Run]:
-    """The elements of a vector, tensor by tensor; part by part where the tensors are not known."""
-    if places is None:
-        return [(str(k), 0, part) for k, part in enumerate(parts)]
-    return [(name, first, parts[k][start : start + numel]) for name, first, k, start, numel in places]
-
-
-def carry(old: Iterable[Run], new: Iterable[Run]) -> None:
-    """The elements of tensors that both have, in one size, <- the old ones."""
-    old, new = list(old), list(new)
-    if [run[:2] for run in old] == [run[:2] for run in new] and all(
-        a.shape == b.shape for (*_, a), (*_, b) in zip(old, new, strict=True)
-    ):
-        for (*_, x), (*_, y) in zip(new, old, strict=True):
-            x.copy_(y)
-        return
-    sizes, by_name = _sizes(old), defaultdict[str, list[tuple[int, Tensor]]](list)
-    for name, start, y in old:
-        by_name[name].append((start, y))
-    own_sizes = _sizes(new)
-    for name, first, x in new:
-        for start, y in by_name[name] if sizes[name] == own_sizes[name] else ():
-            a, b = max(first, start), min(first + len(x), start + len(y))
-            if a < b:
-                x[a - first : b - first].copy_(y[a - start : b - start])
-
-
-def _sizes(found: Iterable[Run]) -> Counter[str]:
-    sizes = Counter[str]()
-    for name, _, x in found:
-        sizes[name] += x.numel()
-    return sizes
-
-
-def tensors_beyond(known: Places | None, x: FlatVector) -> list[Tensor]:
-    """The parameters of x that vectors with these places do not have; views."""
-    there = {(name, first): numel for name, first, _, _, numel in known or ()}
-    places = _places(_layout_of(x)) or []
-    return [x.parameters[k][a : a + numel] for name, first, k, a, numel in places if there.get((name, first)) != numel]
-
-
-def places_of(layout: FlatLayout) -> Places:
-    """Where the parameters of a vector are."""
-    return _places(widened(layout, has_buffers=False)) or []

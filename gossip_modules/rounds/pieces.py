@@ -19,10 +19,11 @@ from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport, timeout_of
 from .algorithm import Algorithm
 from .gossip_thread import GossipThread
-from .memory import Memory, places_of, tensors_beyond
+from .memory import Memory
 from .mixer import Mixer
 from .periodic import Fragment, Periodic, check_names, cut
 from .rounds import Rounds, average_, rounds_of
+from .runs import places_of, tensors_beyond
 from .vector import Vector, widened
 
 _OTHERS = "what it keeps of tensors that are still trained stays, and new ones start anew"
@@ -253,7 +254,7 @@ class Pieces(Mixer):
 
     def _move(self, before: FlatLayout, fragments: list[Fragment], x: FlatVector) -> bool:
         """Other tensors are trained: new tensors begin at their average, and the memory of others stays."""
-        new = tensors_beyond(places_of(before), x)
+        new = tensors_beyond(places_of(widened(before, has_buffers=False)), x)
         warnings.warn(f"{self.algorithm}: other tensors are trained than before; {_OTHERS}", stacklevel=2)
         if new and self.algorithm.has_equal_memory:
             average_(new, x, self.rounds[0].averager)

@@ -18,7 +18,8 @@ from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport, is_elastic
 from .algorithm import Algorithm, next_request
 from .memory import Memory
-from .messages import Message, MessageBuffer, MessageRounds, Received
+from .message_rounds import MessageRounds
+from .messages import Message, Received
 from .mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
 from .old_checkpoints import renewed
 from .optimizer_watch import OptimizerWatch
@@ -418,7 +419,15 @@ class Rounds(Mixer):
         if isinstance(request, Exchange):
             return self._exchange(request.messages, request.checksums)
         assert isinstance(request, Gather), f"got the request {request!r}"
-        return self._gather(request.message, v)
+        try:
+            received = self.messages.gather(request.message, self._buffers)
+        except (ConnectionError, TimeoutError):
+            if is_elastic(self.transport):
+                return RoundLost
+            raise
+        self._own_buffer_weight *= 1 / self.transport.world_size
+        self._set_weight(v)
+        return received
 
     def _exchange(self, messages: Mapping[int, Message], checksums: Mapping[int, int]) -> dict[int, Message]:
         self._is_cut_off = not is_elastic(self.transport)
@@ -449,34 +458,6 @@ class Rounds(Mixer):
         self._own_buffer_weight *= mixer.own_buffer_weight
         for own, b in zip(self._buffers, flat.buffers, strict=True):
             own.copy_(b)
-
-    def _gather(self, message: Message, v: Vectors) -> Received | type[RoundLost]:
-        """See `Gather`. The buffers of the model travel along, and become their mean over all ranks."""
-        num_others = len(message.buffer.fields) - len(message.fields)
-        for field, mine in zip(message.buffer.fields[:num_others], self._buffers, strict=True):
-            field.copy_(mine)
-        mine, n = message.buffer.raw, self.transport.world_size
-        everyone = mine.new_empty(n * mine.numel())
-        try:
-            if mine.numel():
-                self.transport.all_gather(everyone, mine, what=f"messages of round {self._t}")
-            if is_elastic(self.transport):  # as `ElasticAverage`
-                end = torch.zeros(1, device="cpu")
-                self.transport.all_reduce(end, what=f"end of the messages of round {self._t}")
-        except (ConnectionError, TimeoutError):
-            if is_elastic(self.transport):
-                return RoundLost
-            raise
-        sizes = message.buffer.sizes
-        received = [Message(message.code, MessageBuffer(sizes, raw), num_others) for raw in everyone.view(n, -1)]
-        for k, own in enumerate(self._buffers):
-            total = torch.zeros_like(own, dtype=own.dtype if own.element_size() >= 4 else torch.float32)
-            for theirs in received:
-                total.add_(theirs.buffer.fields[k])
-            own.copy_(total.div_(n))
-        self._own_buffer_weight *= 1 / n
-        self._set_weight(v)
-        return Received([(1.0, theirs) for theirs in received])
 
     # State.
 

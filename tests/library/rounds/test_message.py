@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gossip_modules.rounds.messages import Header, MessageBuffer
+from gossip_modules.rounds.message_rounds import Header
+from gossip_modules.rounds.messages import MessageBuffer
 from tests.harness.ranks import CPU
 
 SIZES = [(torch.bfloat16, 3), (torch.float64, 2), (torch.uint8, 5), (torch.float32, 0), (torch.float32, 7)]

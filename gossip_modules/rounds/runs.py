@@ -1,0 +1,70 @@
+"""Runs: the elements of a vector by the tensors that they belong to, for vectors of which others are trained by now."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+
+from ..flat.layout import FlatLayout
+from ..flat.vector import FlatVector
+from .vector import widened
+
+
+def layout_of(flat: FlatVector) -> FlatLayout:
+    """The layout of the parameters, in float32 at least."""
+    return widened(flat.layout, has_buffers=False)
+
+
+Places: TypeAlias = list[tuple[str, int, int, int, int]]
+"""The tensors of a vector, or their parts: name, first element in the tensor, part of the vector, first there, size."""
+Run: TypeAlias = tuple[str, int, Tensor]
+"""Elements of a tensor: its name, the first element in it, and a view of them."""
+
+
+def places_of(layout: FlatLayout | None) -> Places | None:
+    """The places of a layout; None: there is none."""
+    if layout is None:
+        return None
+    return [
+        (spec.name, spec.first, k, start, spec.numel)
+        for k, segment in enumerate(layout.segments)
+        for start, spec in segment.places()
+    ]
+
+
+def runs(places: Places | None, parts: Sequence[Tensor]) -> list[Run]:
+    """The elements of a vector, tensor by tensor; part by part where the tensors are not known."""
+    if places is None:
+        return [(str(k), 0, part) for k, part in enumerate(parts)]
+    return [(name, first, parts[k][start : start + numel]) for name, first, k, start, numel in places]
+
+
+def carry(old: Sequence[Run], new: Sequence[Run]) -> None:
+    """The elements of tensors that both have, in one size, <- the old ones."""
+    before, after = ([(name, first, len(x)) for name, first, x in side] for side in (old, new))
+    if before == after:
+        for (*_, x), (*_, y) in zip(new, old, strict=True):
+            x.copy_(y)
+        return
+    sizes, own_sizes = Counter[str](), Counter[str]()
+    by_name = defaultdict[str, list[tuple[int, Tensor]]](list)
+    for name, start, y in old:
+        by_name[name].append((start, y))
+        sizes[name] += len(y)
+    for name, _, x in new:
+        own_sizes[name] += len(x)
+    for name, first, x in new:
+        for start, y in by_name[name] if sizes[name] == own_sizes[name] else ():
+            a, b = max(first, start), min(first + len(x), start + len(y))
+            if a < b:
+                x[a - first : b - first].copy_(y[a - start : b - start])
+
+
+def tensors_beyond(known: Places | None, x: FlatVector) -> list[Tensor]:
+    """The parameters of x that vectors with these places do not have; views."""
+    there = {(name, first): numel for name, first, _, _, numel in known or ()}
+    own = runs(places_of(layout_of(x)), x.parameters)
+    return [part for name, first, part in own if there.get((name, first)) != len(part)]
