@@ -86,24 +86,25 @@ class Background:
 class ClosableEngine(Protocol):
     """What is used here of an engine."""
 
-    is_closed: bool
+    @property
+    def is_closed(self) -> bool: ...
 
     def close(self) -> None: ...
 
 
-_makers: weakref.WeakKeyDictionary[ClosableEngine, threading.Thread] = weakref.WeakKeyDictionary()
+_makers: weakref.WeakKeyDictionary[ClosableEngine, tuple[threading.Thread, float]] = weakref.WeakKeyDictionary()
 _closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-def close_at_program_end(engine: ClosableEngine) -> None:
-    """At the end of the program the engine closes, if nobody has closed it by then.
+def close_at_program_end(engine: ClosableEngine, *, seconds: float = _END_SECONDS) -> None:
+    """At the end of the program the engine closes, if nobody has closed it by then; it may take so many seconds.
 
     [Note: programs that end] A peer takes a connection that closes without a shutdown message for the death of a rank,
     and fails. So a program that ends without `close()` sends that message too, for a few seconds at most, before
     Python's `atexit` functions end the threads of the engine. A program that an exception ends sends nothing, since its
     rank has failed; nor does an engine whose thread goes on training when the main thread has ended.
     """
-    _makers[engine] = threading.current_thread()
+    _makers[engine] = threading.current_thread(), seconds
 
 
 def close_in_thread(engine: ClosableEngine) -> None:
@@ -119,11 +120,13 @@ def close_in_thread(engine: ClosableEngine) -> None:
 
 
 def _close_all() -> None:
+    limit = _END_SECONDS
     if getattr(sys, "last_value", None) is None:
-        for engine, maker in tuple(_makers.items()):
+        for engine, (maker, seconds) in tuple(_makers.items()):
             if not engine.is_closed and (maker is threading.main_thread() or not maker.is_alive()):
                 close_in_thread(engine)  # all at once: a peer that does not answer keeps each of them for two seconds
-    deadline = time.monotonic() + _END_SECONDS
+                limit = max(limit, seconds)
+    deadline = time.monotonic() + limit
     for thread in tuple(_closing):
         thread.join(max(deadline - time.monotonic(), 0.0))
 

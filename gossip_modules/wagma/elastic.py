@@ -1,25 +1,24 @@
-"""ElasticGroupEngine: WAGMA-SGD among workers that may die and join; each generation has threads of its own."""
+"""WAGMA-SGD among workers that may die and join: an engine and a participant for each generation of a membership."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
 
 from ..flat.vector import FlatVector
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..membership.links import LinkTransport
+from ..membership.participant import ModelParticipant
 from ..rounds.mixer import ElasticAverage
+from ..wrappers.arguments import as_whole
 from .engine import WaitAvoidingEngine
-from .failure_detector import FailureDetector
-from .failure_reason import FailureReason
 from .group_average import GroupAverage
 from .pace import RelativePace
-from .worker import WaitAvoidingWorker
+from .worker import WaitAvoidingWorker, control_peers
 
-_PATIENCE = 1.0  # seconds without a generation until another one is asked for, though nobody is known to be dead
+_PATIENCE = 1.0  # seconds without a generation until another one is asked for, though no worker is known to be dead
 
 
 class ElasticGroupEngine(WaitAvoidingEngine):
@@ -33,18 +32,18 @@ class ElasticGroupEngine(WaitAvoidingEngine):
         at each step from then on, x is trained alone
         when the next generation is known:
             t <- its first round;  y <- x
-            connections, threads and ButterflyGroups(n) anew; ranks wait for each other before the first round
+            new connections, threads and ButterflyGroups(n); ranks wait for each other before the first round
 
-    A sum of which a part is missing cannot be told from a sum that is late by those who are not next to the dead rank.
-    So a round is not completed among the rest: all abandon it. A rank whose average was complete by then keeps it; the
-    next average over all ranks makes them equal. Where that one is cut short, all go back to what they had
+    A rank that is not next to the dead one cannot tell a sum that lacks a part from a sum that is late. So a round is
+    not completed among the rest: all abandon it. A rank whose average was complete by then keeps it; the next average
+    over all ranks makes them equal. Where that one is cut short, all go back to their models of before
     (`ElasticAverage`).
 
     A rank that is behind when the others begin the next generation leaves out the steps up to its first one, as it
     leaves out rounds that the others have passed ([Note: stragglers] of `WaitAvoidingEngine`).
 
-    Nothing raises but what is wrong on this rank itself. Also a rank that stands still while its process lives ends a
-    generation, after the timeout; the membership is told who it is.
+    Only an error of this rank itself is raised. A rank that stands still while its process lives also ends a
+    generation, after the timeout; the membership is told its number.
 
     Args:
         choose: the groups for a number of ranks; the same function on all.
@@ -52,8 +51,6 @@ class ElasticGroupEngine(WaitAvoidingEngine):
         x: the parameters.
         sync_period, overlap, on_nonfinite: see `WaitAvoidingEngine`.
     """
-
-    worker: GenerationWorker
 
     def __init__(
         self,
@@ -67,16 +64,17 @@ class ElasticGroupEngine(WaitAvoidingEngine):
     ) -> None:
         self._choose = choose
         self._num_skipped_steps = 0
-        self._alone_since: float | None = None  # seconds (`time.monotonic()`)
-        self._links = links
-        policies = {"overlap": overlap, "on_nonfinite": on_nonfinite}
-        super().__init__(*self._mixers(links), x, sync_period=sync_period, **policies)  # type: ignore[arg-type]
+        average, averager = self._mixers(links)
+        super().__init__(average, averager, x, sync_period=sync_period, overlap=overlap, on_nonfinite=on_nonfinite)
+        self._watch(links)
 
     def _mixers(self, links: LinkTransport) -> tuple[GroupAverage, ElasticAverage]:
         return GroupAverage(self._choose(links.world_size), links.whole), ElasticAverage(links)
 
-    def _make_worker(self, average: GroupAverage, x: FlatVector, **options: Any) -> GenerationWorker:
-        return GenerationWorker(self._links, average, x, **options)
+    def _watch(self, links: LinkTransport) -> None:
+        self._links = links
+        self._alone_since: float | None = None  # seconds (`time.monotonic()`)
+        self.worker.liveness.on_late = links.loses
 
     @property
     def state_name(self) -> str:
@@ -86,7 +84,7 @@ class ElasticGroupEngine(WaitAvoidingEngine):
     @property
     def is_cut_off(self) -> bool:
         """Whether a rank of this generation has left it: died, or gone on to the next one."""
-        return self.worker.detector.has_failed or bool(self.worker.channel.closed_peers)
+        return self.worker.liveness.has_failed or bool(self.worker.liveness.closed)
 
     @property
     def has_peers(self) -> bool:
@@ -99,19 +97,20 @@ class ElasticGroupEngine(WaitAvoidingEngine):
         return num_steps
 
     def rebind(self, links: LinkTransport, x: FlatVector) -> None:
-        """Turn to another generation; see [Note: generations of WAGMA]. Nothing is in flight. Waits for nobody."""
+        """Turn to another generation; see [Note: generations of WAGMA]. Nothing is in flight. Waits for no rank."""
         before = self.worker
-        self._links, self._alone_since, self._pace = links, None, RelativePace()
+        self._pace = RelativePace()
         self._connect(*self._mixers(links), x)
-        self.worker.channel.transport.num_bytes_sent += before.channel.transport.num_bytes_sent
+        self._watch(links)
+        self.worker.control.num_bytes_sent += before.control.num_bytes_sent
         self._set_round(self.t)
-        before.leave_in_a_thread()
+        threading.Thread(target=_leave, args=(before,), name="gossip-closing", daemon=True).start()
 
     def restart(self, x: FlatVector, t: int) -> None:
         """Go on with another model, in round t; before the first round of a generation."""
         self._set_round(t)
         with self.worker.state:
-            self.worker.published.publish(x, t=t - 1)
+            self.worker.publish(x, t=t - 1)
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine` and [Note: generations of WAGMA]."""
@@ -154,74 +153,73 @@ class ElasticGroupEngine(WaitAvoidingEngine):
             self._links.ask_for_another()
 
 
-class GenerationDetector(FailureDetector):
-    """Ends the waits of a generation: connections close at once, and tell the neighbours more than any message.
+def _leave(worker: WaitAvoidingWorker) -> None:
+    """Close the worker of a generation that is over, and drop the error that has ended it."""
+    with contextlib.suppress(Exception):
+        worker.close()
+    worker.liveness.background.forget()
 
-    Who has died is noticed by the membership itself. It is told only who stands still, after the timeout.
 
-    Args:
-        links: the transport of the generation.
-        arguments, options: see `FailureDetector`.
+class GroupParticipant(ModelParticipant):
+    """The part of a `GroupAverageDataParallel` in its membership; see [Note: generations of WAGMA].
+
+    Steps are rounds. All messages go over the group of all ranks, as a lost worker ends all rounds of a generation; a
+    worker watches the ranks from which it gets control messages.
     """
 
-    def __init__(self, links: LinkTransport, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._links = links
+    def _turn_to(self, transport: LinkTransport, growth: float) -> None:
+        """See `ModelParticipant`."""
+        self.wrapper._engine.rebind(transport, self.wrapper._buffer.vector)
+        self.wrapper._averager.transport = transport
 
-    def fail(self, error: BaseException, rank: int = -1, reason: FailureReason = FailureReason.UNKNOWN) -> None:
-        """See `FailureDetector`; there is nothing to watch then."""
-        super().fail(error, rank, reason)
-        self.end()
+    def peers(self, rank: int, world_size: int) -> Iterable[int]:
+        """See `Participant`."""
+        out_peers, in_peers = control_peers(rank, world_size)
+        return {*out_peers, *in_peers}
 
-    def explain(self, error: BaseException) -> NoReturn:
-        """See `FailureDetector`; waits for nobody who may know more."""
-        self.fail(error)
-        self._background.raise_if_failed()
-        raise error
+    def links(self, rank: int, world_size: int) -> Iterable[int]:
+        """See `Participant`."""
+        return ()
 
-    def _announce(self, rank: int, reason: FailureReason) -> None:
-        """See `FailureDetector`."""
-        if reason in (FailureReason.SILENT, FailureReason.ABSENT) and rank not in (-1, self._rank):
-            self._links.loses(rank, RuntimeError(reason.sentence(self._names[rank])), self.timeout)
+    @property
+    def is_cut_off(self) -> bool:
+        """See `Participant`."""
+        return bool(self.wrapper._engine.is_cut_off)
 
-    def _fail_or_defer(self, error: BaseException, rank: int, reason: FailureReason) -> None:
-        """At once, since nothing is raised."""
-        self.fail(error, rank, reason)
+    def skipped(self) -> int:
+        """See `Participant`."""
+        return int(self.wrapper._engine.skipped())
+
+    @property
+    def step(self) -> int:
+        """See `Participant`."""
+        return int(self.wrapper._engine.t)
+
+    def advance(self, num_steps: int) -> None:
+        """See `Participant`."""
+        self.wrapper._engine.t += num_steps
+
+    def _go_to(self, t: int, step: int) -> None:
+        """See `ModelParticipant`."""
+        self.wrapper._engine.restart(self.wrapper._buffer.vector, t)
 
 
-class GenerationWorker(WaitAvoidingWorker):
-    """The threads of one generation; they end with it.
+def choose_groups(group_size: int | None) -> Callable[[int], ButterflyGroups]:
+    """The groups for any number of workers: of `group_size`, or of as many as there are, down to a power of two.
 
     Args:
-        links: the transport of the generation.
-        average, x, options: see `WaitAvoidingWorker`.
+        group_size: a power of two; None: see `default_group_size`.
+
+    Raises:
+        ValueError: it is none, or 1.
     """
+    if group_size is not None and (as_whole(group_size, name="group_size") < 2 or group_size.bit_count() != 1):
+        raise ValueError(
+            f"got group_size={group_size!r} with a membership, expected a power of two from 2 on, or None; "
+            "GossipDataParallel with schedule=Schedule(gossip_every=H, average_every=1) is local SGD, and takes one"
+        )
 
-    def __init__(self, links: LinkTransport, average: GroupAverage, x: FlatVector, **options: Any) -> None:
-        self._links = links
-        super().__init__(average, x, **options)
+    def choose(n: int) -> ButterflyGroups:
+        return ButterflyGroups(n, group_size=group_size and min(group_size, 1 << n.bit_length() - 1))
 
-    def _make_detector(self) -> FailureDetector:
-        """See `WaitAvoidingWorker`."""
-        timeout = self.transport.timeout
-        return GenerationDetector(self._links, self.channel, self.state, self._background, timeout=timeout)
-
-    def _watch(self) -> None:
-        """See `WaitAvoidingWorker`; nobody need be there who would close a worker that has failed."""
-        super()._watch()
-        if self.detector.has_failed:
-            self.leave()
-
-    def leave(self) -> None:
-        """Close; rounds at which some rank has arrived are done first, within seconds."""
-        with contextlib.suppress(Exception):  # of a generation that is over
-            self.close()
-
-    def leave_in_a_thread(self) -> None:
-        """Leave, and let go of what has ended the generation; training has turned to another one."""
-
-        def run() -> None:
-            self.leave()
-            self._background.forget()
-
-        threading.Thread(target=run, name="gossip-closing", daemon=True).start()
+    return choose

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.profiler import record_function
 
 from ..engine.engine import Engine
+from ..engine.liveness import Activity, ControlMessage
 from ..flat.nonfinite import is_finite, refuse
 from ..flat.vector import FlatVector
 from ..rounds.mixer import GlobalAverage
-from .barrier import DisseminationBarrier, Patience
 from .group_average import GroupAverage
 from .pace import RelativePace
-from .worker import WaitAvoidingWorker
+from .worker import SETTLING, WaitAvoidingWorker
 
 
 class WaitAvoidingEngine(Engine):
@@ -78,21 +81,18 @@ class WaitAvoidingEngine(Engine):
     ) -> None:
         super().__init__()
         self.on_nonfinite, self.overlap, self._sync_period = on_nonfinite, overlap, sync_period
-        self._connect(average, averager, x)
         self._round_in_flight: int | None = None  # with `overlap`: x as of then is y
         self._merged = -1  # the newest round whose average is in x
+        self._num_settled = 0
         self._is_reset, self._pace = False, RelativePace()
+        self._connect(average, averager, x)
 
     def _connect(self, average: GroupAverage, averager: GlobalAverage, x: FlatVector) -> None:
         """Start the threads."""
-        self.worker = self._make_worker(
-            average, x, sync_period=self._sync_period, stats=self.stats, on_nonfinite=self.on_nonfinite
-        )
-        self._groups, self._averager, self._transport = average.groups, averager, self.worker.transport
-        self._barrier = DisseminationBarrier(self.worker)
-
-    def _make_worker(self, average: GroupAverage, x: FlatVector, **options: Any) -> WaitAvoidingWorker:
-        return WaitAvoidingWorker(average, x, **options)
+        options: dict[str, Any] = {"sync_period": self._sync_period, "on_nonfinite": self.on_nonfinite}
+        self.worker = WaitAvoidingWorker(average, x, stats=self.stats, **options)
+        self._groups, self._averager, self._transport = average.groups, averager, average.transport
+        self._device = x.raw.device
 
     @property
     def is_in_flight(self) -> bool:
@@ -114,11 +114,11 @@ class WaitAvoidingEngine(Engine):
         Raises:
             TimeoutError, ConnectionError: a peer is late or gone; names it.
         """
-        worker, detector = self.worker, self.worker.detector
-        detector.round = self.t
-        detector.engage()
+        worker = self.worker
+        worker.liveness.round = self.t
+        worker.engage()
         self.begin()
-        detector.check_present()
+        worker.liveness.check_present()
         with worker.state:
             due = worker.next_global(self.t)
             self._pace.finish_step(worker.num_started, is_halted=worker.num_started == due)
@@ -143,11 +143,33 @@ class WaitAvoidingEngine(Engine):
             ValueError: ranks are in different rounds.
             TimeoutError, ConnectionError: a peer is late or gone; names it.
         """
-        if self.worker.is_held:
-            self.worker.detector.engage()
-            self._barrier.begin(self.t)
-            with self.worker.state:
-                self.worker.release()
+        worker = self.worker
+        if not worker.is_held:
+            return
+        with worker.state:
+            worker.begin()
+        with self.together("waiting until all ranks begin"):
+            rounds = self._gather_rounds("the beginning")
+        if min(rounds) != max(rounds):
+            raise ValueError(
+                f"got a model of round {self.t} among models of rounds {min(rounds)} to {max(rounds)} on other ranks, "
+                "expected one round on all; load checkpoints of one moment on all ranks: call settle() before the "
+                "checkpoint"
+            )
+        with worker.state:
+            worker.release()
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A context of a collective, also of a rank that is idle otherwise; errors name the rank that failed first."""
+        worker = self.worker
+        was_idle, worker.liveness.round = worker.is_idle, self.t
+        worker.engage()
+        try:
+            with worker.liveness.waiting(what, activity=Activity.COLLECTIVE):
+                yield
+        finally:
+            worker.is_idle = was_idle
 
     def settle(self, x: FlatVector, *, is_patient: bool = False) -> bool:
         """Wait until all ranks settle, in one round and with no average under way; collective.
@@ -161,22 +183,24 @@ class WaitAvoidingEngine(Engine):
         Returns:
             Whether x was written: by global averages of ranks that still trained.
         """
-        detector, first = self.worker.detector, self.t
-        detector.engage()
+        first = self.t
+        self.worker.engage()
         self.begin()
-        patience = Patience(detector, is_patient=is_patient)
-        newest = self._barrier.settle(self.t, patience, average_globally=lambda due: self._average_globally(x, due))
+        newest = self._wait_until_all_settle(x, is_patient=is_patient)
         is_written = self.t != first
-        self._go_to(newest)
-        # The second barrier: no worker is at work any more. A rank at a global average now has settled, and trains on.
-        self._go_to(self._barrier.settle(self.t, patience))
-        detector.is_idle = True
+        with self.worker.state:
+            self.worker.arrive_at(newest - 1)  # the ARRIVED message may not have come yet
+        self._wait_for_rounds_before(newest)
+        self.t = newest
+        with self.together("waiting until no rank averages"):
+            self._gather_rounds("the end of all rounds")
+        self.worker.is_idle = True
         return is_written
 
     @property
     def is_settled(self) -> bool:
         """Whether no rank needs this one any more: nothing was done since it was made, loaded or settled."""
-        return self.worker.detector.is_idle
+        return self.worker.is_idle
 
     def close(self, *, error: BaseException | None = None) -> None:
         """See `Engine`. Does not settle. `error`: of this rank's own code, because of which it leaves at once."""
@@ -189,20 +213,28 @@ class WaitAvoidingEngine(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`. After `settle()`, so that all ranks are in one round."""
+        shared = self.worker.shared
         with self.worker.state:
-            return {**super().state_dict(), **self.worker.published.state_dict()}
+            copy = shared.host_vector()
+            shared.snapshot(copy)
+            return {**super().state_dict(), "published": copy.raw, "published_at": self.worker.published_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`, and [Note: beginning]. Raises ValueError where the state is that of another model too."""
-        has_published = "published" in state  # else it is the state of a copy, which has published nothing
-        if has_published:
-            self.worker.published.check(state)
+        y = self.worker.result.vector  # of the layout of the model
+        published = state.get("published")  # None: the state of a copy, which has published nothing
+        if published is not None and (published.dtype, published.shape) != (y.raw.dtype, y.raw.shape):
+            raise ValueError(
+                f"got a published model of {published.numel()} elements of {published.dtype}, expected "
+                f"{y.layout.num_bytes} bytes (torch.uint8); load the state of a wrapper around the same model"
+            )
         super().load_state_dict(state)
         self._set_round(state["t"])
-        self._is_reset = not has_published
-        if has_published:
+        self._is_reset = published is None
+        if published is not None:
             with self.worker.state:
-                self.worker.published.load_state_dict(state)
+                y = FlatVector(y.layout, published.to(self._device))
+                self.worker.publish(y, t=state["published_at"])
 
     def reset(self) -> None:
         """See `Engine`. `publish_loaded()` is to follow."""
@@ -213,14 +245,14 @@ class WaitAvoidingEngine(Engine):
         """y <- x if there was a `reset()`: what was published is another model, which no peer should get."""
         if self._is_reset:
             with self.worker.state:
-                self.worker.published.publish(x, t=self.t - 1)
+                self.worker.publish(x, t=self.t - 1)
             self._is_reset = False
 
     def _average_in_group(self, x: FlatVector) -> bool:
         """Round t in the group; see [Note: wait-avoiding average]. With the lock, which it releases while it waits."""
         worker, t = self.worker, self.t
         is_late = worker.num_started > t
-        worker.published.publish(x, t=t)
+        worker.publish(x, t=t)
         if not is_late:
             worker.arrive_at(t)
         if self.overlap and not is_late:
@@ -254,16 +286,15 @@ class WaitAvoidingEngine(Engine):
         """With the lock, which it releases while it waits."""
         names = [self._transport.names[rank] for rank in self._groups.members(self._transport.rank, t)]
         what = f"waiting for the group average of ranks {names} in round {t}"
-        self.worker.wait_for(lambda: self.worker.num_done > t, what, t=self.t)
+        self.worker.wait_for(lambda: self.worker.num_done > t, what)
 
     def _wait_for_rounds_before(self, t: int) -> None:
         """Wait until this rank's worker has done all rounds before t. Takes the lock and releases it while it waits."""
-        what = f"waiting for the group averages before round {t}"
         with self.worker.state:
-            self.worker.wait_for(lambda: self.worker.num_done >= t, what, t=self.t)
+            self.worker.wait_for(lambda: self.worker.num_done >= t, f"waiting for the group averages before round {t}")
 
-    def _average_globally(self, x: FlatVector, t: int) -> int:
-        """Round t: x <- the mean over all ranks; y too. Returns the next round. Without the lock."""
+    def _average_globally(self, x: FlatVector, t: int) -> None:
+        """Round t: x <- the mean over all ranks; y too. Without the lock."""
         worker = self.worker
         with worker.state:
             worker.arrive_at(t)
@@ -273,26 +304,59 @@ class WaitAvoidingEngine(Engine):
         if self.on_nonfinite == "raise" and not is_finite(x):
             refuse(self._transport.names[self._transport.rank], f"round {t}")
         before = x.clone() if self.on_nonfinite == "skip" else None
-        together = worker.detector.together(f"the global average in round {t}", t=self.t)
-        with record_function("gossip.average", f"t={t}"), together:
+        with record_function("gossip.average", f"t={t}"), self.together(f"the global average in round {t}"):
             self._averager.mix(x, t)
         if before is not None and not is_finite(x):
             x.copy_(before)
             self.stats.num_skipped += 1
         self.stats.wait_seconds += time.perf_counter() - start
         with worker.state:
-            worker.published.publish(x, t=t)
+            worker.publish(x, t=t)
             worker.finish_global(t)
             self.stats.record(0)
         self.t, self._merged = t + 1, t
-        return self.t
 
-    def _go_to(self, newest: int) -> None:
-        """Go to the newest round of any rank, once this rank's worker has done those before it."""
-        with self.worker.state:
-            self.worker.arrive_at(newest - 1)  # the ARRIVED message may not have come yet
-        self._wait_for_rounds_before(newest)
-        self.t = newest
+    def _wait_until_all_settle(self, x: FlatVector, *, is_patient: bool) -> int:
+        """Wait until all ranks settle; returns the newest round that any rank has been in.
+
+        A dissemination barrier in ceil(log2 n) stages (Hensgen, Finkel and Manber 1988), in which this rank takes part
+        in the global averages of ranks that still train:
+
+            for stage k = 0, 1, ..., while 2^k < n:
+                send (the newest round that this rank knows of) to rank i + 2^k
+                wait for the message of rank i - 2^k; newest <- max(newest, theirs)
+
+        After the last stage each rank has heard, directly or through others, from all ranks.
+        """
+        worker, liveness = self.worker, self.worker.liveness
+        barrier, self._num_settled = self._num_settled, self._num_settled + 1
+        newest, stage = self.t, 0
+        what = f"waiting until all ranks settle after round {self.t}"
+        waiting = liveness.waiting(
+            what, lambda: worker.in_peers[stage], activity=Activity.SETTLING, is_patient=is_patient
+        )
+        with waiting:
+            for stage, out_peer in enumerate(worker.out_peers):
+                liveness.post(out_peer, ControlMessage(SETTLING, newest, barrier, stage))
+                while (heard := self._hear(barrier, stage, due := worker.next_global(self.t))) is None:
+                    assert due is not None, "without global averages only a message ends the wait"
+                    self._average_globally(x, due)
+                newest = max(newest, heard, self.t)
+        return newest
+
+    def _hear(self, barrier: int, stage: int, due: int | None) -> int | None:
+        """Wait for the message of a stage; None where some rank comes to the global average of round `due` before."""
+        worker, key = self.worker, (barrier, stage)
+        worker.liveness.round = self.t
+        with worker.state:
+            worker.wait(lambda: key in worker.settling or (due is not None and worker.newest_arrival >= due))
+            return worker.settling.pop(key, None)
+
+    def _gather_rounds(self, what: str) -> list[int]:
+        """The round of every rank."""
+        rounds = torch.empty(self._transport.world_size, dtype=torch.int64, device="cpu")
+        self._transport.all_gather(rounds, torch.tensor([self.t], device="cpu"), what=what)
+        return [int(t) for t in rounds.tolist()]
 
     def _set_round(self, t: int) -> None:
         with self.worker.state:

@@ -17,28 +17,24 @@ class GroupResult:
     `shared`; so training never reads a vector that the worker writes.
 
     Args:
-        shared: what this rank has published, y.
-        x: the parameters.
+        shared: y, the model that this rank has published.
 
     Attributes:
         vector: the newest average.
-        accumulator: what the worker averages.
+        accumulator: the vector that the worker averages.
     """
 
-    def __init__(self, shared: SharedModel, x: FlatVector) -> None:
+    def __init__(self, shared: SharedModel) -> None:
         self.vector, self.accumulator = shared.host_vector(), shared.host_vector()
         self._shared = shared
-        self._first_buffers = [segment.numel for segment in x.layout.where(is_buffer=False).segments]
         self._correction: FlatVector | None = None  # with its bounds, made when they are first needed
         self._bounds: list[tuple[Tensor, Tensor]]
-        self._is_on_gpu = x.raw.is_cuda
-        if self._is_on_gpu:
-            self._on_gpu, self._copied = x.like(), torch.cuda.Event()
+        self._on_gpu: FlatVector | None = None  # with its event, made when they are first needed
+        self._copied: torch.cuda.Event
 
     def take_snapshot(self) -> None:
         """accumulator <- y."""
-        if self._is_on_gpu:
-            self._copied.synchronize()  # the accumulator was the result before, whose copy to the GPU may be queued
+        self._wait_for_copy()  # the accumulator was the result before
         self._shared.snapshot(self.accumulator)
 
     def finish(self, *, is_skipped: bool) -> None:
@@ -49,50 +45,51 @@ class GroupResult:
 
     def merge_to(self, x: FlatVector, *, weight: float) -> None:
         """x <- (1 - weight) x + weight * average."""
-        average = self.vector
-        if self._is_on_gpu:
-            average = self._copy_to_gpu(average, x)
+        average = self._beside(x, self.vector)
         if weight == 1.0:
             x.raw.copy_(average.raw)
         else:
             x.combine_(1 - weight, [average], [weight])
 
     def correct(self, x: FlatVector) -> None:
-        """x <- x + (average - y), where y is what this rank contributed: steps that x has taken since then are kept.
+        """x <- x + (average - y), where y is the contribution of this rank: later steps of x are kept.
 
         [Note: statistics] For buffers that sum can leave the range of the values that ranks have: a running variance
         that has decayed since y was published could become negative. So each element of a buffer is clamped to the
         interval between the average and its present value.
         """
-        correction = self._difference(x)
-        for (average, _), buffers in zip(self._bounds, self._buffers_of(self.vector), strict=True):
-            average.copy_(buffers, non_blocking=True)
-        if self._is_on_gpu:
-            correction = self._copy_to_gpu(correction, x)
-        for (average, low), buffers in zip(self._bounds, self._buffers_of(x), strict=True):
-            torch.minimum(buffers, average, out=low)
-            torch.maximum(buffers, average, out=average)
+        buffers_of = self._shared.buffers_of
+        correction = self._beside(x, self._difference(x))
+        for (average, low), mean, own in zip(self._bounds, buffers_of(self.vector), buffers_of(x), strict=True):
+            average.copy_(mean, non_blocking=True)
+            torch.minimum(own, average, out=low)
+            torch.maximum(own, average, out=average)
         x.add_segments_(correction, alpha=1.0)
-        for (high, low), buffers in zip(self._bounds, self._buffers_of(x), strict=True):
-            torch.clamp(buffers, low, high, out=buffers)
+        for (high, low), own in zip(self._bounds, buffers_of(x), strict=True):
+            torch.clamp(own, low, high, out=own)
 
     def _difference(self, x: FlatVector) -> FlatVector:
         """average - y, in host memory."""
         if self._correction is None:
             self._correction = self._shared.host_vector()
-            self._bounds = [(torch.empty_like(buffers), torch.empty_like(buffers)) for buffers in self._buffers_of(x)]
-        elif self._is_on_gpu:
-            self._copied.synchronize()  # the copy of the last correction to the GPU reads this memory
+            buffers = self._shared.buffers_of(x)
+            self._bounds = [(torch.empty_like(own), torch.empty_like(own)) for own in buffers]
+        self._wait_for_copy()  # of the last correction
         self._shared.snapshot(self._correction)
         for y, average in zip(self._correction.segments, self.vector.segments, strict=True):
             torch.sub(average, y, out=y)
         return self._correction
 
-    def _copy_to_gpu(self, vector: FlatVector, x: FlatVector) -> FlatVector:
-        """A copy beside x, queued in training's stream."""
+    def _beside(self, x: FlatVector, vector: FlatVector) -> FlatVector:
+        """The vector on the device of x; on a GPU it is a copy that is queued in training's stream."""
+        if not x.raw.is_cuda:
+            return vector
+        if self._on_gpu is None:
+            self._on_gpu, self._copied = x.like(), torch.cuda.Event()
         self._on_gpu.raw.copy_(vector.raw, non_blocking=True)
         self._copied.record(torch.cuda.current_stream(x.raw.device))
         return self._on_gpu
 
-    def _buffers_of(self, vector: FlatVector) -> list[Tensor]:
-        return [segment[first:] for segment, first in zip(vector.segments, self._first_buffers, strict=True)]
+    def _wait_for_copy(self) -> None:
+        if self._on_gpu is not None:
+            self._copied.synchronize()

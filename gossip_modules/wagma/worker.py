@@ -2,55 +2,63 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import functools
+import copy
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from functools import partial
 
 import torch
 from torch.profiler import record_function
 
-from ..engine.background import Background
 from ..engine.engine import EngineStats
+from ..engine.liveness import Activity, ControlMessage, Liveness
+from ..engine.shared_model import SharedModel
 from ..flat.nonfinite import check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
+from ..rounds.gossip_thread import GossipThread
 from ..transport.process_group import ProcessGroupTransport
-from .control import ControlChannel, ControlKind, ControlMessage
-from .failure_detector import FailureDetector
 from .group_average import GroupAverage
 from .group_result import GroupResult
-from .peer_status import Activity
-from .published_model import PublishedModel
 
 _CLOSE_SECONDS = 2.0
-_FOR_DETECTOR = (ControlKind.STATUS_REQUEST, ControlKind.STATUS, ControlKind.FAILED)
+_TELLING = timedelta(seconds=2)
+ARRIVED, SETTLING = 0, 1  # the kinds of control messages
+
+
+def control_peers(rank: int, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ranks to which control messages of this rank go, and those from which it gets some.
+
+    They are at distances 1, 2, 4, ... modulo the world size. A message that every rank forwards once to all its
+    out-peers reaches all ranks in ceil(log2 n) hops, from any rank and for any world size. All ranks with which a rank
+    shares a group are among its peers.
+    """
+    distances = [1 << i for i in range((world_size - 1).bit_length())]
+    out_peers = tuple((rank + distance) % world_size for distance in distances)
+    return out_peers, tuple((rank - distance) % world_size for distance in distances)
 
 
 class WaitAvoidingWorker:
-    """The threads of a rank, and what they share with training behind one lock, `state`.
+    """The threads of a rank, and the state that they share with training behind one lock, `state`.
 
     The worker thread of a rank runs:
 
         for round t = 0, 1, 2, ...:
-            wait until training has arrived at t, or a neighbour says that some rank has
-            send ARRIVED(t) to the out-neighbours, which wakes their workers
+            wait until training has arrived at t, or a peer says that some rank has
+            send ARRIVED(t) to the out-peers, which wakes their workers
             if t is averaged globally: wait until training has done that; continue
-            y <- what training has published last         (under `state`)
+            y <- the model that training published last   (under `state`)
             average <- mean of y over the group           (without any lock)
             result <- average; num_done <- t + 1          (under `state`)
 
     so each round runs once and in order, whichever rank arrived there first.
 
-    [Note: locks of WAGMA] `state` is a condition over the lock of `published`, so one lock guards y, the result and all
-    counters. It is reentrant, and nobody holds it while waiting for a peer: the worker averages without it, training
-    waits in `Condition.wait`, which releases it, and `ControlChannel.send` is called without it. A thread that holds it
-    may take the channel's `_posting`, which in turn is never held while waiting or while taking another lock. So
-    neither two threads of a rank nor two ranks can wait for each other's locks.
-
-    [Note: daemons at exit] A daemon thread that wakes inside C++ code while the interpreter ends would abort the
-    process. So at exit this rank closes its connections, which ends every wait of its threads, and joins them.
+    [Note: locks of WAGMA] `state` is a condition over the lock of `shared`, so one lock guards y, the result and all
+    counters. It is reentrant, and no thread holds it while it waits for a peer: the worker averages without it,
+    training waits in `Condition.wait`, which releases it, and `Liveness` is called without it. So neither two threads
+    of a rank nor two ranks can wait for each other's locks.
 
     Attributes and methods are for threads that hold `state`, except where the docstring says otherwise.
 
@@ -63,11 +71,16 @@ class WaitAvoidingWorker:
             itself in the place of an average that is not finite; "spread": do not check.
 
     Attributes:
+        shared: y, the model that this rank contributes.
+        published_at: the round in which training published y.
+        control: the transport of control messages.
+        liveness: the control messages and the failures of this rank.
+        out_peers, in_peers: see `control_peers`.
         num_started, num_done: the number of rounds whose average has begun, and is complete.
         newest_arrival: the newest round at which some rank has arrived.
-        published: y, the model that this rank contributes.
         is_held: whether no round may start, until `release`.
-        barrier_messages: what neighbours have sent to the barriers of this rank, by (kind, barrier_id, stage).
+        is_idle: whether no rank waits for this one: failures of others are raised by the next `engage`, not by `close`.
+        settling: the newest round that a peer knows of, by (number of the barrier, stage).
     """
 
     def __init__(
@@ -79,52 +92,46 @@ class WaitAvoidingWorker:
         stats: EngineStats,
         on_nonfinite: str = "raise",
     ) -> None:
-        transport = average.transport
+        transport = self.transport = average.transport
         assert isinstance(transport, ProcessGroupTransport), "control messages need a process group"
-        self.transport = transport
+        self.control = copy.deepcopy(transport)  # control messages have a channel of their own
         self.on_nonfinite = check_policy(on_nonfinite)
-        self.channel = ControlChannel(transport)
-        self.published = PublishedModel(x)
-        self.state = threading.Condition(self.published.shared.lock)
-        self.result = GroupResult(self.published.shared, x)  # after round num_done - 1
-        self.barrier_messages: dict[tuple[ControlKind, int, int], ControlMessage] = {}
+        self.shared, self.published_at = SharedModel(x), -1
+        self.state = threading.Condition(self.shared.lock)
+        self.result = GroupResult(self.shared)  # after round num_done - 1
+        self.settling: dict[tuple[int, int], int] = {}
         self.num_beginnings = 0
+        self.is_idle = True
         self._average, self._sync_period, self._stats = average, sync_period, stats
-        self._background = Background()
-        self.detector = self._make_detector()
-        self.detector.partner = lambda: average.partner
         self._is_closing = False
-        self._worker_ended = threading.Event()
         self.set_round(0)
-        atexit.register(self._exit)
-        for peer in self.channel.neighbours:
-            self._start(f"gossip-listener-{transport.rank}-{peer}", functools.partial(self._listen, peer))
-        self._start(f"gossip-worker-{transport.rank}", self._work)
-        self._start(f"gossip-watch-{transport.rank}", self._watch)
-
-    def _make_detector(self) -> FailureDetector:
-        return FailureDetector(self.channel, self.state, self._background, timeout=self.transport.timeout)
-
-    def _watch(self) -> None:
-        """The body of the detector's thread."""
-        self.detector.run()
+        self.out_peers, self.in_peers = control_peers(transport.rank, transport.world_size)
+        self.liveness = Liveness(self.control, {*self.out_peers, *self.in_peers})
+        self.liveness.failed.add_done_callback(partial(_wake, self.state))
+        self.liveness.background.start(f"gossip-listener-{transport.rank}", self._listen)
+        self._thread = GossipThread(f"gossip-worker-{transport.rank}")
+        self._work = self._thread.submit(self._run_rounds)
 
     def set_round(self, t: int) -> None:
         """Put training at round t while no round runs; none starts before `release()`."""
         self._next = self.num_started = self.num_done = t
-        self.newest_arrival = self.published.t = t - 1
+        self.newest_arrival = self.published_at = t - 1
         self.is_held = True
 
-    def begin(self) -> int:
-        """Count a beginning: ARRIVED messages of earlier ones are ignored from now on. Returns its number."""
+    def begin(self) -> None:
+        """Count a beginning: ARRIVED messages of earlier ones are ignored from now on."""
         self.num_beginnings += 1
         self.newest_arrival = self.num_done - 1
-        return self.num_beginnings
 
     def release(self) -> None:
         """Let rounds start: all ranks are in one round, and the published model is the one that peers should get."""
         self.is_held = False
         self.state.notify_all()
+
+    def publish(self, x: FlatVector, *, t: int) -> None:
+        """y <- x, the model of round t."""
+        self.shared.publish(x)
+        self.published_at = t
 
     def next_global(self, t: int) -> int | None:
         """The first round from t on that is averaged globally; None = none is."""
@@ -140,24 +147,19 @@ class WaitAvoidingWorker:
         self.num_started = self.num_done = t + 1
         self.state.notify_all()
 
-    def wait_for(self, is_over: Callable[[], bool], what: str, *, t: int) -> None:
-        """Release the lock until `is_over()`. Called by the training thread.
+    def engage(self) -> None:
+        """Let failures of other ranks count from here on; raise the first one, if there is one. Without the lock."""
+        self.is_idle = False
+        self.liveness.raise_if_failed()
 
-        Args:
-            is_over: called with the lock.
-            what: what is waited for, for errors.
-            t: the round of training, for errors.
+    def wait_for(self, is_over: Callable[[], bool], what: str) -> None:
+        """Release the lock until `is_over()`, a group average. Called by the training thread.
 
         Raises:
-            TimeoutError, ConnectionError: a peer is late or gone; names it, see `FailureDetector`.
+            TimeoutError, ConnectionError: a peer is late or gone; names it, see `Liveness`.
         """
-        detector = self.detector
-        detector.round, detector.activity = t, Activity.GROUP
-        try:
-            with detector.waiting(what, detector.partner):
-                self.wait(is_over)
-        finally:
-            detector.activity = Activity.TRAINING
+        with self.liveness.waiting(what, lambda: self._average.partner, activity=Activity.EXCHANGING):
+            self.wait(is_over)
 
     def wait(self, is_over: Callable[[], bool], *, seconds: float | None = None) -> bool:
         """Release the lock until `is_over()`, at most for `seconds`; returns whether it is over."""
@@ -165,7 +167,7 @@ class WaitAvoidingWorker:
         def is_over_or_failed() -> bool:
             if is_over():
                 return True
-            self.raise_if_failed()
+            self.liveness.raise_if_failed()
             return False
 
         start = time.perf_counter()
@@ -174,117 +176,80 @@ class WaitAvoidingWorker:
         self._stats.wait_seconds += time.perf_counter() - start
         return is_in_time
 
-    def raise_if_failed(self) -> None:
-        """Raise the error that ended a thread, if any did. With or without the lock."""
-        self._background.raise_if_failed()
-
     def close(self, *, error: BaseException | None = None) -> None:
         """End the threads once rounds at which some rank has arrived are done; within seconds, whatever peers do.
 
-        Call it without the lock, from the training thread or at exit. Idempotent. Raises the error that ended a thread,
-        if it has not been raised before. The listening thread of a neighbour that is stopped stays behind, as a daemon.
+        Call it without the lock, from the training thread. Idempotent. Raises the failure of this rank, if it has not
+        been raised before and the rank is not idle. The listening thread of a peer that is stopped stays behind, as a
+        daemon.
 
         Args:
             error: an error of this rank's own code, because of which it leaves at once: the others fail, and name it.
         """
         if self._is_closing:
             return
+        liveness = self.liveness
         if error is not None:
-            self.detector.leave(error)
+            liveness.leave(error)
         with self.state:
             self._is_closing = True
             self.state.notify_all()
-        if self._worker_ended.wait(_CLOSE_SECONDS):
-            self.channel.wait_until_last_sent()
-        else:
-            self.channel.post_last(ControlMessage(ControlKind.SHUTDOWN))
-        self.detector.end()
-        if not self._background.close() and self.detector.has_failed:
-            self.channel.close_connections()
-            self._background.close()
-        atexit.unregister(self._exit)
-        self.channel.transport.close()
-        if error is None:
-            self._background.raise_if_unseen()
+        wait([self._work], _CLOSE_SECONDS)
+        liveness.shut_down()
+        liveness.wait_until_received(_TELLING)
+        liveness.end()
+        liveness.background.close()
+        self.control.close()
+        if error is None and not self.is_idle:
+            liveness.background.raise_if_unseen()
 
-    def _exit(self) -> None:
-        """[Note: daemons at exit]"""
-        with contextlib.suppress(Exception):
-            self.close(error=SystemExit("the program ended"))
-        if not self.channel.transport.is_closed:
-            self.channel.close_connections()
-        self._background.close()
+    def _listen(self) -> None:
+        """The body of the listening thread. Takes `state` without waiting for anything inside."""
+        for _, message in self.liveness.messages():
+            with self.state:
+                if message.kind == ARRIVED and message.second == self.num_beginnings:  # of no earlier beginning
+                    self.arrive_at(message.first)
+                elif message.kind == SETTLING:
+                    self.settling[message.second, message.third] = message.first
+                self.state.notify_all()
 
-    def _start(self, name: str, body: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                body()
-            except BaseException as error:  # noqa: BLE001 (raised in the training thread, which is woken for it)
-                self.detector.leave(error)
-
-        self._background.start(name, run)
-
-    def _listen(self, peer: int) -> None:
-        """The body of a listening thread. Takes `state` without waiting for anything inside."""
-        try:
-            self.channel.listen(peer, self._handle)
-        except ConnectionError as error:
-            if not self._is_closing:
-                self.detector.lose(peer, error)
-
-    def _handle(self, sender: int, message: ControlMessage) -> None:
-        """Handle a control message. Called by the listening thread of that neighbour."""
-        if message.kind in _FOR_DETECTOR:
-            self.detector.handle(sender, message)
-            return
-        with self.state:
-            if message.kind is ControlKind.ARRIVED:
-                if message.barrier_id == self.num_beginnings:  # else it is from before something was loaded
-                    self.arrive_at(message.round)
-                return
-            if message.kind is not ControlKind.SHUTDOWN:
-                self.barrier_messages[message.kind, message.barrier_id, message.stage] = message
-            self.state.notify_all()
-
-    def _work(self) -> None:
+    def _run_rounds(self) -> float:
         """The body of the worker thread."""
         try:
-            while (message := self._next_message()) is not None:
-                with self.detector.waiting(f"telling others of round {message.round}", self.detector.partner):
-                    self.channel.send(message)
-                t = message.round
+            while (t := self._next_round()) is not None:
+                with self.liveness.waiting(f"telling others of round {t}", lambda: self._average.partner):
+                    self.liveness.send(ControlMessage(ARRIVED, t, self.num_beginnings), self.out_peers)
                 if t != self.next_global(t):
                     self._run(t)
-        except (ConnectionError, TimeoutError):
-            assert self.detector.has_failed, "waiting() makes it the failure"
+        except BaseException as error:  # noqa: BLE001 (raised in the training thread, which is woken for it)
+            self.liveness.leave(error)
         finally:
-            if not self.detector.has_failed:
-                self.channel.post_last(ControlMessage(ControlKind.SHUTDOWN))
-            self._worker_ended.set()
+            self._thread.close()  # also of a rank that nobody closes
+        return 0.0
 
-    def _next_message(self) -> ControlMessage | None:
-        """Wait for the next round to run; its ARRIVED message. None = this rank closes, and no round is left to run."""
+    def _next_round(self) -> int | None:
+        """Wait for the next round to run. None = this rank closes, and no round is left to run."""
 
         def is_runnable() -> bool:
             return not self.is_held and self.newest_arrival >= self._next <= self.num_done
 
         with self.state:
-            self.state.wait_for(lambda: self._is_closing or self.detector.has_failed or is_runnable())
-            if self.detector.has_failed or not is_runnable():
+            self.state.wait_for(lambda: self._is_closing or self.liveness.has_failed or is_runnable())
+            if self.liveness.has_failed or not is_runnable():
                 return None
             self._next += 1
-            return ControlMessage(ControlKind.ARRIVED, self._next - 1, self.num_beginnings)
+            return self._next - 1
 
     def _run(self, t: int) -> None:
         """Average round t over the group. Called by the worker thread; holds no lock while peers are waited for."""
         with self.state:
             self.result.take_snapshot()
             self.num_started = t + 1
-            self._stats.record(t - self.published.t)
+            self._stats.record(t - self.published_at)
         average = self.result.accumulator  # only this thread exchanges it with the result
         if self.on_nonfinite == "raise" and not is_finite(average):
             refuse(self.transport.names[self.transport.rank], f"round {t}")
-        waiting = self.detector.waiting(f"the group average in round {t}", self.detector.partner)
+        waiting = self.liveness.waiting(f"the group average in round {t}", lambda: self._average.partner)
         with waiting, torch.no_grad(), record_function("gossip.round", f"t={t}"):
             self._average.mix(average, t)
         is_skipped = self.on_nonfinite == "skip" and not is_finite(average)
@@ -293,3 +258,8 @@ class WaitAvoidingWorker:
             self._stats.num_skipped += is_skipped
             self.num_done = t + 1
             self.state.notify_all()
+
+
+def _wake(state: threading.Condition, _: Future[None]) -> None:
+    with state:
+        state.notify_all()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from ..engine.background import close_at_program_end
 from ..engine.engine import SyncEngine
+from ..engine.liveness import WatchedTransport
 from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
@@ -30,12 +31,9 @@ from ..wrappers.composition import hold
 from ..wrappers.foreign.arguments import foreign_arguments
 from ..wrappers.foreign.tables import DDP_ARGUMENTS, WAGMA_ARGUMENTS
 from ..wrappers.links import Links
-from .at_exit import close_at_exit
-from .elastic import ElasticGroupEngine
+from .elastic import ElasticGroupEngine, GroupParticipant, choose_groups
 from .engine import WaitAvoidingEngine
 from .group_average import GroupAverage
-from .participant import GroupParticipant, check_threads, choose_groups
-from .watched_average import WatchedAverage
 
 
 class GroupAverageDataParallel(GossipWrapper):
@@ -119,6 +117,7 @@ class GroupAverageDataParallel(GossipWrapper):
         >>> model.close()
     """
 
+    _watched: WatchedTransport | None = None  # for averages over all ranks, beside the threads
     _foreign_attributes: ClassVar[Mapping[str, str]] = {
         **GossipWrapper._foreign_attributes,
         **dict.fromkeys(
@@ -163,7 +162,12 @@ class GroupAverageDataParallel(GossipWrapper):
         if membership is not None:
             given: dict[str, Any] = {"comm_device": comm_device, "timeout": as_timeout(timeout)}
             check_links(membership, group=process_group, init_sync=init_sync, **given)
-            check_threads(wait_avoiding)
+            if not wait_avoiding:
+                raise ValueError(
+                    "got wait_avoiding=False with a membership, expected True: a group that waits for its members "
+                    "would lose part of a sum with each that dies; for rounds in lockstep take GossipDataParallel with "
+                    "a membership"
+                )
             self._start_elastic(membership, group_size, **options)
         else:
             links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
@@ -175,20 +179,31 @@ class GroupAverageDataParallel(GossipWrapper):
     def _start_among(
         self, links: Links, group_size: int | None, *, wait_avoiding: bool, init_sync: bool, **options: Any
     ) -> None:
-        """Take part in a world of ranks that stays; `options` are those of the engine."""
+        """Take part in a world of ranks that stays; `options` are for the engine."""
         self._place = links.place
         groups = ButterflyGroups(self._place[1], group_size=group_size)
         self._description["groups"] = str(groups)
         is_asynchronous = wait_avoiding and groups.group_size > 1
         self._transport: Any = self._open(_of_threads(links) if is_asynchronous else links, init_sync=init_sync)
-        start = self._start_threads if is_asynchronous else self._start_blocking
-        start(GroupAverage(groups, self._transport), **options)
+        average = GroupAverage(groups, self._transport)
+        if not is_asynchronous:
+            self._averager = GlobalAverage(self._transport)
+            make = OverlapEngine if options["overlap"] else SyncEngine
+            schedule = Schedule(average_every=options["sync_period"])
+            self._engine = make(average, schedule, on_nonfinite=options["on_nonfinite"])
+            return
+        engine = WaitAvoidingEngine(average, GlobalAverage(self._transport), self._buffer.vector, **options)
+        self._engine = engine
+        self._watched = WatchedTransport(self._transport, engine.together)
+        self._averager = GlobalAverage(self._watched)
+        close_when_collected(self, engine)
+        close_at_program_end(self, seconds=links.timeout.total_seconds())
 
     def _start_elastic(self, membership: Membership, group_size: int | None, **options: Any) -> None:
-        """Take part in what `membership` says; until it has a place for this worker, it is a world of one."""
+        """Take part in the generations of a membership; until it has a place for this worker, it is a world of one."""
         choose, self._transport = choose_groups(group_size), alone(membership.timeout)
         engine = self._engine = ElasticGroupEngine(choose, self._transport, self._buffer.vector, **options)
-        self._averager = WatchedAverage(engine, self._transport)
+        self._averager = GlobalAverage(self._transport)
         self._elastic = GroupParticipant(self, membership)
         try:
             membership.attach(self._elastic, self._elastic.describe())
@@ -197,24 +212,15 @@ class GroupAverageDataParallel(GossipWrapper):
             raise
         close_when_collected(self, engine)
 
-    def _start_blocking(self, average: GroupAverage, *, sync_period: int, overlap: bool, on_nonfinite: str) -> None:
-        """Rounds that wait for all of the group."""
-        self._averager = GlobalAverage(self._transport)
-        make = OverlapEngine if overlap else SyncEngine
-        self._engine = make(average, Schedule(average_every=sync_period), on_nonfinite=on_nonfinite)
-
-    def _start_threads(self, average: GroupAverage, **options: Any) -> None:
-        """Rounds in the background; `options` are those of the engine."""
-        engine = WaitAvoidingEngine(average, GlobalAverage(self._transport), self._buffer.vector, **options)
-        self._engine = engine
-        self._averager = WatchedAverage(engine, self._transport)
-        close_when_collected(self, engine)
-        self._exit = close_at_exit(self)
-
     @property
     def round(self) -> int:
         """How far training is: rounds that this rank has taken part in or skipped."""
         return self._engine.t
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._is_closed
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -235,54 +241,29 @@ class GroupAverageDataParallel(GossipWrapper):
     @property
     def _bytes_sent(self) -> int:
         num_bytes = self._transport.num_bytes_sent
+        if self._watched is not None:
+            num_bytes += self._watched.num_bytes_sent
         if isinstance(self._engine, WaitAvoidingEngine):
-            num_bytes += self._engine.worker.channel.transport.num_bytes_sent
+            num_bytes += self._engine.worker.control.num_bytes_sent
         return num_bytes
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        if isinstance(self._engine, WaitAvoidingEngine):  # a copy has no threads to end or to ask
-            state.pop("_exit", None)
-            state["_averager"] = GlobalAverage(self._transport)
-        return state
-
     def _release(self) -> None:
+        if self._watched is not None:
+            self._watched.close()
         self._transport.close()
         super()._release()
 
-    def consensus_distance(self) -> float:
-        """See `AveragingMixin`."""
-        with self._explaining():
-            return super().consensus_distance()
-
-    def _sum_over_ranks(self, x: Tensor) -> None:
-        with self._explaining():
-            super()._sum_over_ranks(x)
-
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Errors of collectives inside name who is at fault."""
-        try:
-            yield
-        except (ConnectionError, TimeoutError) as error:
-            if isinstance(self._engine, WaitAvoidingEngine):
-                self._engine.worker.detector.explain(error)
-            raise
-
+    @torch.no_grad()
     def close(self) -> None:
         """See `AveragingMixin` and above: settles first, or leaves at once in the handler of an exception."""
-        self._close(sys.exc_info()[1], is_patient=True)
-
-    @torch.no_grad()
-    def _close(self, error: BaseException | None, *, is_patient: bool) -> None:
         engine = self._engine
         if not self._is_closed and isinstance(engine, WaitAvoidingEngine) and self._elastic is None:
-            self._exit()
+            error = sys.exc_info()[1]
             if error is not None:
                 engine.close(error=error)
-            elif not engine.is_settled and not engine.worker.detector.has_failed:
+            elif not engine.is_settled and not engine.worker.liveness.has_failed:
                 try:
-                    self._settle(is_patient=is_patient)
+                    self._settle(is_patient=True)
                 except BaseException as failure:
                     engine.close(error=failure)
                     super().close()

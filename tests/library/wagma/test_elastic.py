@@ -22,9 +22,8 @@ from gossip_modules.membership.participant import Change
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.testing import Chaos, Join, Kill, Stop, StoreKill, Worker
 from gossip_modules.wagma import elastic
-from gossip_modules.wagma.elastic import ElasticGroupEngine, GenerationWorker
-from gossip_modules.wagma.failure_reason import FailureReason
-from gossip_modules.wagma.participant import choose_groups
+from gossip_modules.wagma.elastic import ElasticGroupEngine, choose_groups
+from gossip_modules.wagma.worker import WaitAvoidingWorker
 from tests.harness.ranks import assert_no_gossip_threads
 from tests.library.membership.test_links import Ended, run_links
 
@@ -123,7 +122,7 @@ def test_survivors_go_on_and_a_newcomer_gets_the_state_of_training(overlap: bool
 
 def test_former_generations_are_let_go_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else their connections stay until garbage is collected."""
-    former: list[weakref.ref[GenerationWorker]] = []
+    former: list[weakref.ref[WaitAvoidingWorker]] = []
     rebind = ElasticGroupEngine.rebind
 
     def noting(engine: ElasticGroupEngine, links: LinkTransport, x: FlatVector) -> None:
@@ -230,9 +229,10 @@ def test_the_membership_is_told_who_is_late() -> None:
         engine.round(x)
         barrier.wait()
         if transport.rank == 0:
-            engine.worker.detector.fail(TimeoutError("it is late"), 2, FailureReason.ABSENT)
+            with pytest.raises(TimeoutError, match="rank 2 did not come"):
+                engine.worker.liveness.give_up("waiting", 1.0, 2)
         deadline = time.monotonic() + 30
-        while not engine.worker.detector.has_failed:
+        while not engine.worker.liveness.has_failed:
             time.sleep(0.005)
             assert time.monotonic() < deadline
         engine.close()

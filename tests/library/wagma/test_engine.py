@@ -65,7 +65,7 @@ def test_a_late_rank_merges_as_in_the_paper() -> None:
         else:
             turn.wait(PATIENCE)
             with rank.worker.state:
-                rank.worker.wait_for(lambda: rank.worker.num_done == 2, "round 1", t=rank.engine.t)
+                rank.worker.wait_for(lambda: rank.worker.num_done == 2, "round 1")
             # Version 1 is the newest average, whose sum holds this rank's model of the start.
             assert rank.round(3.0) == pytest.approx((20 + 1 + 3) / 3, abs=1e-6)
             assert rank.engine.t == 1
@@ -74,7 +74,7 @@ def test_a_late_rank_merges_as_in_the_paper() -> None:
             assert rank.engine.t == 2
             turn.wait(PATIENCE)
             with rank.worker.state:
-                rank.worker.wait_for(lambda: rank.worker.num_started == 3, "round 2", t=rank.engine.t)
+                rank.worker.wait_for(lambda: rank.worker.num_started == 3, "round 2")
             assert rank.round(5.0) == pytest.approx((40 + 7 + 5) / 3, abs=1e-6)
             assert rank.engine.stats.max_staleness == 2  # round 1 of the model of the start, which is round -1
             assert rank.engine.stats.total_staleness == 1 + 2 + 1  # 7 was published as round 1
@@ -269,7 +269,7 @@ def test_publications_are_never_torn() -> None:
                 rank.x.fill_(1e6 * (step % 5))
                 with rank.worker.state:  # a late rank's half of a round, as often as it goes
                     pass
-                rank.worker.published.publish(rank.vector, t=rank.worker.num_started)
+                rank.worker.publish(rank.vector, t=rank.worker.num_started)
                 step += 1
             assert step > 0
         rank.end()
@@ -288,10 +288,10 @@ def test_a_rank_in_training_joins_a_global_average_that_others_are_at() -> None:
             assert values[3] == (30 + 100) / 2
         else:
             with rank.worker.state:
-                rank.worker.wait_for(lambda: rank.worker.newest_arrival == 3, "the global average", t=rank.engine.t)
+                rank.worker.wait_for(lambda: rank.worker.newest_arrival == 3, "the global average")
             assert rank.round(100.0) == (30 + 100) / 2  # not round 0: one step for four of the other
         assert rank.engine.t == 4
-        assert rank.worker.published.t == 3
+        assert rank.worker.published_at == 3
         turn.wait(PATIENCE)
         rank.end()
 
@@ -320,7 +320,7 @@ def test_a_slow_rank_waits_for_a_global_average_that_is_near(comes: bool, monkey
                 pace.finish_step(5, is_halted=False)
             turn.wait(PATIENCE)
             with rank.worker.state:
-                rank.worker.wait_for(lambda: rank.worker.newest_arrival >= 5, "six rounds of the other", t=0)
+                rank.worker.wait_for(lambda: rank.worker.newest_arrival >= 5, "six rounds of the other")
             rank.round()
             assert rank.engine.t == (10 if comes else 6)
         rank.end()
@@ -343,7 +343,7 @@ def test_a_slow_rank_skips_what_others_have_passed() -> None:
             else:
                 turn.wait(PATIENCE)
                 with rank.worker.state:
-                    rank.worker.wait_for(lambda: rank.worker.newest_arrival >= 3 * turns - 1, "its rounds", t=0)  # noqa: B023
+                    rank.worker.wait_for(lambda: rank.worker.newest_arrival >= 3 * turns - 1, "its rounds")  # noqa: B023
                 rank.round()
                 seen.append(rank.engine.t)
             turn.wait(PATIENCE)

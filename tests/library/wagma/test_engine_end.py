@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Sequence
+import time
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from gossip_modules.engine.liveness import ControlMessage
 from gossip_modules.extend import FlatVector
-from gossip_modules.transport.base import Pending
-from gossip_modules.wagma.control import ControlChannel, ControlKind, ControlMessage
+from gossip_modules.wagma.engine import WaitAvoidingEngine
 from gossip_modules.wagma.pace import RelativePace
-from gossip_modules.wagma.worker import WaitAvoidingWorker
+from gossip_modules.wagma.worker import ARRIVED, WaitAvoidingWorker
 from tests.harness.ranks import assert_no_gossip_threads, gossip_threads, run_ranks
 from tests.library.wagma.workers import PATIENCE, Rank, be_on_time
 
@@ -72,17 +72,21 @@ def test_ranks_that_load_different_rounds_are_told(n: int) -> None:
 @pytest.mark.parametrize("settles", [False, True])
 def test_a_fast_rank_waits_until_the_others_have_loaded(settles: bool) -> None:
     """Its averages would be of models that are about to be replaced, and of rounds that are counted anew."""
+    workers: dict[int, WaitAvoidingWorker] = {}
 
     def body(group: dist.ProcessGroup) -> float:
         rank = Rank(group)
+        workers[group.rank()] = rank.worker
         rank.round()
         rank.engine.settle(rank.vector)
         rank.x.fill_(3.0 + 2 * group.rank())
         state = {**rank.engine.state_dict(), "published": rank.vector.raw.clone()}
         rank.x.fill_(99.0)
         if group.rank() == 1:
-            with rank.worker.state:
-                assert rank.worker.state.wait_for(lambda: bool(rank.worker.barrier_messages), PATIENCE)
+            deadline = time.monotonic() + PATIENCE
+            while workers[0].num_beginnings < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
             assert rank.worker.num_started == 1
         rank.engine.load_state_dict(state)
         if settles:
@@ -100,9 +104,10 @@ def test_arrivals_of_before_a_load_start_nothing() -> None:
         rank = Rank(group)
         rank.engine.reset()
         rank.engine.publish_loaded(rank.vector)
-        rank.worker._handle(1 - group.rank(), ControlMessage(ControlKind.ARRIVED, 7, rank.worker.num_beginnings))
+        rank.worker.liveness.post(1 - group.rank(), ControlMessage(ARRIVED, 7, rank.worker.num_beginnings))
         rank.engine.begin()
-        rank.worker._handle(1 - group.rank(), ControlMessage(ControlKind.ARRIVED, 7, rank.worker.num_beginnings - 1))
+        rank.worker.liveness.post(1 - group.rank(), ControlMessage(ARRIVED, 7, rank.worker.num_beginnings - 1))
+        rank.engine.settle(rank.vector)
         assert rank.worker.newest_arrival == -1
         rank.end()
         assert rank.engine.t == 0
@@ -111,18 +116,19 @@ def test_arrivals_of_before_a_load_start_nothing() -> None:
 
 
 def test_settle_ends_in_one_round_though_others_train_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that waits for its last word does not join the global average of those who have heard theirs."""
-    post = ControlChannel._post
+    """A rank that is late in `settle()` does not join the global average of those that have left it."""
+    gather = WaitAvoidingEngine._gather_rounds
     workers: dict[int, WaitAvoidingWorker] = {}
 
-    def late(channel: ControlChannel, message: ControlMessage, peers: Sequence[int]) -> Pending:
-        if (message.kind, message.barrier_id, message.stage, channel.transport.rank) == (ControlKind.SETTLING, 1, 1, 3):
+    def late(engine: WaitAvoidingEngine, what: str) -> list[int]:
+        rounds = gather(engine, what)
+        if what == "the end of all rounds" and engine._transport.rank == 3 and engine.t == 2:
             worker = workers[1]
             with worker.state:
                 assert worker.state.wait_for(lambda: worker.newest_arrival >= 2, PATIENCE)
-        return post(channel, message, peers)
+        return rounds
 
-    monkeypatch.setattr(ControlChannel, "_post", late)
+    monkeypatch.setattr(WaitAvoidingEngine, "_gather_rounds", late)
 
     def body(group: dist.ProcessGroup) -> int:
         rank = Rank(group, period=3)
@@ -144,7 +150,7 @@ def test_a_peer_that_has_closed_is_named() -> None:
         rank.engine.settle(rank.vector)
         if group.rank() == 0:
             with rank.worker.state:
-                assert rank.worker.state.wait_for(lambda: bool(rank.worker.channel.closed_peers), PATIENCE)
+                assert rank.worker.state.wait_for(lambda: bool(rank.worker.liveness.closed), PATIENCE)
             for go_on in (rank.round, lambda: rank.engine.settle(rank.vector)):
                 with pytest.raises(ConnectionError, match=r"^rank 0: in round 0, ranks \[1\] have closed; call settle"):
                     go_on()
@@ -161,7 +167,7 @@ def test_an_interrupted_flush_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         rank.round()
         wait_for = rank.worker.wait_for
 
-        def interrupt(is_over: Any, what: str, *, t: int) -> None:
+        def interrupt(is_over: Any, what: str) -> None:
             rank.worker.wait_for = wait_for  # type: ignore[method-assign]
             raise KeyboardInterrupt
 
@@ -180,7 +186,7 @@ def test_after_a_failure_the_state_can_be_saved() -> None:
         rank = Rank(group, overlap=True)
         rank.engine.settle(rank.vector)
         rank.engine._round_in_flight = 0  # as if started
-        rank.worker._background.fail(ConnectionError("lost"))
+        rank.worker.liveness.background.fail(ConnectionError("lost"))
         with pytest.raises(ConnectionError, match="lost"):
             rank.engine.flush(rank.vector)
         assert not rank.engine.flush(rank.vector)
@@ -222,16 +228,15 @@ def test_a_hung_peer_is_named(impatient_close: None, monkeypatch: pytest.MonkeyP
 
             average.start = held_start  # type: ignore[method-assign]
             barrier.wait(PATIENCE)
-            detector = rank.worker.detector  # the others give it up; it has settled, so that is no error of its own yet
-            with rank.worker.state:
-                rank.worker.state.wait_for(lambda: detector.has_failed or detector._deferred is not None, PATIENCE)
+            with rank.worker.state:  # the others give it up
+                rank.worker.state.wait_for(rank.worker.liveness.failed.done, PATIENCE)
             with contextlib.suppress(ConnectionError, TimeoutError):
                 rank.engine.close()
             return
         barrier.wait(PATIENCE)
         if group.rank() == 0:  # does not wait for it, and hears of it in its next round
             with rank.worker.state:
-                rank.worker.state.wait_for(lambda: rank.worker._background._error is not None, PATIENCE)
+                rank.worker.state.wait_for(rank.worker.liveness.failed.done, PATIENCE)
         for _ in range(2):  # and again: there is no going on
             with pytest.raises((ConnectionError, TimeoutError)) as caught:
                 rank.round()
@@ -280,9 +285,9 @@ def test_close_leaves_no_threads_behind_though_the_others_stay() -> None:
 def test_an_error_that_nobody_has_seen_is_raised_on_close() -> None:
     def body(group: dist.ProcessGroup) -> None:
         rank = Rank(group)
-        rank.engine.settle(rank.vector)
+        rank.round()
         if group.rank() == 0:
-            rank.worker._background.fail(ConnectionError("lost"))
+            rank.worker.liveness.background.fail(ConnectionError("lost"))
             with pytest.raises(ConnectionError, match="lost"):
                 rank.engine.close()
         rank.engine.close()

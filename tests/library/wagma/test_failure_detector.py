@@ -9,18 +9,15 @@ import signal
 import threading
 import time
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from gossip_modules import GroupAverageDataParallel
-from gossip_modules.wagma.control import ControlKind, ControlMessage
+from gossip_modules.engine.liveness import ControlKind, ControlMessage, FailureReason, Liveness
 from gossip_modules.wagma.engine import WaitAvoidingEngine
-from gossip_modules.wagma.failure_detector import FailureDetector
-from gossip_modules.wagma.failure_reason import FailureReason
-from gossip_modules.wagma.peer_status import Activity
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.processes import run_processes, start_clock
 from tests.harness.ranks import HangUp, assert_no_gossip_threads, gossip_threads, run_ranks
@@ -32,8 +29,8 @@ TIMEOUT = 30.0  # far from what a closed connection takes
 
 def die(rank: Rank) -> NoReturn:
     """Close all connections without a last message, as the end of a process does."""
-    rank.worker.detector.has_failed = True  # its threads say nothing while one connection after the other closes
-    rank.worker.channel.close_connections()
+    rank.worker.liveness.has_failed = True  # its threads say nothing while one connection after the other closes
+    rank.worker.control.close_connections()
     with contextlib.suppress(ConnectionError):
         rank.engine.close()
     raise HangUp
@@ -82,26 +79,26 @@ def test_a_dead_rank_is_named_by_all_at_once(n: int, action: str, victim: int) -
 
 def test_the_reason_of_a_failure_is_known_before_the_rank_counts_as_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the training thread could say that it has closed, and not who died."""
-    handle = FailureDetector.handle
+    fail = Liveness.fail
     was_closed: list[bool] = []
 
-    def watch(detector: FailureDetector, sender: int, message: ControlMessage) -> None:
-        if message.kind is ControlKind.FAILED:
-            was_closed.append(sender in detector.channel.closed_peers)
-        handle(detector, sender, message)
+    def watch(liveness: Liveness, error: BaseException, *cause: Any) -> None:
+        if "rank 1 left" in str(error) and not liveness.has_failed:
+            was_closed.append(1 in liveness.closed)
+        fail(liveness, error, *cause)
 
     def body(group: dist.ProcessGroup) -> None:
         rank = Rank(group)
         together.wait(PATIENCE)
         if group.rank() == 1:
-            rank.worker.detector.leave(ValueError("of its own"))
+            rank.worker.liveness.leave(ValueError("of its own"))
             raise HangUp
         with pytest.raises(ConnectionError, match="rank 1"):
             go_on(rank)
         rank.engine.close()
 
     together = threading.Barrier(3)
-    monkeypatch.setattr(FailureDetector, "handle", watch)
+    monkeypatch.setattr(Liveness, "fail", watch)
     run_ranks(3, body)
     assert was_closed
     assert not any(was_closed)
@@ -110,13 +107,13 @@ def test_the_reason_of_a_failure_is_known_before_the_rank_counts_as_closed(monke
 def test_a_rank_that_answers_nothing_is_named_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when its process is stopped: its connections stay open."""
     n, stopped, timeout = 4, 2, 2.0
-    handle = FailureDetector.handle
+    handle = Liveness._handle
     over = threading.Event()
     errors: dict[int, tuple[str, float]] = {}
 
-    def deaf(detector: FailureDetector, sender: int, message: ControlMessage) -> None:
-        if detector._rank != stopped or over.is_set():
-            handle(detector, sender, message)
+    def deaf(liveness: Liveness, sender: int, message: ControlMessage) -> None:
+        if liveness.transport.rank != stopped or message.kind == ControlKind.FAILED or over.is_set():
+            handle(liveness, sender, message)
 
     def body(group: dist.ProcessGroup) -> None:
         rank = Rank(group, period=2, timeout=timedelta(seconds=timeout))
@@ -134,7 +131,7 @@ def test_a_rank_that_answers_nothing_is_named_within_the_timeout(monkeypatch: py
         rank.engine.close()
 
     together, all_know = threading.Barrier(n), threading.Barrier(n)
-    monkeypatch.setattr(FailureDetector, "handle", deaf)
+    monkeypatch.setattr(Liveness, "_handle", deaf)
     run_ranks(n, body)
     for rank, (message, seconds) in errors.items():
         assert re.search(rf"^rank {rank}: .*rank {stopped} does not answer", message), message
@@ -152,10 +149,9 @@ def test_a_failure_after_settle_is_none_until_training_goes_on() -> None:
             dead.set()
             die(rank)
         assert dead.wait(PATIENCE)
-        detector = rank.worker.detector
+        liveness = rank.worker.liveness
         with rank.worker.state:
-            assert rank.worker.state.wait_for(lambda: detector._deferred is not None, PATIENCE)
-        rank.worker.raise_if_failed()
+            assert rank.worker.state.wait_for(liveness.failed.done, PATIENCE)
         if group.rank() == 0:
             with pytest.raises(ConnectionError, match=r"rank 1 died"):
                 rank.round()
@@ -168,10 +164,8 @@ def test_a_rank_that_was_stopped_says_so_itself() -> None:
     def body(group: dist.ProcessGroup) -> None:
         rank = Rank(group)
         if group.rank() == 0:
-            message = (
-                r"^rank 0: .* the others have gone on without rank 0, .*\(timeout 20 s\); .* did not run for 0\.\d s"
-            )
-            rank.worker.detector.handle(1, ControlMessage(ControlKind.FAILED, 0, stage=FailureReason.SILENT))
+            message = r"^rank 0: in round 0, rank 1 has given this rank up, which it waited for \(timeout 20 s\)"
+            rank.worker.liveness._handle(1, ControlMessage(ControlKind.FAILED, 0, FailureReason.SILENT))
             with pytest.raises(TimeoutError, match=message):
                 rank.round()
         with pytest.raises((TimeoutError, ConnectionError)):
@@ -179,11 +173,6 @@ def test_a_rank_that_was_stopped_says_so_itself() -> None:
         rank.engine.close()
 
     run_ranks(2, body)
-
-
-def test_every_activity_and_reason_has_words() -> None:
-    assert len({activity.phrase for activity in Activity}) == len(Activity)
-    assert all(re.search(r"\b7\b", reason.sentence(7)) for reason in FailureReason)
 
 
 def lose_a_rank(rank: int, victim: int, how: str) -> None:

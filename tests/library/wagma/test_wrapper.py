@@ -259,7 +259,7 @@ def test_a_rank_whose_own_code_fails_is_named() -> None:
             with pytest.raises(KeyError, match="mine"), contextlib.closing(wrapper):
                 raise KeyError("mine")
         else:
-            message = rf"^rank {group.rank()}: in round \d+, rank {culprit} left after an error in its own code"
+            message = rf"^rank {group.rank()}: in round \d+, rank {culprit} left after an error of its own"
             with pytest.raises(ConnectionError, match=message):
                 train_on(wrapper)
             wrapper.close()
@@ -278,14 +278,16 @@ def test_averaged_by_one_rank_alone_names_who_did_not_call() -> None:
         wrapper(torch.ones(1, 3))
         if group.rank() == 0:
             message = (
-                r"^rank 0: waiting for rank 1 to settle after round \d .*rank 1 did not come; .*; it trains, in round"
+                r"^rank 0: waiting until all ranks settle after round \d .*rank 1 did not come; .*; it trains, in round"
             )
             with pytest.raises(TimeoutError, match=message), wrapper.averaged():
                 pass
             failed.set()
         else:
             assert failed.wait(PATIENCE)
-            with pytest.raises(TimeoutError, match=r"^rank 1: .*waited for in vain \(timeout 1 s\)"):
+            with pytest.raises(
+                TimeoutError, match=r"^rank 1: .*rank 0 has given this rank up, which it waited for \(timeout 1 s\)"
+            ):
                 wrapper.settle()
         wrapper.close()
 

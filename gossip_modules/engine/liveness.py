@@ -1,0 +1,481 @@
+"""Liveness: short messages between ranks that train at their own pace, and the first failure of any of them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..transport.base import Pending
+from ..transport.deadlines.deadline import Deadline
+from ..transport.exchange import SHUTDOWN, LinkClosedError, PointToPoint
+from ..transport.listener import SHUTDOWN_TIMEOUT, ConnectionLost, Listener
+from ..transport.process_group import ProcessGroupTransport
+from .background import Background
+
+_INTERVAL = 0.25  # seconds between two checks of the waits; less where the timeout is short
+_PAUSE = 1.0  # seconds by which a check may be late; a longer pause is one of the whole process
+_ASK_AFTER, _GIVE_UP_AFTER, _SILENT_AFTER = 0.5, 0.9, 0.2  # parts of the timeout
+_KNOWN_WITHIN = 1.0  # seconds until a rank whose message failed has received the FAILED message that explains it
+_CLOSED_AFTER = 0.5  # seconds until messages that a rank sent before its shutdown have arrived too
+_TELLING = timedelta(seconds=0.5)  # for the FAILED messages of this rank
+
+
+class ControlKind(IntEnum):
+    """The kind of a control message. Algorithms have kinds of their own, from 0 on."""
+
+    SHUTDOWN = -1  # the sender has closed and sends nothing after this
+    FAILED = -2  # the sender has failed because of a rank, and sends nothing after this
+    ASK = -3  # the sender asks for the status of the receiver
+    STATUS = -4  # the answer to ASK
+
+
+class ControlMessage(NamedTuple):
+    """Four integers: a kind and three numbers.
+
+    FAILED has the rank at fault and a `FailureReason`; STATUS has the round of the sender, its `Activity`, and the rank
+    that it waits for, or -1.
+    """
+
+    kind: int
+    first: int = 0
+    second: int = 0
+    third: int = 0
+
+    def tensor(self) -> Tensor:
+        """The message as it is sent, int64."""
+        return torch.tensor(self, device="cpu")
+
+
+class FailureReason(IntEnum):
+    """The conduct of the rank at fault."""
+
+    DIED = 0
+    SILENT = 1
+    ABSENT = 2
+    CLOSED = 3
+    LEFT = 4
+
+    def sentence(self, rank: object) -> str:
+        """The reason in words, for errors."""
+        return (
+            f"rank {rank} died: its connection closed before it shut down",
+            f"rank {rank} does not answer: it is stopped or cut off",
+            f"rank {rank} did not come; all ranks must take equal steps and call settle(), averaged(), close() alike",
+            f"ranks {rank} have closed; call settle() on all ranks before close(), after equal steps on all of them",
+            f"rank {rank} left after an error of its own, which it raises",
+        )[self]
+
+
+class Activity(IntEnum):
+    """The activity of the training thread of a rank."""
+
+    TRAINING = 0
+    EXCHANGING = 1
+    COLLECTIVE = 2
+    SETTLING = 3
+
+    @property
+    def phrase(self) -> str:
+        """The predicate for errors."""
+        return ("trains", "waits for its peers", "waits for all ranks", "settles")[self]
+
+
+@dataclass
+class _BoundedWait:
+    """A wait of one thread of this rank.
+
+    Attributes:
+        what: the operation that waits, for errors.
+        partner: returns the rank that is waited for now; -1 where it is not known.
+        activity: the activity of the training thread during the wait.
+        is_patient: whether the wait goes on as long as the partner makes progress.
+        start: when it began (`time.monotonic()`).
+        seconds: its length so far, without pauses of the whole process.
+        progress: the last status of the partner.
+    """
+
+    what: str
+    partner: Callable[[], int]
+    activity: Activity
+    is_patient: bool
+    start: float
+    seconds: float = 0.0
+    progress: ControlMessage | None = None
+
+
+def _unknown() -> int:
+    return -1
+
+
+class Liveness:
+    """Control messages between a rank and its peers, the limits of all waits, and the first failure of any rank.
+
+    [Note: one failure] The first failure that a rank learns of is its failure: the connection of a peer closes, a wait
+    takes too long, or a peer's FAILED message names the rank at fault. The rank sends FAILED to its peers, waits until
+    they have received it, and then closes its connections, which ends the waits of its other threads. So the message
+    that names the cause arrives before the connection of a rank that only passes it on closes. The graph of all peers
+    is connected, so all ranks name the rank that failed first. Over an elastic transport nothing is passed on, since
+    the membership knows which ranks have failed.
+
+    [Note: deadlines] A wait that Gloo ends by its timeout closes the connections of this rank, and its peers would take
+    it for dead. So a thread ends all waits at nine tenths of the timeout. From half of the timeout on it asks the peers
+    for their status; their listening threads answer, whatever their training threads do. A peer that does not answer is
+    stopped or cut off. A peer that waits itself names the rank that it waits for. An elastic transport ends its waits
+    alone, and without closing other connections.
+
+    [Note: shutdown] The last message to a peer is SHUTDOWN or FAILED. A rank that receives one answers with its own
+    SHUTDOWN, so the listening threads of both ranks end within milliseconds. A connection that closes before is one of
+    a rank that has died.
+
+    `messages` belongs to the listening thread, `round` to the training thread; any thread may call the other methods.
+    `_lock` guards all state below it in `__init__`, and is never held during a wait. `fail` waits, so the caller holds
+    no lock that the listening thread needs.
+
+    Args:
+        transport: a transport over Gloo.
+        peers: the ranks from which messages come.
+        tag: the tag of control messages, which nothing else on the transport has.
+
+    Attributes:
+        background: the threads of this rank; it keeps the failure for the training thread.
+        failed: done once this rank has failed, with the error.
+        has_failed: whether this rank has failed, or is about to.
+        closed: peers that have shut down or failed, with the time at which this rank learned it (`time.monotonic()`).
+        round: the round of the training thread, for errors.
+        on_late: called with the number of a rank that this one has given up, the error and the timeout in seconds.
+    """
+
+    def __init__(self, transport: PointToPoint, peers: Collection[int], *, tag: int = 0) -> None:
+        self.transport, self.peers = transport, tuple(sorted(peers))
+        self.background = Background()
+        self.failed: Future[None] = Future()
+        self.has_failed = False
+        self.closed: dict[int, float] = {}
+        self.round = 0
+        self.on_late: Callable[[int, RuntimeError, float], object] = lambda rank, error, seconds: None
+        self._tag, self._timeout = tag, transport.timeout.total_seconds()
+        self._me = f"rank {transport.names[transport.rank]}"
+        self._listener = Listener(transport, self.peers, num_integers=len(ControlMessage._fields), tag=tag)
+        self._ended = threading.Event()
+        self._waits: dict[int, _BoundedWait] = {}  # by thread
+        self._lock = threading.Lock()
+        self._posted: dict[tuple[int, int], Pending] = {}  # the last message of each kind to each peer
+        self._sent: list[Pending] = []  # by the last `send`
+        self._last: dict[int, Pending | None] = {}  # the last message to each peer; None: its connection was closed
+        self._asked: dict[int, float] = {}  # peers that owe a status: since when
+        self._statuses: dict[int, ControlMessage] = {}
+        if self.peers and not transport.is_elastic:
+            self.background.start(f"gossip-watch-{transport.rank}", self._watch)
+
+    # Messages.
+
+    def messages(self) -> Iterator[tuple[int, ControlMessage]]:
+        """Yield (sender, message) of each message as it comes, until all peers have sent their last message or died."""
+        while self._listener.present:
+            try:
+                for sender, numbers in self._listener.messages():
+                    message = ControlMessage(*numbers)
+                    self._handle(sender, message)
+                    yield sender, message
+            except ConnectionLost as lost:
+                self.closed.setdefault(lost.peer, time.monotonic())
+                name = self.transport.names[lost.peer]
+                why = f"in round {self.round}, {FailureReason.DIED.sentence(name)}: {lost}"
+                self.fail(ConnectionError(f"{self._me}: {why}"), lost.peer, FailureReason.DIED)
+
+    def post(self, peer: int, message: ControlMessage) -> Pending | None:
+        """Send to a peer without waiting; None if the last message to it was sent, or its connection is closed.
+
+        At most one message of each kind to a peer may be in transfer.
+        """
+        with self._lock, contextlib.suppress(ConnectionError, LinkClosedError):  # the listening thread reports it
+            if peer not in self._last:
+                what = f"sending a control message of kind {message.kind}"
+                pending = self.transport.exchange({peer: [message.tensor()]}, {}, tag=self._tag, what=what)
+                self._posted[peer, message.kind] = pending
+                return pending
+        return None
+
+    def send(self, message: ControlMessage, peers: Iterable[int]) -> None:
+        """Send to these peers. Returns when the messages of the last call have been received; for one thread.
+
+        Raises:
+            TimeoutError, ConnectionError: a message of the last call was not received; names the rank.
+        """
+        for pending in self._sent:
+            pending.wait()
+        posted = [self.post(peer, message) for peer in peers]
+        self._sent = [pending for pending in posted if pending is not None]
+
+    def request(self, peer: int, message: ControlMessage, *, reply: Tensor, what: str) -> Pending | None:
+        """Post a message and a receive of its reply; None if the last message to that peer was sent.
+
+        Raises:
+            ConnectionError: the connection of the peer is closed.
+        """
+        with self._lock:
+            if peer in self._last:
+                return None
+            return self.transport.exchange({peer: [message.tensor()]}, {peer: [reply]}, tag=self._tag, what=what)
+
+    def shut_down(self, peers: Iterable[int] | None = None) -> None:
+        """Post SHUTDOWN to these peers, by default to all, unless their last message was sent. Does not wait."""
+        self._post_last(self.peers if peers is None else peers, ControlMessage(ControlKind.SHUTDOWN))
+
+    def wait_until_received(self, limit: timedelta = SHUTDOWN_TIMEOUT) -> None:
+        """Wait until the last messages have been received, at most for so long."""
+        deadline = Deadline(limit)
+        for pending in [pending for pending in self._last.values() if pending is not None]:
+            with contextlib.suppress(ConnectionError, TimeoutError):  # the peer has ended, or will notice by itself
+                pending.wait(deadline.left_for_gloo)
+
+    def end(self) -> None:
+        """End the checks of waits; idempotent."""
+        self._ended.set()
+
+    def _post_last(self, peers: Iterable[int], message: ControlMessage) -> None:
+        for peer in peers:
+            with self._lock, contextlib.suppress(ConnectionError, LinkClosedError):  # the peer has ended
+                if peer not in self._last:
+                    self._last[peer] = None
+                    sending = {peer: [message.tensor()]}
+                    self._last[peer] = self.transport.exchange(sending, {}, tag=self._tag, what=SHUTDOWN)
+
+    def _handle(self, sender: int, message: ControlMessage) -> None:
+        """Handle the messages that belong to this object."""
+        if message.kind in (ControlKind.SHUTDOWN, ControlKind.FAILED):
+            self._listener.close_peer(sender)
+            self.shut_down([sender])
+            if message.kind == ControlKind.FAILED:  # the cause is known before the rank counts as closed
+                self._learn(sender, message.first, FailureReason(message.second))
+            self.closed[sender] = time.monotonic()
+        elif message.kind == ControlKind.ASK:
+            self.post(sender, self._status())
+        elif message.kind == ControlKind.STATUS:
+            with self._lock:
+                self._asked.pop(sender, None)
+                self._statuses[sender] = message
+
+    def _status(self) -> ControlMessage:
+        waits = list(self._waits.values())
+        activity = max((wait.activity for wait in waits), default=Activity.TRAINING)
+        partner = max((wait.partner() for wait in waits), default=-1)
+        return ControlMessage(ControlKind.STATUS, self.round, activity, partner)
+
+    # Failures.
+
+    def raise_if_failed(self) -> None:
+        """Raise the failure of this rank, if there is one."""
+        self.background.raise_if_failed()
+
+    def fail(self, error: BaseException, rank: int | None = None, reason: FailureReason = FailureReason.LEFT) -> None:
+        """Make `error` the failure of this rank, unless it has one. Returns when there is an error to raise.
+
+        Args:
+            error: the error for the training thread.
+            rank: the rank at fault; None: no peer is told, and connections stay open.
+            reason: the conduct of that rank.
+        """
+        with self._lock:
+            is_first, self.has_failed = not self.has_failed, True
+        if not is_first:
+            wait([self.failed], _KNOWN_WITHIN)
+            return
+        if rank is not None and not self.transport.is_elastic:
+            self._post_last(self.peers, ControlMessage(ControlKind.FAILED, rank, reason))
+            self.wait_until_received(_TELLING)
+        self.background.fail(error)
+        self.failed.set_exception(error)
+        if rank is not None and isinstance(self.transport, ProcessGroupTransport):
+            self.transport.close_connections()
+
+    def leave(self, error: BaseException) -> None:
+        """Fail because of an error in this rank's own code."""
+        self.fail(error, self.transport.rank)
+
+    def explain(self, error: BaseException) -> NoReturn:
+        """Raise the failure that caused `error`: the error itself where no peer names a cause within a second."""
+        wait([self.failed], _KNOWN_WITHIN)
+        self.leave(error)
+        self.raise_if_failed()
+        raise error
+
+    def give_up(self, what: str, seconds: float, partner: int, activity: Activity = Activity.EXCHANGING) -> NoReturn:
+        """Raise TimeoutError that names the rank which keeps this one waiting.
+
+        Args:
+            what: the operation that waits.
+            seconds: its length.
+            partner: the rank that was waited for; -1 = unknown.
+            activity: the activity of this rank.
+        """
+        rank, reason, note = self._culprit(partner, activity)
+        because = "" if rank is None else f": {reason.sentence(self.transport.names[rank])}{note}"
+        limit = f"(timeout {self._timeout:g} s)"
+        error = TimeoutError(f"{self._me}: {what} failed after {seconds:.1f} s {limit}{because}")
+        if rank is not None and not self.has_failed:
+            self.on_late(rank, RuntimeError(str(error)), self._timeout)
+        self.fail(error, self.transport.rank if rank is None else rank, reason)
+        self.raise_if_failed()
+        raise error
+
+    def check_present(self) -> None:
+        """Raise ConnectionError if peers have closed while this rank goes on."""
+        if self.closed:
+            names = sorted(self.transport.names[peer] for peer in self.closed)
+            error = ConnectionError(f"{self._me}: in round {self.round}, {FailureReason.CLOSED.sentence(names)}")
+            self.fail(error, min(self.closed), FailureReason.CLOSED)
+            self.raise_if_failed()
+
+    def _learn(self, sender: int, rank: int, reason: FailureReason) -> None:
+        """Fail because of a peer's FAILED message."""
+        names = self.transport.names
+        if rank == self.transport.rank:
+            why = f"rank {names[sender]} has given this rank up, which it waited for (timeout {self._timeout:g} s)"
+        elif reason is FailureReason.CLOSED:
+            why = reason.sentence([names[rank]])
+        else:
+            why = reason.sentence(names[rank])
+        by = "" if sender == rank else f" (as rank {names[sender]} says)"
+        is_late = reason in (FailureReason.SILENT, FailureReason.ABSENT)
+        kind = TimeoutError if is_late else ConnectionError
+        self.fail(kind(f"{self._me}: in round {self.round}, {why}{by}"), rank, reason)
+
+    # Waits.
+
+    @contextlib.contextmanager
+    def waiting(
+        self,
+        what: str,
+        partner: Callable[[], int] = _unknown,
+        *,
+        activity: Activity = Activity.TRAINING,
+        is_patient: bool = False,
+    ) -> Iterator[None]:
+        """A context in which this thread waits. A network error that ends it becomes the failure that caused it.
+
+        See `_BoundedWait` for the arguments.
+        """
+        thread = threading.get_ident()
+        outer = self._waits.get(thread)
+        self._waits[thread] = _BoundedWait(what, partner, activity, is_patient, time.monotonic())
+        try:
+            yield
+        except (ConnectionError, TimeoutError) as error:
+            self.explain(error)
+        finally:
+            del self._waits[thread]
+            if outer is not None:
+                self._waits[thread] = outer
+
+    def _watch(self) -> None:
+        """Check the waits of all threads until `end()` or a failure: [Note: deadlines]."""
+        interval = min(_INTERVAL, self._timeout / 20)
+        before = time.monotonic()
+        while not self._ended.wait(interval) and not self.has_failed:
+            now = time.monotonic()
+            passed, before = min(now - before, interval + _PAUSE), now
+            for waiting in list(self._waits.values()):
+                waiting.seconds += passed
+                with contextlib.suppress(ConnectionError, TimeoutError):  # kept for the threads that wait
+                    self._check(waiting)
+
+    def _check(self, waiting: _BoundedWait) -> None:
+        """End a wait whose partner has closed, or that has taken too long."""
+        partner = waiting.partner()
+        if waiting.seconds > _ASK_AFTER * self._timeout:
+            self._ask()
+            if waiting.is_patient and self._makes_progress(partner, waiting):
+                waiting.seconds = 0.0
+        closed_at = self.closed.get(partner) if partner >= 0 else min(self.closed.values(), default=None)
+        if closed_at is not None and time.monotonic() - max(closed_at, waiting.start) > _CLOSED_AFTER:
+            self.check_present()
+        is_known = partner >= 0 or waiting.activity is Activity.COLLECTIVE or bool(self._silent())
+        # A little longer where other ranks know better which rank is late.
+        limit = _GIVE_UP_AFTER * self._timeout if is_known else self._timeout + _CLOSED_AFTER
+        if waiting.seconds > limit:
+            self.give_up(waiting.what, waiting.seconds, partner, waiting.activity)
+
+    def _ask(self) -> None:
+        """Ask every peer that owes no answer for its status."""
+        with self._lock:
+            peers = [peer for peer in self.peers if peer not in self._asked and peer not in self.closed]
+            self._asked.update(dict.fromkeys(peers, time.monotonic()))
+        for peer in peers:
+            self.post(peer, ControlMessage(ControlKind.ASK))
+
+    def _makes_progress(self, partner: int, waiting: _BoundedWait) -> bool:
+        """Whether the partner has come to the same place, or to another round, since the last status."""
+        status = self._statuses.get(partner)
+        if status is None or partner in self._silent():
+            return False
+        last, waiting.progress = waiting.progress, status
+        return status.second == waiting.activity or last is None or last[:3] != status[:3]
+
+    def _silent(self) -> Sequence[int]:
+        """The peers that have owed an answer for a fifth of the timeout."""
+        latest = time.monotonic() - _SILENT_AFTER * self._timeout
+        with self._lock:
+            return [peer for peer, since in self._asked.items() if since < latest and peer not in self.closed]
+
+    def _culprit(self, partner: int, activity: Activity) -> tuple[int | None, FailureReason, str]:
+        """The rank that keeps this one waiting, its conduct, and more about it for the error."""
+        silent = self._silent()
+        if silent:
+            return (partner if partner in silent else silent[0]), FailureReason.SILENT, ""
+        suspects = [partner] if partner >= 0 else []
+        if partner < 0 and activity is Activity.COLLECTIVE:
+            suspects = [peer for peer in self.peers if self._is_behind(peer)]
+        for suspect in suspects:
+            if (status := self._statuses.get(suspect)) is not None:
+                if status.third not in (-1, self.transport.rank):
+                    note = f" (rank {self.transport.names[suspect]} waits for it too)"
+                    return status.third, FailureReason.ABSENT, note
+                note = f"; it {Activity(status.second).phrase}, in round {status.first}"
+                return suspect, FailureReason.ABSENT, note
+        return (partner if partner >= 0 else None), FailureReason.ABSENT, ""
+
+    def _is_behind(self, peer: int) -> bool:
+        """Whether that peer is not in the collective of this round."""
+        status = self._statuses.get(peer)
+        return status is not None and not (status.second == Activity.COLLECTIVE and status.first >= self.round)
+
+
+class WatchedTransport(ProcessGroupTransport):
+    """A transport over the group of another one whose all-reduces end as soon as any rank has failed.
+
+    A copy is a plain `ProcessGroupTransport`: a copy of a wrapper has no threads.
+
+    Args:
+        transport: the transport whose group, device and timeout this one has; each counts the bytes that it sends.
+        together: makes the context of a collective from its name; its errors name the rank that failed first.
+    """
+
+    def __init__(
+        self,
+        transport: ProcessGroupTransport,
+        together: Callable[[str], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        super().__init__(
+            transport.group,
+            device=transport.device,
+            timeout=transport.timeout,
+            names=transport.names,
+            notes=transport.notes,
+        )
+        self._together = together
+
+    def all_reduce(self, x: Tensor, *, what: str) -> None:
+        """See `Transport`."""
+        with self._together(what):
+            super().all_reduce(x, what=what)
