@@ -1,9 +1,8 @@
 """AD-PSGD: pairs of ranks average their models at any time, while both of them train.
 
-The algorithm stands in `engine.BilateralEngine`, whose docstring shows one step of training, and in
-`exchange.BilateralAverage`, whose docstring shows one exchange; `_exchange` there is the averaging. `presence` lets all
-ranks learn which of them failed first, and `watched_transport` ends collectives because of that. With a membership
-`participant` turns the engine to the links of each generation.
+`engine.BilateralEngine` is the algorithm: its docstring shows one step of training. `exchange.BilateralAverage` is one
+exchange of a pair, and `_exchange` there the averaging. `engine.liveness` carries the requests, and names the rank that
+failed first. With a membership `participant` turns the engine to the links of each generation.
 """
 
 from .wrapper import BilatGossipDataParallel

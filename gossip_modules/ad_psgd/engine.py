@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
-from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
+from collections.abc import Collection
 
 import torch
 
-from ..engine.background import Background
 from ..engine.engine import Engine
+from ..engine.liveness import Activity, Liveness
 from ..engine.shared_model import SharedModel
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
-from ..rounds.gossip_thread import GossipThread
+from ..transport.deadlines.deadline import Deadline
 from ..transport.exchange import PointToPoint
 from ..transport.listener import SHUTDOWN_TIMEOUT
 from .exchange import BilateralAverage
 
-_SECONDS_TO_NAME = 0.5  # beyond the timeout, for an error that names who is missing
+_GRACE = 1.0  # seconds beyond the timeout, for an error that names the rank that is missing
 
 
 class BilateralEngine(Engine):
@@ -31,22 +30,23 @@ class BilateralEngine(Engine):
             if i is passive: y <- x
             if i is active and its last exchange is complete:
                 y <- x;  start an exchange with the passive peer j of round t;  t <- t + 1
-        exchange thread of the active i and listening thread of the passive j, at any time:
+        exchange threads of the active i and of the passive j, at any time:
             y_i, y_j <- y_i + w (y_j - y_i), y_j + w (y_i - y_j)            # w = 1/2: both get the average
             c_i <- c_i + w (y_j - y_i);  c_j <- c_j + w (y_i - y_j)         # with y as of before
 
     The exchange is `BilateralAverage._exchange`; x, y and c meet in `shared`. Active ranks ask at most once per step,
     passive ranks answer whenever they are asked; see [Note: bilateral exchange]. Nothing waits at the safe point. The
-    listening thread of every rank also learns of dead peers, so training raises at its next step: [Note: who died]; or,
-    with a membership, the exchange is withdrawn ([Note: lost peers of an exchange]) and the next generation follows.
+    listening thread of every rank also learns of dead peers, so training raises at its next step: [Note: one failure];
+    or, with a membership, the exchange is withdrawn ([Note: lost peers of an exchange]) and the next generation
+    follows.
 
     [Note: generations of an engine] A generation of a membership has links of its own, and each rank turns to them at
     its next training step, whenever that is (`rebind`). There it waits for the exchange under way, the only one that
     can be, and answers no more; then it shuts down towards its peers, whose listening threads answer that at once. So
-    no exchange is cut in two, and who is asked over the new links before it has turned to them answers when it has.
+    no exchange is cut in two, and a request over the new links before this rank has turned to them waits until it has.
 
-    All methods belong to the training thread, except `_on_failure`, which the thread that met the failure calls. It
-    shares `shared` with the thread that exchanges, under `shared.lock`, and waits for that thread without any lock.
+    All methods belong to the training thread. It shares `shared` with the thread that exchanges, under `shared.lock`,
+    and waits for that thread without any lock.
 
     Args:
         mixing: the weights over a bipartite graph with one peer per round.
@@ -56,6 +56,7 @@ class BilateralEngine(Engine):
 
     Attributes:
         shared: y, and the correction that training has not applied yet.
+        is_active: whether this rank asks; else it answers.
         t: the number of exchanges that an active rank has started; the peer is that of the graph in its own round t.
         step: training steps seen so far.
     """
@@ -74,58 +75,47 @@ class BilateralEngine(Engine):
         self.shared = SharedModel(x)
         self.step = 0
         self._published_at = 0  # step
-        self._background = Background()
-        self._asking: Future[float] | None = None
-        self._helper: GossipThread | None = None  # of `join_in`
-        options: dict[str, Any] = {"clock": lambda: self._published_at, "on_nonfinite": on_nonfinite}
-        self._turn_to(mixing, BilateralAverage(self.shared, transport, **options))
+        peers = self._peers_in(mixing, transport.rank)
+        self._bilateral = BilateralAverage(
+            self.shared, transport, peers, clock=lambda: self._published_at, on_nonfinite=on_nonfinite
+        )
 
-    def _turn_to(self, mixing: MixingManager, bilateral: BilateralAverage) -> None:
-        """Begin to ask, or to answer, over links on which nobody has done so."""
-        self.mixing, self.transport, self._bilateral = mixing, bilateral.transport, bilateral
-        self._failed = bilateral.presence.failed
-        self._failed.add_done_callback(self._on_failure)
-        self._asker: GossipThread | None = None
-        peers = self._peers = self._reachable()
-        self._closed_peers: set[int] = set()  # those of them that have replied so, or were lost
-        name = f"gossip-{self.transport.rank}"
-        if not peers:
-            return
-        self._background.start(f"{name}-listener", lambda: bilateral.answer(peers))
-        if not mixing.graph.is_passive(self.transport.rank):
-            self._asker = GossipThread(name)
+    def _peers_in(self, mixing: MixingManager, rank: int) -> Collection[int]:
+        """Take these weights; returns all ranks with which this one exchanges in some round."""
+        self.mixing, graph = mixing, mixing.graph
+        self.is_active = not graph.is_passive(rank)
+        if self.is_active:
+            return set(graph.phone_book(rank))
+        return {i for i in range(graph.world_size) if not graph.is_passive(i) and rank in graph.phone_book(i)}
+
+    @property
+    def liveness(self) -> Liveness:
+        """The control messages and the failures of this rank."""
+        return self._bilateral.liveness
 
     def rebind(self, mixing: MixingManager, transport: PointToPoint) -> None:
         """Exchange with other ranks from now on, over links on which no exchange was: [Note: generations of an engine].
 
         Waits for the exchange under way. Corrections stay for the next `round`.
         """
-        if self._asking is not None:
-            self._take_answer()
         before = self._left = self._bilateral  # kept until its last messages are sent
-        before.stop_answering(before.seconds_left)  # of the exchange under way
-        before.shut_down(sorted(self._peers))
-        if self._asker is not None:
-            self._asker.close()
-        self._turn_to(mixing, before.over(transport, self.shared))
+        before.is_closing = True
+        self._wait()
+        before.shut_down()
+        before.close(0.0)
+        self._bilateral = before.over(transport, self._peers_in(mixing, transport.rank), self.shared)
 
     def give_up(self, x: FlatVector) -> None:
-        """x becomes another model: x <- x + the corrections that are there; what still comes is dropped."""
+        """x becomes another model: x <- x + the corrections that are there; later ones are dropped."""
         self.shared.withdraw()
         self._collect(x)
         self.shared = SharedModel(x)  # which an exchange under way does not know
 
-    def _reachable(self) -> set[int]:
-        """All ranks with which this one exchanges in some round."""
-        graph, rank = self.mixing.graph, self.transport.rank
-        if graph.is_passive(rank):
-            return {i for i in range(graph.world_size) if not graph.is_passive(i) and rank in graph.phone_book(i)}
-        return set(graph.phone_book(rank))
-
     @property
     def is_in_flight(self) -> bool:
         """See `Engine`."""
-        return self._asking is not None or self.shared.has_pending or self._bilateral.is_serving
+        is_asking = self.is_active and self._bilateral.under_way is not None
+        return is_asking or self._bilateral.is_serving or self.shared.has_pending
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine`. Never waits.
@@ -134,15 +124,15 @@ class BilateralEngine(Engine):
             TimeoutError, ConnectionError: a peer is late or gone; names it.
         """
         self.raise_if_failed()
-        if self._asking is not None and self._asking.done():
-            self._take_answer()
+        is_asking = self.is_active and self._bilateral.under_way is not None
         with torch.profiler.record_function("gossip.apply"), self.shared.lock:
             is_written = self._collect(x)
             self.step += 1
-            if self._asking is None:  # else only that exchange, which has its snapshot, reads y before the next one
+            if not is_asking:  # else only that exchange, which has its snapshot, reads y before the next one
                 self.shared.publish(x)
                 self._published_at = self.step
-        if self._asker is not None and self._asking is None:
+        self.liveness.round = self.step
+        if self.is_active and not is_asking:
             self._ask()
         return is_written
 
@@ -153,14 +143,11 @@ class BilateralEngine(Engine):
         taken of a model whose peers are lost.
         """
         if not self.is_closed:
-            self._background.raise_if_unseen()
-        start = time.perf_counter()
-        with torch.profiler.record_function("gossip.wait"):
-            if self._asking is not None:
-                self._take_answer()
-            elif self._asker is None and not self.is_closed:
-                self._bilateral.wait_until_served()
-        self.stats.wait_seconds += time.perf_counter() - start
+            self.liveness.background.raise_if_unseen()
+            start = time.perf_counter()
+            with torch.profiler.record_function("gossip.wait"):
+                self._wait()
+            self.stats.wait_seconds += time.perf_counter() - start
         return self._collect(x, is_kept=True)
 
     def add_again(self, x: FlatVector) -> bool:
@@ -175,46 +162,11 @@ class BilateralEngine(Engine):
     def raise_if_failed(self) -> None:
         """Raise the first failure of this rank, if there is one: a peer is dead or late, or a thread met an error."""
         if not self.is_closed:
-            self._bilateral.check_time()
-            if self._failed.done():
-                self._asking = None  # not waited for any more; what it still delivers is applied by a later `flush`
-            self._background.raise_if_failed()
+            self.liveness.raise_if_failed()
 
-    def join_in(self, collective: Callable[[], None], what: str) -> None:
-        """Run a collective that all ranks call; at most for the timeout, and not after a peer has died.
-
-        The collective blocks a thread of its own, so that this one can raise a failure that other ranks report.
-
-        Args:
-            collective: what to run; it blocks until all ranks have called it.
-            what: its name, for errors.
-
-        Raises:
-            TimeoutError, ConnectionError: a peer is late or gone; names the rank that died first.
-        """
-        if self.is_closed or not self._peers:
-            collective()
-            return
-        if self._helper is None:
-            self._helper = GossipThread(f"gossip-{self.transport.rank}-collective")
-
-        def job() -> float:
-            collective()
-            return 0.0
-
-        start, limit = time.monotonic(), self.transport.timeout.total_seconds()
-        running = self._helper.submit(job)
-        self._wait_for(running, limit + _SECONDS_TO_NAME)
-        if not running.done():
-            self.raise_if_failed()
-            name, seconds = self.transport.names[self.transport.rank], time.monotonic() - start
-            after = f"after {seconds:.1f} s (timeout {limit:g} s)"
-            raise TimeoutError(f"rank {name}: {what}: not all ranks have come {after}")
-        if (error := running.exception()) is not None:
-            # Connections may have closed because of a rank whose death other ranks report.
-            wait([self._failed], _SECONDS_TO_NAME if isinstance(error, ConnectionError) else 0.0)
-            self.raise_if_failed()
-            raise error
+    def together(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """A context of a collective, by its name; errors name the rank that failed first."""
+        return self.liveness.waiting(what, activity=Activity.COLLECTIVE)
 
     def close(self) -> None:
         """See `Engine`. Sends SHUTDOWN to the peers and waits for theirs, at most for two seconds.
@@ -224,61 +176,33 @@ class BilateralEngine(Engine):
         if self.is_closed:
             return
         self.is_closed = True
-        deadline = time.monotonic() + SHUTDOWN_TIMEOUT.total_seconds()
-        asking, self._asking = self._asking, None
-        if asking is not None:
-            self._wait_for(asking, SHUTDOWN_TIMEOUT.total_seconds())
-            if not asking.done():
-                asking = None
-                if not self._failed.done():
-                    warnings.warn("closed while a peer had not answered: its correction is lost", stacklevel=2)
-        if not self._bilateral.stop_answering() and not self._failed.done():
-            warnings.warn("closed while a peer was being answered: its correction is lost", stacklevel=2)
-        self._bilateral.shut_down(sorted(self._peers))
-        for thread in (self._asker, self._helper):
-            if thread is not None:
-                thread.close()
-        self._background.close(max(deadline - time.monotonic(), 0.0))
-        self._background.raise_if_unseen()
-        if asking is not None:
-            asking.result()
+        deadline, bilateral = Deadline(SHUTDOWN_TIMEOUT), self._bilateral
+        bilateral.is_closing = True
+        if not bilateral.wait(deadline.left) and not self.liveness.has_failed:
+            warnings.warn("closed while an exchange was under way: its correction is lost", stacklevel=2)
+        bilateral.shut_down()
+        bilateral.close(deadline.left)
+        self.liveness.background.raise_if_unseen()
 
     def _ask(self) -> None:
         """Start the exchange of round t, or of the first round after it whose peer has not closed."""
-        graph, rank = self.mixing.graph, self.transport.rank
+        graph, rank = self.mixing.graph, self._bilateral.transport.rank
         for _ in range(max(graph.period, len(graph.phone_book(rank)))):
             t, self.t = self.t, self.t + 1
             peer = next(iter(graph.out_peers(rank, t)), None)
-            if peer is not None and peer not in self._closed_peers:
-                break
-        else:
-            return  # all peers have closed
-        assert self._asker is not None
-        assert peer is not None
-        weight = self.mixing.weights(rank, t).inp[peer]
+            if peer is not None and peer not in self._bilateral.closed_peers:
+                self._bilateral.ask(peer, t, self.mixing.weights(rank, t).inp[peer])
+                return
 
-        def exchange() -> float:
-            with torch.no_grad(), torch.profiler.record_function("gossip.round", f"t={t}"):
-                if not self._bilateral.ask(peer, t, weight):
-                    self._closed_peers.add(peer)
-            return weight
-
-        self._asking = self._asker.submit(exchange)
-
-    def _take_answer(self) -> None:
-        """Wait for the exchange that this rank has asked for; its result is lost if this rank fails meanwhile."""
-        asking = self._asking
-        assert asking is not None
-        try:
-            while not asking.done():
-                self._wait_for(asking, max(self._bilateral.seconds_left, 0.0))
-                if not asking.done():
-                    self.raise_if_failed()
-            asking.result()
-        except Exception:  # of the exchange; an interrupt instead leaves it in flight, done or not
-            self._asking = None
-            raise
-        self._asking = None
+    def _wait(self) -> None:
+        """Wait for the exchange under way, unless this rank has failed."""
+        if self.liveness.has_failed:
+            return
+        limit = self._bilateral.transport.timeout.total_seconds()
+        if not self._bilateral.wait(limit + _GRACE):
+            self.raise_if_failed()
+            raise TimeoutError(f"the exchange under way has not ended after {limit:g} s, in a thread of this rank")
+        self.raise_if_failed()
 
     def _collect(self, x: FlatVector, *, is_kept: bool = False) -> bool:
         """x <- x + c, and count the exchanges that c is made of. Returns whether there was any.
@@ -292,14 +216,3 @@ class BilateralEngine(Engine):
             while self._bilateral.delivered:
                 self.stats.record(self.step - self._bilateral.delivered.popleft())
             return True
-
-    def _wait_for(self, future: Future[float], seconds: float) -> None:
-        """Wait until the future is done, or this rank has failed; at most for `seconds`."""
-        either: list[Future[Any]] = [future, self._failed]
-        wait(either, seconds, FIRST_COMPLETED)
-
-    def _on_failure(self, failed: Future[None]) -> None:
-        """Called by the thread that has met the failure."""
-        error = failed.exception()
-        assert error is not None
-        self._background.fail(error)

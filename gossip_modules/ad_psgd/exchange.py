@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from datetime import timedelta
-from typing import NamedTuple, cast
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
+from typing import Any, cast
 
 import torch
 
+from ..engine.liveness import ControlMessage, Liveness
 from ..engine.shared_model import SharedModel
 from ..flat.nonfinite import check_policy, is_finite, refuse
+from ..rounds.gossip_thread import GossipThread
 from ..transport.base import ElasticPending, Pending
+from ..transport.deadlines.deadline import Deadline
 from ..transport.exchange import LinkClosedError, PointToPoint
-from ..transport.listener import SHUTDOWN_TIMEOUT
-from .presence import Presence
 
-_READY, _CLOSED, _NOT_YET = 0, 1, 2  # the replies of a passive rank
+_REQUEST = 0  # the kind of a control message
 _CONTROL_TAG, _MODEL_TAG = 0, 1
-_GRACE = timedelta(seconds=1)
-_MOMENT = 0.01  # seconds
-
-
-class _UnderWay(NamedTuple):
-    """An exchange with `peer`: what this rank does, for errors, and when it began (`time.monotonic()`)."""
-
-    peer: int
-    what: str
-    start: float
+_READY, _CLOSED, _NOT_YET = 0, 1, 2  # the replies of a passive rank
 
 
 class _PeerLostError(Exception):
@@ -38,7 +29,7 @@ class _PeerLostError(Exception):
 
 
 class BilateralAverage:
-    """One exchange between an active rank i and a passive rank j, while both of them train:
+    """Exchanges between an active rank i and a passive rank j, while both of them train:
 
         i -> j: a request with the round t and the weight w        j -> i: "ready"
         both:   s <- y                                             # a snapshot, under the lock
@@ -48,233 +39,177 @@ class BilateralAverage:
     so that y_i <- y_i + w (y_j - y_i) and y_j <- y_j + w (y_i - y_j).
 
     [Note: bilateral exchange] The two corrections w (r - s) are exact opposites in floating point, and each is added to
-    what y and the parameters have become meanwhile. So the sum over ranks is kept although no rank holds a lock while
-    it waits for the network. Active ranks only ask and passive ranks only answer, so no ring of ranks can wait for each
-    other. A passive rank replies "not yet" while y is not the model that it trains: before its first step, and after it
-    has loaded or saved a checkpoint.
+    the present y and parameters. So the sum over ranks is kept although no rank holds a lock while it waits for the
+    network. Active ranks only ask and passive ranks only answer, so no ring of ranks can wait for each other. A passive
+    rank replies "not yet" while y is not the model that it trains: before its first step, and after it has loaded or
+    saved a checkpoint.
 
-    [Note: late peers] A whole exchange has the transport's timeout. The training thread checks it (`check_time`), tells
-    the other ranks who is late, and raises. Only one second later Gloo ends its own wait, which closes all connections
-    of this rank. So ranks that lose their connection because of this have received the reason before.
+    [Note: lost peers of an exchange] Over an elastic transport an exchange that fails is withdrawn: y changes only
+    where both models have gone and come whole. The other end may have completed it; but then one of the two has ended,
+    or is left out of the job and joins again with another model, so the sum over the remaining ranks is kept. The
+    transport notices the loss, at the latest when the timeout has passed; none raises.
 
-    [Note: lost peers of an exchange] Over a transport whose rounds go on without peers that fail, an exchange that
-    fails is withdrawn: y changes only where both models have gone and come whole. The other end may have come as far;
-    but then one of the two has ended, or is left out of the job and joins again with another model, so the sum over
-    those who stay is kept. The transport says who was lost, at the latest when the timeout has passed; none raises.
-
-    [Note: threads of an exchange] A rank has one thread that exchanges: on an active rank the one that calls `ask`, on
-    a passive rank its listening thread, which runs `answer`. That thread alone uses `_sent`, `_received` and writes
-    `_under_way`. The lock of `shared` is for y and the pending correction; the condition `_serving` for the three
-    attributes behind it, so that the training thread can wait for the end of an exchange. A thread that holds
-    `_serving` takes no other lock. `shared.lock` is held only while vectors are copied or added.
+    One thread of each rank runs its exchanges, in order; another one listens. The lock of `shared` is for y and the
+    pending correction; it is held only while vectors are copied or added. Public methods are for the training thread.
 
     Args:
         shared: y of this rank, and the correction that training has not applied yet.
         transport: a Gloo transport that carries nothing else but collectives of the same ranks.
+        peers: the ranks with which this one exchanges in some round.
         clock: returns the step of training, for `delivered`.
-        on_nonfinite: what happens with a correction that is not finite: "raise" an error at both ranks, "skip" it at
+        on_nonfinite: the reaction to a correction that is not finite: "raise" an error at both ranks, "skip" it at
             both ranks, or "spread": do not check.
 
     Attributes:
         num_skipped: the number of exchanges whose correction was skipped.
         delivered: the step at which y was read, for each exchange in the pending correction; the engine takes them out.
+        liveness: the control messages and the failures of this rank.
+        closed_peers: passive ranks that have replied that they have closed, or were lost.
         is_serving: whether an exchange that a peer asked for is under way.
-        presence: which peers are still there, and the first failure.
+        is_closing: whether requests get the reply that this rank has closed.
     """
 
     def __init__(
         self,
         shared: SharedModel,
         transport: PointToPoint,
+        peers: Collection[int],
         *,
         clock: Callable[[], int],
         on_nonfinite: str = "raise",
     ) -> None:
-        self.shared = shared
+        self.shared, self.transport = shared, transport
         self.on_nonfinite = check_policy(on_nonfinite)
-        self.num_skipped = 0
-        self.transport = transport
         self.clock = clock
+        self.num_skipped = 0
         self.delivered: deque[int] = deque()
-        self.presence = Presence(transport, tag=_CONTROL_TAG)
-        self.is_serving = False
-        self._is_elastic = transport.is_elastic
+        self.closed_peers: set[int] = set()
+        self.is_serving = self.is_closing = False
         self._sent, self._received = shared.host_vector(), shared.host_vector()
-        self._under_way: _UnderWay | None = None  # [Note: threads of an exchange]
-        self._serving = threading.Condition()  # guards the next three
-        self._is_occupied = False
-        self._num_served = 0
-        self._is_closing = False
-        self.presence.wake_at_failure(self._serving)
+        self._exchanges: deque[Future[float]] = deque()  # which have not ended, in their order
+        self._thread: GossipThread | None = None  # made with the first exchange
+        self.liveness = Liveness(transport, peers, tag=_CONTROL_TAG)
+        self.liveness.background.start(f"gossip-{transport.rank}-listener", self._listen)
 
-    def over(self, transport: PointToPoint, shared: SharedModel) -> BilateralAverage:
-        """One over other links that counts on from this one, which has nothing under way any more."""
-        other = BilateralAverage(shared, transport, clock=self.clock, on_nonfinite=self.on_nonfinite)
+    def over(self, transport: PointToPoint, peers: Collection[int], shared: SharedModel) -> BilateralAverage:
+        """A `BilateralAverage` over other links that counts on from this one, which has nothing under way any more."""
+        other = BilateralAverage(shared, transport, peers, clock=self.clock, on_nonfinite=self.on_nonfinite)
         other.num_skipped, other.delivered = self.num_skipped, self.delivered
         return other
 
-    def ask(self, peer: int, t: int, weight: float) -> bool:
-        """Exchange with a passive rank, unless it replies "not yet". Returns False when it has closed, or was lost.
+    @property
+    def under_way(self) -> Future[float] | None:
+        """The exchange under way, if there is one."""
+        while self._exchanges and self._exchanges[0].done():
+            self._exchanges.popleft()
+        return self._exchanges[0] if self._exchanges else None
+
+    def ask(self, peer: int, t: int, weight: float) -> None:
+        """Start an exchange with a passive rank. Nothing is exchanged where it replies "not yet", or has closed.
 
         Args:
             peer: a passive rank.
             t: the round of this rank, for error messages.
             weight: w, which is sent with the request, so that both ranks use the same.
-
-        Raises:
-            TimeoutError, ConnectionError: the exchange failed; names the peer and the round, or the rank that died.
         """
-        reply = torch.empty(1, dtype=torch.int64, device="cpu")
-        status, what = _CLOSED, f"asking in round {t}"
-        with self._exchanging(peer, what):
-            pending = self.presence.request(peer, t, _bits(weight), reply=reply, what=what)
-            if pending is None:
-                return False
-            self._wait(pending)
-            status = int(reply)
-            if status == _READY:
-                self._exchange(peer, weight, f"averaging in round {t}")
-        return status != _CLOSED
+        self._submit(partial(self._ask, peer, t, weight))
 
-    def answer(self, active_ranks: Collection[int]) -> None:
-        """Answer each of these ranks until it has shut down or died; the body of the listening thread.
+    def wait(self, seconds: float) -> bool:
+        """Wait for the exchange under way, or for a failure of this rank; returns whether the exchange is over."""
+        exchange = self.under_way
+        if exchange is None:
+            return True
+        either: list[Future[Any]] = [exchange, self.liveness.failed]
+        wait(either, seconds, FIRST_COMPLETED)
+        return exchange.done()
 
-        An active rank runs the same thread for passive ranks, which ask nothing: it learns which of them shut down or
-        die. A failure is in `presence.failed` immediately; from then on this rank replies that it has closed.
+    def shut_down(self) -> None:
+        """Tell the peers that this rank neither asks nor answers any more. Does not wait."""
+        self.is_closing = True
+        self.liveness.shut_down()
+        self.liveness.end()
 
-        Raises:
-            TimeoutError, ConnectionError: (at the end) that failure; names the rank that is late or dead.
-        """
-        for source, t, bits in self.presence.requests(active_ranks):
+    def close(self, seconds: float) -> None:
+        """End the threads, after `shut_down`; peers may ask until they have shut down too, at most for so long."""
+        self.liveness.background.close(seconds)
+        if self._thread is not None:
+            self._thread.close()
+
+    def _listen(self) -> None:
+        """The body of the listening thread."""
+        for sender, message in self.liveness.messages():
+            if message.kind == _REQUEST:
+                self._submit(partial(self._answer, sender, message.first, _weight(message.second)))
+
+    def _submit(self, exchange: Callable[[], None]) -> None:
+        def run() -> float:
             try:
-                self._answer(source, t, _weight(bits))
-            except Exception as error:  # noqa: BLE001 (raised below, and in the training thread before)
-                self.presence.fail(error)
-        if self.presence.failed.done():
-            self.presence.failed.result()
+                with torch.no_grad():
+                    exchange()
+            except Exception as error:  # noqa: BLE001 (raised in the training thread)
+                self.liveness.fail(error)
+            return 0.0
 
-    def check_time(self) -> None:
-        """Fail if the exchange under way has taken longer than the timeout. Called by the training thread."""
-        if (under_way := self._late) is not None:
-            self._fail_late(under_way)
+        if self._thread is None:
+            self._thread = GossipThread(f"gossip-{self.transport.rank}")
+        self._exchanges.append(self._thread.submit(run))
 
-    @property
-    def seconds_left(self) -> float:
-        """The seconds until the exchange under way is late, or a moment; the timeout if there is none."""
-        if (under_way := self._under_way) is None:
-            return self.transport.timeout.total_seconds()
-        return max(self._seconds_left(under_way), _MOMENT)
-
-    def wait_until_served(self) -> None:
-        """Wait until the exchange under way is delivered, or this rank has failed. Called by the training thread.
-
-        Never call it with the lock of `shared`: the listening thread needs it to deliver.
-
-        Raises:
-            TimeoutError: the exchange has taken longer than the timeout; names the peer.
-        """
-        with self._serving:
-            num_served = self._num_served
-
-            def is_over() -> bool:
-                return not self._is_occupied or self._num_served > num_served or self.presence.failed.done()
-
-            while not self._serving.wait_for(is_over, self.seconds_left):
-                if (under_way := self._late) is not None:
-                    break
-            else:
-                return
-        raise self._fail_late(under_way)
-
-    def shut_down(self, peers: Iterable[int]) -> None:
-        """Tell these ranks that this one neither asks nor answers any more. Does not wait."""
-        self.presence.shut_down(peers)
-
-    def stop_answering(self, seconds: float = SHUTDOWN_TIMEOUT.total_seconds()) -> bool:
-        """Wait for the exchange under way, at most for so long, and from then on reply that this rank has closed.
-
-        Returns whether that exchange is over; False: it ends by itself.
-        """
-        with self._serving:
-            self._serving.wait_for(lambda: not self._is_occupied or self.presence.failed.done(), seconds)
-            self._is_closing = True
-            return not self._is_occupied
+    def _ask(self, peer: int, t: int, weight: float) -> None:
+        """The exchange of an active rank."""
+        reply = torch.empty(1, dtype=torch.int64, device="cpu")
+        status, deadline = _CLOSED, Deadline(self.transport.timeout)
+        with self._exchanging(peer, f"asking in round {t}", t):
+            message = ControlMessage(_REQUEST, t, _bits(weight))
+            pending = self.liveness.request(peer, message, reply=reply, what=f"asking in round {t}")
+            if pending is not None:
+                self._wait(pending, deadline)
+                status = int(reply)
+            if status == _READY:
+                self._exchange(peer, weight, f"averaging in round {t}", deadline)
+        if status == _CLOSED:
+            self.closed_peers.add(peer)
 
     def _answer(self, source: int, t: int, weight: float) -> None:
-        what = f"answering round {t} of rank {self.transport.names[source]}"
-        with self._exchanging(source, what), self._occupied():
+        """The exchange of a passive rank."""
+        what, deadline = f"answering round {t} of rank {self.transport.names[source]}", Deadline(self.transport.timeout)
+        with self._exchanging(source, what, t):
             with self.shared.lock:  # so that `withdraw` comes before the reply, or waits until `is_serving` is set
-                is_closed = self._is_closing or self.presence.failed.done()
+                is_closed = self.is_closing or self.liveness.has_failed
                 status = _CLOSED if is_closed else _READY if self.shared.is_open else _NOT_YET
                 self.is_serving = status == _READY
             reply = torch.tensor([status], device="cpu")
-            self._wait(self.transport.exchange({source: [reply]}, {}, tag=_CONTROL_TAG, what=what))
+            self._wait(self.transport.exchange({source: [reply]}, {}, tag=_CONTROL_TAG, what=what), deadline)
             if status == _READY:
-                with torch.profiler.record_function("gossip.round", f"t={t}"):
-                    self._exchange(source, weight, what)
+                self._exchange(source, weight, what, deadline)
 
     @contextlib.contextmanager
-    def _occupied(self) -> Iterator[None]:
-        """A context in which the training thread can wait for the end of this exchange."""
-        with self._serving:
-            self._is_occupied = True
-        try:
-            yield
-        finally:
-            with self._serving:
-                self.is_serving = self._is_occupied = False
-                self._num_served += 1
-                self._serving.notify_all()
-
-    @contextlib.contextmanager
-    def _exchanging(self, peer: int, what: str) -> Iterator[None]:
+    def _exchanging(self, peer: int, what: str, t: int) -> Iterator[None]:
         """A context for an exchange. An error of the network becomes the failure that caused it.
 
         Where the peer is lost, the context ends with the exchange: [Note: lost peers of an exchange].
         """
-        under_way = self._under_way = _UnderWay(peer, what, time.monotonic())
+        waiting = self.liveness.waiting(what, lambda: peer)
+        profiled = torch.profiler.record_function("gossip.round", f"t={t}")
         try:
-            yield
-        except (_PeerLostError, LinkClosedError):
-            return
-        except ConnectionError as error:
-            cause = self.presence.cause_of(error)
-            if cause is error:
-                raise
-            raise cause from error
-        except TimeoutError as error:
-            raise self._fail_late(under_way) from error
+            with contextlib.suppress(_PeerLostError, LinkClosedError), waiting, profiled:
+                yield
         finally:
-            self._under_way = None
+            self.is_serving = False
 
-    def _wait(self, pending: Pending) -> None:
-        """[Note: late peers] and [Note: lost peers of an exchange]"""
-        grace = timedelta(0) if self._is_elastic else _GRACE
-        pending.wait(timedelta(seconds=self.seconds_left) + grace)
-        if self._is_elastic and cast("ElasticPending", pending).lost:
+    def _wait(self, pending: Pending, deadline: Deadline) -> None:
+        """Wait for a message, at most until the deadline of the exchange."""
+        pending.wait(deadline.left_for_gloo)
+        if self.transport.is_elastic and cast("ElasticPending", pending).lost:
             raise _PeerLostError
 
-    @property
-    def _late(self) -> _UnderWay | None:
-        """The exchange under way, if it is late and does not end by itself."""
-        under_way = None if self._is_elastic else self._under_way
-        return None if under_way is None or self._seconds_left(under_way) > 0 else under_way
-
-    def _seconds_left(self, under_way: _UnderWay) -> float:
-        return under_way.start + self.transport.timeout.total_seconds() - time.monotonic()
-
-    def _fail_late(self, under_way: _UnderWay) -> BaseException:
-        error = self.presence.fail_late(under_way.peer, under_way.what, time.monotonic() - under_way.start)
-        return self.presence.failed.exception() or error
-
-    def _exchange(self, peer: int, weight: float, what: str) -> None:
+    def _exchange(self, peer: int, weight: float, what: str, deadline: Deadline) -> None:
         """y_i <- y_i + w (y_j - y_i), and training does the same to x. In the thread that exchanges, without a lock."""
         step = self.clock()
         self.shared.snapshot(self._sent)
         sends, recvs = {peer: [self._sent.raw]}, {peer: [self._received.raw]}
-        self._wait(self.transport.exchange(sends, recvs, tag=_MODEL_TAG, what=what))
+        self._wait(self.transport.exchange(sends, recvs, tag=_MODEL_TAG, what=what), deadline)
         for buffers in self.shared.buffers_of(self._sent):
-            buffers.zero_()  # those received are averaged: [Note: buffers of a pending correction]
+            buffers.zero_()  # the received buffers are averaged: [Note: buffers of a pending correction]
         self._received.add_segments_(self._sent, alpha=-1.0)  # y_j - y_i
         if self.on_nonfinite != "spread" and not is_finite(self._received):
             if self.on_nonfinite == "raise":

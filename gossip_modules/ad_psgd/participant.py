@@ -1,4 +1,4 @@
-"""BilateralParticipant: what AD-PSGD does when workers come and go."""
+"""BilateralParticipant: the part of AD-PSGD in a membership."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from ..membership.lockstep import GraphParticipant
 
 
 class BilateralParticipant(GraphParticipant):
-    """Between a wrapper whose pairs exchange at any time and its membership.
+    """The part of a wrapper whose pairs exchange at any time in its membership.
 
-    Who is active and who is passive is computed anew for each number of workers. See [Note: generations of an engine]
+    The active ranks are computed anew for each number of workers. See [Note: generations of an engine]
     and [Note: lost peers of an exchange].
     """
 
@@ -30,7 +30,7 @@ class BilateralParticipant(GraphParticipant):
         self.wrapper._engine.give_up(self.wrapper._buffer.vector)
 
     def _go_to(self, t: int, step: int) -> None:
-        """See `ModelParticipant`. Who joins again may have taken more steps than its donor: none comes twice."""
+        """See `ModelParticipant`. A worker that joins again may be ahead of its donor: no step comes twice."""
         super()._go_to(t, max(step, self.step))
 
     def advance(self, num_steps: int) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..engine.background import close_at_program_end
+from ..engine.liveness import WatchedTransport
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
 from ..membership.links import alone
@@ -28,7 +29,6 @@ from ..wrappers.foreign.tables import AD_PSGD_ARGUMENTS, DDP_ARGUMENTS
 from ..wrappers.links import Links
 from .engine import BilateralEngine
 from .participant import BilateralParticipant
-from .watched_transport import WatchedTransport
 
 
 class BilatGossipDataParallel(GossipWrapper):
@@ -125,7 +125,7 @@ class BilatGossipDataParallel(GossipWrapper):
         engine = self._start(weights)
         close_when_collected(self, engine)
         close_at_program_end(engine)
-        self._watched = WatchedTransport(self._transport, engine.join_in)
+        self._watched = WatchedTransport(self._transport, engine.together)
         self._averager = GlobalAverage(self._watched)
 
     def _start_elastic(

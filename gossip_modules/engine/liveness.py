@@ -97,7 +97,7 @@ class _BoundedWait:
     Attributes:
         what: the operation that waits, for errors.
         partner: returns the rank that is waited for now; -1 where it is not known.
-        activity: the activity of the training thread during the wait.
+        activity: the activity of the training thread during the wait; TRAINING where another thread waits.
         is_patient: whether the wait goes on as long as the partner makes progress.
         start: when it began (`time.monotonic()`).
         seconds: its length so far, without pauses of the whole process.
@@ -115,6 +115,10 @@ class _BoundedWait:
 
 def _unknown() -> int:
     return -1
+
+
+def _is_last(integers: Sequence[int]) -> bool:
+    return integers[0] in (ControlKind.SHUTDOWN, ControlKind.FAILED)
 
 
 class Liveness:
@@ -165,7 +169,8 @@ class Liveness:
         self.on_late: Callable[[int, RuntimeError, float], object] = lambda rank, error, seconds: None
         self._tag, self._timeout = tag, transport.timeout.total_seconds()
         self._me = f"rank {transport.names[transport.rank]}"
-        self._listener = Listener(transport, self.peers, num_integers=len(ControlMessage._fields), tag=tag)
+        num_integers = len(ControlMessage._fields)
+        self._listener = Listener(transport, self.peers, num_integers=num_integers, tag=tag, is_last=_is_last)
         self._ended = threading.Event()
         self._waits: dict[int, _BoundedWait] = {}  # by thread
         self._lock = threading.Lock()
@@ -253,8 +258,7 @@ class Liveness:
 
     def _handle(self, sender: int, message: ControlMessage) -> None:
         """Handle the messages that belong to this object."""
-        if message.kind in (ControlKind.SHUTDOWN, ControlKind.FAILED):
-            self._listener.close_peer(sender)
+        if _is_last(message):
             self.shut_down([sender])
             if message.kind == ControlKind.FAILED:  # the cause is known before the rank counts as closed
                 self._learn(sender, message.first, FailureReason(message.second))
@@ -296,19 +300,12 @@ class Liveness:
             self.wait_until_received(_TELLING)
         self.background.fail(error)
         self.failed.set_exception(error)
-        if rank is not None and isinstance(self.transport, ProcessGroupTransport):
+        if rank is not None and not self.transport.is_elastic:
             self.transport.close_connections()
 
     def leave(self, error: BaseException) -> None:
         """Fail because of an error in this rank's own code."""
         self.fail(error, self.transport.rank)
-
-    def explain(self, error: BaseException) -> NoReturn:
-        """Raise the failure that caused `error`: the error itself where no peer names a cause within a second."""
-        wait([self.failed], _KNOWN_WITHIN)
-        self.leave(error)
-        self.raise_if_failed()
-        raise error
 
     def give_up(self, what: str, seconds: float, partner: int, activity: Activity = Activity.EXCHANGING) -> NoReturn:
         """Raise TimeoutError that names the rank which keeps this one waiting.
@@ -362,9 +359,9 @@ class Liveness:
         activity: Activity = Activity.TRAINING,
         is_patient: bool = False,
     ) -> Iterator[None]:
-        """A context in which this thread waits. A network error that ends it becomes the failure that caused it.
+        """A context in which this thread waits; see `_BoundedWait` for the arguments.
 
-        See `_BoundedWait` for the arguments.
+        After a network error in it this rank has failed. The training thread gets the failure that caused the error.
         """
         thread = threading.get_ident()
         outer = self._waits.get(thread)
@@ -372,7 +369,11 @@ class Liveness:
         try:
             yield
         except (ConnectionError, TimeoutError) as error:
-            self.explain(error)
+            wait([self.failed], _KNOWN_WITHIN)  # for a FAILED message that names the cause
+            self.leave(error)
+            if activity is not Activity.TRAINING:
+                self.raise_if_failed()
+            raise
         finally:
             del self._waits[thread]
             if outer is not None:
@@ -398,7 +399,8 @@ class Liveness:
             if waiting.is_patient and self._makes_progress(partner, waiting):
                 waiting.seconds = 0.0
         closed_at = self.closed.get(partner) if partner >= 0 else min(self.closed.values(), default=None)
-        if closed_at is not None and time.monotonic() - max(closed_at, waiting.start) > _CLOSED_AFTER:
+        is_left = closed_at is not None and time.monotonic() - max(closed_at, waiting.start) > _CLOSED_AFTER
+        if is_left and waiting.activity is not Activity.TRAINING:
             self.check_present()
         is_known = partner >= 0 or waiting.activity is Activity.COLLECTIVE or bool(self._silent())
         # A little longer where other ranks know better which rank is late.

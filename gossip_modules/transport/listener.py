@@ -17,8 +17,6 @@ from . import threads
 from .exchange import FOREVER, LinkClosedError, PointToPoint
 
 SHUTDOWN_TIMEOUT = timedelta(seconds=2)
-_SECONDS_OF_GRACE = 1.0
-_CLOSED_HERE = "Application timeout"  # in Gloo's error about a connection that a wait of this process has closed
 
 
 class ConnectionLost(ConnectionError):
@@ -26,13 +24,11 @@ class ConnectionLost(ConnectionError):
 
     Attributes:
         peer: its rank in the group.
-        is_closed_here: whether a wait of this process has closed it, by timing out, and not the end of the peer.
     """
 
-    def __init__(self, message: str, *, peer: int, is_closed_here: bool) -> None:
+    def __init__(self, message: str, *, peer: int) -> None:
         super().__init__(message)
         self.peer = peer
-        self.is_closed_here = is_closed_here
 
 
 _Arrival: TypeAlias = "tuple[int, list[int] | ConnectionLost | None]"  # None: rounds go on without the peer
@@ -76,7 +72,6 @@ class Listener:
         self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._readers: list[threading.Thread] = []
         self._exiting = threading.Event()
-        self._has_waited = False
 
     def messages(self) -> Iterator[tuple[int, list[int]]]:
         """(sender, integers) of each message as it comes, until no peer is present; waits without limit.
@@ -94,10 +89,6 @@ class Listener:
             if message is None or isinstance(message, ConnectionLost) or self._is_last(message):
                 self.present.discard(sender)
             if isinstance(message, ConnectionLost):
-                if message.is_closed_here and not self._has_waited:
-                    # The thread whose wait has timed out, which has closed all connections, names the late rank.
-                    self._has_waited = True
-                    self._exiting.wait(_SECONDS_OF_GRACE)
                 raise message
             if message is not None:
                 yield sender, message
@@ -132,11 +123,8 @@ class Listener:
             self._arrivals.put((peer, None if goes_on else self._lost(peer, error, time.monotonic() - start)))
 
     def _lost(self, peer: int, error: RuntimeError, seconds: float) -> ConnectionLost:
-        me, name = (self.transport.names[rank] for rank in (self.transport.rank, peer))
-        is_closed_here = _CLOSED_HERE in str(error)
-        why = "a wait of this rank has timed out" if is_closed_here else f"rank {name} has died"
-        message = f"rank {me}: {why}: the connection to rank {name} failed after {seconds:.1f} s: {error}"
-        return ConnectionLost(message, peer=peer, is_closed_here=is_closed_here)
+        name = self.transport.names[peer]
+        return ConnectionLost(f"the connection to rank {name} failed after {seconds:.1f} s: {error}", peer=peer)
 
     def exit(self) -> None:
         """[Note: readers at exit]"""

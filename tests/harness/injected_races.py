@@ -22,6 +22,7 @@ from gossip_modules.dpwa.wire.snapshot_pool import ModelSnapshot, SnapshotPool
 from gossip_modules.engine.overlap import Filling, OverlapEngine, _Flight
 from gossip_modules.engine.shared_model import SharedModel
 from gossip_modules.flat.vector import FlatVector
+from gossip_modules.transport.deadlines.deadline import Deadline
 from gossip_modules.wagma.group_average import GroupAverage
 from gossip_modules.wagma.group_result import GroupResult
 from tests.harness.ranks_at_work import LENGTH, LONG
@@ -102,7 +103,7 @@ def tear_snapshots(patch: pytest.MonkeyPatch) -> None:
 def read_early(patch: pytest.MonkeyPatch) -> None:
     """What a peer sends is read before it has arrived."""
 
-    def exchange(bilateral: BilateralAverage, peer: int, weight: float, what: str) -> None:
+    def exchange(bilateral: BilateralAverage, peer: int, weight: float, what: str, deadline: Deadline) -> None:
         step = bilateral.clock()
         bilateral.shared.snapshot(bilateral._sent)
         sends, recvs = {peer: [bilateral._sent.raw]}, {peer: [bilateral._received.raw]}
@@ -154,7 +155,7 @@ def collect_without_the_lock(patch: pytest.MonkeyPatch) -> None:
 def send_uncopied(patch: pytest.MonkeyPatch) -> None:
     """y itself is sent, over a slow link, and training publishes the next one over it meanwhile."""
 
-    def exchange(bilateral: BilateralAverage, peer: int, weight: float, what: str) -> None:
+    def exchange(bilateral: BilateralAverage, peer: int, weight: float, what: str, deadline: Deadline) -> None:
         step = bilateral.clock()
         bilateral.shared.snapshot(bilateral._sent)
         sends, recvs = {peer: halves(bilateral.shared._public)}, {peer: halves(bilateral._received)}
@@ -168,14 +169,14 @@ def send_uncopied(patch: pytest.MonkeyPatch) -> None:
 
 
 def wait_with_the_lock(patch: pytest.MonkeyPatch) -> None:
-    """Training waits for the listener with the lock in hand that the listener needs."""
-    wait_until_served = BilateralAverage.wait_until_served
+    """Training waits for an exchange with the lock in hand that the exchange needs."""
+    wait = BilateralAverage.wait
 
-    def wait_with_the_lock(bilateral: BilateralAverage) -> None:
+    def wait_with_the_lock(bilateral: BilateralAverage, seconds: float) -> bool:
         with bilateral.shared.lock:
-            wait_until_served(bilateral)
+            return wait(bilateral, seconds)
 
-    patch.setattr(BilateralAverage, "wait_until_served", wait_with_the_lock)
+    patch.setattr(BilateralAverage, "wait", wait_with_the_lock)
 
 
 # Overlapped SGP.

@@ -38,14 +38,11 @@ from tests.harness.ranks_at_work import LENGTH, LONG, Board, Rank
 from tests.harness.workloads import WORKLOADS, Workload
 
 _THREADED = {  # modules that share state between threads
-    "engine": ("background", "overlap", "shared_model"),
+    "engine": ("background", "liveness", "overlap", "shared_model"),
     "rounds": ("gossip_thread",),
     "transport": ("listener",),
-    "ad_psgd": ("engine", "exchange", "presence", "watched_transport"),
-    "wagma": (
-        *("barrier", "control", "engine", "failure_detector", "group_average", "group_result", "peer_status"),
-        *("published_model", "worker"),
-    ),
+    "ad_psgd": ("engine", "exchange"),
+    "wagma": ("engine", "group_average", "group_result", "worker"),
     "dpwa": ("averager", "engine", "network", "wrapper"),
     "dpwa/wire": (*("connection", "counts", "fetcher", "message", "peer_scores", "server", "snapshot_pool"),),
 }

@@ -35,7 +35,7 @@ def engine_of(wrapper: BilatGossipDataParallel) -> BilateralEngine:
 
 def is_active(wrapper: BilatGossipDataParallel) -> bool:
     """Whether this rank asks."""
-    return engine_of(wrapper)._asker is not None
+    return engine_of(wrapper).is_active
 
 
 class Meeting:

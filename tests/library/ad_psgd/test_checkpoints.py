@@ -27,7 +27,7 @@ from tests.harness.ranks import TIMEOUT, run_ranks
 from tests.harness.reference import flatten
 from tests.library.ad_psgd.pairs import PATIENCE, Gate, Meeting, X, engine_of, is_active, one_exchange_double, wrap
 
-HEADER_BYTES, REPLY_BYTES = 24, 8
+HEADER_BYTES, REPLY_BYTES = 32, 8
 
 
 # Checkpoints.

@@ -6,6 +6,7 @@ import gc
 import json
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gossip_modules import BilatGossipDataParallel, Membership
-from gossip_modules.ad_psgd.exchange import BilateralAverage, _UnderWay
+from gossip_modules.ad_psgd.exchange import BilateralAverage
 from gossip_modules.engine.shared_model import SharedModel
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager import DynamicBipartiteCompleteGraph, DynamicBipartiteExponentialGraph
@@ -162,6 +163,7 @@ def test_an_exchange_whose_other_end_is_lost_changes_nothing(is_ready: bool, mon
     lost: list[list[int]] = [[], []]
     asked: list[bool] = []
     is_changed: list[bool] = []
+    is_closed = threading.Event()
 
     def connect(rank: int) -> LinkTransport:
         return connect_links(
@@ -180,22 +182,28 @@ def test_an_exchange_whose_other_end_is_lost_changes_nothing(is_ready: bool, mon
         x = FlatVector.over(torch.full((4,), 8.0 * rank))
         shared = SharedModel(x)
         shared.publish(x)
-        bilateral = BilateralAverage(shared, transport, clock=lambda: 0)
+        bilateral = BilateralAverage(shared, transport, [1 - rank], clock=lambda: 0)
         if rank == 0:
 
             def die(*_: object) -> Any:
                 transport.close()
+                is_closed.set()
                 return nullcontext()
 
             if is_ready:
                 monkeypatch.setattr(shared, "snapshot", die)
             else:
-                monkeypatch.setattr(bilateral, "_occupied", die)
-            bilateral.answer([1])
+                monkeypatch.setattr(bilateral, "_answer", die)
+            assert is_closed.wait(SECONDS)
         else:
-            asked.extend(bilateral.ask(0, t, 0.5) for t in range(2))
+            for t in range(2):
+                bilateral.ask(0, t, 0.5)
+                assert bilateral.wait(SECONDS)
+                asked.append(0 not in bilateral.closed_peers)
         is_changed.append(shared.has_pending)
         transport.close()
+        bilateral.shut_down()
+        bilateral.close(SECONDS)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -237,40 +245,33 @@ def test_an_exchange_is_given_up_with_its_peer_where_gloo_does_not_end_the_wait(
     transport, link = alone(timedelta(days=1)), HalfReceived()
     transport._links, transport.names = {1: link}, [0, 1]  # type: ignore[dict-item]
     x = FlatVector.over(torch.ones(4))
-    bilateral = BilateralAverage(SharedModel(x), transport, clock=lambda: 0)
-    asked: list[bool] = []
-    thread = threading.Thread(target=lambda: asked.append(bilateral.ask(1, 0, 0.5)))
-    thread.start()
+    bilateral = BilateralAverage(SharedModel(x), transport, [], clock=lambda: 0)
+    bilateral.ask(1, 0, 0.5)
     assert link.is_waited_for.wait(SECONDS)
     transport.break_link(1)
-    thread.join(SECONDS)
-    assert not thread.is_alive()
-    assert asked == [False]
+    assert bilateral.wait(SECONDS)
+    assert bilateral.closed_peers == {1}
     link.may_end.set()
     transport.close()
+    bilateral.close(SECONDS)
 
 
-def test_one_exchange_at_most_is_waited_for_where_a_generation_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_exchange_at_most_is_waited_for_where_a_generation_begins() -> None:
     """Peers that ask again and again would hold it up for a timeout each."""
     membership = Membership(dist.HashStore(), min_workers=1, timeout=SECONDS)
     model = BilatGossipDataParallel(nn.Linear(4, 1), membership=membership)
-    stop, waits = BilateralAverage.stop_answering, []
-
-    def stop_answering(self: BilateralAverage, seconds: float = SECONDS) -> bool:
-        waits.append(seconds)
-        return stop(self, seconds)
-
-    monkeypatch.setattr(BilateralAverage, "stop_answering", stop_answering)
     engine: Any = model._engine
     model(X)
     assert engine.shared.is_open
     assert model._elastic is not None
     model._elastic.flush()
-    assert not engine.shared.is_open, "who asks now is told: not yet"
-    engine._bilateral._under_way = _UnderWay(1, "answering", time.monotonic() - SECONDS / 2)
+    assert not engine.shared.is_open, "peers that ask now get the reply: not yet"
+    under_way, later = Future[float](), Future[float]()
+    engine._bilateral._exchanges.extend([under_way, later])
+    ending = threading.Timer(0.1, under_way.set_result, [0.0])
+    ending.start()
     engine.rebind(engine.mixing, alone(membership.timeout))
-    assert len(waits) == 1
-    assert waits[0] <= SECONDS / 2, "what the exchange under way has left"
+    assert under_way.done()
     model(X)
     assert engine.shared.is_open
     model.close()

@@ -93,7 +93,7 @@ def end_without_close(rank: int, is_kept: bool) -> list[int]:
     if is_kept:
         _kept.append(model)
     optimizer = sgd(model)
-    closed: Any = model._engine._closed_peers  # type: ignore[attr-defined]
+    closed: Any = model._engine._bilateral.closed_peers  # type: ignore[attr-defined]
     num_left = 5
     while num_left:
         loss_of(model, rank, num_left).backward()

@@ -29,7 +29,7 @@ TIMEOUT = 30.0  # far from what a closed connection takes
 
 def die(rank: Rank) -> NoReturn:
     """Close all connections without a last message, as the end of a process does."""
-    rank.worker.liveness.has_failed = True  # its threads say nothing while one connection after the other closes
+    rank.worker.liveness.fail(ConnectionError("it dies"))  # its threads say nothing while connections close
     rank.worker.control.close_connections()
     with contextlib.suppress(ConnectionError):
         rank.engine.close()
