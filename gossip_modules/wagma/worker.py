@@ -6,7 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 
@@ -18,7 +18,7 @@ from ..engine.liveness import Activity, ControlMessage, Liveness
 from ..engine.shared_model import SharedModel
 from ..flat.nonfinite import check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
-from ..rounds.gossip_thread import GossipThread
+from ..transport import threads
 from ..transport.process_group import ProcessGroupTransport
 from .group_average import GroupAverage
 from .group_result import GroupResult
@@ -109,8 +109,8 @@ class WaitAvoidingWorker:
         self.liveness = Liveness(self.control, {*self.out_peers, *self.in_peers})
         self.liveness.failed.add_done_callback(partial(_wake, self.state))
         self.liveness.background.start(f"gossip-listener-{transport.rank}", self._listen)
-        self._thread = GossipThread(f"gossip-worker-{transport.rank}")
-        self._work = self._thread.submit(self._run_rounds)
+        self._rounds_ended = threading.Event()
+        self.liveness.background.start(f"gossip-worker-{transport.rank}", self._run_rounds)
 
     def set_round(self, t: int) -> None:
         """Put training at round t while no round runs; none starts before `release()`."""
@@ -194,7 +194,7 @@ class WaitAvoidingWorker:
         with self.state:
             self._is_closing = True
             self.state.notify_all()
-        wait([self._work], _CLOSE_SECONDS)
+        self._rounds_ended.wait(_CLOSE_SECONDS)
         liveness.shut_down()
         liveness.wait_until_received(_TELLING)
         liveness.end()
@@ -213,8 +213,9 @@ class WaitAvoidingWorker:
                     self.settling[message.second, message.third] = message.first
                 self.state.notify_all()
 
-    def _run_rounds(self) -> float:
+    def _run_rounds(self) -> None:
         """The body of the worker thread."""
+        threads.join_at_exit(threading.current_thread())
         try:
             while (t := self._next_round()) is not None:
                 with self.liveness.waiting(f"telling others of round {t}", lambda: self._average.partner):
@@ -224,8 +225,7 @@ class WaitAvoidingWorker:
         except BaseException as error:  # noqa: BLE001 (raised in the training thread, which is woken for it)
             self.liveness.leave(error)
         finally:
-            self._thread.close()  # also of a rank that nobody closes
-        return 0.0
+            self._rounds_ended.set()
 
     def _next_round(self) -> int | None:
         """Wait for the next round to run. None = this rank closes, and no round is left to run."""

@@ -20,7 +20,7 @@ from gossip_modules.engine.liveness import ControlKind, ControlMessage, FailureR
 from gossip_modules.wagma.engine import WaitAvoidingEngine
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.processes import run_processes, start_clock
-from tests.harness.ranks import HangUp, assert_no_gossip_threads, gossip_threads, run_ranks
+from tests.harness.ranks import HangUp, assert_no_gossip_threads, run_ranks
 from tests.library.wagma.workers import Rank
 
 PATIENCE = 10.0
@@ -214,7 +214,7 @@ def close_without_settling(rank: int) -> int:
         wrapper(torch.ones(1, 3))
     assert isinstance(wrapper._engine, WaitAvoidingEngine)
     wrapper.close()
-    assert not gossip_threads()
+    assert_no_gossip_threads()
     return wrapper.round
 
 
