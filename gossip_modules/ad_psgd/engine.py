@@ -14,7 +14,7 @@ from ..engine.liveness import Activity, Liveness
 from ..engine.shared_model import SharedModel
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
-from ..transport.deadlines.deadline import Deadline
+from ..transport.deadline import Deadline
 from ..transport.exchange import PointToPoint
 from ..transport.listener import SHUTDOWN_TIMEOUT
 from .exchange import BilateralAverage

@@ -16,7 +16,7 @@ from ..engine.shared_model import SharedModel
 from ..flat.nonfinite import check_policy, is_finite, refuse
 from ..rounds.gossip_thread import GossipThread
 from ..transport.base import ElasticPending, Pending
-from ..transport.deadlines.deadline import Deadline
+from ..transport.deadline import Deadline
 from ..transport.exchange import LinkClosedError, PointToPoint
 
 _REQUEST = 0  # the kind of a control message

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..transport.base import Pending
-from ..transport.deadlines.deadline import Deadline
+from ..transport.deadline import Deadline
 from ..transport.exchange import SHUTDOWN, LinkClosedError, PointToPoint
 from ..transport.listener import SHUTDOWN_TIMEOUT, ConnectionLost, Listener
 from ..transport.process_group import ProcessGroupTransport

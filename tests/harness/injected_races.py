@@ -22,7 +22,7 @@ from gossip_modules.dpwa.wire.snapshot_pool import ModelSnapshot, SnapshotPool
 from gossip_modules.engine.overlap import Filling, OverlapEngine, _Flight
 from gossip_modules.engine.shared_model import SharedModel
 from gossip_modules.flat.vector import FlatVector
-from gossip_modules.transport.deadlines.deadline import Deadline
+from gossip_modules.transport.deadline import Deadline
 from gossip_modules.wagma.group_average import GroupAverage
 from gossip_modules.wagma.group_result import GroupResult
 from tests.harness.ranks_at_work import LENGTH, LONG
