@@ -78,7 +78,7 @@ class Clock(ABC):
         arrivals = self.arrivals() if self.step else self.starts
         starts = self._meet(arrivals, exchanges)
         self.waited_seconds += starts - arrivals
-        self.starts = starts
+        self.starts[:] = starts
         self.step += 1
 
     def arrivals(self) -> Array:

@@ -1,4 +1,4 @@
-"""What messages cost: of a lossy code of the model, and of any algorithm, measured on a small model."""
+"""What the messages of an algorithm cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from ..algorithms.moniqua import Moniqua
 from ..algorithms.power_gossip import PowerGossip
-from ..compression.compressor import Cast, Compressor
+from ..compression.compressor import Cast
 from ..compression.quantizer import QSGD, SignNorm
 from ..compression.sparsifier import RandomK, TopK
 from ..graph_manager import RingGraph
@@ -17,7 +17,7 @@ from ..mixing_manager.base import MetropolisHastingsMixing
 from ..rounds.algorithm import Algorithm
 from ..rounds.periodic import Periodic
 from ..rounds.stacked import Stacked
-from .delays import LinkModel, MessageCost, Network
+from .delays import MessageCost, Network
 
 CODE_PASSES: Mapping[type[Any], tuple[float, float]] = {
     Cast: (1.5, 2.5),
@@ -36,38 +36,37 @@ _SIDE = 512
 """Rows and columns of the matrices that a model is taken to be made of: PowerGossip of rank 1 sends 1/512 of it."""
 
 
-def coded_message(compressor: Compressor, num_parameters: int, links: LinkModel) -> MessageCost:
-    """What it costs to send a model of so many float32 parameters in this code."""
-    encode, decode = CODE_PASSES.get(type(compressor), UNKNOWN_PASSES)
-    one_pass = links.memory_seconds(4 * num_parameters)
-    return MessageCost(
-        compressor.num_bytes(num_parameters, torch.float32),
-        encode_seconds=(encode + decode + _MEMORY_PASSES) * one_pass,  # a rank hears itself as well
-        decode_seconds=decode * one_pass,
-    )
+def message_of(algorithm: Algorithm, num_parameters: float, network: Network) -> MessageCost:
+    """What a message of an algorithm takes.
 
-
-def measured_message(algorithm: Algorithm, num_parameters: float, network: Network) -> MessageCost:
-    """What a message of an algorithm takes: its bytes are measured on a float32 matrix of 512 x 512.
-
-    An outer method is taken to send its vector as it is.
-
-    Its time to encode and decode is that of its compressor, if it has one that was measured, else of a slow one.
+    Its time to encode and decode is that of its compressor, or of the algorithm itself, if that was measured, else of a
+    slow one.
 
     Args:
         algorithm: of any kind.
-        num_parameters: of the real model.
+        num_parameters: of the real model, float32.
         network: tells how long a pass over the model takes.
     """
-    num_bytes = 4 * num_parameters
-    if not isinstance(algorithm, Periodic):
-        driver = Stacked(algorithm, MetropolisHastingsMixing(RingGraph(2)), shape=(_SIDE, _SIDE))
-        sample = torch.randn(1, _SIDE**2, generator=torch.Generator().manual_seed(0), device="cpu").repeat(2, 1)
-        answered = driver.step(sample, next(filter(algorithm.is_due, range(_MAX_PERIOD)), 0))
-        num_bytes = driver.sent_bytes / max(len(answered), 1) * num_parameters / _SIDE**2
-    if num_bytes == 4 * num_parameters:
-        return network.plain_message(num_bytes)
-    kinds = (type(getattr(algorithm, "compressor", None)), type(algorithm))
-    encode, decode = next((CODE_PASSES[kind] for kind in kinds if kind in CODE_PASSES), UNKNOWN_PASSES)
+    code = vars(algorithm).get("compressor")
+    if code is None:
+        kind, passes = type(algorithm), 0.0
+        num_bytes = _measured_bytes(algorithm) * num_parameters
+        if num_bytes == 4 * num_parameters:
+            return network.plain_message(num_bytes)
+    else:
+        kind, passes = type(code), _MEMORY_PASSES
+        num_bytes = code.num_bytes(int(num_parameters), torch.float32)
+    encode, decode = CODE_PASSES.get(kind, UNKNOWN_PASSES)
     one_pass = network.links.memory_seconds(4 * num_parameters)
-    return MessageCost(num_bytes, encode_seconds=(encode + decode) * one_pass, decode_seconds=decode * one_pass)
+    # A rank hears itself as well.
+    return MessageCost(num_bytes, (encode + decode + passes) * one_pass, decode * one_pass)
+
+
+def _measured_bytes(algorithm: Algorithm) -> float:
+    """Bytes for each parameter, measured on a float32 matrix of 512 x 512; of an outer method those of its vector."""
+    if isinstance(algorithm, Periodic):
+        return 4.0
+    driver = Stacked(algorithm, MetropolisHastingsMixing(RingGraph(2)), shape=(_SIDE, _SIDE))
+    sample = torch.randn(1, _SIDE**2, generator=torch.Generator().manual_seed(0), device="cpu").repeat(2, 1)
+    answered = driver.step(sample, next(filter(algorithm.is_due, range(_MAX_PERIOD)), 0))
+    return driver.sent_bytes / max(len(answered), 1) / _SIDE**2

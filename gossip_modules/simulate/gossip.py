@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from ..rounds.requests import SGDStep
-from ..rounds.rows import Array, Rows
+from ..rounds.rows import Rows
 from ..rounds.stacked import Stacked
 from ..schedule import Action, Schedule
 from .clocks import Clock
-from .delays import ComputeModel, MessageCost, Network
 from .setting import ControlRates
 
 MOMENTUM = 0.9
@@ -27,6 +26,8 @@ class SimulatedMethod(ABC):
 
     Attributes:
         num_ranks: n.
+        starts: when each rank has started the step that it is at: float64 [n], in seconds.
+        waited_seconds: what each rank has waited so far: float64 [n].
         sent_bytes: what a rank has sent so far, mean over ranks.
         is_stepping: bool [n], which ranks compute a step after this forward; None = all.
         is_overlapped: whether messages travel while ranks compute.
@@ -37,6 +38,7 @@ class SimulatedMethod(ABC):
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
+        self.starts, self.waited_seconds = np.zeros(num_ranks), np.zeros(num_ranks)
         self.sent_bytes = 0.0
         self.is_stepping: Tensor | None = None
         self.is_overlapped = False
@@ -50,61 +52,13 @@ class SimulatedMethod(ABC):
         return x
 
     @property
-    @abstractmethod
-    def starts(self) -> Array:
-        """When each rank has started the step that it is at: float64 [n], in seconds."""
-
-    @property
-    @abstractmethod
-    def waited_seconds(self) -> Array:
-        """What each rank has waited so far: float64 [n]."""
-
-    @property
     def control_rates(self) -> ControlRates | None:
         """How often ranks have communicated so far, where that is under control; None elsewhere."""
         return None
 
 
 class TooFarApartError(RuntimeError):
-    """Neighbours are further apart than the theta that Moniqua was given: the library refuses such a round too.
-
-    Attributes:
-        theta: that was given.
-        difference: the largest of an entry of two neighbours.
-    """
-
-    def __init__(self, theta: float, t: int, difference: float) -> None:
-        super().__init__(
-            f"Moniqua: got neighbours that differ by {difference:.3g} in round {t}, expected less than "
-            f"theta={theta:.3g}; give a larger --theta, or lower the learning rate"
-        )
-        self.theta, self.difference = theta, difference
-
-
-class OwnPace(SimulatedMethod):
-    """A method whose ranks do not all step together, so that it keeps the time of each itself.
-
-    Args:
-        compute: how long steps take.
-        network: the links.
-        message: a model.
-    """
-
-    def __init__(self, compute: ComputeModel, network: Network, message: MessageCost) -> None:
-        super().__init__(network.num_ranks)
-        self.compute, self.network, self.message = compute, network, message
-        n = self.num_ranks
-        self._starts, self._arrivals, self._waited = np.zeros(n), np.zeros(n), np.zeros(n)
-
-    @property
-    def starts(self) -> Array:
-        """See `SimulatedMethod`."""
-        return self._starts
-
-    @property
-    def waited_seconds(self) -> Array:
-        """See `SimulatedMethod`."""
-        return self._waited
+    """Neighbours are further apart than the theta that Moniqua was given: the library refuses such a round too."""
 
 
 class ClockedMethod(SimulatedMethod):
@@ -118,16 +72,7 @@ class ClockedMethod(SimulatedMethod):
     def __init__(self, clock: Clock, *, overlap: bool = False) -> None:
         super().__init__(len(clock.starts))
         self.clock, self.is_overlapped = clock, overlap
-
-    @property
-    def starts(self) -> Array:
-        """See `SimulatedMethod`."""
-        return self.clock.starts
-
-    @property
-    def waited_seconds(self) -> Array:
-        """See `SimulatedMethod`."""
-        return self.clock.waited_seconds
+        self.starts, self.waited_seconds = clock.starts, clock.waited_seconds  # which the clock changes in place
 
     def _count_bytes(self, exchanges: Sequence[Rows | None]) -> None:
         for rows in exchanges if self.num_ranks > 1 else ():
@@ -177,9 +122,11 @@ class LockstepMethod(ClockedMethod):
 
     def _diverged(self, x: Tensor, rows: Rows, theta: float, error: Exception) -> list[Rows | None]:
         """Neighbours are too far apart for the algorithm: say how far; or x is not finite, which no theta mends."""
-        columns = (torch.from_numpy(rows.peers[:, k].copy()) for k in range(rows.peers.shape[1]))
-        difference = float(torch.stack([(x.index_select(0, column) - x).abs().max() for column in columns]).max())
+        difference = max(float((x[torch.from_numpy(peers)] - x).abs().max()) for peers in rows.peers.T.copy())
         if math.isfinite(difference):
-            raise TooFarApartError(theta, self.driver.t, difference) from error
+            raise TooFarApartError(
+                f"Moniqua: got neighbours that differ by {difference:.3g} in round {self.driver.t}, expected less than "
+                f"theta={theta:.3g}; give a larger --theta, or lower the learning rate"
+            ) from error
         x.fill_(math.nan)
         return [rows]

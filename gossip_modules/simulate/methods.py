@@ -22,14 +22,13 @@ from ..rounds.algorithm import Algorithm, Over
 from ..rounds.rows import StackedMixing
 from ..rounds.stacked import Stacked
 from ..schedule import Schedule
-from .asynchronous import BilateralMethod, PullMethod
+from .asynchronous import BilateralMethod, GroupMethod, PullMethod
 from .choice import CODES, Choice
 from .clocks import BucketClock, GatherClock, OverlapClock, SyncClock
-from .codes import coded_message, measured_message
+from .codes import message_of
 from .control import gossip_of, schedule_of
 from .delays import MessageCost
 from .gossip import LockstepMethod, SimulatedMethod
-from .groups import GroupMethod
 from .setting import Setting
 
 MAX_DENSE_RANKS = 512
@@ -143,14 +142,11 @@ def _clock(algorithm: Algorithm, outer: Algorithm, mixing: MixingManager | None,
     sender = algorithm
     while isinstance(sender, Over):
         sender = sender.inner
-    code = vars(sender).get("compressor")
-    if code is not None:
-        message = coded_message(code, int(num_parameters), setting.links)
-    elif isinstance(sender, RelaySGD) and mixing is not None:
+    if isinstance(sender, RelaySGD) and mixing is not None:
         message = setting.network.plain_message(_relayed_share(mixing.graph) * setting.model_bytes)
     else:
-        message = measured_message(sender, num_parameters, setting.network)
-    if code is not None and outer.averages_exactly:
+        message = message_of(sender, num_parameters, setting.network)
+    if outer.averages_exactly and vars(sender).get("compressor") is not None:
         return GatherClock(setting.compute, setting.network, message)
     return SyncClock(setting.compute, setting.network, message, model_bytes=4 * num_parameters)
 
@@ -171,8 +167,7 @@ def _gossip(chosen: Chosen, choice: Choice, setting: Setting) -> SimulatedMethod
     """D-PSGD, SGP, Overlap SGP: gossip of the models themselves, also under a control."""
     arguments = chosen.arguments
     mixing, overlap = default_mixing(_graph(choice, setting), push_sum=arguments["push_sum"]), "overlap" in arguments
-    message = setting.network.plain_message(setting.model_bytes)
-    clock = (OverlapClock if overlap else SyncClock)(setting.compute, setting.network, message)
+    clock = (OverlapClock if overlap else SyncClock)(setting.compute, setting.network, setting.message)
     return gossip_of(mixing, setting, clock, overlap=overlap)
 
 
@@ -184,7 +179,7 @@ def _matcha(chosen: Chosen, choice: Choice, setting: Setting) -> SimulatedMethod
         )
     base = networkx_graph(_undirected(choice, _graph(choice, setting), is_static=True))
     mixing = default_mixing(MatchaGraph(base, budget=chosen.arguments["budget"], seed=setting.seed), push_sum=False)
-    clock = SyncClock(setting.compute, setting.network, setting.network.plain_message(setting.model_bytes))
+    clock = SyncClock(setting.compute, setting.network, setting.message)
     return gossip_of(mixing, replace(setting, schedule=schedule_of(choice.method, setting)), clock)
 
 
@@ -194,20 +189,17 @@ def _ad_psgd(chosen: Chosen, choice: Choice, setting: Setting) -> SimulatedMetho
         raise ValueError(
             f"got adpsgd on {graph!r}, expected a bipartite graph with one peer per round; take bipartite-exponential"
         )
-    message = setting.network.plain_message(setting.model_bytes)
     mixing = StackedMixing(default_mixing(graph, push_sum=False))
-    return BilateralMethod(mixing, setting.compute, setting.network, message)
+    return BilateralMethod(mixing, setting.compute, setting.network, setting.message)
 
 
 def _wagma(chosen: Chosen, choice: Choice, setting: Setting) -> SimulatedMethod:
-    message = setting.network.plain_message(setting.model_bytes)
     groups, period = ButterflyGroups(setting.world_size), chosen.arguments["sync_period"]
-    return GroupMethod(setting.compute, setting.network, message, groups, sync_period=period)
+    return GroupMethod(setting.compute, setting.network, setting.message, groups, sync_period=period)
 
 
 def _dpwa(chosen: Chosen, choice: Choice, setting: Setting) -> SimulatedMethod:
-    message = setting.network.plain_message(setting.model_bytes)
-    return PullMethod(setting.compute, setting.network, message, seed=setting.seed)
+    return PullMethod(setting.compute, setting.network, setting.message, seed=setting.seed)
 
 
 _SIMULATIONS: Mapping[str, Callable[[Chosen, Choice, Setting], SimulatedMethod]] = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ..consensus_control import ConsensusControl
 from ..registry import METHODS
@@ -55,6 +55,48 @@ class _Parser(argparse.ArgumentParser):
 
 _COUNT, _FROM_ZERO, _POSITIVE = _Number(1, is_whole=True), _Number(0), _Number(0, is_above=True)
 _SHARE, _FACTOR, _SPREAD = _Number(0, most=1), _Number(1), _Number(0, most=_MAX_SPREAD)
+_WHOLE = _Number(0, is_whole=True)
+_NUMBERS: Sequence[tuple[str, _Number, float | None, str]] = (
+    # Workers, model, compute and links.
+    ("--parameters", _COUNT, 25_000_000, "of your model, float32 (default 25e6)"),
+    ("--compute-ms", _POSITIVE, 250.0, "forward and backward of a step (default 250)"),
+    ("--overhead-ms", _FROM_ZERO, 0.0, "the rest of a step: loading, optimizer"),
+    ("--rate-gbit", _POSITIVE, 1.0, "line rate of a link, Gbit/s (default 1)"),
+    ("--latency-ms", _FROM_ZERO, 0.1, "of a message (default 0.1)"),
+    ("--memory-gbyte", _POSITIVE, 9.0, "GB/s of copies and mixing (default 9; GPU: 1000)"),
+    ("--slow-links", _SHARE, 0.0, "share of workers with a slow link"),
+    ("--slow-link-factor", _FACTOR, 10.0, "how many times slower (default 10)"),
+    ("--rank-spread", _SPREAD, 0.0, "log-normal spread of workers' speeds, e.g. 0.1"),
+    ("--step-spread", _SPREAD, 0.0, "log-normal spread of steps, e.g. 0.1"),
+    ("--straggle-share", _SHARE, 0.0, "share of steps that straggle"),
+    ("--straggle-factor", _FACTOR, 10.0, "how many times longer they take (default 10)"),
+    ("--slow-rank-factor", _FACTOR, 1.0, "how many times slower worker 0 is"),
+    # Methods.
+    ("--peers", _COUNT, None, "peers per round (default: one, on graphs that never change all)"),
+    ("--gossip-every", _COUNT, 1, "steps from one round to the next (default 1)"),
+    ("--average-every", _WHOLE, 0, "rounds to a global average; 0: never"),
+    ("--local-steps", _COUNT, 10, "to an average, or an outer step (default 10)"),
+    ("--step-size", _Number(0, is_above=True, most=2), None, "of consensus, for codes (default: published)"),
+    ("--theta", _POSITIVE, None, "of moniqua (default: the least of 1, 2, 4, ... that serves)"),
+    ("--budget", _Number(0, is_above=True, most=1), 0.5, "of matcha (default 0.5)"),
+    ("--outer-lr", _POSITIVE, None, "of diloco and the like (default: published)"),
+    ("--outer-momentum", _Number(0, most=0.9999), None, "likewise"),
+    ("--consensus-target", _POSITIVE, None, "hold this distance by ConsensusControl, in updates of a step, as 2"),
+    (
+        "--rounds-per-step",
+        _Number(0, is_above=True, most=1),
+        None,
+        "share of the steps with a round under control, as measured on your model (default: that of the problem)",
+    ),
+    ("--averages-per-step", _SHARE, 0.0, "likewise of exact averages (default 0)"),
+    ("--added-rounds-per-step", _FROM_ZERO, 0.0, "likewise of added rounds of gossip (default 0)"),
+    # The problem.
+    ("--label-skew", _SHARE, 0.0, "share of a worker's digits that are its own (default 0)"),
+    ("--target", _POSITIVE, None, "of the error (default: the problem's own)"),
+    ("--max-steps", _COUNT, MAX_STEPS, f"to give up after (default {MAX_STEPS})"),
+    ("--seed", _WHOLE, 0, "of delays, data and methods"),
+)
+"""The options that are numbers: name, range, default and help."""
 
 
 def import_named(arguments: Sequence[str] | None) -> None:
@@ -79,65 +121,21 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_cluster(parser.add_argument)
-    _add_methods(parser.add_argument)
-    return parser
-
-
-def _add_cluster(add: Callable[..., Any]) -> None:
-    """Workers, model, compute and links."""
+    add = parser.add_argument
     workers = _Number(1, is_whole=True, most=MAX_WORKERS)
     add("--world-size", type=workers, required=True, help=f"workers, at most {MAX_WORKERS}")
-    add("--parameters", type=_COUNT, default=25_000_000, help="of your model, float32 (default 25e6)")
-    add("--compute-ms", type=_POSITIVE, default=250.0, help="forward and backward of a step (default 250)")
-    add("--overhead-ms", type=_FROM_ZERO, default=0.0, help="the rest of a step: loading, optimizer")
-    add("--rate-gbit", type=_POSITIVE, default=1.0, help="line rate of a link, Gbit/s (default 1)")
-    add("--latency-ms", type=_FROM_ZERO, default=0.1, help="of a message (default 0.1)")
-    add("--memory-gbyte", type=_POSITIVE, default=9.0, help="GB/s of copies and mixing (default 9; GPU: 1000)")
-    add("--slow-links", type=_SHARE, default=0.0, help="share of workers with a slow link")
-    add("--slow-link-factor", type=_FACTOR, default=10.0, help="how many times slower (default 10)")
-    add("--rank-spread", type=_SPREAD, default=0.0, help="log-normal spread of workers' speeds, e.g. 0.1")
-    add("--step-spread", type=_SPREAD, default=0.0, help="log-normal spread of steps, e.g. 0.1")
-    add("--straggle-share", type=_SHARE, default=0.0, help="share of steps that straggle")
-    add("--straggle-factor", type=_FACTOR, default=10.0, help="how many times longer they take (default 10)")
-    add("--slow-rank-factor", type=_FACTOR, default=1.0, help="how many times slower worker 0 is")
-
-
-def _add_methods(add: Callable[..., Any]) -> None:
-    """What is compared, on which problem."""
+    for name, number, default, help_ in _NUMBERS:
+        add(name, type=number, default=default, help=help_)
     add("--import", action="append", metavar="MODULE", help="a module that registers methods")
     names = ", ".join(METHODS)
     help_ = f"<method>[:<graph>[:<code>]] of {names}, or <algorithm>[:<graph>] (default: all)"
     add("--methods", nargs="+", metavar="METHOD", help=help_)
-    add("--peers", type=_COUNT, help="peers per round (default: one, on graphs that never change all)")
-    add("--gossip-every", type=_COUNT, default=1, help="steps from one round to the next (default 1)")
-    add("--average-every", type=_Number(0, is_whole=True), default=0, help="rounds to a global average; 0: never")
-    add(
-        "--local-steps",
-        type=_COUNT,
-        default=10,
-        help="to an average, or an outer step (default 10)",
-    )
-    add("--step-size", type=_Number(0, is_above=True, most=2), help="of consensus, for codes (default: published)")
-    add("--theta", type=_POSITIVE, help="of moniqua (default: the least of 1, 2, 4, ... that serves)")
-    add("--budget", type=_Number(0, is_above=True, most=1), default=0.5, help="of matcha (default 0.5)")
-    add("--outer-lr", type=_POSITIVE, help="of diloco and the like (default: published)")
-    add("--outer-momentum", type=_Number(0, most=0.9999), help="likewise")
     help_ = "look for the graph, steps between rounds and outer rates with which each method is fastest"
     add("--tune", action="store_true", help=help_)
-    add("--consensus-target", type=_POSITIVE, help="hold this distance by ConsensusControl, in updates of a step, as 2")
     help_ = "with --consensus-target, where ranks are further apart (default average)"
     add("--consensus-remedy", choices=["average", "rounds"], default="average", help=help_)
-    rate = _Number(0, is_above=True, most=1)
-    help_ = "share of the steps with a round under control, as measured on your model (default: that of the problem)"
-    add("--rounds-per-step", type=rate, help=help_)
-    add("--averages-per-step", type=_SHARE, default=0.0, help="likewise of exact averages (default 0)")
-    add("--added-rounds-per-step", type=_FROM_ZERO, default=0.0, help="likewise of added rounds of gossip (default 0)")
     add("--problem", choices=list(PROBLEMS), default="digits", help="what workers solve (default digits)")
-    add("--label-skew", type=_SHARE, default=0.0, help="share of a worker's digits that are its own (default 0)")
-    add("--target", type=_POSITIVE, help="of the error (default: the problem's own)")
-    add("--max-steps", type=_COUNT, default=MAX_STEPS, help=f"to give up after (default {MAX_STEPS})")
-    add("--seed", type=_Number(0, is_whole=True), default=0, help="of delays, data and methods")
+    return parser
 
 
 def setting_of(options: argparse.Namespace) -> Setting:

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from ..rounds.algorithm import Algorithm
 from ..wrappers.algorithm import written
@@ -50,22 +49,16 @@ def simulate(
     text = written(choice) if isinstance(choice, Algorithm) else choice
     parsed = Choice.parse(text) if isinstance(text, str) else text
     chosen = parsed.resolved(setting.world_size, setting.peers_per_itr)
-    has_gradients = not problem.is_solved_by_rounds
-    setting = replace(setting, shape=problem.shape, has_gradients=has_gradients)
-    return _train_with_theta(chosen, setting, problem, target, max_steps)
-
-
-def _train_with_theta(chosen: Choice, setting: Setting, problem: Problem, target: float, max_steps: int) -> Prediction:
-    """`_train`; a user of Moniqua has to know theta beforehand, so a run starts over with a larger one where needed."""
-    theta = setting.theta
+    setting = replace(setting, shape=problem.shape, has_gradients=not problem.is_solved_by_rounds)
+    theta = setting.theta or 1.0
     while True:
-        method = make_method(chosen, replace(setting, theta=theta))
         try:
+            method = make_method(chosen, replace(setting, theta=theta))
             return _train(method, chosen, setting, problem, target, max_steps)
         except TooFarApartError as error:
             if setting.theta is not None or chosen.algorithm:
                 raise ValueError(str(error)) from error
-            theta = 2.0 ** (math.floor(math.log2(max(error.difference, error.theta))) + 1)
+            theta *= 2  # a user of Moniqua has to know theta beforehand, so the run starts over
 
 
 def _train(
@@ -78,7 +71,22 @@ def _train(
             f"got a method of {method.num_ranks} workers in a setting of {n}, expected as many; make it for {n}"
         )
     x = problem.start(n)
-    num_steps, first_start, error = _run_to(method, problem, x, target, max_steps)
+    everyone = torch.ones(n, dtype=torch.bool, device="cpu")
+    num_steps, first_start, error = torch.zeros(n, device="cpu"), 0.0, math.inf
+    for step in range(max_steps + 1):
+        method.forward(x)
+        if step == 0:
+            first_start = float(method.starts.max())
+        z = method.estimates(x)
+        if step % problem.check_every == 0 or step == max_steps:
+            error = problem.error(z)
+            if error <= target or not math.isfinite(error) or step == max_steps:
+                break
+        is_stepping = everyone if method.is_stepping is None else method.is_stepping
+        update = problem.update(z, step)
+        if update is not None:
+            x += update * is_stepping[:, None]
+        num_steps += is_stepping
     taken, seconds = float(num_steps.mean()), float(method.starts.max())
     return Prediction(
         choice=chosen,
@@ -95,26 +103,3 @@ def _train(
         algorithm=method.algorithm,
         control_rates=method.control_rates,
     )
-
-
-def _run_to(
-    method: SimulatedMethod, problem: Problem, x: Tensor, target: float, max_steps: int
-) -> tuple[Tensor, float, float]:
-    """Train until the error is at most the target: the steps of each worker, when the first began, the last error."""
-    num_steps, first_start, error = torch.zeros(len(x), device="cpu"), 0.0, math.inf
-    for step in range(max_steps + 1):
-        method.forward(x)
-        if step == 0:
-            first_start = float(method.starts.max())
-        z = method.estimates(x)
-        if step % problem.check_every == 0 or step == max_steps:
-            error = problem.error(z)
-            if error <= target or not math.isfinite(error):
-                break
-        if step == max_steps:
-            break
-        update = problem.update(z, step)
-        if update is not None:
-            x += update if method.is_stepping is None else update * method.is_stepping[:, None]
-        num_steps += 1.0 if method.is_stepping is None else method.is_stepping.float()
-    return num_steps, first_start, error

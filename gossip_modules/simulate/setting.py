@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..consensus_control import ConsensusControl
 from ..schedule import Schedule
-from .delays import ComputeModel, LinkModel, Network
+from .delays import ComputeModel, LinkModel, MessageCost, Network
 
 
 @dataclass(frozen=True)
@@ -147,3 +147,8 @@ class Setting:
     def network(self) -> Network:
         """The links of all workers."""
         return Network(self.links, self.world_size)
+
+    @property
+    def message(self) -> MessageCost:
+        """The real model as it is."""
+        return self.network.plain_message(self.model_bytes)

@@ -33,7 +33,7 @@ from gossip_modules.rounds.algorithm import Over
 from gossip_modules.simulate import Choice, Consensus, Digits, advise, simulate
 from gossip_modules.simulate.__main__ import main as simulate_main
 from gossip_modules.simulate.advice import recipe_options
-from gossip_modules.simulate.codes import measured_message
+from gossip_modules.simulate.codes import message_of
 from gossip_modules.simulate.delays import Network
 from gossip_modules.simulate.methods import make_method, simulate_rounds
 from gossip_modules.wrappers.algorithm import written
@@ -216,8 +216,8 @@ def test_the_simulator_takes_rounds_of_a_rule_as_training_does(name: str) -> Non
 def test_bytes_are_measured_on_messages_of_the_algorithm() -> None:
     size = 25_000_000
     network = Network(LINKS, 2)
-    assert measured_message(HalfStep(), size, network) == network.plain_message(4 * size)
-    assert measured_message(gm.PowerGossip(rank=2), size, network).num_bytes == pytest.approx(4 * size / 256, rel=0.01)
+    assert message_of(HalfStep(), size, network) == network.plain_message(4 * size)
+    assert message_of(gm.PowerGossip(rank=2), size, network).num_bytes == pytest.approx(4 * size / 256, rel=0.01)
 
 
 @pytest.mark.parametrize(

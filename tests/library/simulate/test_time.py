@@ -21,9 +21,9 @@ from gossip_modules.simulate import (
     Setting,
     simulate,
 )
+from gossip_modules.simulate.asynchronous import GroupMethod
 from gossip_modules.simulate.clocks import BucketClock, Clock, OverlapClock, SyncClock, bucket_bytes
 from gossip_modules.simulate.delays import MessageCost, Network
-from gossip_modules.simulate.groups import GroupMethod
 from gossip_modules.simulate.methods import make_method
 from tests.library.simulate.simulations import CLUSTER, LINKS, UNEVEN, graphs
 
