@@ -11,7 +11,9 @@ import numpy as np
 from ..consensus_control import ConsensusControl
 from ..graph_manager.named_graphs import DIRECTED_STATIC_GRAPHS, STATIC_GRAPHS, num_neighbours
 from ..methods.chosen import read_algorithm
+from ..methods.options import DEFAULTS
 from ..registry import METHODS
+from ..schedule import Schedule
 from .choice import Choice
 from .setting import ControlRates, Setting
 
@@ -37,6 +39,7 @@ class Prediction:
         algorithm: the text of the method with the arguments that it was simulated with.
         tuned: options that `tune` found faster than those of the setting, by name; the graph is in `choice`.
         control_rates: how often workers communicated, where a `ConsensusControl` decides that.
+        schedule: the one that `tune` found faster than that of the setting; None: it kept that.
     """
 
     choice: Choice
@@ -53,6 +56,7 @@ class Prediction:
     algorithm: str = ""
     tuned: Mapping[str, float] = field(default_factory=dict)
     control_rates: ControlRates | None = None
+    schedule: Schedule | ConsensusControl | None = None
 
     @property
     def has_reached(self) -> bool:
@@ -75,6 +79,13 @@ class Prediction:
             graph = " in averages under control" if by_averages else f"{graph} under control"
         return f"{method}{code}{graph}"
 
+    @property
+    def settings(self) -> str:
+        """The arguments and options that are not in its name, in words; "": all have their defaults."""
+        own = "" if self.choice.algorithm or self.algorithm.endswith("()") else self.algorithm
+        tuned = (f"{name.replace('_', '-')} {value:g}" for name, value in self.tuned.items())
+        return ", ".join(filter(None, [own, *tuned]))
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -91,7 +102,7 @@ def best(predictions: Sequence[Prediction]) -> Prediction | None:
 
 
 def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
-    """Which to choose, what bounds it, and who was left out for disagreeing.
+    """Which to choose, what bounds it, and which methods were left out since their workers disagree.
 
     Args:
         predictions: of methods in the same setting.
@@ -107,36 +118,21 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
             f"Not weighed: {', '.join(others)}: the target was reached, but workers' models differ by more than "
             f"{chosen.max_disagreement:g} of their size, so they are not one model."
         )
-    sentences += _settings(chosen)
-    if chosen.choice.method in METHODS:
-        sentences.append(_how_to_train(chosen, setting))
-    return Advice(chosen, tuple(sentences))
-
-
-def _settings(chosen: Prediction) -> list[str]:
-    """What it was simulated with that is no graph, and how often it communicated under control."""
-    sentences = []
-    words = [f"{name.replace('_', '-')} {value:g}" for name, value in chosen.tuned.items()]
-    if not chosen.choice.algorithm and not chosen.algorithm.endswith("()"):
-        words.insert(0, chosen.algorithm)
-    if any(words):
-        sentences.append(f"It was simulated with {', '.join(words)}.")
+    if chosen.settings:
+        sentences.append(f"It was simulated with {chosen.settings}.")
     if (rates := chosen.control_rates) is not None:
         sentences.append(
             f"Under control {rates.rounds_per_step:.0%} of the steps had a round, and {rates.averages_per_step:.0%} an "
             "exact average. On your model it may be more or less often: give what comm_stats() of some hundred steps "
             "says, as --rounds-per-step and --averages-per-step."
         )
-    return sentences
-
-
-def _how_to_train(chosen: Prediction, setting: Setting) -> str:
-    """The command."""
-    launch = f"torchrun --standalone --nproc-per-node {setting.world_size} -m train.gossip_sgd"
-    return (
-        f"To train like this: {launch} {recipe_options(chosen, setting)} "
-        "(in a clone, on one machine; for several see job_scripts/)"
-    )
+    if chosen.choice.method in METHODS:
+        launch = f"torchrun --standalone --nproc-per-node {setting.world_size} -m train.gossip_sgd"
+        sentences.append(
+            f"To train like this: {launch} {recipe_options(chosen, setting)} "
+            "(in a clone, on one machine; for several see job_scripts/)"
+        )
+    return Advice(chosen, tuple(sentences))
 
 
 def recipe_options(prediction: Prediction, setting: Setting) -> str:
@@ -146,35 +142,24 @@ def recipe_options(prediction: Prediction, setting: Setting) -> str:
         prediction: of a method of the registry.
         setting: the setting of the simulation.
     """
-    choice, schedule, peers = prediction.choice, setting.schedule, setting.peers_per_itr
-    method = METHODS[choice.method]
-    if peers is None:
-        graph = choice.graph or ""
-        is_static = graph in STATIC_GRAPHS or graph in DIRECTED_STATIC_GRAPHS
-        peers = num_neighbours(graph, setting.world_size) if is_static else 1
-    tuned = prediction.tuned
-    if "consensus_target" in tuned:
-        every = int(tuned.get("average_every", ConsensusControl.average_every))
-        schedule = ConsensusControl(tuned["consensus_target"], average_every=every)
-    values: dict[str, object] = {
-        "graph": choice.graph,
-        "peers_per_itr": peers if isinstance(peers, int) and peers > 1 else None,
-    }
+    choice, schedule = prediction.choice, prediction.schedule or setting.schedule
+    method, peers = METHODS[choice.method], setting.peers_per_itr or 1
+    if setting.peers_per_itr is None and choice.graph in {**STATIC_GRAPHS, **DIRECTED_STATIC_GRAPHS}:
+        peers = num_neighbours(choice.graph, setting.world_size)
+    values: dict[str, object] = {"graph": choice.graph}
+    if isinstance(peers, int) and peers > 1:
+        values["peers_per_itr"] = peers
     if isinstance(schedule, ConsensusControl):
         values["schedule"] = f'"{_call_of(schedule)}"'
     else:
-        steps, rounds = tuned.get("gossip_every", schedule.gossip_every), schedule.average_every
-        values["gossip_every"] = f"{steps:g}" if steps > 1 else None
-        values["average_every"] = (
-            f"{tuned.get('average_every', rounds):g}" if tuned.get("average_every", rounds) else None
-        )
-    own = read_algorithm(method.name)
-    own_text, text = own.text, prediction.algorithm or own.text
-    chosen = f"--recipe {method.name}" if text == own_text else f'--algorithm "{text}"'
-    words = [
-        f"--{name.replace('_', '-')} {value}" for name, value in values.items() if value and name in method.options
-    ]
-    return " ".join([chosen, *words, *([] if method.takes_nesterov else ["--no-nesterov"])])
+        values |= {option.name: getattr(schedule, option.name) for option in fields(schedule)}
+    recipe = read_algorithm(method.name).text
+    text = prediction.algorithm or recipe
+    words = [f"--recipe {method.name}" if text == recipe else f'--algorithm "{text}"']
+    for name, value in values.items():
+        if value and name in method.options and value != DEFAULTS[name]:
+            words.append(f"--{name.replace('_', '-')} {value}")
+    return " ".join([*words, *([] if method.takes_nesterov else ["--no-nesterov"])])
 
 
 def _call_of(schedule: ConsensusControl) -> str:
@@ -201,9 +186,7 @@ def as_table(predictions: Sequence[Prediction]) -> str:
 
 def _row(prediction: Prediction) -> tuple[str, ...]:
     code = f":{prediction.choice.compressor}" if prediction.choice.compressor else ""
-    notes = [f"{name.replace('_', '-')} {value:g}" for name, value in prediction.tuned.items()]
-    if not prediction.choice.algorithm and not prediction.algorithm.endswith("()"):
-        notes.insert(0, prediction.algorithm)
+    notes = [prediction.settings] if prediction.settings else []
     if (rates := prediction.control_rates) is not None:
         notes.append(f"{rates.rounds_per_step:.2f} rounds and {rates.averages_per_step:.2f} averages per step")
     if not prediction.has_reached:

@@ -47,16 +47,15 @@ def message_of(algorithm: Algorithm, num_parameters: float, network: Network) ->
         num_parameters: of the real model, float32.
         network: tells how long a pass over the model takes.
     """
-    code = vars(algorithm).get("compressor")
-    if code is None:
-        kind, passes = type(algorithm), 0.0
-        num_bytes = _measured_bytes(algorithm) * num_parameters
+    code, passes = vars(algorithm).get("compressor"), _MEMORY_PASSES
+    if code is not None:
+        num_bytes = code.num_bytes(int(num_parameters), torch.float32)
+    else:
+        num_bytes, passes = _measured_bytes(algorithm) * num_parameters, 0.0
         if num_bytes == 4 * num_parameters:
             return network.plain_message(num_bytes)
-    else:
-        kind, passes = type(code), _MEMORY_PASSES
-        num_bytes = code.num_bytes(int(num_parameters), torch.float32)
-    encode, decode = CODE_PASSES.get(kind, UNKNOWN_PASSES)
+    kinds = type(getattr(algorithm, "compressor", None)), type(algorithm)
+    encode, decode = next((CODE_PASSES[kind] for kind in kinds if kind in CODE_PASSES), UNKNOWN_PASSES)
     one_pass = network.links.memory_seconds(4 * num_parameters)
     # A rank hears itself as well.
     return MessageCost(num_bytes, (encode + decode + passes) * one_pass, decode * one_pass)

@@ -184,24 +184,27 @@ class Network:
         return (self.num_ranks - 1) * (wire + self.links.latency_s)
 
 
+def check(name: str, value: object, is_good: bool, expected: str) -> None:
+    """Raise a ValueError that names the value unless it is good."""
+    if not is_good:
+        raise ValueError(f"got {name}={value}, expected {expected}")
+
+
 def check_share(name: str, value: float) -> None:
     """Raise a ValueError unless the value is from 0 to 1."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"got {name}={value}, expected a share from 0 to 1; give 0.1 for one in ten")
+    check(name, value, 0 <= value <= 1, "a share from 0 to 1; give 0.1 for one in ten")
 
 
 def _check_numbers(model: ComputeModel | LinkModel, *, positive: set[str], at_least_one: set[str]) -> None:
     for field in fields(model):
-        value = getattr(model, field.name)
-        if field.name in positive:
-            is_good, expected = 0 < value < math.inf, "a positive number"
-        elif field.name in at_least_one:
-            is_good, expected = 1 <= value < math.inf, "a number of at least 1"
-        else:
-            is_good, expected = 0 <= value < math.inf, "a number of at least 0"
-        if not is_good:
-            unit = "; its unit is in its name" if field.name.endswith("_s") or "seconds" in field.name else ""
-            raise ValueError(f"got {field.name}={value}, expected {expected}{unit}")
+        name, value = field.name, getattr(model, field.name)
+        least, expected = 0, "a number of at least 0"
+        if name in at_least_one:
+            least, expected = 1, "a number of at least 1"
+        elif name in positive:
+            least, expected = np.nextafter(0, 1), "a positive number"
+        unit = "; its unit is in its name" if name.endswith("_s") or "seconds" in name else ""
+        check(name, value, least <= value < math.inf, expected + unit)
 
 
 def _generator(seed: int, what: int, step: int) -> np.random.Generator:

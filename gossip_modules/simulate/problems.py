@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from .delays import check_share
+from .delays import check, check_share
 
 _SIDE, _NUM_CLASSES, _NUM_FEATURES = 6, 10, 37  # pixels and a constant
 _NUM_IMAGES, _NUM_TESTS = 8192, 256
@@ -138,10 +138,9 @@ class Digits(Problem):
         self, *, label_skew: float = 0.0, learning_rate: float = 0.5, batch_size: int = 2, seed: int = 0
     ) -> None:
         check_share("label_skew", label_skew)
-        if not 0 < learning_rate < math.inf:
-            raise ValueError(f"got learning_rate={learning_rate}, expected a positive number; 0.5 is the default")
-        if batch_size < 1:
-            raise ValueError(f"got batch_size={batch_size}, expected at least 1; a worker needs images to learn from")
+        is_rate = 0 < learning_rate < math.inf
+        check("learning_rate", learning_rate, is_rate, "a positive number; 0.5 is the default")
+        check("batch_size", batch_size, batch_size >= 1, "at least 1; a worker needs images to learn from")
         self.label_skew, self.learning_rate, self.batch_size, self.seed = label_skew, learning_rate, batch_size, seed
         generator = np.random.default_rng(seed)
         strokes = _draw_strokes(generator)

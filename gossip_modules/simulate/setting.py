@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..consensus_control import ConsensusControl
 from ..schedule import Schedule
-from .delays import ComputeModel, LinkModel, MessageCost, Network
+from .delays import ComputeModel, LinkModel, MessageCost, Network, check
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,12 @@ class ControlRates:
     added_rounds_per_step: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.rounds_per_step <= 1:
-            raise ValueError(
-                f"got rounds_per_step={self.rounds_per_step}, expected above 0 and at most 1: the share of the steps "
-                "that have a round; take num_rounds of comm_stats() over the number of steps"
-            )
-        if not 0 <= self.averages_per_step <= self.rounds_per_step:
-            raise ValueError(
-                f"got averages_per_step={self.averages_per_step} with rounds_per_step={self.rounds_per_step}, expected "
-                "at least 0 and no more than that: an exact average ends a round"
-            )
-        if not 0 <= self.added_rounds_per_step < math.inf:
-            raise ValueError(
-                f"got added_rounds_per_step={self.added_rounds_per_step}, expected a number of at least 0; leave it out"
-            )
+        rounds, averages, added = self.rounds_per_step, self.averages_per_step, self.added_rounds_per_step
+        expected = "above 0 and at most 1: the share of the steps that have a round; take num_rounds of comm_stats()"
+        check("rounds_per_step", rounds, 0 < rounds <= 1, f"{expected} over the number of steps")
+        expected = f"at least 0 and no more than rounds_per_step={rounds}: an exact average ends a round"
+        check("averages_per_step", averages, 0 <= averages <= rounds, expected)
+        check("added_rounds_per_step", added, 0 <= added < math.inf, "a number of at least 0; leave it out")
 
     @classmethod
     def measured(cls, stats: Mapping[str, float]) -> ControlRates:
@@ -120,23 +112,19 @@ class Setting:
     def __post_init__(self) -> None:
         for name in ("world_size", "num_parameters", "local_steps"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"got {name}={value}, expected a whole number of at least 1")
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            check(name, value, is_count, "a whole number of at least 1")
         if self.control_rates is not None and not isinstance(self.schedule, ConsensusControl):
             raise ValueError(
                 f"got control_rates={self.control_rates} with {self.schedule}, expected none: they say how often ranks "
                 "communicate under a ConsensusControl; give schedule=ConsensusControl(target=2.0)"
             )
-        if self.step_size is not None and not 0 < self.step_size <= 2:
-            raise ValueError(f"got step_size={self.step_size}, expected above 0 and at most 2; leave it out")
-        if self.theta is not None and not 0 < self.theta < math.inf:
-            raise ValueError(f"got theta={self.theta}, expected a positive number; leave it out")
-        if self.outer_lr is not None and not 0 < self.outer_lr < math.inf:
-            raise ValueError(f"got outer_lr={self.outer_lr}, expected a positive number; leave it out")
-        if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
-            raise ValueError(
-                f"got outer_momentum={self.outer_momentum}, expected at least 0 and less than 1; leave it out"
-            )
+        size, theta, lr, momentum = self.step_size, self.theta, self.outer_lr, self.outer_momentum
+        check("step_size", size, size is None or 0 < size <= 2, "above 0 and at most 2; leave it out")
+        check("theta", theta, theta is None or 0 < theta < math.inf, "a positive number; leave it out")
+        check("outer_lr", lr, lr is None or 0 < lr < math.inf, "a positive number; leave it out")
+        is_good = momentum is None or 0 <= momentum < 1
+        check("outer_momentum", momentum, is_good, "at least 0 and less than 1; leave it out")
 
     @property
     def model_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from ..consensus_control import ConsensusControl
 from ..graph_manager.named_graphs import TREES
@@ -55,12 +56,15 @@ def tune(
     for knob in (_graphs, _codes, _local_steps, _schedules, _outer_rates):
         tuned, start = found.tuned, (found.choice, setting)  # what was found before
         for options, tried, tried_setting in knob(chosen, *start):
+            if (tried, tried_setting) == start:
+                continue
             try:
                 prediction = simulate(tried, tried_setting, problem, target=target, max_steps=max_steps)
             except ValueError:
                 continue  # a graph that the method or this number of workers cannot have
             if _rank(prediction) < _rank(found):
-                found, setting = replace(prediction, tuned={**tuned, **options}), tried_setting
+                found = replace(prediction, tuned={**tuned, **options}, schedule=tried_setting.schedule)
+                setting = tried_setting
     return found
 
 
@@ -78,40 +82,40 @@ def _graphs(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
     own = METHODS[now.method].simulated_graph
     if chosen.graph is None and own is not None:
         for graph in TREES if own(4, 1) in TREES else GRAPHS_TO_TRY:
-            if graph != now.graph:
-                yield {}, now._replace(graph=graph), setting
+            yield {}, now._replace(graph=graph), setting
 
 
 def _codes(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
     if chosen.compressor is None and not chosen.algorithm:
         for code in codes_of(METHODS[now.method]):
-            if code != now.compressor:
-                yield {}, now._replace(compressor=code), setting
+            yield {}, now._replace(compressor=code), setting
 
 
 def _local_steps(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
     if METHODS[now.method].period and not chosen.algorithm:
         for steps in LOCAL_STEPS_TO_TRY:
-            if steps != setting.local_steps:
-                yield {}, now, replace(setting, local_steps=steps)
+            yield {}, now, replace(setting, local_steps=steps)
 
 
 def _schedules(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
     known, schedule = METHODS[now.method].options, setting.schedule
     if "gossip_every" not in known or not isinstance(schedule, Schedule) or schedule.gossip_every != 1:
         return
-    for steps in GOSSIP_EVERY_TO_TRY:
-        yield {"gossip_every": steps}, now, replace(setting, schedule=replace(schedule, gossip_every=steps))
-    if schedule.average_every:
-        return
-    if "average_every" in known:
-        for rounds in AVERAGE_EVERY_TO_TRY:
-            yield {"average_every": rounds}, now, replace(setting, schedule=Schedule(average_every=rounds))
-    if "peers_per_itr" in known and setting.has_gradients:
-        for target in CONSENSUS_TARGETS_TO_TRY:
-            yield {"consensus_target": target}, now, replace(setting, schedule=ConsensusControl(target))
-            exact = ConsensusControl(target, average_every=1)
-            yield {"consensus_target": target, "average_every": 1}, now, replace(setting, schedule=exact)
+    tries: list[tuple[dict[str, float], Schedule | ConsensusControl]] = [
+        ({"gossip_every": steps}, replace(schedule, gossip_every=steps)) for steps in GOSSIP_EVERY_TO_TRY
+    ]
+    if not schedule.average_every:
+        if "average_every" in known:
+            tries += [({"average_every": rounds}, Schedule(average_every=rounds)) for rounds in AVERAGE_EVERY_TO_TRY]
+        if "peers_per_itr" in known and setting.has_gradients:
+            for target in CONSENSUS_TARGETS_TO_TRY:
+                options = {"consensus_target": target}
+                tries += [
+                    (options, ConsensusControl(target)),
+                    ({**options, "average_every": 1}, ConsensusControl(target, average_every=1)),
+                ]
+    for options, tried in tries:
+        yield options, now, replace(setting, schedule=tried)
 
 
 def _outer_rates(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
@@ -120,9 +124,5 @@ def _outer_rates(chosen: Choice, now: Choice, setting: Setting) -> _Tries:
         return
     lrs = OUTER_LRS_TO_TRY if setting.outer_lr is None else (setting.outer_lr,)
     momenta = OUTER_MOMENTA_TO_TRY if setting.outer_momentum is None else (setting.outer_momentum,)
-    for lr in lrs:
-        if "momentum" not in settings:
-            yield {}, now, replace(setting, outer_lr=lr)
-            continue
-        for momentum in momenta:
-            yield {}, now, replace(setting, outer_lr=lr, outer_momentum=momentum)
+    for lr, momentum in product(lrs, momenta if "momentum" in settings else (setting.outer_momentum,)):
+        yield {}, now, replace(setting, outer_lr=lr, outer_momentum=momentum)
