@@ -5,7 +5,7 @@ python -m gossip_modules.methods
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from ..registry import METHODS, Method
 
@@ -13,42 +13,40 @@ from ..registry import METHODS, Method
 def methods_table() -> str:
     """A row for each method of the registry: recipe, title, text, how it is made, what it does, paper, file."""
     heading = ("recipe", "method", "`--algorithm`", "in Python", "summary", "paper", "file")
-    rows: list[Sequence[str]] = [heading, ("---",) * 7]
-    rows += [_row(method) for method in METHODS.values()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return _table(heading, map(_row, METHODS.values()))
 
 
 def step_sizes_table() -> str:
     """A row for each step size of consensus that is published."""
-    rows: list[Sequence[str]] = [("recipe", "compressor", "step size"), ("---",) * 3]
-    for name, method in METHODS.items():
-        rows += [(name, f"`{code}`", f"{step_size:g}") for code, step_size in method.step_sizes.items()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    sizes = ((name, *size) for name, method in METHODS.items() for size in method.step_sizes.items())
+    return _table(
+        ("recipe", "compressor", "step size"), ((name, f"`{code}`", f"{value:g}") for name, code, value in sizes)
+    )
 
 
 def membership_table() -> str:
     """A row for each wrapper: its methods that take a membership, and the others, with the reason."""
-    taken: dict[str, list[str]] = {}
-    refused: dict[str, list[str]] = {}
+    wrappers: dict[str, tuple[list[str], list[str]]] = {}
     for method in METHODS.values():
         wrapper = f"`{method.example.partition('(')[0]}`" if method.example else "of your own"
-        why = method.needs_fixed_ranks
-        for rows in (taken, refused):
-            rows.setdefault(wrapper, [])
-        if why:
-            refused[wrapper].append(f"{method.title}: {why}")
+        taken, refused = wrappers.setdefault(wrapper, ([], []))
+        if method.needs_fixed_ranks:
+            refused.append(f"{method.title}: {method.needs_fixed_ranks}")
         else:
-            taken[wrapper].append(method.title)
-    table = [("wrapper", "with a membership", "only without one"), ("---",) * 3]
-    table += [(name, ", ".join(taken[name]) or "-", "<br>".join(refused[name]) or "-") for name in taken]
-    return "\n".join(f"| {' | '.join(row)} |" for row in table)
+            taken.append(method.title)
+    rows = ((name, ", ".join(taken) or "-", "<br>".join(refused) or "-") for name, (taken, refused) in wrappers.items())
+    return _table(("wrapper", "with a membership", "only without one"), rows)
+
+
+def _table(heading: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heading, ("---",) * len(heading), *rows))
 
 
 def _row(method: Method) -> tuple[str, ...]:
     paper = ""
     if method.paper is not None:
         first, *others = method.paper.authors.split(", ")
-        paper = f"{first} et al., {method.paper.venue}" if others else f"{first}, {method.paper.venue}"
+        paper = f"{first}{' et al.' if others else ''}, {method.paper.venue}"
         if method.paper.arxiv:
             paper += f", [{method.paper.arxiv}](https://arxiv.org/abs/{method.paper.arxiv})"
     example = f"`{method.example}`" if method.example else ""
@@ -56,8 +54,4 @@ def _row(method: Method) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    print(methods_table())
-    print()
-    print(step_sizes_table())
-    print()
-    print(membership_table())
+    print("\n\n".join([methods_table(), step_sizes_table(), membership_table()]))

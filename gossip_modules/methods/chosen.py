@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import graph_manager
 from ..compression.chunk_top_k import ChunkTopK
 from ..compression.compressor import Cast, Compressor
 from ..compression.quantizer import QSGD, SignNorm
@@ -16,13 +15,14 @@ from ..compression.sparsifier import RandomK, TopK
 from ..compression.two_bit import TwoBit
 from ..consensus_control import ConsensusControl
 from ..dpwa.interpolation import ClockInterpolation, ConstantInterpolation, LossInterpolation
+from ..graph_manager import named_graphs
 from ..registry import METHODS, Method, name_of
 from ..rounds.algorithm import Algorithm, Over
 from ..schedule import Schedule
 from ..wrappers.algorithm import written
 from .written import read
 
-COMPRESSORS: Mapping[str, Callable[..., Any]] = {
+COMPRESSORS: Mapping[str, Callable[..., Compressor]] = {
     kind.__name__: kind for kind in (SignNorm, TopK, RandomK, QSGD, Cast, ChunkTopK, TwoBit)
 }
 """The compressors that a text may name, by class."""
@@ -30,30 +30,14 @@ INTERPOLATIONS: Mapping[str, Callable[..., Any]] = {
     kind.__name__: kind for kind in (ConstantInterpolation, ClockInterpolation, LossInterpolation)
 }
 """The ways of dpwa to merge, by class."""
-SCHEDULES: Mapping[str, Callable[..., Any]] = {"Schedule": Schedule, "ConsensusControl": ConsensusControl}
+SCHEDULES: Mapping[str, Callable[..., Schedule | ConsensusControl]] = {
+    kind.__name__: kind for kind in (Schedule, ConsensusControl)
+}
 """The schedules, by class."""
 GRAPHS: Mapping[str, Callable[..., Any]] = {
     kind.__name__: kind
-    for kind in (
-        graph_manager.BaseGraph,
-        graph_manager.DynamicBipartiteCompleteGraph,
-        graph_manager.DynamicBipartiteExponentialGraph,
-        graph_manager.DynamicBipartiteLinearGraph,
-        graph_manager.DynamicDirectedExponentialGraph,
-        graph_manager.DynamicDirectedLinearGraph,
-        graph_manager.NPeerDynamicDirectedExponentialGraph,
-        graph_manager.EquiDynGraph,
-        graph_manager.EquiStaticGraph,
-        graph_manager.RandomMatchingGraph,
-        graph_manager.RandomPushGraph,
-        graph_manager.StaticExponentialGraph,
-        graph_manager.ChainGraph,
-        graph_manager.CompleteGraph,
-        graph_manager.DoubleBinaryTreeGraph,
-        graph_manager.HypercubeGraph,
-        graph_manager.RingGraph,
-        graph_manager.TorusGraph,
-    )
+    for kind in (*named_graphs.GRAPHS.values(), *named_graphs.TREES.values())
+    if isinstance(kind, type)
 }
 """The graphs of any number of ranks, by class; a text leaves the number out."""
 
@@ -165,8 +149,7 @@ def read_compressor(text: str, *, seed: int | None = None) -> Compressor:
     Raises:
         ValueError: it names none.
     """
-    compressor: Compressor = read(text, COMPRESSORS, option="compressor", seed=seed)
-    return compressor
+    return read(text, COMPRESSORS, option="compressor", seed=seed)
 
 
 def read_schedule(text: str) -> Schedule | ConsensusControl:
@@ -175,8 +158,7 @@ def read_schedule(text: str) -> Schedule | ConsensusControl:
     Raises:
         ValueError: it names none.
     """
-    schedule: Schedule | ConsensusControl = read(text, SCHEDULES, option="schedule")
-    return schedule
+    return read(text, SCHEDULES, option="schedule")
 
 
 def read_graph(text: str, *, seed: int | None = None) -> Callable[[int], Any]:
@@ -185,13 +167,8 @@ def read_graph(text: str, *, seed: int | None = None) -> Callable[[int], Any]:
     Raises:
         ValueError: it names none.
     """
-    graph: Callable[[int], Any] = read(text, _graph_makers(), option="graph", seed=seed)
-    return graph
-
-
-@functools.cache
-def _graph_makers() -> dict[str, Callable[..., Any]]:
-    return {name: _with_size_left_out(kind) for name, kind in GRAPHS.items()}
+    makers = {name: _with_size_left_out(kind) for name, kind in GRAPHS.items()}
+    return read(text, makers, option="graph", seed=seed)
 
 
 def _with_size_left_out(kind: Callable[..., Any]) -> Callable[..., Callable[[int], Any]]:

@@ -65,19 +65,6 @@ def make_graph(
     return default_graph(num_nodes, push_sum=push_sum, peers_per_itr=peers_per_itr)
 
 
-def named(name: str, world_size: int) -> GraphManager:
-    """The graph of that name with all neighbours where it never changes, else one peer per round.
-
-    Args:
-        name: one of `named_graphs.NAMES`.
-        world_size: the number of ranks.
-
-    Raises:
-        ValueError: there is no such graph, or none of that size.
-    """
-    return named_graph(name, world_size)
-
-
 def base_graph(name: str, *, num_nodes: int) -> nx.Graph:
     """The base graph of MATCHA by its name, with all its neighbours: undirected, and the same for ever.
 

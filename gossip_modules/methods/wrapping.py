@@ -14,6 +14,7 @@ from ..ad_psgd.wrapper import BilatGossipDataParallel
 from ..consensus_control import ConsensusControl
 from ..dpwa.wrapper import PairwiseDataParallel
 from ..graph_manager.base import GraphManager
+from ..graph_manager.named_graphs import named_graph
 from ..matcha.graph import MatchaGraph
 from ..registry import Method, enter
 from ..schedule import Schedule
@@ -21,7 +22,7 @@ from ..wagma.wrapper import GroupAverageDataParallel
 from ..wrappers.all_reduce import AllReduceDataParallel
 from ..wrappers.gossip import GossipDataParallel
 from .chosen import Chosen, read_algorithm, read_graph, read_schedule
-from .graphs import base_graph, make_graph, named, pairs, peers_by_round, static
+from .graphs import base_graph, make_graph, pairs, peers_by_round, static
 from .options import WRAPPER_OPTIONS, Context, WrapperOptions, unused_options, without_unused
 
 Wrapper: TypeAlias = (
@@ -233,7 +234,7 @@ def _graph_of(chosen: Chosen, options: WrapperOptions, context: Context) -> Grap
     if "(" in options.graph:
         return read_graph(options.graph, seed=context.seed)
     if "peers_per_itr" not in chosen.method.options and chosen.method.pace == "lockstep":
-        return None if options.graph == "auto" else lambda num_nodes: named(options.graph, num_nodes)
+        return None if options.graph == "auto" else lambda num_nodes: named_graph(options.graph, num_nodes)
     peers = peers_by_round(
         options.peers_per_itr,
         steps_per_epoch=context.steps_per_epoch,

@@ -5,16 +5,17 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
+T = TypeVar("T")
 MAX_LENGTH = 2000
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def read(text: str, names: Mapping[str, Callable[..., Any]], *, option: str, seed: int | None = None) -> Any:
+def read(text: str, names: Mapping[str, Callable[..., T]], *, option: str, seed: int | None = None) -> T:
     """The object that a text of Python describes: calls of known names with literals, and `.over(...)`.
 
     A name alone is the call without arguments. A call of a name that takes a seed, and is given none, gets that of the
@@ -33,7 +34,16 @@ def read(text: str, names: Mapping[str, Callable[..., Any]], *, option: str, see
     >>> read("Ring(peers=2)", {"Ring": lambda *, peers: ("ring", peers)}, option="graph")
     ('ring', 2)
     """
-    return _Reader(text, names, option, seed).read()
+    if len(text) > MAX_LENGTH:
+        raise ValueError(f"got {option} of {len(text)} characters, expected at most {MAX_LENGTH}")
+    reader = _Reader(text, names, option, seed)
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reader.refuse(f"which is no expression of Python ({error})")
+    if not isinstance(body, ast.Call | ast.Name):
+        reader.refuse(f"in which {_source(body)} is no call of a name")
+    return cast(T, reader.value(body))
 
 
 class _Reader:
@@ -42,99 +52,78 @@ class _Reader:
     def __init__(self, text: str, names: Mapping[str, Callable[..., Any]], option: str, seed: int | None) -> None:
         self.text, self.names, self.option, self.seed = text, names, option, seed
 
-    def read(self) -> Any:
-        """The object."""
-        if len(self.text) > MAX_LENGTH:
-            raise ValueError(f"got {self.option} of {len(self.text)} characters, expected at most {MAX_LENGTH}")
-        try:
-            body = ast.parse(self.text.strip(), mode="eval").body
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            self._refuse(f"which is no expression of Python ({error})")
-        if not isinstance(body, ast.Call | ast.Name):
-            self._refuse(f"in which {_source(body)} is no call of a name")
-        return self._value(body)
-
-    def _value(self, node: ast.expr) -> Any:
+    def value(self, node: ast.expr) -> Any:
+        """The object that a node of the syntax tree describes."""
         match node:
             case ast.Constant(value=None | bool() | int() | float() | str()):
                 return node.value
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
                 return -number
-            case ast.Tuple() | ast.List():
-                items = [self._value(item) for item in node.elts]
-                return items if isinstance(node, ast.List) else tuple(items)
+            case ast.Tuple(elts=items):
+                return tuple(map(self.value, items))
+            case ast.List(elts=items):
+                return list(map(self.value, items))
             case ast.Dict() if None not in node.keys:
-                return {self._value(key): self._value(item) for key, item in zip(node.keys, node.values, strict=True)}  # type: ignore[arg-type]
-            case ast.Attribute(value=ast.Name(id="torch"), attr=name) if name in _DTYPES:
+                return {self.value(key): self.value(item) for key, item in zip(node.keys, node.values, strict=True)}  # type: ignore[arg-type]
+            case ast.Attribute(value=ast.Name(id="torch"), attr=name) | ast.Name(id=name) if name in _DTYPES:
                 return _DTYPES[name]
-            case ast.Name(id=name) if name in _DTYPES:
-                return _DTYPES[name]
-            case ast.Name():
-                return self._call(node, [], {})
+            case ast.Name(id=name):
+                return self._called(name, self._known(name), [], {})
+            case ast.Call(func=ast.Attribute(value=below, attr="over")):
+                outer = self.value(below)
+                if not hasattr(outer, "over"):
+                    self.refuse(f"in which {_source(below)} is no algorithm, so that it is over nothing")
+                return self._called(f"{_source(below)}.over", outer.over, *self._arguments(node))
+            case ast.Call(func=ast.Name(id=name)):
+                return self._called(name, self._known(name), *self._arguments(node))
             case ast.Call(func=func):
-                args = [self._value(item) for item in node.args]
-                if any(keyword.arg is None for keyword in node.keywords):
-                    self._refuse(f"in which {_source(node)} has no names of arguments after **")
-                names = [keyword.arg for keyword in node.keywords]
-                if len({*names}) < len(names):
-                    self._refuse(f"in which {_source(node)} has an argument twice")
-                keywords = {str(keyword.arg): self._value(keyword.value) for keyword in node.keywords}
-                if isinstance(func, ast.Attribute) and func.attr == "over":
-                    outer = self._value(func.value)
-                    if not hasattr(outer, "over"):
-                        self._refuse(f"in which {_source(func.value)} is no algorithm, so that it is over nothing")
-                    return self._made(outer.over, args, keywords, _source(func.value) + ".over")
-                return self._call(func, args, keywords)
-        return self._refuse(f"in which {_source(node)} is neither a literal nor a call of a known name")
+                self.refuse(f"in which {_source(func)} is no known name")
+        return self.refuse(f"in which {_source(node)} is neither a literal nor a call of a known name")
 
-    def _call(self, func: ast.expr, args: list[Any], keywords: dict[str, Any]) -> Any:
-        if not isinstance(func, ast.Name):
-            self._refuse(f"in which {_source(func)} is no known name")
-        name = func.id
+    def _known(self, name: str) -> Callable[..., Any]:
         if name not in self.names:
             raise ValueError(
                 f"got {self.option}={self.text!r} with the unknown name {name!r}, expected one of "
                 f"{', '.join(known for known in self.names if not known.islower())}; {_hint(name, self.names)}"
             )
-        make = self.names[name]
-        parameters = inspect.signature(make).parameters
-        if self.seed is not None and "seed" in parameters and "seed" not in keywords:
-            position = list(parameters).index("seed")
-            if len(args) <= position or parameters["seed"].kind is inspect.Parameter.KEYWORD_ONLY:
-                keywords["seed"] = self.seed
-        return self._made(make, args, keywords, name)
+        return self.names[name]
 
-    def _made(self, make: Callable[..., Any], args: list[Any], keywords: dict[str, Any], name: str) -> Any:
+    def _arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any]]:
+        names = [keyword.arg for keyword in node.keywords]
+        if None in names:
+            self.refuse(f"in which {_source(node)} has no names of arguments after **")
+        if len({*names}) < len(names):
+            self.refuse(f"in which {_source(node)} has an argument twice")
+        return [*map(self.value, node.args)], {str(each.arg): self.value(each.value) for each in node.keywords}
+
+    def _called(self, name: str, make: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
         signature = inspect.signature(make)
+        shown = f"{name}{_shown(signature)}"
         for keyword in keywords:
             if keyword not in signature.parameters:
                 raise ValueError(
                     f"got {self.option}={self.text!r}, in which {name} has the argument {keyword!r}, expected some of "
-                    f"{name}{_shown(signature)}; {_hint(keyword, signature.parameters)}"
+                    f"{shown}; {_hint(keyword, signature.parameters)}"
                 )
         try:
-            signature.bind(*args, **keywords)
-        except TypeError as error:
-            raise ValueError(
-                f"got {self.option}={self.text!r} ({error}), expected {name}{_shown(signature)}; give {name} what it "
-                "needs"
-            ) from error
-        try:
+            given = signature.bind(*args, **keywords).arguments
+            if self.seed is not None and "seed" in signature.parameters and "seed" not in given:
+                keywords["seed"] = self.seed
             return make(*args, **keywords)
-        except TypeError as error:  # a value of another type, which the class does not check by itself
+        except TypeError as error:  # a missing argument, or a value of another type
             raise ValueError(
-                f"got {self.option}={self.text!r} ({error}), expected values that {name}{_shown(signature)} takes; "
-                "change them"
+                f"got {self.option}={self.text!r} ({error}), expected {shown} with values that it takes; change them"
             ) from error
 
-    def _refuse(self, why: str) -> NoReturn:
+    def refuse(self, why: str) -> NoReturn:
+        """Raise the error of a text that is no such expression."""
         raise ValueError(
             f"got {self.option}={self.text!r}, {why}, expected calls of known names with literals, such as "
             "'Choco(TopK(0.01), step_size=0.04)'; correct the text"
         )
 
 
-def _hint(name: str, names: Mapping[str, Any]) -> str:
+def _hint(name: str, names: Iterable[str]) -> str:
     """The nearest of the names, or an imperative."""
     lower = {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)

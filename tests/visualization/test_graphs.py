@@ -327,7 +327,7 @@ def test_the_graph_of_a_run_of_ad_psgd(n: int) -> None:
 @pytest.mark.parametrize(("name", "n"), [("auto", 6), ("torus", 6), ("matcha0", 8)])
 def test_the_graph_of_a_run_that_takes_all_neighbours(name: str, n: int) -> None:
     options = {**OPTIONS, "graph": name}
-    graph = method_graphs.named("ring" if name == "auto" else name, n)
+    graph = named_graph("ring" if name == "auto" else name, n)
     trained = choose_mixing(graph, None, push_sum=False, world_size=n)
     assert_equal_rounds(rounds_of_run({**options, "recipe": "choco"}, n), trained, 1)
     matcha = gm.MatchaGraph(method_graphs.base_graph(name, num_nodes=n), budget=0.4, seed=3)

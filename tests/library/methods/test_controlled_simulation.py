@@ -158,7 +158,10 @@ def test_a_target_in_updates_needs_updates() -> None:
     [
         ({"rounds_per_step": 0.0}, "got rounds_per_step=0.0, expected above 0 and at most 1"),
         ({"rounds_per_step": 1.5}, "got rounds_per_step=1.5, expected above 0 and at most 1"),
-        ({"rounds_per_step": 0.2, "averages_per_step": 0.3}, "got averages_per_step=0.3, expected at least 0 and no more than rounds_per_step=0.2"),
+        (
+            {"rounds_per_step": 0.2, "averages_per_step": 0.3},
+            "got averages_per_step=0.3, expected at least 0 and no more than rounds_per_step=0.2",
+        ),
         ({"rounds_per_step": 0.2, "added_rounds_per_step": -1}, "got added_rounds_per_step=-1, expected a number of"),
     ],
 )

@@ -100,7 +100,7 @@ def test_plain_gossip_has_one_peer_on_the_graph_of_a_name(wrapped: Callable[...,
     ("graph", "message"),
     [
         ("RingGraf(peers_per_itr=1)", "the unknown name 'RingGraf', expected one of .*; did you mean 'RingGraph'"),
-        ("RingGraph(8)", r"too many positional arguments\), expected RingGraph\(\*, peers_per_itr=1\); give RingGraph"),
+        ("RingGraph(8)", r"too many positional arguments\), expected RingGraph\(\*, peers_per_itr=1\) with"),
         ("RingGraph(peers=2)", "has the argument 'peers', expected some of .*; did you mean 'peers_per_itr'"),
         ("rig", "got graph='rig', expected one of auto, .*; did you mean 'ring'"),
     ],
