@@ -8,10 +8,9 @@ documentation are made from it.
 from __future__ import annotations
 
 import difflib
-import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -44,8 +43,7 @@ class Method:
         title: the name in tables and pictures.
         summary: one sentence about what the method does.
         algorithm: the class of the algorithm; `file` is the file that has it.
-        make: the class of an `Algorithm`; or a function that returns arguments of the wrapper by name. `--algorithm`
-            takes the arguments of `make`.
+        make: the dataclass whose fields are the settings: an `Algorithm`, or the arguments of the wrapper.
         text: the text of Python that `--recipe NAME` stands for: a call of `call`, which is the first name in it.
         wrap: wraps a model, given (module, `Chosen`, `WrapperOptions`, `Context`).
         example: a line of Python that wraps `model`.
@@ -59,6 +57,7 @@ class Method:
         simulated_graph: the name of the graph that the simulator takes where none is named, given (number of ranks,
             peers per round or a schedule of it).
         step_sizes: the published ones, by compressor.
+        fixed: arguments of the wrapper that the method always has; `make` is not passed on as an algorithm then.
         aliases: other names that are accepted.
     """
 
@@ -66,7 +65,7 @@ class Method:
     title: str
     summary: str
     algorithm: type[Any]
-    make: Callable[..., Any]
+    make: type[Any]
     text: str
     wrap: Callable[..., Any]
     example: str = ""
@@ -77,6 +76,7 @@ class Method:
     simulate: Callable[..., Any] | None = None
     simulated_graph: Callable[[int, int | Mapping[int, int]], str] | None = None
     step_sizes: StepSizes = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
 
     @property
@@ -92,12 +92,12 @@ class Method:
     @property
     def call(self) -> str:
         """The name by which `--algorithm` calls it: `DiLoCo`."""
-        return self.text.partition("(")[0]
+        return self.make.__name__
 
     @property
     def settings(self) -> frozenset[str]:
-        """The names of the arguments of `make`."""
-        return frozenset(inspect.signature(self.make).parameters)
+        """The names of the settings."""
+        return frozenset(option.name for option in fields(self.make) if option.init)
 
     @property
     def period(self) -> str:

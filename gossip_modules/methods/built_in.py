@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ..ad_psgd.exchange import BilateralAverage
@@ -74,32 +74,53 @@ DEEP_SQUEEZE_STEP_SIZES: StepSizes = {"SignNorm()": 0.01}
 """Vogels et al., NeurIPS 2020, arXiv 2008.01425, on a ring of 8."""
 
 
-def dict_of(**arguments: Any) -> Callable[[], dict[str, Any]]:
-    """The `make` of a method whose wrapper always has these arguments."""
-    return lambda: arguments
+# The settings of methods that are wrappers with arguments, by the names of these arguments.
 
 
-def matcha(budget: float = 0.5, plan: str = "") -> dict[str, Any]:
+@dataclass(frozen=True)
+class AllReduce:
+    """AllReduce SGD: `AllReduceDataParallel`."""
+
+
+@dataclass(frozen=True)
+class SGP:
+    """Stochastic Gradient Push: `GossipDataParallel`."""
+
+
+@dataclass(frozen=True)
+class OverlapSGP:
+    """SGP whose rounds run under the next steps."""
+
+
+@dataclass(frozen=True)
+class MATCHA:
     """MATCHA: on the graph of --graph, or by the JSON file that `python -m gossip_modules.matcha --output` wrote."""
-    return {"budget": budget, "plan": plan}
+
+    budget: float = 0.5
+    plan: str = ""
 
 
-def wagma(group_size: int | None = None, sync_period: int = 10, wait_avoiding: bool = True) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ADPSGD:
+    """AD-PSGD: `BilatGossipDataParallel`."""
+
+
+@dataclass(frozen=True)
+class WAGMA:
     """WAGMA-SGD: arguments of `GroupAverageDataParallel`."""
-    return {"group_size": group_size, "sync_period": sync_period, "wait_avoiding": wait_avoiding}
+
+    group_size: int | None = None
+    sync_period: int = 10
+    wait_avoiding: bool = True
 
 
-def dpwa(
-    interpolation: Interpolation = DEFAULT_INTERPOLATION,
-    divergence_threshold: float = 0.0,
-    fetch_probability: float = 1.0,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Dpwa:
     """dpwa: arguments of `PairwiseDataParallel`."""
-    return {
-        "interpolation": interpolation,
-        "divergence_threshold": divergence_threshold,
-        "fetch_probability": fetch_probability,
-    }
+
+    interpolation: Interpolation = DEFAULT_INTERPOLATION
+    divergence_threshold: float = 0.0
+    fetch_probability: float = 1.0
 
 
 _SGP = Paper(
@@ -117,7 +138,7 @@ BUILT_IN: tuple[Method, ...] = (
         "AllReduce SGD",
         "averages gradients over all ranks at every step",
         AllReduceDataParallel,
-        make=dict_of(),
+        make=AllReduce,
         text="AllReduce()",
         wrap=wrap_all_reduce,
         example="AllReduceDataParallel(model)",
@@ -129,7 +150,8 @@ BUILT_IN: tuple[Method, ...] = (
         "D-PSGD",
         "averages parameters with a few peers on an undirected graph",
         DPSGD,
-        make=dict_of(push_sum=False),
+        make=DPSGD,
+        fixed={"push_sum": False},
         text="DPSGD()",
         wrap=wrap_gossip,
         paper=Paper(
@@ -147,7 +169,8 @@ BUILT_IN: tuple[Method, ...] = (
         "SGP",
         "pushes parameters to a few peers on any graph, and divides by a weight that is sent along",
         PushSum,
-        make=dict_of(push_sum=True),
+        make=SGP,
+        fixed={"push_sum": True},
         text="SGP()",
         wrap=wrap_gossip,
         paper=_SGP,
@@ -160,7 +183,8 @@ BUILT_IN: tuple[Method, ...] = (
         "Overlap SGP",
         "SGP whose rounds run while the next steps are computed",
         OverlapEngine,
-        make=dict_of(push_sum=True, overlap=True),
+        make=OverlapSGP,
+        fixed={"push_sum": True, "overlap": True},
         text="OverlapSGP()",
         wrap=wrap_gossip,
         paper=_SGP,
@@ -173,7 +197,7 @@ BUILT_IN: tuple[Method, ...] = (
         "MATCHA",
         "averages with the peers of random matchings of a graph, its important links more often",
         MatchaGraph,
-        make=matcha,
+        make=MATCHA,
         text="MATCHA()",
         wrap=wrap_matcha,
         paper=Paper(
@@ -210,7 +234,7 @@ BUILT_IN: tuple[Method, ...] = (
         "AD-PSGD",
         "averages pairs of models while both ranks go on training",
         BilateralAverage,
-        make=dict_of(),
+        make=ADPSGD,
         text="ADPSGD()",
         wrap=wrap_bilateral,
         paper=Paper(
@@ -229,7 +253,7 @@ BUILT_IN: tuple[Method, ...] = (
         "WAGMA-SGD",
         "averages changing groups of ranks, and late ranks contribute their previous model",
         WaitAvoidingEngine,
-        make=wagma,
+        make=WAGMA,
         text="WAGMA()",
         wrap=wrap_group_average,
         paper=Paper(
@@ -247,7 +271,7 @@ BUILT_IN: tuple[Method, ...] = (
         "dpwa",
         "pulls the model of a random peer, and goes part of the way towards it",
         PairwiseEngine,
-        make=dpwa,
+        make=Dpwa,
         text="Dpwa()",
         wrap=wrap_pairwise,
         paper=Paper("Jin, Yuan, Iandola, Keutzer", "How to scale distributed deep learning?", "2016", "1611.04581"),

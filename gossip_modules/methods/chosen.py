@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..compression.chunk_top_k import ChunkTopK
@@ -17,7 +16,7 @@ from ..consensus_control import ConsensusControl
 from ..dpwa.interpolation import ClockInterpolation, ConstantInterpolation, LossInterpolation
 from ..graph_manager import named_graphs
 from ..registry import METHODS, Method, name_of
-from ..rounds.algorithm import Algorithm, Over
+from ..rounds.algorithm import Algorithm
 from ..schedule import Schedule
 from ..wrappers.algorithm import written
 from .written import read
@@ -44,84 +43,41 @@ GRAPHS: Mapping[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Chosen:
-    """A method with its arguments.
+    """A method with its settings.
 
     Args:
         method: the entry of the registry.
-        made: an algorithm, or arguments of the wrapper by name.
-        given: the arguments of `method.make` that were given, by name.
+        made: an object of `method.make`, or an algorithm of that class over others.
     """
 
     method: Method
-    made: Algorithm | Mapping[str, Any]
-    given: Mapping[str, Any] = field(default_factory=dict)
-
-    def over(self, inner: Chosen) -> Chosen:
-        """The algorithm with its `Mix` answered by the rounds of another one; see `Algorithm.over`.
-
-        Raises:
-            ValueError: one of them is no algorithm.
-        """
-        if not isinstance(inner, Chosen):
-            raise ValueError(
-                f"got {inner!r} below {self.text}, expected an algorithm, such as "
-                "'GASLoC(momentum=0).over(PowerGossip())'; take one"
-            )
-        own, other = self._algorithm(), inner._algorithm()
-        return Chosen(self.method, own.over(other))
-
-    def _algorithm(self) -> Any:
-        made = self.made
-        if isinstance(made, Mapping) and issubclass(self.method.algorithm, Algorithm) and not made.get("push_sum"):
-            made = self.method.algorithm()  # D-PSGD
-        if isinstance(made, Mapping):
-            raise ValueError(
-                f"got {self.method.call} beside .over(), expected an algorithm that runs in rounds on both sides, such "
-                "as 'GASLoC().over(Choco(SignNorm(), step_size=0.4))'; take one"
-            )
-        return made
+    made: Any
 
     @property
     def arguments(self) -> Mapping[str, Any]:
         """The arguments of the wrapper by name."""
-        return self.made if isinstance(self.made, Mapping) else {"algorithm": self.made}
+        is_algorithm = isinstance(self.made, Algorithm)
+        if is_algorithm and not (self.method.fixed and isinstance(self.made, self.method.make)):
+            return {"algorithm": self.made}
+        own = {} if is_algorithm else {field.name: getattr(self.made, field.name) for field in fields(self.made)}
+        return {**own, **self.method.fixed}
 
     @property
     def text(self) -> str:
         """The text that makes the same: equal for equal methods."""
-        if not isinstance(self.made, Mapping):
-            return written(self.made)
-        parameters = inspect.signature(self.method.make).parameters
-        given = [f"{name}={value!r}" for name, value in self.given.items() if value != parameters[name].default]
-        return f"{self.method.call}({', '.join(given)})"
+        return written(self.made)
 
     @property
     def period(self) -> int:
         """The steps for which ranks may train alone; 1: they meet in every step, or the schedule says when."""
-        outermost = self.made.outer if isinstance(self.made, Over) else self.made
-        if isinstance(outermost, Mapping):
-            found = outermost.get("sync_period") or getattr(outermost.get("schedule"), "gossip_every", 1)
-        else:
-            found = getattr(outermost, "sync_every", 1)
-        return int(found or 1)
+        outermost = self.made.parts[0] if isinstance(self.made, Algorithm) else self.made
+        name = self.method.period
+        return int(getattr(outermost, name) or 1) if name else 1
 
-
-def names_of_algorithms() -> dict[str, Callable[..., Any]]:
-    """All names that the text of an algorithm may call: methods by class and short name, and what they are made of."""
-    names: dict[str, Callable[..., Any]] = {}
-    for method in METHODS.values():
-        make = _chooser(method)
-        names |= dict.fromkeys((method.call, method.name, *method.aliases), make)
-    return {**names, **COMPRESSORS, **INTERPOLATIONS}
-
-
-def _chooser(method: Method) -> Callable[..., Chosen]:
-    @functools.wraps(method.make, updated=())
-    def choose(*args: Any, **arguments: Any) -> Chosen:
-        given = inspect.signature(method.make).bind(*args, **arguments).arguments
-        return Chosen(method, method.make(*args, **arguments), given)
-
-    return choose
+    def with_settings(self, settings: Mapping[str, Any]) -> Chosen:
+        """With other values of the settings that the method has; None: the value stays."""
+        own = {name: value for name, value in settings.items() if value is not None and name in self.method.settings}
+        return replace(self, made=replace(self.made, **own))
 
 
 def read_algorithm(text: str, *, option: str = "algorithm", seed: int | None = None) -> Chosen:
@@ -137,10 +93,15 @@ def read_algorithm(text: str, *, option: str = "algorithm", seed: int | None = N
     """
     if (name := name_of(text.strip())) in METHODS:
         text = METHODS[name].text
-    made = read(text, names_of_algorithms(), option=option, seed=seed)
-    if not isinstance(made, Chosen):
+    names: dict[str, Callable[..., Any]] = {}
+    for method in METHODS.values():
+        names |= dict.fromkeys((method.call, method.name, *method.aliases), method.make)
+    made = read(text, {**names, **COMPRESSORS, **INTERPOLATIONS}, option=option, seed=seed)
+    kind = type(made.parts[0] if isinstance(made, Algorithm) else made)
+    chosen = next((method for method in METHODS.values() if method.make is kind), None)
+    if chosen is None:
         raise ValueError(f"got {option}={text!r}, expected an algorithm; pass {made!r} to one, as in --recipe choco")
-    return made
+    return Chosen(chosen, made)
 
 
 def read_compressor(text: str, *, seed: int | None = None) -> Compressor:

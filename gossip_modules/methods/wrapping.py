@@ -134,23 +134,24 @@ def settle_buckets(wrapper: AllReduceDataParallel, inputs: tuple[torch.Tensor, .
 
 def wrap_gossip(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
     """Rounds: `GossipDataParallel` with the algorithm, on the graph that the options name."""
-    arguments = dict(chosen.arguments)
     graph = _graph_of(chosen, options, context)
-    return GossipDataParallel(
-        module,
-        **{
-            **({} if graph is None else {"graph": graph}),
-            "overlap": options.overlap,
-            "max_staleness": options.max_staleness,
-            "schedule": schedule_of(options),
-            "wire_dtype": WIRE_DTYPES[options.wire_dtype],
-            "nprocs_per_node": options.nprocs_per_node,
-            "comm_device": context.comm_device,
-            "timeout": context.timeout,
-            "membership": context.membership,
-            **arguments,
-        },
-    )
+    arguments = chosen.arguments if graph is None else {"graph": graph, **chosen.arguments}
+    return _gossip(module, arguments, options, context)
+
+
+def _gossip(module: nn.Module, own: Mapping[str, Any], options: WrapperOptions, context: Context) -> Wrapper:
+    """With these arguments, and those of the options and of the run."""
+    arguments: dict[str, Any] = {
+        "overlap": options.overlap,
+        "max_staleness": options.max_staleness,
+        "schedule": schedule_of(options),
+        "wire_dtype": WIRE_DTYPES[options.wire_dtype],
+        "nprocs_per_node": options.nprocs_per_node,
+        "comm_device": context.comm_device,
+        "timeout": context.timeout,
+        "membership": context.membership,
+    }
+    return GossipDataParallel(module, **{**arguments, **own})
 
 
 def schedule_of(options: WrapperOptions) -> Schedule | ConsensusControl:
@@ -178,15 +179,15 @@ def schedule_of(options: WrapperOptions) -> Schedule | ConsensusControl:
 
 def wrap_matcha(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
     """MATCHA: matchings of a base graph, each by its own coin: those of a plan, or planned here."""
-    settings = chosen.arguments
+    settings = chosen.made
 
     def graph(world_size: int) -> GraphManager:
-        if settings["plan"]:
-            return MatchaGraph.from_plan(settings["plan"], seed=context.seed, world_size=world_size)
+        if settings.plan:
+            return MatchaGraph.from_plan(settings.plan, seed=context.seed, world_size=world_size)
         base = base_graph(options.graph, num_nodes=world_size)
-        return MatchaGraph(base, budget=settings["budget"], seed=context.seed)
+        return MatchaGraph(base, budget=settings.budget, seed=context.seed)
 
-    return wrap_gossip(module, Chosen(chosen.method, {"graph": graph, "push_sum": False}), options, context)
+    return _gossip(module, {"graph": graph, "push_sum": False}, options, context)
 
 
 def wrap_bilateral(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:

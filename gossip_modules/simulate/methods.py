@@ -35,16 +35,20 @@ MAX_DENSE_RANKS = 512
 """For more, dense linear algebra, as for the plan of a MATCHA graph, takes longer than all other methods together."""
 
 
-def chosen_for(choice: Choice, setting: Setting) -> Chosen:
-    """The method with its arguments: those of the text that was chosen, else those of its recipe and of the setting.
+def chosen_for(choice: Choice, setting: Setting, *, seed: int | None = None) -> Chosen:
+    """The method with its settings: those of the text that was chosen, else those of its recipe and of the setting.
+
+    Args:
+        choice: resolved.
+        setting: of the simulation.
+        seed: of what is random in the method; None: its own.
 
     Raises:
         ValueError: no step size is published for the code that was chosen, and the setting has none.
     """
     if choice.algorithm:
-        return read_algorithm(choice.algorithm, seed=setting.seed)
-    chosen = read_algorithm(choice.method, seed=setting.seed)
-    method, step_size = chosen.method, setting.step_size
+        return read_algorithm(choice.algorithm, seed=seed)
+    chosen = read_algorithm(choice.method, seed=seed)
     wanted: dict[str, Any] = {
         "sync_every": setting.local_steps,
         "sync_period": setting.local_steps,
@@ -52,16 +56,14 @@ def chosen_for(choice: Choice, setting: Setting) -> Chosen:
         "budget": setting.budget,
         "lr": setting.outer_lr,
         "momentum": setting.outer_momentum,
+        "step_size": setting.step_size,
     }
     if choice.compressor:
-        wanted["compressor"] = read_compressor(CODES[choice.compressor], seed=setting.seed)
-        step_size = step_size or _published(method, CODES[choice.compressor])
-    if setting.world_size > MAX_DENSE_RANKS and getattr(chosen.made, "step_size", 0.0) is None:
-        step_size = step_size or 1.0  # the best one takes the spectrum of W
-    wanted["step_size"] = step_size
-    given = {name: value for name, value in wanted.items() if value is not None and name in method.settings}
-    given = {**chosen.given, **given}
-    return Chosen(method, method.make(**given), given)
+        wanted["compressor"] = read_compressor(CODES[choice.compressor], seed=seed)
+        wanted["step_size"] = setting.step_size or _published(chosen.method, CODES[choice.compressor])
+    elif setting.world_size > MAX_DENSE_RANKS and getattr(chosen.made, "step_size", 0.0) is None:
+        wanted["step_size"] = setting.step_size or 1.0  # the best one takes the spectrum of W
+    return chosen.with_settings(wanted)
 
 
 def _published(method: Method, code: str) -> float:
@@ -80,11 +82,10 @@ def make_method(choice: Choice, setting: Setting) -> SimulatedMethod:
         ValueError: the graph has no such size, or the method cannot work on it.
     """
     choice = choice.resolved(setting.world_size, setting.peers_per_itr)
-    chosen = chosen_for(choice, setting)
+    chosen = chosen_for(choice, setting, seed=setting.seed)
     simulate = chosen.method.simulate or _SIMULATIONS.get(choice.method, simulate_rounds)
     method: SimulatedMethod = simulate(chosen, choice, setting)
-    given = {name: value for name, value in chosen.given.items() if name != "seed"}
-    method.algorithm = choice.algorithm or Chosen(chosen.method, chosen.method.make(**given), given).text
+    method.algorithm = choice.algorithm or chosen_for(choice, setting).text
     return method
 
 
@@ -178,7 +179,7 @@ def _matcha(chosen: Chosen, choice: Choice, setting: Setting) -> SimulatedMethod
             f"got matcha with {n} workers, expected at most {MAX_DENSE_RANKS}: its plan is n x n matrices; take dpsgd"
         )
     base = networkx_graph(_undirected(choice, _graph(choice, setting), is_static=True))
-    mixing = default_mixing(MatchaGraph(base, budget=chosen.arguments["budget"], seed=setting.seed), push_sum=False)
+    mixing = default_mixing(MatchaGraph(base, budget=chosen.made.budget, seed=setting.seed), push_sum=False)
     clock = SyncClock(setting.compute, setting.network, setting.message)
     return gossip_of(mixing, replace(setting, schedule=schedule_of(choice.method, setting)), clock)
 
@@ -194,7 +195,7 @@ def _ad_psgd(chosen: Chosen, choice: Choice, setting: Setting) -> SimulatedMetho
 
 
 def _wagma(chosen: Chosen, choice: Choice, setting: Setting) -> SimulatedMethod:
-    groups, period = ButterflyGroups(setting.world_size), chosen.arguments["sync_period"]
+    groups, period = ButterflyGroups(setting.world_size), chosen.made.sync_period
     return GroupMethod(setting.compute, setting.network, setting.message, groups, sync_period=period)
 
 

@@ -30,7 +30,7 @@ def as_algorithm(algorithm: AlgorithmLike) -> Chosen:
     if isinstance(algorithm, str):
         method = named(algorithm)
         made = method.make
-        if not isinstance(made, type):
+        if not issubclass(made, Algorithm):
             raise ValueError(
                 f"got algorithm={algorithm!r}, which is a wrapper with arguments, expected an algorithm that runs in "
                 f"rounds; write {method.example}"
@@ -74,10 +74,10 @@ def renamed(algorithm: AlgorithmLike, *, outer: AlgorithmLike, rule: AlgorithmLi
 
 
 def written(algorithm: Any) -> str:
-    """An algorithm as in a line of Python, without the settings that are the defaults; "..." stands for a function."""
+    """A dataclass as in a line of Python, without the settings that are the defaults; "..." stands for a function."""
     if isinstance(algorithm, Over):
         return f"{written(algorithm.outer)}.over({written(algorithm.inner)})"
-    if not isinstance(algorithm, Algorithm):
+    if not dataclasses.is_dataclass(algorithm):
         return repr(algorithm)
     settings = [
         f"{field.name}={'...' if inspect.isroutine(value) else repr(value)}"

@@ -55,11 +55,10 @@ class Variant:
         if self.mixes:
             return Stacked(DPSGD(), mixing, wire_dtype=WIRE_DTYPES[self.wire_dtype])
         chosen = read_algorithm(self.method, seed=seed)
-        given = {**chosen.given, "step_size": step_size, "theta": theta, **self.options}
+        settings = {"step_size": step_size, "theta": theta, **self.options}
         if "compressor" in self.options:
-            given["compressor"] = read_compressor(self.options["compressor"], seed=seed)
-        settings = {name: value for name, value in given.items() if name in chosen.method.settings}
-        return Stacked(chosen.method.make(**settings), mixing, shape=shape)
+            settings["compressor"] = read_compressor(self.options["compressor"], seed=seed)
+        return Stacked(chosen.with_settings(settings).made, mixing, shape=shape)
 
 
 def variants() -> dict[str, Variant]:
