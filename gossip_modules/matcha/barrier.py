@@ -59,7 +59,7 @@ def minimize(objective: Array, inequality: MatrixInequality, halfspaces: Halfspa
     <c, x> / w - log det A(x) - sum log(h - G x). On a convex problem the centre is unique and its objective is within
     w (k + num_constraints) of the minimum; if several points are optimal, the result is in the middle of them. On other
     problems the result is a stationary point that depends on the start: negative eigenvalues in the Newton system are
-    replaced by their absolute values, so every step decreases the barrier function.
+    replaced by their absolute values, so every step decreases the barrier function; the number of steps is limited.
 
     Args:
         objective: the vector c, [m].
@@ -104,7 +104,9 @@ def _center(
         if -slope < decrement or np.array_equal(x, before):  # a step below rounding leads nowhere
             return x
         last = -slope
-    raise AssertionError(f"no centre within {_MAX_NEWTON_STEPS} Newton steps, squared decrement {-slope}")
+    # Where the problem is not convex, a flat valley may take longer: x is feasible, and better than the start.
+    assert inequality.quadratic is not None, f"no centre in {_MAX_NEWTON_STEPS} steps, squared decrement {-slope}"
+    return x
 
 
 def _solve(hessian: Array, gradient: Array) -> Array:

@@ -8,7 +8,7 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from gossip_modules.graph_manager.matchings import decompose, predefined_matchings
+from gossip_modules.graph_manager.matchings import Matching, decompose, predefined_matchings
 from gossip_modules.matcha import activation_probabilities, joint_probabilities, matching_costs
 from gossip_modules.matcha import planning as module
 from gossip_modules.matcha.laplacians import contraction, mixing_weight
@@ -49,8 +49,14 @@ def test_many_ranks_on_a_growing_subspace(monkeypatch: pytest.MonkeyPatch) -> No
     assert joint_probabilities(matchings, 0.5).rho == pytest.approx(whole.rho, abs=1e-4)
 
 
-def test_steps_below_rounding_end_the_search() -> None:
-    matchings = [((0, 2), (1, 4), (3, 5)), ((0, 3),), ((0, 4),), ((0, 5),)]
+@pytest.mark.parametrize(
+    "matchings",
+    [
+        [((0, 3), (1, 2)), ((0, 1),), ((1, 3),)],  # steps fall below rounding
+        [((0, 2), (1, 4), (3, 5)), ((0, 3),), ((0, 4),), ((0, 5),)],  # a flat valley
+    ],
+)
+def test_the_search_ends_where_it_gets_no_further(matchings: list[Matching]) -> None:
     found = joint_probabilities(matchings, 0.6)
     assert found.rho <= mixing_weight(matchings, activation_probabilities(matchings, 0.6)).rho
 
