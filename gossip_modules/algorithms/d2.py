@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..graph_manager.named_graphs import undirected_ring
+from ..mixing_manager import LaplacianMixing
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
-from ..mixing_manager.laplacian import LaplacianMixing
-from ..mixing_manager.matrix import lowest_eigenvalue
+from ..mixing_manager.spectra import lowest_eigenvalue
 from ..registry import Paper
 from ..rounds import Algorithm, Memory, Mix, Round, Vectors
 

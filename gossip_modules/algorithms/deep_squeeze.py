@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..compression.compressor import Compressor, checked_compressor
 from ..mixing_manager.base import MixingManager
-from ..mixing_manager.step_size import checked_step_size
+from ..mixing_manager.spectra import checked_step_size
 from ..registry import Paper
 from ..rounds import Algorithm, Memory, Round, Share, Vectors
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..graph_manager import RingGraph
 from ..graph_manager.named_graphs import undirected_ring
 from ..mixing_manager.base import MixingManager
-from ..mixing_manager.growth import blocks, check_growth, identity_like
+from ..mixing_manager.spectra import blocks, check_growth, identity_like
 from ..registry import Paper
 from ..rounds import MakeOptimizer, Memory, Mix, Round, Vector, Vectors, described_with, step
 from .outer_method import OuterMethod

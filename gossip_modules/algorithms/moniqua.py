@@ -14,7 +14,7 @@ from ..checks import checked_seed
 from ..compression.bit_packing import pack, packed_size, unpack
 from ..compression.compressor import chunks, random_words
 from ..mixing_manager.base import MixingManager
-from ..mixing_manager.step_size import checked_step_size
+from ..mixing_manager.spectra import checked_step_size
 from ..registry import Paper
 from ..rounds import Algorithm, Memory, Received, Round, Share, Vectors
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..checks import checked_seed
 from ..graph_manager import RandomMatchingGraph
 from ..mixing_manager.base import MixingManager
-from ..mixing_manager.growth import blocks, check_growth, identity_like
+from ..mixing_manager.spectra import blocks, check_growth, identity_like
 from ..registry import Paper
 from ..rounds import Memory, Mix, Round, Vectors
 from .outer_method import OuterMethod

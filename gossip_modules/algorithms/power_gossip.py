@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..checks import checked_seed
 from ..flat.vector import add_
+from ..mixing_manager import best_step_size
 from ..mixing_manager.base import MixingManager
-from ..mixing_manager.step_size import best_step_size
 from ..registry import Paper
 from ..rounds import Algorithm, Exchange, Memory, Round, Vectors, warn_of_little
 from .link_factors import LinkFactors, LowRankChange, checksum

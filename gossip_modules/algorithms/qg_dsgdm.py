@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..mixing_manager.base import MixingManager
-from ..mixing_manager.growth import blocks, check_growth, identity_like
+from ..mixing_manager.spectra import blocks, check_growth, identity_like
 from ..registry import Paper
 from ..rounds import Algorithm, Memory, Mix, Round, SGDStep, Vectors
 

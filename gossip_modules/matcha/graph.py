@@ -37,7 +37,7 @@ class MatchaGraph(RandomGraph):
     Round t, after the local SGD step; L_j is the Laplacian of M_j:
 
         B_j = 1 with probability p_j, else 0, for each matching j            active(t)
-        W = I - alpha sum_j B_j L_j                                          mixing_manager/laplacian.py
+        W = I - alpha sum_j B_j L_j                                          mixing_manager/graph_weights.py
         x_i = W_ii x_i + sum_k W_ik x_k over the peers k of this round       PushPull
 
     The links of a matching are used at the same time, so a round costs as much as its active matchings: sum_j p_j c_j

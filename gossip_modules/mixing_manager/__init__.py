@@ -1,10 +1,9 @@
 """The mixing matrices W(t): the weight that each rank gives to its own value and to each received one."""
 
 from .base import MetropolisHastingsMixing, MixingManager, MixingWeights, SymmetricMixing, UniformMixing
-from .graph_weights import GraphMixing, default_mixing
-from .laplacian import LaplacianMixing
+from .graph_weights import GraphMixing, LaplacianMixing, default_mixing
 from .matrix import MatrixMixing
-from .step_size import best_step_size
+from .spectra import best_step_size
 
 __all__ = [
     "GraphMixing",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from ..graph_manager.base import GraphManager
 from ..old_calls import MIXING_ARGUMENTS, OldAttribute, old_arguments
 
 _ROUNDING = 1e-12  # tolerance for sums and products of weights in float64
+_PACKAGE = __name__.partition(".")[0]
 
 
 class MixingWeights(NamedTuple):
@@ -60,11 +61,8 @@ class MixingManager(ABC):
     def matrix(self, t: int) -> Tensor:
         """W(t), float64 [n, n]: for tests, analysis and plots."""
         matrix = torch.zeros(self.graph.world_size, self.graph.world_size, dtype=torch.float64, device="cpu")
-        for rank in range(self.graph.world_size):
-            own, inp = self.weights(rank, t)
-            matrix[rank, rank] = own
-            for peer, weight in inp.items():
-                matrix[rank, peer] = weight
+        for place, weight in self._entries(t).items():
+            matrix[place] = weight
         return matrix
 
     @property
@@ -75,12 +73,12 @@ class MixingManager(ABC):
     @cached_property
     def is_row_stochastic(self) -> bool:
         """Whether in every round each row sums to one: ranks that agree keep their value."""
-        return self.graph.in_every_round(lambda t: _sums_to_one(self._row_sums(t)))
+        return self.graph.in_every_round(lambda t: self._sums_to_one(t, axis=0))
 
     @cached_property
     def is_column_stochastic(self) -> bool:
         """Whether in every round each column sums to one: the sum over all ranks does not change."""
-        return self.graph.in_every_round(lambda t: _sums_to_one(self._column_sums(t)))
+        return self.graph.in_every_round(lambda t: self._sums_to_one(t, axis=1))
 
     @property
     def is_doubly_stochastic(self) -> bool:
@@ -89,7 +87,7 @@ class MixingManager(ABC):
 
     @cached_property
     def is_symmetric(self) -> bool:
-        """Whether in every round W[i, j] = W[j, i]: what one end of a link loses, the other gains."""
+        """Whether in every round W[i, j] = W[j, i]: one end of a link gains as much as the other loses."""
         return self.graph.in_every_round(self._is_symmetric_round)
 
     def spectral_gap(self, *, num_rounds: int | None = None) -> float:
@@ -115,39 +113,28 @@ class MixingManager(ABC):
                 f"one round. Give num_rounds: the horizon of interest, e.g. num_rounds=1000."
             )
         # The product of the W(t) - J differs from P - J by u 1^T or 1 u^T with sum(u) = 0, so its eigenvalues are the
-        # same. For large T, those of P would be lost in the rounding of its eigenvalue 1. The scale of the product is
-        # kept in a separate number against underflow.
-        log_scale, product = 0.0, torch.eye(self.graph.world_size, dtype=torch.float64, device="cpu")
-        for t in range(total):
-            product = (self.matrix(t) - 1 / self.graph.world_size) @ product
-            scale = float(torch.linalg.matrix_norm(product))
-            if scale < _ROUNDING:
-                return 1.0
-            log_scale += math.log(scale)
-            product /= scale
-        radius = float(torch.linalg.eigvals(product).abs().max())
-        return 1.0 if radius < _ROUNDING else 1.0 - math.exp((log_scale + math.log(radius)) / total)
+        # same. For large T, those of P would be lost in the rounding of its eigenvalue 1.
+        return 1.0 - radius_per_round(lambda t: self.matrix(t) - 1 / self.graph.world_size, range(total))
 
     def __repr__(self) -> str:
         """Complete: with the same repr, two mixings have the same weights on all ranks in all rounds."""
         return f"{type(self).__name__}({self.graph!r})"
 
-    def _is_symmetric_round(self, t: int) -> bool:
-        rows = [self.weights(rank, t).inp for rank in range(self.graph.world_size)]
-        return all(abs(w - rows[j].get(i, 0.0)) < _ROUNDING for i, row in enumerate(rows) for j, w in row.items())
-
-    def _row_sums(self, t: int) -> list[float]:
+    def _entries(self, t: int) -> dict[tuple[int, int], float]:
+        """W[i, j] by (i, j), on the diagonal and on the edges."""
         rows = (self.weights(rank, t) for rank in range(self.graph.world_size))
-        return [own + math.fsum(inp.values()) for own, inp in rows]
+        return {(i, j): weight for i, (own, inp) in enumerate(rows) for j, weight in {i: own, **inp}.items()}
 
-    def _column_sums(self, t: int) -> list[float]:
+    def _sums_to_one(self, t: int, *, axis: int) -> bool:
+        """Whether each row (axis 0) or each column (axis 1) of W(t) sums to one."""
         sums = [0.0] * self.graph.world_size
-        for rank in range(self.graph.world_size):
-            own, inp = self.weights(rank, t)
-            sums[rank] += own
-            for peer, weight in inp.items():
-                sums[peer] += weight
-        return sums
+        for place, weight in self._entries(t).items():
+            sums[place[axis]] += weight
+        return all(abs(total - 1) < _ROUNDING * len(sums) for total in sums)
+
+    def _is_symmetric_round(self, t: int) -> bool:
+        entries = self._entries(t)
+        return all(abs(weight - entries.get((j, i), 0.0)) < _ROUNDING for (i, j), weight in entries.items())
 
 
 class UniformMixing(MixingManager):
@@ -167,6 +154,8 @@ class UniformMixing(MixingManager):
     MixingWeights(own=0.5, inp={3: 0.5})
     """
 
+    is_column_stochastic = True
+
     @old_arguments(MIXING_ARGUMENTS, trailing="device")
     def __init__(self, graph: GraphManager) -> None:
         refuse_weighted(graph, type(self).__name__)
@@ -178,38 +167,42 @@ class UniformMixing(MixingManager):
         return MixingWeights(own=1 / (1 + graph.out_degree(rank, t)), inp=inp)
 
     @cached_property
-    def is_column_stochastic(self) -> bool:
-        return True
-
-    @cached_property
     def is_row_stochastic(self) -> bool:
-        return self.graph.is_regular or self.graph.in_every_round(lambda t: _sums_to_one(self._row_sums(t)))
+        return self.graph.is_regular or super().is_row_stochastic
 
     @cached_property
     def is_symmetric(self) -> bool:
-        if not self.graph.is_symmetric:
-            return False
-        return self.graph.is_regular or self.graph.in_every_round(self._is_symmetric_round)
+        return self.graph.is_symmetric and (self.graph.is_regular or super().is_symmetric)
 
 
 class DoublyStochasticMixing(MixingManager):
     """The base of weights whose rows and columns sum to one by construction, so nothing is checked."""
 
-    @cached_property
-    def is_row_stochastic(self) -> bool:
-        return True
-
-    @cached_property
-    def is_column_stochastic(self) -> bool:
-        return True
+    is_row_stochastic = True
+    is_column_stochastic = True
 
 
 class SymmetricMixing(DoublyStochasticMixing):
-    """The base of weights that are symmetric with rows that sum to one by construction, so nothing is checked."""
+    """The base of weights that are symmetric with rows that sum to one by construction, so no weights are checked.
 
-    @cached_property
-    def is_symmetric(self) -> bool:
-        return True
+    Args:
+        graph: a graph that is symmetric in every round.
+
+    Raises:
+        ValueError: the graph is not symmetric, or has weights of its own.
+    """
+
+    is_symmetric = True
+
+    def __init__(self, graph: GraphManager) -> None:
+        refuse_weighted(graph, type(self).__name__)
+        super().__init__(graph)
+        if not graph.is_symmetric:
+            raise ValueError(
+                f"{type(self).__name__}: got {graph!r}, expected a graph whose peers answer each other in every round. "
+                f"Take UniformMixing with push-sum, or a symmetric graph: MatchaGraph, bipartite, hypercube, or a ring "
+                f"with peers_per_itr=2."
+            )
 
 
 class MetropolisHastingsMixing(SymmetricMixing):
@@ -230,16 +223,6 @@ class MetropolisHastingsMixing(SymmetricMixing):
     MixingWeights(own=0.75, inp={0: 0.25})
     """
 
-    def __init__(self, graph: GraphManager) -> None:
-        refuse_weighted(graph, type(self).__name__)
-        super().__init__(graph)
-        if not graph.is_symmetric:
-            raise ValueError(
-                f"MetropolisHastingsMixing: got {graph!r}, expected a graph whose peers answer each other in every "
-                f"round. Take UniformMixing with push-sum, or a symmetric graph: bipartite, hypercube, or a ring with "
-                f"peers_per_itr=2."
-            )
-
     def weights(self, rank: int, t: int) -> MixingWeights:
         graph = self.graph
         degree = graph.out_degree(rank, t)
@@ -247,8 +230,48 @@ class MetropolisHastingsMixing(SymmetricMixing):
         return MixingWeights(own=1 - math.fsum(inp.values()), inp=inp)
 
 
+class RelaxedMixing(MixingManager):
+    """I + gamma (W - I): each rank goes gamma times as far towards its peers.
+
+    Args:
+        mixing: W.
+        step_size: gamma.
+
+    >>> from gossip_modules.graph_manager import RingGraph
+    >>> RelaxedMixing(UniformMixing(RingGraph(2)), 0.5).weights(0, 0)
+    MixingWeights(own=0.75, inp={1: 0.25})
+    """
+
+    def __init__(self, mixing: MixingManager, step_size: float) -> None:
+        super().__init__(mixing.graph)
+        self.mixing, self.step_size = mixing, step_size
+
+    def weights(self, rank: int, t: int) -> MixingWeights:
+        own, inp = self.mixing.weights(rank, t)
+        return MixingWeights(1 - self.step_size * (1 - own), {j: self.step_size * w for j, w in inp.items()})
+
+    @property
+    def period(self) -> int:
+        return self.mixing.period
+
+    @cached_property
+    def is_row_stochastic(self) -> bool:
+        return self.mixing.is_row_stochastic
+
+    @cached_property
+    def is_column_stochastic(self) -> bool:
+        return self.mixing.is_column_stochastic
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        return self.mixing.is_symmetric
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.mixing!r}, step_size={self.step_size:.6g})"
+
+
 def refuse_weighted(graph: GraphManager, mixing: str) -> None:
-    """Raise a ValueError where the graph has weights of its own, which those of `mixing` would replace."""
+    """Raise a ValueError where the graph has weights of its own, which the weights of `mixing` would replace."""
     if isinstance(graph, WeightedGraph):
         raise ValueError(
             f"{mixing}: got {graph!r}, which has weights of its own and averages with them only, expected another "
@@ -256,5 +279,37 @@ def refuse_weighted(graph: GraphManager, mixing: str) -> None:
         )
 
 
-def _sums_to_one(sums: Sequence[float]) -> bool:
-    return all(abs(total - 1) < _ROUNDING * len(sums) for total in sums)
+def radius_per_round(factor: Callable[[int], Tensor], rounds: range) -> float:
+    """rho(F(T-1) ... F(1) F(0)) ^ (1/T), rho the spectral radius, for the T >= 1 rounds.
+
+    The scale of the product is kept in a separate number, against overflow and underflow.
+
+    Args:
+        factor: F(t), float64 [m, m].
+        rounds: the rounds.
+    """
+    product, log_scale = None, 0.0
+    for t in rounds:
+        product = factor(t) if product is None else factor(t) @ product
+        scale = float(torch.linalg.matrix_norm(product))
+        if scale < _ROUNDING:
+            return 0.0
+        log_scale += math.log(scale)
+        product = product / scale
+    radius = float(torch.linalg.eigvals(product).abs().max())
+    return 0.0 if radius < _ROUNDING else math.exp((log_scale + math.log(radius)) / len(rounds))
+
+
+def knows_period(mixing: MixingManager) -> bool:
+    """Whether `mixing.period` holds for its weights and its graph's peers.
+
+    A user's class may make them depend on t without overriding `period`: then the inherited period does not hold.
+    """
+    return _says_period(mixing, "weights", "buffer_weights") and _says_period(mixing.graph, "out_peers", "in_peers")
+
+
+def _says_period(schedule: object, *names: str) -> bool:
+    """Whether no class outside this library overrides one of the methods, or one overrides `period` as well."""
+    own = [vars(cls) for cls in type(schedule).__mro__ if cls.__module__.partition(".")[0] != _PACKAGE]
+    is_overridden = any(name in attributes for attributes in own for name in names)
+    return not is_overridden or any("period" in attributes for attributes in own)

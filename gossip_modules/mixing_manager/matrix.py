@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from hashlib import sha256
 from itertools import islice
 from typing import Any, TypeAlias
@@ -20,7 +19,6 @@ MatrixLike: TypeAlias = Any  # Tensor, ndarray or nested sequences of numbers, [
 
 _TOLERANCE = 1e-6  # of row and column sums, so that float32 matrices are accepted
 _SYMMETRY = 1e-12  # tolerance of W[i, j] = W[j, i]; the difference is lost from the mean in each round
-_MAX_CHECKED_RANKS = 1024  # eigenvalues of larger worlds are not computed
 _MAX_MATRICES = 2**16  # longer schedules should be computed by a MixingManager, not stored
 
 
@@ -60,14 +58,17 @@ class MatrixMixing(MixingManager):
             self._matrices = {t: matrices[t % len(matrices)] for t in self._limited(range(self._period))}
         for t, matrix in self._matrices.items():
             self._check_edges(matrix, t)
-        self._bad_rows = self._off_sums(dim=1)
-        self._bad_columns = self._off_sums(dim=0)
-        if self._bad_rows and self._bad_columns:
+        bad_rows, bad_columns = self._off_sums(dim=1), self._off_sums(dim=0)
+        if bad_rows and bad_columns:
             raise ValueError(
-                f"MatrixMixing: got a W where {self._bad_rows} and {self._bad_columns}, expected all rows or all "
-                f"columns to sum to 1 within {_TOLERANCE} in every round. Divide: W / W.sum(0) for columns (push-sum), "
+                f"MatrixMixing: got a W where {bad_rows} and {bad_columns}, expected all rows or all columns to sum to "
+                f"1 within {_TOLERANCE} in every round. Divide: W / W.sum(0) for columns (push-sum), "
                 f"W / W.sum(1)[:, None] for rows."
             )
+        self.is_row_stochastic, self.is_column_stochastic = not bad_rows, not bad_columns
+        self.is_symmetric = all(
+            torch.allclose(matrix, matrix.T, rtol=0, atol=_SYMMETRY) for matrix in self._matrices.values()
+        )
 
     def weights(self, rank: int, t: int) -> MixingWeights:
         in_peers = self.graph.in_peers(rank, t)  # first: it checks rank and t
@@ -81,23 +82,9 @@ class MatrixMixing(MixingManager):
     def period(self) -> int:
         return self._period
 
-    @cached_property
-    def is_symmetric(self) -> bool:
-        return all(bool(torch.allclose(matrix, matrix.T, rtol=0, atol=_SYMMETRY)) for matrix in self._matrices.values())
-
-    @cached_property
-    def is_row_stochastic(self) -> bool:
-        return not self._bad_rows
-
-    @cached_property
-    def is_column_stochastic(self) -> bool:
-        return not self._bad_columns
-
     def __repr__(self) -> str:
-        digest = sha256()
-        for t, matrix in self._matrices.items():
-            digest.update(f"round {t}:".encode() + matrix.numpy().tobytes())
-        return f"MatrixMixing({self.graph!r}, period={self._period}, W_sha256={digest.hexdigest()})"
+        content = b"".join(f"round {t}:".encode() + matrix.numpy().tobytes() for t, matrix in self._matrices.items())
+        return f"MatrixMixing({self.graph!r}, period={self._period}, W_sha256={sha256(content).hexdigest()})"
 
     def _canonical_round(self, t: int) -> int:
         return t % self._period if self._period else self.graph.canonical_round(t)
@@ -164,10 +151,3 @@ def _as_tensor(numbers: MatrixLike) -> Tensor:
         return torch.stack([_as_tensor(item) for item in numbers])
     # Converted by numpy, since torch would read Python floats as float32.
     return torch.from_numpy(np.array(numbers, dtype=np.float64))
-
-
-def lowest_eigenvalue(mixing: MixingManager) -> float | None:
-    """The lowest eigenvalue of weights that are symmetric and never change; None for one rank, or above 1,024."""
-    if not 1 < mixing.graph.world_size <= _MAX_CHECKED_RANKS:
-        return None
-    return float(torch.linalg.eigvalsh(mixing.matrix(0).double())[0])

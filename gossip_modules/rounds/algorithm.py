@@ -11,8 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..graph_manager.base import GraphManager
-from ..mixing_manager.base import MixingManager
-from ..mixing_manager.relaxed import RelaxedMixing
+from ..mixing_manager.base import MixingManager, RelaxedMixing
 from ..registry import Paper
 from .memory import Memory
 from .requests import Inner, Mix, Request, Round

@@ -13,8 +13,7 @@ from torch import Tensor
 from ..compression.compressor import Cast
 from ..flat.layout import CHUNK_BYTES, FlatLayout, check_chunk_bytes
 from ..flat.vector import FlatVector
-from ..mixing_manager.base import MixingManager, MixingWeights
-from ..mixing_manager.period import knows_period
+from ..mixing_manager.base import MixingManager, MixingWeights, knows_period
 from ..old_calls import GOSSIPER_ARGUMENTS, GOSSIPER_REMEDY, refused_arguments
 from ..transport.base import ElasticPending, Pending, Transport, is_elastic, lost_peers
 from .mixer import Mixer

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..graph_manager import MirroredGraph, ShiftGraph
 from ..matcha.graph import MatchaGraph
+from ..mixing_manager import LaplacianMixing
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager, UniformMixing
-from ..mixing_manager.laplacian import LaplacianMixing
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Array: TypeAlias = npt.NDArray[np.float64]

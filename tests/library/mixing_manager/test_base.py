@@ -30,10 +30,10 @@ from gossip_modules.graph_manager import (
 )
 from gossip_modules.graph_manager.base import GraphManager
 from gossip_modules.matcha.graph import MatchaGraph
+from gossip_modules.mixing_manager import LaplacianMixing
 from gossip_modules.mixing_manager import base as mixing_manager
 from gossip_modules.mixing_manager import matrix as matrix_mixing
 from gossip_modules.mixing_manager.base import MetropolisHastingsMixing, MixingManager, MixingWeights, UniformMixing
-from gossip_modules.mixing_manager.laplacian import LaplacianMixing
 from gossip_modules.mixing_manager.matrix import MatrixMixing
 
 # A directed graph whose ranks have different degrees: uniform weights are column-stochastic only.

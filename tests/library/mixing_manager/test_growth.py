@@ -19,7 +19,7 @@ from gossip_modules.graph_manager import (
     RandomMatchingGraph,
 )
 from gossip_modules.mixing_manager import MatrixMixing, MixingManager, MixingWeights, UniformMixing, default_mixing
-from gossip_modules.mixing_manager.growth import (
+from gossip_modules.mixing_manager.spectra import (
     MAX_RANKS,
     MAX_STATIC_RANKS,
     blocks,

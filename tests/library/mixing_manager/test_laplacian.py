@@ -21,8 +21,7 @@ from gossip_modules.graph_manager.base import GraphManager
 from gossip_modules.graph_manager.matchings import predefined_matchings
 from gossip_modules.matcha.graph import MatchaGraph
 from gossip_modules.matcha.laplacians import contraction, dpsgd_weight, laplacian
-from gossip_modules.mixing_manager import laplacian as laplacian_mixing
-from gossip_modules.mixing_manager.laplacian import LaplacianMixing
+from gossip_modules.mixing_manager import LaplacianMixing, graph_weights
 
 MATCHA = MatchaGraph(predefined_matchings(0), budget=0.5, seed=1)
 MIXINGS = {
@@ -118,4 +117,4 @@ def test_on_a_random_graph_alpha_contracts_in_expectation() -> None:
 
 
 def test_example() -> None:
-    assert doctest.testmod(laplacian_mixing).failed == 0
+    assert doctest.testmod(graph_weights).failed == 0
