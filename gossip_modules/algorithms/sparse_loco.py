@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
-from ..compression.chunk_top_k import ChunkTopK
+from ..compression import ChunkTopK, TwoBit
 from ..compression.compressor import Compressor
-from ..compression.two_bit import TwoBit
 from ..registry import Paper
 from ..rounds import Memory, Round, Vectors
 from .error_feedback import compressed_average

@@ -1,4 +1,7 @@
-"""Packing of integers: codes of 1, 2, 4 or 8 bits each, and sorted indices in about the fewest bits possible."""
+"""Packing of integers: codes of 1, 2, 4 or 8 bits each, and sorted indices in about the fewest bits possible.
+
+All functions work along the last dimension of a tensor, so several vectors may be packed at once.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,17 @@ def pack(codes: Tensor, bits: int, packed: Tensor) -> None:
     """Write the low `bits` bits of each code to `packed`, the first code in the lowest bits of a byte.
 
     Args:
-        codes: the codes, int8 or uint8 [n], contiguous and the only tensor in their storage; not changed.
+        codes: the codes, int8 or uint8 [..., n], contiguous and the only tensor in their storage; not changed.
         bits: the number of bits of a code; 1, 2, 4 or 8.
-        packed: the result, uint8 [packed_size(n, bits)]; unused bits of its last byte become zero.
+        packed: the result, uint8 [..., packed_size(n, bits)]; unused bits of its last byte become zero.
     """
     if bits == 8:
         packed.copy_(codes.view(torch.uint8))
         return
     per_byte = 8 // bits
     lanes = codes.view(torch.uint8).bitwise_and((1 << bits) - 1)
-    if lanes.numel() % per_byte:
-        lanes = torch.nn.functional.pad(lanes, (0, -lanes.numel() % per_byte))
+    if codes.shape[-1] % per_byte:
+        lanes = torch.nn.functional.pad(lanes, (0, -codes.shape[-1] % per_byte))
     # The codes of one packed byte are the bytes of one integer. Each step moves half of them next to the other half.
     lanes = lanes.view(_LANES[bits])
     shift = 8 - bits
@@ -42,11 +45,11 @@ def pack(codes: Tensor, bits: int, packed: Tensor) -> None:
 
 
 def unpack(packed: Tensor, bits: int, num_codes: int, *, signed: bool = False) -> Tensor:
-    """The codes that `pack` wrote: uint8 [num_codes], or int8 in two's complement when `signed`."""
-    if bits == 8:
-        codes = packed
-    else:
-        codes = _codes_of_bytes(bits, signed, packed.device).index_select(0, packed.int()).view(torch.uint8)[:num_codes]
+    """The codes that `pack` wrote: uint8 [..., num_codes], or int8 in two's complement when `signed`."""
+    codes = packed
+    if bits < 8:
+        of_bytes = _codes_of_bytes(bits, signed, packed.device).index_select(0, packed.int().flatten())
+        codes = of_bytes.view(packed.shape).view(torch.uint8)[..., :num_codes]
     return codes.view(torch.int8) if signed else codes
 
 
@@ -76,40 +79,40 @@ def pack_indices(indices: Tensor, d: int, packed: Tensor) -> None:
     Address of Static Files", J. ACM 1974.
 
     Args:
-        indices: the indices, int64 [k], ascending and different from each other; not changed.
+        indices: the indices, int64 [..., k], ascending and different from each other; not changed.
         d: an upper bound; every index is less.
-        packed: the result, uint8 [indices_size(k, d)]; must start at an even byte of its storage.
+        packed: the result, uint8 [..., indices_size(k, d)]; must start at an even byte of its storage.
     """
-    k, low_bits = indices.numel(), _low_bits(indices.numel(), d)
-    num_low_bytes = packed_size(k, low_bits)
+    k, low_bits = indices.shape[-1], _low_bits(indices.shape[-1], d)
+    num_low_bytes, num_step_bits = packed_size(k, low_bits), _num_step_bits(k, d, low_bits)
     lows = indices.bitwise_and((1 << low_bits) - 1)
     if low_bits == 16:
-        packed[:num_low_bytes].view(torch.int16).copy_(lows.sub_(1 << 15))
+        packed[..., :num_low_bytes].view(torch.int16).copy_(lows.sub_(1 << 15))
     else:
-        pack(lows.to(torch.uint8), low_bits, packed[:num_low_bytes])
-    steps = torch.zeros(_num_step_bits(k, d, low_bits), dtype=torch.uint8, device=indices.device)
-    if steps.numel():
-        steps.scatter_(0, (indices >> low_bits) + torch.arange(k, device=indices.device), 1)
-        pack(steps, 1, packed[num_low_bytes:])
+        pack(lows.to(torch.uint8), low_bits, packed[..., :num_low_bytes])
+    if num_step_bits:
+        steps = torch.zeros(*indices.shape[:-1], num_step_bits, dtype=torch.uint8, device=indices.device)
+        steps.scatter_(-1, (indices >> low_bits) + torch.arange(k, device=indices.device), 1)
+        pack(steps, 1, packed[..., num_low_bytes:])
 
 
 def unpack_indices(packed: Tensor, num_indices: int, d: int) -> Tensor:
-    """The indices that `pack_indices` wrote, int64 [num_indices]. Does not wait for the device."""
+    """The indices that `pack_indices` wrote, int64 [..., num_indices]. Does not wait for the device."""
     k, low_bits = num_indices, _low_bits(num_indices, d)
-    num_low_bytes = packed_size(k, low_bits)
+    num_low_bytes, num_step_bits = packed_size(k, low_bits), _num_step_bits(k, d, low_bits)
     if low_bits == 16:
-        indices = packed[:num_low_bytes].view(torch.int16).long().add_(1 << 15)
+        indices = packed[..., :num_low_bytes].view(torch.int16).long().add_(1 << 15)
     else:
-        indices = unpack(packed[:num_low_bytes], low_bits, k).long()
-    num_step_bits = _num_step_bits(k, d, low_bits)
+        indices = unpack(packed[..., :num_low_bytes], low_bits, k).long()
     if num_step_bits:
-        is_index = unpack(packed[num_low_bytes:], 1, num_step_bits)
-        num_indices_through = is_index.cumsum(0)
-        num_steps_through = torch.arange(1, num_step_bits + 1, device=packed.device).sub_(num_indices_through)
+        is_index = unpack(packed[..., num_low_bytes:], 1, num_step_bits)
+        num_indices_through = is_index.cumsum(-1)
+        num_steps_through = torch.arange(1, num_step_bits + 1, device=packed.device) - num_indices_through
         # Entries that are no index are written to place k, which is dropped. So all shapes are known without waiting
         # for the device.
         place = num_indices_through.sub_(1).masked_fill_(is_index == 0, k)
-        indices += indices.new_empty(k + 1).scatter_(0, place, num_steps_through)[:k] << low_bits
+        steps = indices.new_empty(*indices.shape[:-1], k + 1).scatter_(-1, place, num_steps_through)
+        indices += steps[..., :k] << low_bits
     return indices
 
 

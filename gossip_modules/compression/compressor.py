@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +24,9 @@ class Compressor(ABC):
     Adding a message to equal targets gives equal bits on all ranks: products are rounded before they are added, since a
     fused multiply-add, which only some loops use, would round differently.
     """
+
+    takes_rows = False
+    """Whether `_encode` and `_add` work on any number of leading dimensions, so that `decompressed` calls them once."""
 
     @abstractmethod
     def num_bytes(self, d: int, dtype: torch.dtype) -> int:
@@ -92,8 +96,6 @@ class Compressor(ABC):
     def decompressed(self, x: Tensor, *, t: int = 0) -> Tensor:
         """C(x_i) of each row: the values that a receiver of the message of rank i adds.
 
-        A subclass may compute all rows at once.
-
         Args:
             x: the vectors of n ranks with equal compressors, float32 or float64 [n, d]; not changed.
             t: the round, as in `compress`.
@@ -101,7 +103,17 @@ class Compressor(ABC):
         Returns:
             The values, like x.
         """
-        return decompressed_rows(self, x, t)
+        result, num_bytes = torch.zeros_like(x), self.num_bytes(x.shape[1], x.dtype)
+        # A message begins at a multiple of 8 bytes.
+        messages = x.new_zeros(len(x), -(-num_bytes // 8) * 8, dtype=torch.uint8)[:, :num_bytes]
+        if self.takes_rows and x.numel():
+            self._encode(x, messages, t)
+            self._add(messages, result, x.dtype, 1.0)
+        else:
+            for row, message, values in zip(x, messages, result, strict=True):
+                self.compress(row.contiguous(), message, t=t)
+                self.add_decompressed(message, values)
+        return result
 
     @abstractmethod
     def __repr__(self) -> str:
@@ -128,29 +140,26 @@ class Cast(Compressor):
         >>> cast.add_decompressed(message, y)
     """
 
+    takes_rows = True
+
     def __init__(self, dtype: torch.dtype) -> None:
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"got dtype={dtype}, expected torch.bfloat16 or torch.float16; others save nothing")
         self.dtype = dtype
 
     def num_bytes(self, d: int, dtype: torch.dtype) -> int:
-        """See `Compressor`."""
         return 2 * d
 
     def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
         largest = torch.finfo(self.dtype).max
         narrow = message.view(self.dtype)
         for start, stop, _ in chunks(x, 1):
-            narrow[start:stop] = saturated(x[start:stop], largest)
+            narrow[..., start:stop] = saturated(x[..., start:stop], largest)
 
     def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
         narrow = message.view(self.dtype)
         for start, stop, _ in chunks(target, 1):
-            target[start:stop] += narrow[start:stop].to(wide(target)).mul_(alpha)
-
-    def decompressed(self, x: Tensor, *, t: int = 0) -> Tensor:
-        """See `Compressor`."""
-        return saturated(x, torch.finfo(self.dtype).max).to(self.dtype).to(x.dtype)
+            target[..., start:stop] += narrow[..., start:stop].to(wide(target)).mul_(alpha)
 
     def __repr__(self) -> str:
         return f"Cast({self.dtype})"
@@ -166,37 +175,22 @@ class Code(Protocol):
         """message <- C(x)."""
 
 
-def decompressed_rows(code: Compressor, x: Tensor, t: int) -> Tensor:
-    """C(x_i) of each row of x [n, d], by the messages of a code of any kind, one row after another."""
-    result = torch.zeros_like(x)
-    for row, values in zip(x, result, strict=True):
-        message = code.message_like(row)
-        code.compress(row.contiguous(), message, t=t)
-        code.add_decompressed(message, values)
-    return result
-
-
 def chunks(x: Tensor, block_size: int) -> Iterator[tuple[int, int, slice]]:
-    """Cut x into chunks (start, stop, blocks) of whole blocks, or of a part of one block, to be processed one by one.
+    """Cut the last dimension of x into chunks (start, stop, blocks) of whole blocks, or of a part of one block.
 
     So temporary tensors stay small; on a CPU a chunk fits in the cache. All blocks of a chunk have the same size, and
     starts are multiples of 8 if block_size is. Messages do not depend on where x is cut.
     """
-    d, longest = x.numel(), 1 << (17 if x.device.type == "cpu" else 24)
-    full = d // block_size * block_size
-    if block_size > longest:
-        for start_of_block in range(0, d, block_size):
-            end_of_block = min(start_of_block + block_size, d)
-            block = start_of_block // block_size
-            for start in range(start_of_block, end_of_block, longest):
-                yield start, min(start + longest, end_of_block), slice(block, block + 1)
-        return
-    step = longest // block_size * block_size
-    for start in range(0, full, step):
-        stop = min(start + step, full)
-        yield start, stop, slice(start // block_size, stop // block_size)
-    if full < d:
-        yield full, d, slice(full // block_size, full // block_size + 1)
+    d, longest = x.shape[-1], 1 << (17 if x.device.type == "cpu" else 24)
+    whole, step = d // block_size * block_size, max(longest // block_size, 1) * block_size
+    for first, end in pairwise([*range(0, whole, step), whole, d]):
+        for start in range(first, end, longest):
+            yield start, min(start + longest, end), slice(first // block_size, -(-end // block_size))
+
+
+def in_blocks(x: Tensor, blocks: slice) -> Tensor:
+    """A chunk [..., m] with so many blocks as [..., blocks, m / blocks]; a view."""
+    return x.unflatten(-1, (blocks.stop - blocks.start, -1))
 
 
 def saturated(x: Tensor, largest: float) -> Tensor:

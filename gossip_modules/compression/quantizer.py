@@ -1,4 +1,4 @@
-"""Compressors that send every entry in few bits: one bit for its sign, or a few for a randomly rounded value."""
+"""Compressors that send every entry in few bits: its sign, its sign and a magnitude, or a randomly rounded value."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..checks import checked_seed
 from .bit_packing import pack, packed_size, unpack
-from .compressor import Compressor, chunks, random_words, saturated, wide
+from .compressor import Compressor, chunks, in_blocks, random_words, saturated, wide
 
-LARGEST = torch.finfo(torch.float32).max * (1 - 2**-20)  # of a scale; its products round, but not to infinity
+LARGEST = torch.finfo(torch.float32).max * (1 - 2**-20)  # a scale of this size times a level stays finite in float32
 
 
 class SignNorm(Compressor):
@@ -38,40 +38,32 @@ class SignNorm(Compressor):
         >>> sign.add_decompressed(message, y)
     """
 
+    takes_rows = True
+
     def __init__(self, block_size: int | None = 2048) -> None:
         self.block_size = None if block_size is None else checked_multiple_of_8("block_size", block_size)
 
     def num_bytes(self, d: int, dtype: torch.dtype) -> int:
-        """See `Compressor`."""
         return 4 * -(-d // (self.block_size or max(d, 1))) + packed_size(d, 1)
 
     def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
-        block_size = self.block_size or x.numel()
-        scales, bits = _scales_and_codes(message, x.numel(), block_size)
+        d = x.shape[-1]
+        block_size = self.block_size or d
+        scales, bits = _scales_and_codes(message, d, block_size)
         sums = _norms(x, block_size, 1)
-        sums[:-1] /= block_size
-        sums[-1] /= x.numel() - (scales.numel() - 1) * block_size
-        scales.copy_(_as_scales(sums))
+        sums[..., :-1] /= block_size
+        sums[..., -1] /= d - (scales.shape[-1] - 1) * block_size
+        scales.copy_(saturated(sums, LARGEST))
         for start, stop, _ in chunks(x, block_size):
-            pack((x[start:stop] < 0).view(torch.uint8), 1, bits[start // 8 : packed_size(stop, 1)])
+            pack((x[..., start:stop] < 0).view(torch.uint8), 1, bits[..., start // 8 : packed_size(stop, 1)])
 
     def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
-        block_size = self.block_size or target.numel()
-        scales, bits = _scales_and_codes(message, target.numel(), block_size)
+        block_size = self.block_size or target.shape[-1]
+        scales, bits = _scales_and_codes(message, target.shape[-1], block_size)
         scales = scales.to(wide(target)) * alpha
         for start, stop, blocks in chunks(target, block_size):
-            codes = unpack(bits[start // 8 : packed_size(stop, 1)], 1, stop - start, signed=True)
-            _add_scaled(codes.mul_(2).add_(1), scales[blocks], target[start:stop])
-
-    def decompressed(self, x: Tensor, *, t: int = 0) -> Tensor:
-        """See `Compressor`."""
-        bounded = x if x.dtype == torch.float32 else saturated(x, LARGEST)
-        size = self.block_size or max(x.shape[1], 1)
-        signed = []
-        for block, inside in zip(x.split(size, dim=1), bounded.split(size, dim=1), strict=True):
-            scales = _as_scales(inside.abs().mean(1, True, dtype=torch.float64)).float().to(x.dtype)
-            signed.append(torch.where(block < 0, -scales, scales))
-        return torch.cat(signed, dim=1)
+            codes = unpack(bits[..., start // 8 : packed_size(stop, 1)], 1, stop - start, signed=True)
+            _add_scaled(codes.mul_(2).add_(1), scales[..., blocks], target[..., start:stop])
 
     def __repr__(self) -> str:
         return f"SignNorm({self.block_size})"
@@ -107,6 +99,8 @@ class QSGD(Compressor):
         >>> qsgd.add_decompressed(message, y)
     """
 
+    takes_rows = True
+
     def __init__(self, bits: int = 8, bucket_size: int = 512, seed: int = 0, *, unbiased: bool = False) -> None:
         if not isinstance(bits, int) or bits not in (2, 4, 8):
             raise ValueError(f"got bits={bits}, expected 2, 4 or 8, which fill bytes; for 1 bit use SignNorm")
@@ -119,46 +113,95 @@ class QSGD(Compressor):
         self._step = 1 / self.num_levels / (1 if unbiased else 1 + omega)  # the value of level 1, in units of the norm
 
     def num_bytes(self, d: int, dtype: torch.dtype) -> int:
-        """See `Compressor`."""
         return 4 * -(-d // self.bucket_size) + packed_size(d, self.bits)
 
     def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
-        norms, packed = _scales_and_codes(message, x.numel(), self.bucket_size)
-        norms.copy_(_as_scales(_norms(x, self.bucket_size, 2)))
+        norms, packed = _scales_and_codes(message, x.shape[-1], self.bucket_size)
+        norms.copy_(saturated(_norms(x, self.bucket_size, 2), LARGEST))
         generator = torch.Generator(x.device).manual_seed(random_words(self.seed, t, 1)[0])
         for start, stop, buckets in chunks(x, self.bucket_size):
-            levels = x[start:stop].view(buckets.stop - buckets.start, -1) / norms[buckets, None]
-            levels.mul_(self.num_levels).add_(torch.empty_like(levels).uniform_(generator=generator))
+            levels = in_blocks(x[..., start:stop], buckets) / norms[..., buckets, None]
+            dither = torch.empty_like(levels[(0,) * (levels.dim() - 2)])  # one for all rows
+            levels.mul_(self.num_levels).add_(dither.uniform_(generator=generator))
             # Sums may round up to s + 1. NaN becomes level 0: from 0 / 0, and where the norm is not finite either.
             levels.floor_().clamp_(-self.num_levels, self.num_levels).nan_to_num_(nan=0.0)
             begin, end = (packed_size(i, self.bits) for i in (start, stop))
-            pack(levels.to(torch.int8).flatten(), self.bits, packed[begin:end])
+            pack(levels.to(torch.int8).flatten(-2), self.bits, packed[..., begin:end])
 
     def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
-        norms, packed = _scales_and_codes(message, target.numel(), self.bucket_size)
+        norms, packed = _scales_and_codes(message, target.shape[-1], self.bucket_size)
         scales = norms.to(wide(target)) * (alpha * self._step)
         for start, stop, buckets in chunks(target, self.bucket_size):
             begin, end = (packed_size(i, self.bits) for i in (start, stop))
-            levels = unpack(packed[begin:end], self.bits, stop - start, signed=True)
-            _add_scaled(levels, scales[buckets], target[start:stop])
-
-    def decompressed(self, x: Tensor, *, t: int = 0) -> Tensor:
-        """See `Compressor`; the dither of a round is one for all rows."""
-        result = torch.empty_like(x)
-        generator = torch.Generator(x.device).manual_seed(random_words(self.seed, t, 1)[0])
-        for start, stop, buckets in chunks(x[0], self.bucket_size):
-            rows = x[:, start:stop].reshape(len(x), buckets.stop - buckets.start, -1)
-            bounded = rows if x.dtype == torch.float32 else saturated(rows, LARGEST)
-            norms = torch.linalg.vector_norm(bounded, dim=2, keepdim=True, dtype=torch.float64)
-            norms = _as_scales(norms).float()
-            dither = rows.new_empty(rows.shape[1:]).uniform_(generator=generator)
-            levels = (rows / norms).mul_(self.num_levels).add_(dither).floor_()
-            levels.clamp_(-self.num_levels, self.num_levels).nan_to_num_(nan=0.0)
-            result[:, start:stop] = levels.mul_(norms.to(x.dtype) * self._step).flatten(1)
-        return result
+            levels = unpack(packed[..., begin:end], self.bits, stop - start, signed=True)
+            _add_scaled(levels, scales[..., buckets], target[..., start:stop])
 
     def __repr__(self) -> str:
         return f"QSGD(bits={self.bits}, bucket_size={self.bucket_size}, seed={self.seed}, unbiased={self.unbiased})"
+
+
+class TwoBit(Compressor):
+    """C(x) = sign(x) times one of two magnitudes: two bits per entry, and two float32 per block. sign(0) = +1.
+
+    In each block the magnitudes above the mean magnitude become their own mean, and the others theirs; entries keep
+    their signs. A mean is nearest in the least squares: two groups g of n_g entries with the mean magnitude a_g lose
+    ||x - C(x)||^2 = ||x||^2 - sum_g n_g a_g^2, which is never more than `SignNorm` loses. If an entry is infinite or
+    NaN, its whole block becomes so. Finite entries beyond the range of float32 count as the largest float32.
+
+    Made for values of similar magnitudes, such as those that `ChunkTopK` keeps. The sign and one mean on either side of
+    a threshold are those of Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent and its Application to
+    Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014, for magnitudes.
+
+    Args:
+        block_size: the number of entries per pair of magnitudes, a multiple of 8; the last block may be shorter.
+
+    Raises:
+        ValueError: block_size is not a positive multiple of 8.
+
+    Example:
+        >>> x, y = torch.randn(1000), torch.zeros(1000)
+        >>> code = TwoBit()
+        >>> message = code.message_like(x)  # 282 bytes
+        >>> code.compress(x, message)
+        >>> code.add_decompressed(message, y)
+    """
+
+    takes_rows = True
+
+    def __init__(self, block_size: int = 256) -> None:
+        self.block_size = checked_multiple_of_8("block_size", block_size)
+
+    def num_bytes(self, d: int, dtype: torch.dtype) -> int:
+        return 8 * -(-d // self.block_size) + packed_size(d, 2)
+
+    def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
+        magnitudes, packed = self._parts(message, x.shape[-1])
+        for start, stop, blocks in chunks(x, self.block_size):
+            rows = in_blocks(saturated(x[..., start:stop].double(), LARGEST).abs_(), blocks)
+            is_high = rows > rows.mean(dim=-1, keepdim=True)
+            num_high, high = is_high.sum(dim=-1), (rows * is_high).sum(dim=-1)
+            # NaN and infinity are above no mean that they are part of: they show in the mean of the others.
+            magnitudes[..., blocks, 0] = (rows.sum(dim=-1) - high).div_(rows.shape[-1] - num_high).float()
+            magnitudes[..., blocks, 1] = high.div_(num_high.clamp_(min=1)).float()
+            codes = is_high.flatten(-2).view(torch.uint8).mul(2).add_((x[..., start:stop] < 0).view(torch.uint8))
+            pack(codes, 2, packed[..., packed_size(start, 2) : packed_size(stop, 2)])
+
+    def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
+        magnitudes, packed = self._parts(message, target.shape[-1])
+        magnitudes = magnitudes.to(wide(target)) * alpha
+        for start, stop, blocks in chunks(target, self.block_size):
+            codes = unpack(packed[..., packed_size(start, 2) : packed_size(stop, 2)], 2, stop - start)
+            low, high = (magnitudes[..., blocks, k, None] for k in range(2))
+            values = torch.where(in_blocks(codes, blocks) >= 2, high, low).flatten(-2)
+            target[..., start:stop] += values.mul_(1 - 2 * (codes & 1).to(values.dtype))
+
+    def _parts(self, message: Tensor, d: int) -> tuple[Tensor, Tensor]:
+        """The magnitudes of the blocks, float32 [..., blocks, 2], and the packed codes."""
+        num_bytes = 8 * -(-d // self.block_size)
+        return message[..., :num_bytes].view(torch.float32).unflatten(-1, (-1, 2)), message[..., num_bytes:]
+
+    def __repr__(self) -> str:
+        return f"TwoBit({self.block_size})"
 
 
 def checked_multiple_of_8(name: str, size: int) -> int:
@@ -169,29 +212,24 @@ def checked_multiple_of_8(name: str, size: int) -> int:
 
 
 def _norms(x: Tensor, block_size: int, p: int) -> Tensor:
-    """||x||_p of every block, float64 [blocks], in which the squares of float32 numbers do not overflow or underflow.
+    """||x||_p of every block, float64 [..., blocks], in which squares of float32 numbers do not over- or underflow.
 
     float64 entries beyond the range of float32, which no scale can represent, count as the largest float32.
     """
-    sums = torch.zeros(-(-x.numel() // block_size), dtype=torch.float64, device=x.device)
+    sums = torch.zeros(*x.shape[:-1], -(-x.shape[-1] // block_size), dtype=torch.float64, device=x.device)
     for start, stop, blocks in chunks(x, block_size):
-        chunk = x[start:stop] if x.dtype == torch.float32 else saturated(x[start:stop], LARGEST)
-        rows = chunk.view(blocks.stop - blocks.start, -1)
-        sums[blocks] += torch.linalg.vector_norm(rows, p, dim=1, dtype=torch.float64).pow_(p)
+        chunk = x[..., start:stop] if x.dtype == torch.float32 else saturated(x[..., start:stop], LARGEST)
+        norms = torch.linalg.vector_norm(in_blocks(chunk, blocks), p, dim=-1, dtype=torch.float64)
+        sums[..., blocks] += norms.pow_(p)
     return sums.pow_(1 / p)
-
-
-def _as_scales(norms: Tensor) -> Tensor:
-    """Norms, float64, such that finite ones stay finite in float32, also when they are multiplied by a level."""
-    return saturated(norms, LARGEST)
 
 
 def _scales_and_codes(message: Tensor, d: int, block_size: int) -> tuple[Tensor, Tensor]:
     """The two parts of a message: a float32 per block, and the packed bytes."""
     num_scale_bytes = 4 * -(-d // block_size)
-    return message[:num_scale_bytes].view(torch.float32), message[num_scale_bytes:]
+    return message[..., :num_scale_bytes].view(torch.float32), message[..., num_scale_bytes:]
 
 
 def _add_scaled(codes: Tensor, scales: Tensor, target: Tensor) -> None:
-    """target += codes * scales: codes int8 [d], one scale per block of equal size, target [d] of any float dtype."""
-    target += codes.to(scales.dtype).view(scales.numel(), -1).mul_(scales[:, None]).flatten()
+    """target += codes * scales: codes int8 [..., d], a scale per block of equal size, target [..., d] of any dtype."""
+    target += codes.to(scales.dtype).unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None]).flatten(-2)

@@ -1,18 +1,20 @@
-"""Compressors that send a few entries of a vector: the largest, or random ones."""
+"""Compressors that send a few entries of a vector: the largest, the largest of each chunk, or random ones."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from ..checks import checked_seed
+from ..checks import checked_integer, checked_seed
 from .bit_packing import indices_size, pack_indices, unpack_indices
-from .compressor import Compressor, chunks, decompressed_rows, random_words
+from .compressor import Compressor, chunks, random_words, wide
 
 _SAMPLE_SIZE = 1 << 16
+_ENTRIES_AT_ONCE = 1 << 20
 
 
 class TopK(Compressor):
@@ -37,31 +39,27 @@ class TopK(Compressor):
         >>> top.add_decompressed(message, y)
     """
 
+    takes_rows = True
+
     def __init__(self, ratio: float) -> None:
         self.ratio = _checked_ratio(ratio)
 
     def num_bytes(self, d: int, dtype: torch.dtype) -> int:
-        """See `Compressor`."""
         k = _num_kept(self.ratio, d)
         return k * dtype.itemsize + indices_size(k, d)
 
     def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
-        d, k = x.numel(), _num_kept(self.ratio, x.numel())
+        d, k = x.shape[-1], _num_kept(self.ratio, x.shape[-1])
         num_value_bytes = k * x.element_size()
         indices = _indices_of_largest(x, k)
-        torch.index_select(x, 0, indices, out=message[:num_value_bytes].view(x.dtype))
-        pack_indices(indices, d, message[num_value_bytes:])
+        torch.gather(x, -1, indices, out=message[..., :num_value_bytes].view(x.dtype))
+        pack_indices(indices, d, message[..., num_value_bytes:])
 
     def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
-        d, k = target.numel(), _num_kept(self.ratio, target.numel())
+        d, k = target.shape[-1], _num_kept(self.ratio, target.shape[-1])
         num_value_bytes = k * dtype.itemsize
-        indices = unpack_indices(message[num_value_bytes:], k, d)
-        add_at(indices, message[:num_value_bytes].view(dtype), target, alpha)
-
-    def decompressed(self, x: Tensor, *, t: int = 0) -> Tensor:
-        """See `Compressor`."""
-        kept = x.abs().topk(_num_kept(self.ratio, x.shape[1]), dim=1, sorted=False).indices
-        return torch.zeros_like(x).scatter_(1, kept, x.gather(1, kept))
+        indices = unpack_indices(message[..., num_value_bytes:], k, d)
+        _add_at(indices, message[..., :num_value_bytes].view(dtype), target, alpha)
 
     def __repr__(self) -> str:
         return f"TopK({self.ratio})"
@@ -93,44 +91,133 @@ class RandomK(Compressor):
         >>> random.add_decompressed(message, y)
     """
 
+    takes_rows = True
+
     def __init__(self, ratio: float, seed: int = 0, *, unbiased: bool = False) -> None:
         self.ratio = _checked_ratio(ratio)
         self.seed = checked_seed(seed)
         self.unbiased = unbiased
 
     def num_bytes(self, d: int, dtype: torch.dtype) -> int:
-        """See `Compressor`."""
         return 16 + _num_kept(self.ratio, d) * dtype.itemsize if d else 0
 
     def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
-        d, values = x.numel(), message[16:].view(x.dtype)
+        d, values = x.shape[-1], message[..., 16:].view(x.dtype)
         start, stride = (word % d for word in random_words(self.seed, t, 2))
         while math.gcd(stride, d) != 1:
             stride += 1
-        progression = message[:16].view(torch.int64)
-        progression[0].fill_(start)
-        progression[1].fill_(stride)
-        torch.index_select(x, 0, self._positions(progression, d), out=values)
+        progression = message[..., :16].view(torch.int64)
+        progression[..., 0] = start
+        progression[..., 1] = stride
+        torch.gather(x, -1, self._positions(progression, d), out=values)
         if self.unbiased:
-            scaled, largest = values * (d / values.numel()), torch.finfo(x.dtype).max
-            torch.where(values.isfinite(), scaled.clamp_(-largest, largest), values, out=values)
+            scaled, largest = values * (d / values.shape[-1]), torch.finfo(x.dtype).max
+            values.copy_(torch.where(values.isfinite(), scaled.clamp_(-largest, largest), values))
 
     def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
-        positions = self._positions(message[:16].view(torch.int64), target.numel())
-        add_at(positions, message[16:].view(dtype), target, alpha)
+        positions = self._positions(message[..., :16].view(torch.int64), target.shape[-1])
+        _add_at(positions, message[..., 16:].view(dtype), target, alpha)
 
     def _positions(self, progression: Tensor, d: int) -> Tensor:
+        """int64 [..., k] of starts and strides [..., 2]."""
         i = torch.arange(_num_kept(self.ratio, d), device=progression.device)
-        return i.mul_(progression[1]).add_(progression[0]).remainder_(d)
-
-    def decompressed(self, x: Tensor, *, t: int = 0) -> Tensor:
-        """See `Compressor`: all rows keep the same positions."""
-        factors = decompressed_rows(self, torch.ones_like(x[:1]), t)[0]
-        largest = torch.finfo(x.dtype).max
-        return torch.where(factors == 0, 0.0, torch.where(x.isfinite(), (x * factors).clamp_(-largest, largest), x))
+        return (i * progression[..., 1:]).add_(progression[..., :1]).remainder_(d)
 
     def __repr__(self) -> str:
         return f"RandomK({self.ratio}, seed={self.seed}, unbiased={self.unbiased})"
+
+
+class ChunkTopK(Compressor):
+    """C(x) = Q of the k entries that are largest in magnitude in each chunk of x, and zero elsewhere.
+
+    A chunk is `chunk_size` neighbouring entries of the vector, so that every layer sends some of its entries, whatever
+    the scale of the others; `TopK` compares the entries of all layers with each other. A last chunk of r entries keeps
+    max(1, floor(k r / chunk_size)) of them. Without `values`, Q is the identity, and
+    ||x - C(x)||^2 <= (1 - k / chunk_size) ||x||^2 in each whole chunk. NaN counts as the largest value. The message
+    holds Q of the kept values, in their order in x, and their packed indices: 9.0 bits each with the defaults
+    (`bit_packing.pack_indices`).
+
+    Sarfi, Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv
+    2508.15706.
+
+    Args:
+        k: the number of entries that are kept of a chunk, 1 to `chunk_size`.
+        chunk_size: the number of entries of a chunk.
+        values: Q, the compressor of the kept values, such as `TwoBit()` or `Cast(torch.bfloat16)`; None: they travel
+            as they are, in x's dtype.
+
+    Raises:
+        ValueError: a number out of range, or `values` is no compressor.
+
+    Example:
+        >>> x, y = torch.randn(10_000), torch.zeros(10_000)
+        >>> top = ChunkTopK(64, values=TwoBit())
+        >>> message = top.message_like(x)  # 156 values of 2 bits and their indices: 224 bytes
+        >>> top.compress(x, message)
+        >>> top.add_decompressed(message, y)
+    """
+
+    def __init__(self, k: int = 64, chunk_size: int = 4096, *, values: Compressor | None = None) -> None:
+        self.chunk_size = checked_integer("chunk_size", chunk_size, 1, "4096 is usual")
+        self.k = checked_integer("k", k, 1, "it is the number of entries that are kept of a chunk")
+        if self.k > self.chunk_size:
+            raise ValueError(f"got k={k}, expected at most chunk_size={chunk_size}; k are kept of each chunk")
+        if values is not None and not isinstance(values, Compressor):
+            raise ValueError(f"got values={values!r}, expected a Compressor or None; pass e.g. TwoBit()")
+        self.values, self.takes_rows = values, values is None or values.takes_rows
+
+    def num_bytes(self, d: int, dtype: torch.dtype) -> int:
+        num_kept = self._num_kept(d)
+        return self._start_of_indices(num_kept, dtype) + indices_size(num_kept, d) if d else 0
+
+    def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
+        d, num_kept = x.shape[-1], self._num_kept(x.shape[-1])
+        stop, start = self._num_value_bytes(num_kept, x.dtype), self._start_of_indices(num_kept, x.dtype)
+        indices = self._indices_of_largest(x)
+        values = x.gather(-1, indices)
+        if self.values is None:
+            message[..., :stop].view(x.dtype).copy_(values)
+        else:
+            self.values._encode(values, message[..., :stop], t)
+        message[..., stop:start].zero_()
+        pack_indices(indices, d, message[..., start:])
+
+    def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
+        d, num_kept = target.shape[-1], self._num_kept(target.shape[-1])
+        stop, start = self._num_value_bytes(num_kept, dtype), self._start_of_indices(num_kept, dtype)
+        if self.values is None:
+            values = message[..., :stop].view(dtype)
+        else:
+            values = message.new_zeros(*message.shape[:-1], num_kept, dtype=wide(target))
+            self.values._add(message[..., :stop], values, dtype, 1.0)
+        _add_at(unpack_indices(message[..., start:], num_kept, d), values, target, alpha)
+
+    def _num_kept(self, d: int) -> int:
+        num_chunks, rest = divmod(d, self.chunk_size)
+        return num_chunks * self.k + (max(1, self.k * rest // self.chunk_size) if rest else 0)
+
+    def _num_value_bytes(self, num_kept: int, dtype: torch.dtype) -> int:
+        return num_kept * dtype.itemsize if self.values is None else self.values.num_bytes(num_kept, dtype)
+
+    def _start_of_indices(self, num_kept: int, dtype: torch.dtype) -> int:
+        return -(-self._num_value_bytes(num_kept, dtype) // 2) * 2
+
+    def _indices_of_largest(self, x: Tensor) -> Tensor:
+        """The indices of the kept entries, ascending: int64 [..., num_kept]."""
+        d, size = x.shape[-1], self.chunk_size
+        whole, step = d // size * size, max(1, _ENTRIES_AT_ONCE // size) * size
+        found = []
+        for start, stop in pairwise([*range(0, whole, step), whole, d]):
+            if start < stop:
+                length = min(size, stop - start)
+                rows = x[..., start:stop].unflatten(-1, (-1, length)).abs()
+                columns = rows.topk(self._num_kept(length), sorted=False).indices.sort().values
+                firsts = torch.arange(start, stop, length, device=x.device)
+                found.append((columns + firsts[:, None]).flatten(-2))
+        return torch.cat(found, dim=-1)
+
+    def __repr__(self) -> str:
+        return f"ChunkTopK({self.k}, {self.chunk_size}, values={self.values})"
 
 
 def _checked_ratio(ratio: float) -> float:
@@ -143,20 +230,24 @@ def _num_kept(ratio: float, d: int) -> int:
     return min(d, max(1, int(d * ratio)))
 
 
-def add_at(indices: Tensor, values: Tensor, target: Tensor, alpha: float) -> None:
-    """target[indices] += alpha * values, rounded once to target's dtype. All indices are different."""
+def _add_at(indices: Tensor, values: Tensor, target: Tensor, alpha: float) -> None:
+    """target[indices] += alpha * values along the last dimension, rounded once to target's dtype.
+
+    All indices are different.
+    """
     dtype = torch.promote_types(target.dtype, values.dtype)
     sums = values.to(dtype) * alpha
-    sums += target.index_select(0, indices)
-    target.scatter_(0, indices, sums.to(target.dtype))
+    sums += target.gather(-1, indices)
+    target.scatter_(-1, indices, sums.to(target.dtype))
 
 
 def _indices_of_largest(x: Tensor, k: int) -> Tensor:
     """The indices of the k entries of x that are largest in magnitude, ascending. NaN counts as the largest.
 
-    On a CPU a sample gives a threshold below which entries are excluded. If it excludes too many, all are searched.
+    For one vector on a CPU a sample gives a threshold below which entries are excluded. If it excludes too many, all
+    are searched.
     """
-    if x.device.type == "cpu" and x.numel() > 8 * max(k, _SAMPLE_SIZE):
+    if x.device.type == "cpu" and x.dim() == 1 and x.numel() > 8 * max(k, _SAMPLE_SIZE):
         sample = x[:: x.numel() // _SAMPLE_SIZE | 1].abs()
         expected = sample.numel() * k / x.numel()
         threshold = sample.topk(math.ceil(expected + 4 * math.sqrt(expected)) + 1).values[-1]

@@ -7,11 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..compression.chunk_top_k import ChunkTopK
-from ..compression.compressor import Cast, Compressor
-from ..compression.quantizer import QSGD, SignNorm
-from ..compression.sparsifier import RandomK, TopK
-from ..compression.two_bit import TwoBit
+from ..compression import QSGD, Cast, ChunkTopK, Compressor, RandomK, SignNorm, TopK, TwoBit
 from ..consensus_control import ConsensusControl
 from ..dpwa.interpolation import ClockInterpolation, ConstantInterpolation, LossInterpolation
 from ..graph_manager import named_graphs

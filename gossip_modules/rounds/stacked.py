@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from ..compression.compressor import Cast, Code, Compressor, decompressed_rows
+from ..compression.compressor import Cast, Code, Compressor
 from ..flat.layout import align
 from ..mixing_manager.base import MixingManager
 from ..schedule import Action
@@ -388,7 +388,7 @@ class StackedMessage(Message):
 
     def write(self, x: Vector, t: int) -> StackedMessage:
         """See `Message`."""
-        self.values = tuple(_decompressed(self.code, part, t) for part in x.parts)
+        self.values = tuple(cast("Compressor", self.code).decompressed(part, t=t) for part in x.parts)
         return self
 
     def add_to(self, x: Vector, alpha: float | Tensor = 1.0) -> None:
@@ -449,9 +449,3 @@ class EveryRow(Received):
         """See `Received`."""
         for part, values in zip(x.parts, self._message.values, strict=True):
             part.add_(values.sum(0), alpha=alpha)
-
-
-def _decompressed(code: Code, x: Tensor, t: int) -> Tensor:
-    if isinstance(code, Compressor):
-        return code.decompressed(x, t=t)
-    return decompressed_rows(cast("Compressor", code), x, t)

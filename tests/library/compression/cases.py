@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gossip_modules.compression.chunk_top_k import ChunkTopK
+from gossip_modules.compression import ChunkTopK, TwoBit
 from gossip_modules.compression.compressor import Cast, Compressor
 from gossip_modules.compression.quantizer import QSGD, SignNorm
 from gossip_modules.compression.sparsifier import RandomK, TopK
-from gossip_modules.compression.two_bit import TwoBit
 
 Array = NDArray[Any]
 

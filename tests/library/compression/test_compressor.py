@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossip_modules.compression.chunk_top_k import ChunkTopK
+from gossip_modules.compression import ChunkTopK, TwoBit
 from gossip_modules.compression.compressor import Cast, Compressor
 from gossip_modules.compression.quantizer import QSGD, SignNorm
 from gossip_modules.compression.sparsifier import RandomK, TopK
-from gossip_modules.compression.two_bit import TwoBit
 from tests.library.compression.cases import CASES, energy, kept
 
 DIMENSIONS = [0, 1, 7, 8, 9, 63, 64, 65, 1000, 70_000, 200_000]
@@ -71,6 +70,17 @@ def test_round_trip_is_the_dense_oracle(name: str, dtype: torch.dtype, device: s
         compressor.add_decompressed(message, target, alpha=0.5)
         assert (x.cpu().numpy() == x_before).all()
         np.testing.assert_allclose(target.cpu().numpy(), target_before - 0.25 * oracle, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_all_rows_at_once_are_the_messages_one_by_one(name: str, dtype: torch.dtype) -> None:
+    compressor = CASES[name].make()
+    assert compressor.takes_rows
+    for n, d in ((3, 0), (1, 7), (4, 1000), (2, 200_000)):
+        x = torch.stack([vector(d, dtype, seed) for seed in range(n)])
+        expected = torch.stack([decompressed(compressor, row, t=3) for row in x])
+        torch.testing.assert_close(compressor.decompressed(x, t=3), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("d", [64, 1000])
