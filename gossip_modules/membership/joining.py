@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..transport.deadline import Deadline
 from ..transport.gloo import gloo_backend
-from ..transport.waits import Waits
+from ..transport.threads import Waits
 from . import limits
 from .donor import transfer
 from .donor.giving import Giving, name_of

@@ -18,11 +18,10 @@ from torch import Tensor
 from ..transport import threads
 from ..transport.base import Pending
 from ..transport.deadline import Deadline
-from ..transport.exchange import LATE, LinkClosedError, PointToPoint, fail
+from ..transport.exchange import LATE, LinkClosedError, PointToPoint, Staging, fail
 from ..transport.gloo import CPU, at_once, gloo_backend, gloo_group
 from ..transport.process_group import PROBE_TAG, ProcessGroupTransport
-from ..transport.staging import Staging
-from ..transport.waits import Waits
+from ..transport.threads import Waits
 
 _BREAK = timedelta(milliseconds=1)
 _NUM_WAITS = 64  # of each peer that are remembered

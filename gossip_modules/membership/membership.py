@@ -11,8 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..transport.deadline import Deadline
-from ..transport.waits import as_timeout
+from ..transport.deadline import Deadline, as_timeout
 from ..version import __version__
 from .arguments import as_description, check_callback, check_num_steps, check_numbers, check_places
 from .events.event_log import EventLog

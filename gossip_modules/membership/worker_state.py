@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ..transport import threads
 from ..transport.deadline import Deadline
-from ..transport.waits import Waits
+from ..transport.threads import Waits
 from . import limits
 from .callbacks import Callbacks
 from .events.event_log import EventLog

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..transport.named_barrier import NotAllCame, meet
-from ..transport.process_group import DEFAULT_TIMEOUT
+from ..transport.process_group import DEFAULT_TIMEOUT, NotMet, meet
 from .group import BACKEND, MpiProcessGroup
 from .library import load_mpi
 from .work import MpiWork
@@ -98,7 +97,7 @@ def _make_group(opts: Any, _: object) -> MpiProcessGroup:
     everyone = MpiProcessGroup(world, names=range(world.size), timeout=opts.timeout)
     try:
         meet(everyone, "making a process group", timeout=opts.timeout, tag=tag, ranks=ranks)
-    except NotAllCame as error:
+    except NotMet as error:
         raise RuntimeError(
             f"rank {world.rank}: ranks {error.missing} have not come within {opts.timeout.total_seconds():g} s"
         ) from error

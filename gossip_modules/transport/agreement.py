@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -35,17 +37,12 @@ def check_agreement(
     """
     if transport.world_size == 1:
         return
-    mine = json.dumps(description).encode()
-    length = torch.tensor([len(mine)], device=transport.device)
-    transport.broadcast(length, source=0, what=what)
-    buffer = torch.zeros(int(length.item()), dtype=torch.uint8, device=transport.device)
-    if transport.rank == 0:
-        buffer.copy_(_bytes(mine))
-    transport.broadcast(buffer, source=0, what=what)
-    note = _difference(json.loads(bytes(buffer.tolist())), json.loads(mine))
-    notes = torch.zeros(transport.world_size * _NOTE_BYTES, dtype=torch.uint8, device=transport.device)
-    padded = _bytes(note.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")).to(transport.device)
-    transport.all_gather(notes, padded, what=what)
+    expected = broadcast_state(transport, json.dumps(description), source=0, what=what)
+    note = _difference(json.loads(expected), json.loads(json.dumps(description)))
+    padded = note.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+    notes = mine.new_zeros(transport.world_size * _NOTE_BYTES)
+    transport.all_gather(notes, mine, what=what)
     found = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in notes.view(-1, _NOTE_BYTES)]
     differing = [f"rank {transport.names[i]}: {text}" for i, text in enumerate(found) if text]
     if differing:
@@ -54,18 +51,14 @@ def check_agreement(
 
 def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], *, chunk_bytes: int = 1 << 26) -> None:
     """Every tensor <- its value on rank 0, in place, a chunk of several tensors at a time; collective."""
-    chunk: list[Tensor] = []
-    num_bytes = 0
-    for i, tensor in enumerate(tensors):
-        chunk.append(tensor)
-        num_bytes += _num_bytes(tensor)
-        is_last = i == len(tensors) - 1
-        if is_last or num_bytes >= chunk_bytes or tensors[i + 1].device != tensor.device:
-            flat = torch.cat([x.detach().contiguous().view(-1).view(torch.uint8) for x in chunk])
-            transport.broadcast(flat, source=0, what="broadcasting the model of rank 0")
-            for x, value in zip(chunk, flat.split([_num_bytes(x) for x in chunk]), strict=True):
-                x.detach().copy_(value.clone().view(x.dtype).view(x.shape))
-            chunk, num_bytes = [], 0
+    ends = itertools.accumulate(x.nbytes for x in tensors)
+    places = [(x.device, end // chunk_bytes) for x, end in zip(tensors, ends, strict=True)]
+    for _, pairs in itertools.groupby(zip(places, tensors, strict=True), key=itemgetter(0)):
+        chunk = [x.detach() for _, x in pairs]
+        flat = torch.cat([bytes_of(x) for x in chunk])
+        transport.broadcast(flat, source=0, what="broadcasting the model of rank 0")
+        for x, value in zip(chunk, flat.split([x.nbytes for x in chunk]), strict=True):
+            x.copy_(value.clone().view(x.dtype).view(x.shape))
 
 
 def broadcast_state(transport: Transport, state: Any, *, source: int, what: str) -> Any:
@@ -89,7 +82,7 @@ def broadcast_state(transport: Transport, state: Any, *, source: int, what: str)
     size = torch.tensor([text.numel()], device="cpu")
     transport.broadcast(size, source=source, what=what)
     if not is_source:
-        text = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        text = text.new_empty(int(size))
     transport.broadcast(text, source=source, what=what)
     header, tensors = (None, tensors) if is_source else unpack(text)
     for x in tensors:
@@ -98,26 +91,16 @@ def broadcast_state(transport: Transport, state: Any, *, source: int, what: str)
     return state if is_source else decode(header, tensors)
 
 
-def _num_bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
 def _difference(expected: Mapping[str, str | Sequence[str]], got: Mapping[str, str | Sequence[str]]) -> str:
-    """The first thing that differs, in words; empty when nothing does."""
+    """The first difference, in words; empty when there is none."""
     for key in dict.fromkeys([*expected, *got]):
         ours, theirs = got.get(key), expected.get(key)
         if ours == theirs:
             continue
         if isinstance(ours, list) and isinstance(theirs, list):
-            for mine, other in zip(ours, theirs, strict=False):
-                if mine != other:
-                    return f"{key}: got {mine}, expected {other}"
-            longer, shorter = (ours, theirs) if len(ours) > len(theirs) else (theirs, ours)
-            first = longer[len(shorter)]
-            return f"{key}: got {len(ours)} entries, expected {len(theirs)}; only one rank has {first}"
+            mine, other = next(pair for pair in itertools.zip_longest(ours, theirs) if pair[0] != pair[1])
+            if mine is not None and other is not None:
+                return f"{key}: got {mine}, expected {other}"
+            return f"{key}: got {len(ours)} entries, expected {len(theirs)}; only one rank has {mine or other}"
         return f"{key}: got {ours}, expected {theirs}"
     return ""

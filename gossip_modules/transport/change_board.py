@@ -10,9 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch.distributed as dist
-
-from .stores import Records, is_of_job
+from .stores import Records
 
 _LOOK_SECONDS = 0.5  # into a wait; then at twice as many, and so on
 _TICK_SECONDS = 0.25
@@ -74,32 +72,8 @@ class ChangeBoard:
         self._waits: dict[int, list[float]] = {}  # by thread: when a wait began, and when to look
         self._difference = ""
         self._closed = threading.Event()
-
-    @classmethod
-    def of(
-        cls,
-        group: dist.ProcessGroup,
-        name: str,
-        names: Sequence[int],
-        *,
-        step: Callable[[], int],
-        tensors: Callable[[], list[str]],
-        end_waits: Callable[[], None],
-    ) -> ChangeBoard | None:
-        """The board of the ranks of a group, with a thread that looks at their waits; None: the group has no store.
-
-        Args:
-            group: whose ranks exchange tensors.
-            name: of their wrapper, the same on all of them.
-            names, step, tensors, end_waits: see the constructor.
-        """
-        records = Records.of(group, f"gossip_changes/{group.group_name if is_of_job(group) else ''}/{name}")
-        if records is None:
-            return None
-        board = cls(records, group.rank(), names, step=step, tensors=tensors, end_waits=end_waits)
-        arguments = weakref.ref(board), board._closed
+        arguments = weakref.ref(self), self._closed
         threading.Thread(target=_watch, args=arguments, name="looking-for-changes", daemon=True).start()
-        return board
 
     # The rank that changes.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from datetime import timedelta
 
@@ -58,3 +59,16 @@ class Deadline:
     def extend(self, seconds: float) -> None:
         """Allow so many seconds more: in these, what was waited for has come piece by piece."""
         self._end += seconds
+
+
+def as_timeout(timeout: timedelta | float, *, name: str = "timeout") -> timedelta:
+    """The timeout; a number means seconds."""
+    if isinstance(timeout, timedelta) and timeout > timedelta(0):
+        return timeout
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not (is_number and 0 < timeout < math.inf):  # type: ignore[operator]
+        raise ValueError(
+            f"got {name}={timeout!r}, expected more than zero seconds: a number like 30, or a timedelta; for a wait "
+            "without limit give a large one, timedelta(days=1)"
+        )
+    return timedelta(seconds=timeout)  # type: ignore[arg-type]

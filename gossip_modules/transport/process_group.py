@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .change_board import ChangeBoard
-from .exchange import LATE, ROUND_BITS, SIZE_BITS, PointToPoint, fail
+from .deadline import Deadline
+from .exchange import LATE, ROUND_BITS, SIZE_BITS, PointToPoint, Staging, fail
 from .failure_notes import GONE, SILENT, FailureNotes, describe
-from .named_barrier import AnotherOperation, NotAllCame, meet
 from .shared_group import CAN_RELEASE, CHANNEL_BITS, Use
-from .staging import Staging
+from .stores import Records, is_of_job
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 PROBE_TAG = 1 << ROUND_BITS + SIZE_BITS + CHANNEL_BITS  # no round has it
 BARRIER_TAG = PROBE_TAG + 1
 _AT_ONCE = timedelta(milliseconds=1)
+_NAME_BYTES = 64  # of the name of an operation
 _MIN_TRANSFER = timedelta(seconds=1)  # for a collective after all have come, however late they were
 _NAMED = ("gloo", "mpi4py")  # backends whose collectives do not name missing ranks
 
@@ -187,7 +189,14 @@ class ProcessGroupTransport(PointToPoint):
         doing = f"{name} among ranks {list(self.names)}"
         try:
             meet(self.group, name, timeout=self.timeout, tag=BARRIER_TAG, wait=self.wait_for)
-        except NotAllCame as error:
+        except NotMet as error:
+            if error.found:
+                if self.board is not None:
+                    self.board.check(is_there=True)
+                others = ", ".join(f"rank {self.names[j]} is in {text!r}" for j, text in error.found.items())
+                raise RuntimeError(
+                    f"rank {self.names[self.rank]}: {doing}: {others}; all ranks must call the same, in the same order"
+                ) from error
             seconds = time.monotonic() - start
             seen = f"did not call {calling.get()}" if calling.get() else f"did not take part in {what}"
             missing = {self.names[j]: seen for j in error.missing}
@@ -196,13 +205,6 @@ class ProcessGroupTransport(PointToPoint):
                 self.fail(error, doing, seconds, peers=[error.closed], note=note)
             note += "; all ranks must, at the same point of training" if missing else ""
             self.fail(error, doing, max(seconds, self.timeout.total_seconds()), note=note, blamed=missing)
-        except AnotherOperation as error:
-            others = ", ".join(f"rank {self.names[j]} is in {text!r}" for j, text in error.found.items())
-            if self.board is not None:
-                self.board.check(is_there=True)
-            raise RuntimeError(
-                f"rank {self.names[self.rank]}: {doing}: {others}; all ranks must call the same, in the same order"
-            ) from error
 
     def watch_changes(
         self, *, step: Callable[[], int], tensors: Callable[[], list[str]], end_waits: Callable[[], None] | None = None
@@ -211,10 +213,13 @@ class ProcessGroupTransport(PointToPoint):
 
         end_waits: a bound method; None: `close_connections`.
         """
-        if self.world_size > 1:
-            self.board = ChangeBoard.of(
-                self.group,
-                str(self._use.number),
+        number = self._use.number  # of the wrapper, the same on all ranks
+        job_name = self.group.group_name if is_of_job(self.group) else ""
+        records = Records.of(self.group, f"gossip_changes/{job_name}/{number}") if self.world_size > 1 else None
+        if records is not None:
+            self.board = ChangeBoard(
+                records,
+                self.rank,
                 self.names,
                 step=step,
                 tensors=tensors,
@@ -302,3 +307,80 @@ class ProcessGroupTransport(PointToPoint):
 def _named(what: str) -> str:
     """A collective, and the method that calls it."""
     return f"{calling.get()}: {what}" if calling.get() else what
+
+
+class NotMet(RuntimeError):
+    """Ranks have not come to one operation.
+
+    Attributes:
+        missing: the ranks of the group that have not come.
+        closed: one of them whose connection is closed; None: the time was over.
+        found: the name of the other operation, by rank of the group that has come to one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Sequence[int] = (),
+        closed: int | None = None,
+        found: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.missing, self.closed, self.found = missing, closed, found or {}
+
+
+def meet(
+    group: dist.ProcessGroup,
+    what: str,
+    *,
+    timeout: timedelta,
+    tag: int,
+    wait: Callable[[dist.Work, timedelta], object] = dist.Work.wait,
+    ranks: Sequence[int] = (),
+) -> None:
+    """Return when all ranks of a group over Gloo or MPI have come to `what`.
+
+    Every rank tells all others, so that each knows by itself which one has not come. Gloo cannot be asked whether a
+    message has arrived, but its buffer can: it is not zero any more. One deadline holds for all waits; the first wait
+    that passes it closes this rank's connections over Gloo, so peers cannot be asked afterwards.
+
+    Args:
+        group: this rank's; all its ranks call this in the same order.
+        what: the operation that follows; equal on all ranks up to numbers in it.
+        timeout: for all to come.
+        tag: of the messages; no other message has it.
+        wait: waits for one of them.
+        ranks: the ranks of the group that take part; none: all.
+
+    Raises:
+        NotMet: ranks have not come, or have come to another operation.
+    """
+    deadline = Deadline(timeout)
+    peers = [j for j in ranks or range(group.size()) if j != group.rank()]
+    name = what.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(name[:-1] + b"\1"), dtype=torch.uint8)
+    rows = {j: torch.zeros(_NAME_BYTES, dtype=torch.uint8, device="cpu") for j in peers}
+    works: list[tuple[int, dist.Work]] = []
+    peer = -1
+    try:
+        for peer in peers:
+            works.append((peer, group.recv([rows[peer]], peer, tag)))
+        for peer in peers:
+            works.append((peer, group.send([mine], peer, tag)))
+        for peer, work in works:  # noqa: B007 (names the peer whose wait failed)
+            wait(work, deadline.left_for_gloo)
+    except RuntimeError as error:
+        missing = [j for j in peers if not rows[j][-1]]
+        is_late = deadline.left < (1 - LATE) * deadline.seconds  # others may give up a little before
+        raise NotMet(str(error), missing=missing, closed=None if is_late else peer) from error
+    names = {j: bytes(row.numpy())[:-1].rstrip(b"\0").decode(errors="ignore") for j, row in rows.items()}
+    ours = name.rstrip(b"\0").decode(errors="ignore")
+    found = {j: text for j, text in names.items() if text != ours and _without_numbers(text) != _without_numbers(ours)}
+    if found:
+        raise NotMet("ranks are in another operation", found=found)
+
+
+def _without_numbers(name: str) -> str:
+    """The name of an operation without numbers: ranks may have begun to count rounds elsewhere."""
+    return re.sub(r"\d+", "", name)

@@ -1,4 +1,4 @@
-"""State trees, such as state dicts, as JSON and tensors: what travels between ranks, where nothing is unpickled."""
+"""State trees, such as state dicts, as JSON and tensors, so that ranks exchange them without pickle."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Containers arrive as what they were: schedulers count milestones in a Counter. A type of the user's own, such as a
-# named tuple, would have to be imported by a name that has travelled, as pickle does it; it is refused.
+# Containers keep their types: schedulers count milestones in a Counter. A type of the user's own, such as a named
+# tuple, would have to be imported by a name in the message, as pickle does it; it is refused.
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict"}
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", torch.Size: "Size"}
 _TYPES: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in (_MAPPINGS | _SEQUENCES).items()}
 _FACTORIES: dict[Any, str] = {None: "", **{kind: kind.__name__ for kind in (bool, dict, float, int, list, str)}}
-_MAKES = {name: factory for factory, name in _FACTORIES.items()}  # what a defaultdict is filled with
+_MAKES = {name: factory for factory, name in _FACTORIES.items()}  # by which a defaultdict is filled
 
 
 def encode(state: Any) -> tuple[Any, list[Tensor]]:
@@ -34,7 +34,7 @@ def encode(state: Any) -> tuple[Any, list[Tensor]]:
 
 
 def decode(header: Any, tensors: list[Tensor]) -> Any:
-    """What `encode` was given."""
+    """The state that `encode` was given."""
     kind, value = header
     if kind == "tensor":
         return tensors[value]
@@ -75,17 +75,14 @@ def _encode(value: Any, tensors: list[Tensor], place: str) -> Any:
 
 def _check_plain(x: Tensor, place: str) -> None:
     """Raise TypeError for a tensor that is more, or less, than the numbers in its storage."""
-    kind = ""
-    if type(x) not in (Tensor, nn.Parameter):
-        kind = type(x).__name__
-    elif x.is_nested:
-        kind = "nested tensor"
-    elif x.layout != torch.strided:
-        kind = f"tensor of layout {x.layout}"
-    elif x.is_quantized:
-        kind = "quantized tensor"
-    elif x.is_meta:
-        kind = "meta tensor, which has no numbers,"
+    refused = {
+        type(x).__name__: type(x) not in (Tensor, nn.Parameter),
+        "nested tensor": x.is_nested,
+        f"tensor of layout {x.layout}": x.layout != torch.strided,
+        "quantized tensor": x.is_quantized,
+        "meta tensor, which has no numbers,": x.is_meta,
+    }
+    kind = next((kind for kind, is_it in refused.items() if is_it), None)
     if kind:
         raise TypeError(
             f"got a {kind} in {place}, expected a plain tensor, whose numbers are all there is to send; give "
@@ -105,7 +102,7 @@ def pack(state: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 def unpack(text: Tensor, *, max_bytes: int = 1 << 40) -> tuple[Any, list[Tensor]]:
-    """The header of a state, for `decode`, and new tensors of the sizes of its own, of at most so many bytes.
+    """The header of a state, for `decode`, and new tensors of the sizes in it, of at most `max_bytes` bytes.
 
     Raises:
         ValueError: `pack` has not made it.
@@ -129,7 +126,7 @@ def bytes_of(x: Tensor) -> Tensor:
 
 
 def copied(state: Any) -> Any:
-    """A state whose tensors training does not change; what `encode` refuses is left as it is."""
+    """A copy of a state that training does not change; values that `encode` refuses are left as they are."""
     if isinstance(state, Tensor):
         return state.detach().clone()
     if type(state) in _MAPPINGS:

@@ -20,7 +20,7 @@ from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
 from ..mixing_manager.base import MixingManager
 from ..schedule import Schedule
-from ..transport.waits import as_timeout as as_timeout  # which `Membership` takes from below
+from ..transport.deadline import as_timeout as as_timeout  # which `Membership` takes from below
 
 if TYPE_CHECKING:
     import networkx as nx

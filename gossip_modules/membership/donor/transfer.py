@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...transport.deadline import Deadline
 from ...transport.state_tree import bytes_of, decode, pack, unpack
-from ...transport.waits import Waits
+from ...transport.threads import Waits
 
 CHUNK_BYTES = 4 << 20
 _MAX_HEADER = 64 << 20

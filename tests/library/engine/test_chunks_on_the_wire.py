@@ -20,7 +20,7 @@ from gossip_modules.extend import FlatVector, OverlapEngine, PushPull, PushSum
 from gossip_modules.flat.layout import FlatLayout
 from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.mixing_manager import MixingWeights, UniformMixing
-from gossip_modules.transport.staging import MAX_STAGED, Staging
+from gossip_modules.transport.exchange import MAX_STAGED, Staging
 from tests.harness.problems import loss_of, sgd, train
 from tests.harness.ranks import CPU, TIMEOUT, HangUp, assert_no_gossip_threads, run_ranks
 from tests.harness.reference import Oracle, flatten, uniform

@@ -25,7 +25,7 @@ from gossip_modules.membership import links
 from gossip_modules.membership.links import LinkTransport, alone, connect_links
 from gossip_modules.mixing_manager import LaplacianMixing, MetropolisHastingsMixing, MixingManager, UniformMixing
 from gossip_modules.transport.exchange import PendingExchange
-from gossip_modules.transport.waits import Waits
+from gossip_modules.transport.threads import Waits
 from tests.harness.ranks import TIMEOUT
 
 Body = Callable[[LinkTransport, threading.Barrier], Any]
