@@ -47,7 +47,7 @@ class Method:
         text: the text of Python that `--recipe NAME` stands for: a call of `call`, which is the first name in it.
         wrap: wraps a model, given (module, `Chosen`, `WrapperOptions`, `Context`).
         example: a line of Python that wraps `model`.
-        paper: the publication; None: there is none.
+        paper: the publication, if the method has one.
         options: the names of the fields of `WrapperOptions` that the wrapper takes.
         pace: who takes the steps of a run. "lockstep": every rank every step. "shared_steps": ranks share them, fast
             ranks take more. "shared_rounds": the wrapper counts rounds, and late ranks skip some.
@@ -101,7 +101,7 @@ class Method:
 
     @property
     def period(self) -> str:
-        """The argument that is the number of steps from one average or outer step to the next; "": there is none."""
+        """The setting that counts the steps from one average or outer step to the next; "": no such setting."""
         return next((name for name in ("sync_every", "sync_period") if name in self.settings), "")
 
     @property
@@ -143,7 +143,7 @@ def named(text: str) -> Method:
     """The method of that short name, alias or class: "diloco", "DiLoCo".
 
     Raises:
-        ValueError: there is none; says which name is near.
+        ValueError: no method has that name; the error has the nearest one.
     """
     by_name = {**_METHODS, **{alias: _METHODS[name] for alias, name in _ALIASES.items()}}
     by_name |= {method.call.lower(): method for method in _METHODS.values()}

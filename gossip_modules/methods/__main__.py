@@ -11,7 +11,7 @@ from ..registry import METHODS, Method
 
 
 def methods_table() -> str:
-    """A row for each method of the registry: recipe, title, text, how it is made, what it does, paper, file."""
+    """A row for each method of the registry: recipe, title, text, line of Python, summary, paper, file."""
     heading = ("recipe", "method", "`--algorithm`", "in Python", "summary", "paper", "file")
     return _table(heading, map(_row, METHODS.values()))
 

@@ -85,7 +85,7 @@ def read_algorithm(text: str, *, option: str = "algorithm", seed: int | None = N
         seed: of the run, for those that draw at random and are given none.
 
     Raises:
-        ValueError: the text names no method; says what is wrong in it, and which name is near.
+        ValueError: the text names no method; the error has the mistake and the nearest name.
     """
     if (name := name_of(text.strip())) in METHODS:
         text = METHODS[name].text

@@ -73,9 +73,9 @@ class Context:
         world_size: the number of ranks.
         seed: the seed of the run, the same on every rank.
         timeout: the longest wait for a peer; with a membership the same as its own.
-        comm_device: the device that messages are sent from; None: that of the parameters.
+        comm_device: the device that messages are sent from; None: the device of the parameters.
         steps_per_epoch: optimizer steps of an epoch.
-        example_inputs: makes inputs of the model as it sees them in training, on its device; None: there are none.
+        example_inputs: makes inputs of the model as it sees them in training, on its device; None: no such inputs.
         on_every_rank: collective, calls a function and returns the results of all ranks, in their order.
         own_host: collective, returns an address of this machine that all other ranks reach.
         membership: of workers that come and go; the number of ranks is not used then. None: ranks stay.

@@ -140,7 +140,7 @@ def wrap_gossip(module: nn.Module, chosen: Chosen, options: WrapperOptions, cont
 
 
 def _gossip(module: nn.Module, own: Mapping[str, Any], options: WrapperOptions, context: Context) -> Wrapper:
-    """With these arguments, and those of the options and of the run."""
+    """`GossipDataParallel` with these arguments, and the arguments of the options and of the run."""
     arguments: dict[str, Any] = {
         "overlap": options.overlap,
         "max_staleness": options.max_staleness,
@@ -178,7 +178,7 @@ def schedule_of(options: WrapperOptions) -> Schedule | ConsensusControl:
 
 
 def wrap_matcha(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
-    """MATCHA: matchings of a base graph, each by its own coin: those of a plan, or planned here."""
+    """MATCHA: matchings of a base graph, each by its own coin; by a plan, or planned here."""
     settings = chosen.made
 
     def graph(world_size: int) -> GraphManager:

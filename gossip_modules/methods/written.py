@@ -18,8 +18,8 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 def read(text: str, names: Mapping[str, Callable[..., T]], *, option: str, seed: int | None = None) -> T:
     """The object that a text of Python describes: calls of known names with literals, and `.over(...)`.
 
-    A name alone is the call without arguments. A call of a name that takes a seed, and is given none, gets that of the
-    run.
+    A name alone is the call without arguments. A call of a name that takes a seed, and is given none, gets the seed of
+    the run.
 
     Args:
         text: such as "GASLoC().over(Choco(SignNorm(), step_size=0.4))".

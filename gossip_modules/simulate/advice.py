@@ -24,7 +24,7 @@ _NUM_LEFT = 2  # columns that are aligned to the left, from the first on
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one method took to get to the target, or to the end of what it was given.
+    """The steps, seconds and bytes that one method took to the target, or to its last step.
 
     Attributes:
         choice: method, graph and code.
@@ -37,9 +37,9 @@ class Prediction:
         disagreement, max_disagreement: of the workers' models at the end, see `Problem`, and what counts as agreement.
         is_overlapped: whether messages travel while workers compute.
         algorithm: the text of the method with the arguments that it was simulated with.
-        tuned: options that `tune` found faster than those of the setting, by name; the graph is in `choice`.
+        tuned: options that `tune` found faster than the options of the setting, by name; the graph is in `choice`.
         control_rates: how often workers communicated, where a `ConsensusControl` decides that.
-        schedule: the one that `tune` found faster than that of the setting; None: it kept that.
+        schedule: a faster one than in the setting, which `tune` found; None: it found no faster one.
     """
 
     choice: Choice
@@ -163,7 +163,7 @@ def recipe_options(prediction: Prediction, setting: Setting) -> str:
 
 
 def _call_of(schedule: ConsensusControl) -> str:
-    """As the text of Python, without what has its default."""
+    """The text of Python, without the arguments that have their defaults."""
     given = [
         f"{option.name}={getattr(schedule, option.name)!r}"
         for option in fields(schedule)

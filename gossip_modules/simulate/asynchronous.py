@@ -1,4 +1,4 @@
-"""AD-PSGD, dpwa and WAGMA-SGD of n ranks, each of which takes its steps at its own pace."""
+"""AD-PSGD, dpwa and WAGMA-SGD of n ranks: each rank takes its steps at its own pace."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ class AsynchronousMethod(OwnPace):
 class BilateralMethod(AsynchronousMethod):
     """AD-PSGD as `BilateralEngine` has it: active ranks ask, one exchange at a time, passive ranks answer in turn.
 
-    Both ends of an exchange get half the difference of what they had published when it began; x takes it in at the
-    next safe point after its end. So the sum over ranks is kept, with `in_flight`.
+    Both ends of an exchange get half the difference of the models that they had published when it began; x takes it in
+    at the next safe point after its end. So the sum over ranks is kept, with `in_flight`.
 
     Args:
         mixing: weights over a bipartite graph with one peer per round.
@@ -205,8 +205,8 @@ class GroupMethod(OwnPace):
     """WAGMA-SGD as `WaitAvoidingEngine` has it, one round per forward.
 
     A round begins when the first rank that takes part in it in person has come and the round before is done. Ranks that
-    have come by then wait for the average of their group. The others contribute what they published last; when they
-    come they merge the newest average, x <- (n average + x) / (n + 1), and take part in the next round that begins.
+    have come by then wait for the average of their group. The others contribute the model that they published last; when
+    they come they merge the newest average, x <- (n average + x) / (n + 1), and take part in the next round that begins.
     Every `sync_period`-th round is an average over all, to which each rank goes at its next safe point.
 
     Args:

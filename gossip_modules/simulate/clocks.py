@@ -74,7 +74,7 @@ class Clock(ABC):
         self.step = 0  # the next one
 
     def advance(self, exchanges: Exchanges) -> None:
-        """`starts` becomes that of the next step. exchanges: what the step begins with."""
+        """Go on to the next step. exchanges: rounds and averages that it begins with."""
         arrivals = self.arrivals() if self.step else self.starts
         starts = self._meet(arrivals, exchanges)
         self.waited_seconds += starts - arrivals

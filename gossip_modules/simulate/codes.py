@@ -39,8 +39,8 @@ _SIDE = 512
 def message_of(algorithm: Algorithm, num_parameters: float, network: Network) -> MessageCost:
     """What a message of an algorithm takes.
 
-    Its time to encode and decode is that of its compressor, or of the algorithm itself, if that was measured, else of a
-    slow one.
+    Encoding and decoding take the measured time of the compressor, or of the algorithm itself; the time of a slow code
+    where neither was measured.
 
     Args:
         algorithm: of any kind.
@@ -62,7 +62,7 @@ def message_of(algorithm: Algorithm, num_parameters: float, network: Network) ->
 
 
 def _measured_bytes(algorithm: Algorithm) -> float:
-    """Bytes for each parameter, measured on a float32 matrix of 512 x 512; of an outer method those of its vector."""
+    """Bytes for each parameter, measured on a float32 matrix of 512 x 512; an outer method sends its vector."""
     if isinstance(algorithm, Periodic):
         return 4.0
     driver = Stacked(algorithm, MetropolisHastingsMixing(RingGraph(2)), shape=(_SIDE, _SIDE))

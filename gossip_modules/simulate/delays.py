@@ -60,7 +60,7 @@ class ComputeModel:
         return bool(spreads) or self.slow_rank_factor > 1
 
     def rank_factors(self, num_ranks: int) -> Array:
-        """What the median step of each rank takes, in those of a rank of median speed: float64 [n]."""
+        """The median step of each rank, as a multiple of the step of a rank of median speed: float64 [n]."""
         factors = np.exp(self.rank_spread * _generator(self.seed, _RANKS, 0).standard_normal(num_ranks))
         factors[0] *= self.slow_rank_factor
         return factors
@@ -87,8 +87,8 @@ class LinkModel:
         slow_share: share of ranks whose link is slow, 0 to 1; at least one rank if above 0.
         slow_factor: how many times slower it is, at least 1.
         memory_byte_s: bytes of a model that a rank reads or writes per second when it copies and mixes, above 0. A
-            message is three such passes, overlap is two more in training's way; with 9e9, which it defaults to, what
-            was measured on the emulated cluster follows. On a GPU it is hundreds of times more.
+            message is three such passes, overlap is two more in training's way. The default reproduces the
+            measurements on the emulated cluster; on a GPU it is hundreds of times more.
         seed: of the choice of slow links.
 
     Raises:

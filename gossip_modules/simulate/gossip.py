@@ -90,7 +90,7 @@ class LockstepMethod(ClockedMethod):
     Args:
         driver: runs the rounds; before its first step.
         schedule: which step does what.
-        clock: what it takes; an `OverlapClock` where the driver overlaps.
+        clock: the time that steps take; an `OverlapClock` where the driver overlaps.
     """
 
     def __init__(self, driver: Stacked, schedule: Schedule, clock: Clock) -> None:

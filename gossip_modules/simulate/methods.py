@@ -36,12 +36,12 @@ MAX_DENSE_RANKS = 512
 
 
 def chosen_for(choice: Choice, setting: Setting, *, seed: int | None = None) -> Chosen:
-    """The method with its settings: those of the text that was chosen, else those of its recipe and of the setting.
+    """The method with its settings: by the text that was chosen, else by its recipe and the setting.
 
     Args:
         choice: resolved.
         setting: of the simulation.
-        seed: of what is random in the method; None: its own.
+        seed: of the draws of the method; None: its own.
 
     Raises:
         ValueError: no step size is published for the code that was chosen, and the setting has none.
@@ -153,7 +153,7 @@ def _clock(algorithm: Algorithm, outer: Algorithm, mixing: MixingManager | None,
 
 
 def _relayed_share(tree: GraphManager) -> float:
-    """Of a model, in a message of RelaySGD: a link that is in one of two trees has messages of half a model."""
+    """The share of a model in a message of RelaySGD: a link that is in one of two trees has messages of half a model."""
     num_links = sum(len(tree.phone_book(rank)) for rank in range(tree.world_size)) / 2
     return (tree.world_size - 1) / num_links if num_links else 1.0
 

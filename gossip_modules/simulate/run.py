@@ -32,7 +32,7 @@ def simulate(
         choice: the method, as in `Choice.parse`; an algorithm; or one that was put together from any graph,
             weights, algorithm, schedule and clock (`LockstepMethod`), before its first forward.
         setting: workers, model, compute and links.
-        problem: what they learn, or agree on.
+        problem: the task of the small models.
         target: of the error; None = the problem's own.
         max_steps: to give up after, at least 1; of an asynchronous method, ticks of its fastest worker's step.
 

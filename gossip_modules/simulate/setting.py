@@ -45,7 +45,7 @@ class ControlRates:
 
     @classmethod
     def measured(cls, stats: Mapping[str, float]) -> ControlRates:
-        """Of the run whose `comm_stats()` these are, after a `flush()`; of one that was not resumed from a checkpoint.
+        """The rates of a run, by its `comm_stats()` after a `flush()`; the run was not resumed from a checkpoint.
 
         Raises:
             ValueError: it had no `ConsensusControl`, or no round.
@@ -69,7 +69,7 @@ class Setting:
 
     Args:
         world_size: workers n.
-        num_parameters: of the real model, float32, of which time and bytes are.
+        num_parameters: float32 parameters of the real model, for which time and bytes are predicted.
         compute, links: what steps and messages take.
         shape: of the matrix that the parameters of the problem are; `simulate` sets it.
         has_gradients: whether there is something to learn, so that AllReduce averages gradients and not models;
@@ -86,7 +86,7 @@ class Setting:
             `simulate` finds.
         budget: of MATCHA.
         outer_lr, outer_momentum: of outer optimizers; None: those that the method's paper has.
-        seed: of what is random in methods.
+        seed: of the draws of methods.
 
     Raises:
         ValueError: a number out of range.
@@ -128,7 +128,7 @@ class Setting:
 
     @property
     def model_bytes(self) -> int:
-        """Of the real model."""
+        """The bytes of the real model."""
         return 4 * self.num_parameters
 
     @property
