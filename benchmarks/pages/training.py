@@ -67,6 +67,7 @@ run.** DiLoCo and Eager DiLoCo learn more with 0.5, and local SGD, which has non
             "frequencies_bits_per_byte": ("by frequencies", ".3f"),
             "sent_megabytes": ("MB sent per rank", ".1f"),
         },
+        script="benchmarks/language_model.py",
     ),
     "outer_steps": Page(
         "What outer steps add to a step",
@@ -109,6 +110,7 @@ kill to the line that says from which step the run goes on, and to the first epo
             "seconds_to_resume": ("to resume, s", ".1f"),
             "seconds_to_new_epoch": ("to a new epoch, s", ".1f"),
         },
+        script="benchmarks/restart.py",
     ),
     "faults": Page(
         "Killed, stopped and failing ranks",

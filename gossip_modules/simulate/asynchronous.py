@@ -205,9 +205,9 @@ class GroupMethod(OwnPace):
     """WAGMA-SGD as `WaitAvoidingEngine` has it, one round per forward.
 
     A round begins when the first rank that takes part in it in person has come and the round before is done. Ranks that
-    have come by then wait for the average of their group. The others contribute the model that they published last; when
-    they come they merge the newest average, x <- (n average + x) / (n + 1), and take part in the next round that begins.
-    Every `sync_period`-th round is an average over all, to which each rank goes at its next safe point.
+    have come by then wait for the average of their group. The others contribute the model that they published last.
+    When they come they merge the newest average, x <- (n average + x) / (n + 1), and take part in the next round that
+    begins. Every `sync_period`-th round is an average over all, to which each rank goes at its next safe point.
 
     Args:
         compute, network, message: see `OwnPace`.

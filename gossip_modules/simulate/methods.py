@@ -153,7 +153,7 @@ def _clock(algorithm: Algorithm, outer: Algorithm, mixing: MixingManager | None,
 
 
 def _relayed_share(tree: GraphManager) -> float:
-    """The share of a model in a message of RelaySGD: a link that is in one of two trees has messages of half a model."""
+    """The share of a model in a message of RelaySGD: half, on a link that is in one of two trees."""
     num_links = sum(len(tree.phone_book(rank)) for rank in range(tree.world_size)) / 2
     return (tree.world_size - 1) / num_links if num_links else 1.0
 

@@ -39,7 +39,8 @@ def tune(
     averages now and then, or a `ConsensusControl` that decides it, unless the setting says otherwise; then, for an
     outer optimizer, its learning rate and momentum, unless the setting has them. What is found first stays for the
     next, so it is the best along that way and need not be the best of all combinations. Fastest is by
-    `Prediction.seconds` among those that reach the target with workers that agree; where none does, the prediction that comes nearest.
+    `Prediction.seconds` among those that reach the target with workers that agree; where none does, the prediction that
+    comes nearest.
 
     Args:
         choice, setting, problem, target, max_steps: see `simulate`.
