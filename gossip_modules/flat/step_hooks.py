@@ -1,8 +1,7 @@
-"""Hooks on the steps of torch optimizers, for whoever keeps the parameters that are stepped."""
+"""Hooks on the steps of torch optimizers, for objects that watch or keep the parameters that are stepped."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from .instances import instances_of
 
@@ -60,9 +58,9 @@ def is_left_out(optimizer: Optimizer) -> bool:
     """Whether the step that has just ended has changed nothing, because gradients held infinities or NaN.
 
     Optimizers that unscale gradients themselves (`fused=True`) do so inside `step()`: GradScaler calls it in any case,
-    with what it has found in `found_inf`, float32 [1] or scalar, which is there during the call only. Other optimizers
-    are not called for such a step. Waits for the device, as GradScaler does for the others; without GradScaler it looks
-    at nothing.
+    with its finding in `found_inf`, float32 [1] or scalar, which is there during the call only. Other optimizers are
+    not called for such a step. Waits for the device, as GradScaler does for the others; without GradScaler it looks at
+    nothing.
     """
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
@@ -71,107 +69,71 @@ def is_left_out(optimizer: Optimizer) -> bool:
 class StepHooks:  # one for the process: STEP_HOOKS
     """Objects that are told of every optimizer step in the process that concerns them, by one pair of global hooks.
 
-    The hooks are there while there are such objects. torch walks over its hooks during a step, and must not find them
-    changed: where the last object goes within a step, or while another thread lives that has taken one since the hooks
-    came, they stay, without effect, until the next object comes or goes. (Whether that thread is within a step now
-    cannot be asked: reading the frames of a thread that runs is not safe.) The lock is reentrant, since an object may
-    be collected, and leave, wherever its holder allocates; nobody waits for anything else while holding it.
+    The hooks come with the first object and stay: torch walks over its hooks during a step, and must not find them
+    changed. The lock is reentrant, since an object may be collected, and leave, wherever its holder allocates; nobody
+    waits for anything else while holding it.
     """
 
     def __init__(self) -> None:
         self._members: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.RLock()
-        self._handles: tuple[RemovableHandle, ...] = ()
-        self._steppers: set[int] = set()  # threads that have taken a step since the hooks came
-        self._concerned: weakref.WeakKeyDictionary[Optimizer, _Concerned] = weakref.WeakKeyDictionary()
+        self._is_hooked = False
+        self._calls: weakref.WeakKeyDictionary[Optimizer, _Calls] = weakref.WeakKeyDictionary()
 
     def add(self, member: Any) -> None:
         """Tell `member`, a `Stepped` or an object with its methods, of steps while it lives and is not discarded."""
         with self._lock:
             self._members.add(member)
             self.look_again()
-            weakref.finalize(member, self._unhook_if_idle).atexit = False
-            if not self._handles:
-                self._handles = (
-                    register_optimizer_step_pre_hook(self._before_step),
-                    register_optimizer_step_post_hook(self._after_step),
-                )
+            if not self._is_hooked:
+                self._is_hooked = True
+                register_optimizer_step_pre_hook(self._before_step)
+                register_optimizer_step_post_hook(self._after_step)
 
     def discard(self, member: Any) -> None:
         """Tell it no more."""
         with self._lock:
             self._members.discard(member)
             self.look_again()
-        self._unhook_if_idle()
 
     def look_again(self) -> None:
-        """A member has other parameters: which optimizers concern it is found out anew."""
-        self._concerned = weakref.WeakKeyDictionary()
+        """A member has other parameters: the optimizers that concern it are found anew."""
+        self._calls = weakref.WeakKeyDictionary()
 
-    def _unhook_if_idle(self) -> None:
-        """Also called by the garbage collector, when an object has died, in any thread."""
-        with self._lock:
-            if not any(True for _ in self._members) and not self._may_be_stepping():
-                handles, self._handles = self._handles, ()
-                self._steppers.clear()
-                for handle in handles:
-                    handle.remove()
-
-    def _may_be_stepping(self) -> bool:
-        """Whether an optimizer is inside its step in this thread, or may be in another one."""
-        own = threading.get_ident()
-        if any(ident != own and ident in self._steppers for ident in sys._current_frames()):
-            return True
-        frame = sys._getframe()
-        while (above := frame.f_back) is not None:
-            if above.f_code is _STEP:
-                return True
-            frame = above
-        return False
-
-    def _concerned_by(self, optimizer: Optimizer) -> _Concerned:
-        """The members for the steps of this optimizer, found out once for each optimizer and its parameters."""
+    def _calls_of(self, optimizer: Optimizer) -> _Calls:
+        """The calls of a step of this optimizer, found once for the optimizer and its parameters."""
         num_held = sum(len(group["params"]) for group in optimizer.param_groups)
-        found = self._concerned.get(optimizer)
+        found = self._calls.get(optimizer)
         if found is None or found.num_held != num_held:
             with self._lock:
-                members, concerned = list(self._members), self._concerned
+                members, calls = list(self._members), self._calls
             stepped = sorted((member for member in members if member.is_stepped_by(optimizer)), key=_order)
-            idle = {*members}.difference(stepped)
-            others = tuple(weakref.WeakMethod(member.other_step) for member in idle if hasattr(member, "other_step"))
-            found = concerned[optimizer] = _Concerned(num_held, tuple(map(weakref.ref, stepped)), others)
+            idle = (member for member in members if member not in stepped and hasattr(member, "other_step"))
+            before = [*(member.other_step for member in idle), *(member.before_step for member in stepped)]
+            after = [member.after_step for member in stepped]
+            found = calls[optimizer] = _Calls(num_held, *(tuple(map(weakref.WeakMethod, x)) for x in (before, after)))
         return found
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._steppers.add(threading.get_ident())
-        concerned = self._concerned_by(optimizer)
-        for other in concerned.others:
-            if (tell := other()) is not None:
-                tell()
-        for reference in concerned.members:
-            if (member := reference()) is not None:
-                member.before_step(optimizer)
+        if self._members:
+            for method in self._calls_of(optimizer).before:
+                if (call := method()) is not None:
+                    call(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for reference in self._concerned_by(optimizer).members:
-            if (member := reference()) is not None:
-                member.after_step(optimizer)
+        if self._members:
+            for method in self._calls_of(optimizer).after:
+                if (call := method()) is not None:
+                    call(optimizer)
 
 
-class _Concerned(NamedTuple):
-    """What the steps of one optimizer mean.
-
-    Attributes:
-        num_held: the number of its parameters.
-        members: those that it concerns, by order.
-        others: `other_step` of those that it does not concern, where they have one.
-    """
+class _Calls(NamedTuple):
+    """The methods to call before and after the steps of an optimizer with this number of parameters."""
 
     num_held: int
-    members: tuple[Callable[[], Stepped | None], ...]
-    others: tuple[Callable[[], Callable[[], None] | None], ...]
+    before: tuple[Callable[[], Callable[[Optimizer], None] | None], ...]
+    after: tuple[Callable[[], Callable[[Optimizer], None] | None], ...]
 
 
 STEP_HOOKS = StepHooks()
 _order = attrgetter("order")
-_STEP = Optimizer.profile_hook_step(lambda: None).__code__  # what torch puts around every step, to call the hooks

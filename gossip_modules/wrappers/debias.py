@@ -1,30 +1,29 @@
-"""Push-sum storage: the estimate z = x / w where the module computes, the numerator x where it is stepped and sent."""
+"""Push-sum weights in a flat buffer: which form of the model storage holds, and when that changes."""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import STEP_HOOKS, holds_any
+from ..flat.step_watcher import StepWatcher
 
 
 class Form(Enum):
-    """What the storage holds."""
+    """The model that the storage holds."""
 
     ESTIMATE = "z = x / w"
     NUMERATOR = "x = z * w"
     LIMITED = "z * max(w, 1)"
 
 
-class Debias:
+class Debias(StepWatcher):
     """Keeps a flat buffer in the form that is needed, by two transitions of one kernel per segment each.
 
-    Gradients are taken at the estimate z; the optimizer steps on the numerator x, and x is what is sent. So storage
+    Gradients are taken at the estimate z; the optimizer steps on the numerator x, and ranks exchange x. So storage
     holds z at all times, whatever passes run forward or backward, but for gossip rounds and for the step of an
     optimizer that holds one of the parameters. Where W(t) is doubly stochastic w stays one, x is z, and nothing here
     does anything.
@@ -35,8 +34,8 @@ class Debias:
 
     [Note: small weights] A step of x is 1 / w times as long for z. Where a peer is lost, the graph has holes until the
     next generation, in which weights fall to a small fraction and z runs away. So while `limits_steps` is true the
-    optimizer steps on z * max(w, 1): no step of z is longer than without push-sum, and what a worker of small weight
-    adds to the sum of all x is as small as its weight.
+    optimizer steps on z * max(w, 1): no step of z is longer than without push-sum, and the contribution of a worker of
+    small weight to the sum of all x is as small as its weight.
 
     Assran et al., arXiv 1811.10792, Algorithm 1, lines 2 to 4; the limit is ours.
 
@@ -49,24 +48,19 @@ class Debias:
     """
 
     def __init__(self, buffer: FlatBuffer, *, is_needed: bool) -> None:
-        self.buffer = buffer
         self.is_needed = is_needed
         self.limits_steps = False
-        self._scale: Tensor | None = None
         self.form = Form.ESTIMATE
+        self._scale: Tensor | None = None  # of the limited form
         self._is_stopped = False
-        self._watch()
+        super().__init__(buffer)
 
     @torch.no_grad()
     def to_estimate(self) -> None:
         """Hold z from now on."""
-        if self.form is Form.LIMITED:
-            self.buffer.vector.divide_by_weight_(self._scale)
-            self.form = Form.ESTIMATE
-        if self.is_needed and self.form is Form.NUMERATOR:
-            if not self._is_one():
-                self.buffer.vector.divide_by_weight_()
-            self.form = Form.ESTIMATE
+        if self.form is Form.LIMITED or (self.form is Form.NUMERATOR and not self._is_one()):
+            self._buffer.vector.divide_by_weight_(self._scale if self.form is Form.LIMITED else None)
+        self.form = Form.ESTIMATE
 
     @torch.no_grad()
     def to_numerator(self) -> None:
@@ -75,35 +69,33 @@ class Debias:
             self.to_estimate()
         if self.is_needed and self.form is Form.ESTIMATE:
             if not self._is_one():
-                self.buffer.vector.multiply_by_weight_()
+                self._buffer.vector.multiply_by_weight_()
             self.form = Form.NUMERATOR
 
     @torch.no_grad()
     def to_limited(self) -> None:
         """Hold z * max(w, 1) from now on; see [Note: small weights]."""
         self.to_estimate()
-        weight = self.buffer.vector.push_sum_weight
+        weight = self._buffer.vector.push_sum_weight
         if self.is_needed and not (weight.device.type == "cpu" and weight.item() <= 1.0):
             self._scale = weight.clamp(min=1.0)
-            self.buffer.vector.multiply_by_weight_(self._scale)
+            self._buffer.vector.multiply_by_weight_(self._scale)
             self.form = Form.LIMITED
 
     def _is_one(self) -> bool:
         """Whether w is one, so that x is z; on a GPU nobody waits to know."""
-        weight = self.buffer.vector.push_sum_weight
+        weight = self._buffer.vector.push_sum_weight
         return weight.device.type == "cpu" and weight.item() == 1.0
 
     def stop(self) -> None:
         """Optimizers step on z from now on: the weight is not exchanged any more."""
         self.to_estimate()
         self._is_stopped = True
-        STEP_HOOKS.discard(self)
+        self.close()
 
-    order = 0
-
-    def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer holds one of our parameters."""
-        return not self._is_stopped and holds_any(optimizer, self.buffer.parameters)
+    def _watch(self) -> None:
+        if self.is_needed and not self._is_stopped:
+            super()._watch()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
@@ -115,11 +107,3 @@ class Debias:
     def after_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         self.to_estimate()
-
-    def _watch(self) -> None:
-        if self.is_needed and not self._is_stopped:
-            STEP_HOOKS.add(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._watch()

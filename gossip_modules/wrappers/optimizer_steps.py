@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import STEP_HOOKS, existing_optimizers, holds_any
+from ..flat.step_hooks import existing_optimizers, holds_any
+from ..flat.step_watcher import Samples, StepWatcher
 from ..flat.transformed import not_compiled
 from .foreign.user_line import levels_to_user
-from .weights.masters import sample
 
 _MANY_STEPS = 100  # without a round, under RoundTime.MANUAL
 _MANY_IN_TURN = 3  # optimizer steps, each after gradients that were dropped
@@ -43,7 +43,7 @@ class RoundTime(Enum):
             ) from None
 
 
-class OptimizerSteps:
+class OptimizerSteps(StepWatcher):
     """Says which training forward of a model begins an optimizer step, and notices steps that no round belongs to.
 
     [Note: One step is one round] Hooks on `torch.optim.Optimizer` count the steps over the model's parameters. A
@@ -73,7 +73,7 @@ class OptimizerSteps:
 
     def __init__(self, buffer: FlatBuffer, when: RoundTime, *, name: str, run: Callable[[], None]) -> None:
         self.when = when
-        self._buffer, self._name = buffer, name
+        self._name = name
         self.bind(run)
         self._is_due = when is RoundTime.FORWARD  # the next training forward begins a step, whatever came before
         self._is_synced = False  # a training forward outside no_sync() has ended since the last round
@@ -89,18 +89,15 @@ class OptimizerSteps:
         self._has_warned = self._has_raised = False
         self._gradient = _WatchedGradient()
         self.has_ended = False
-        self._listen()
+        super().__init__(buffer)
 
     def bind(self, run: Callable[[], None]) -> None:
         """Call `run`, a bound method, for the rounds after optimizer steps; it does not keep its object alive."""
         self._run = weakref.WeakMethod(run)
 
-    def _listen(self) -> None:
-        STEP_HOOKS.add(self)
-
     def close(self) -> None:
         """Count no more; idempotent."""
-        STEP_HOOKS.discard(self)
+        super().close()
         self._gradient.close()
 
     # What the wrapper tells and asks, in the order of a loop.
@@ -204,12 +201,8 @@ class OptimizerSteps:
 
     order = 1  # a round after a step needs what other members note of that step
 
-    def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """See `Stepped`."""
-        return holds_any(optimizer, self._buffer.parameters)
-
-    def other_step(self) -> None:
-        """See `StepHooks`: a loop that steps another model leaves out no step of this one."""
+    def other_step(self, optimizer: Optimizer) -> None:
+        """See `Stepped`: a loop that steps another model leaves out no step of this one."""
         self._gradient.forget()
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -298,10 +291,6 @@ class OptimizerSteps:
         fresh = {"_counts": {}, "_gradient": _WatchedGradient(), "_run": None}
         return {**self.__dict__, **fresh, "_is_due": self.is_due, "_is_watched": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._listen()
-
 
 def _without_rounds(optimizer: str, name: str) -> str:
     return (
@@ -329,9 +318,8 @@ class _WatchedGradient:
         self._parameters: Sequence[Tensor] = ()
         self._parameter: Tensor | None = None
         self._version = 0  # of the parameter, as the round has left it
-        self._views: list[Tensor] = []  # some elements of the parameters, of which `.data` changes no version
-        self._values: list[Tensor] = []  # what they were after the round
-        self._has_values = False
+        self._samples = Samples(())  # of the parameters after the round
+        self._has_samples = False
         self._unused: set[int] = set()  # ids of parameters that had no gradient when an optimizer stepped
         self._gradient: Tensor | None = None  # after the last backward; of a small parameter, so a few bytes
         self._gradient_version = 0
@@ -344,17 +332,15 @@ class _WatchedGradient:
         if buffer.parameters is not self._parameters:
             self.close()
             self._parameters = buffer.parameters
-            self._views = [sample(segment) for segment in buffer.parameter_segments if segment.numel()]
-            self._values = [torch.empty_like(view) for view in self._views]
+            self._samples = Samples(buffer.parameter_segments)
         if self._parameter is None or not self._parameter.requires_grad:
             trained = [parameter for parameter in self._parameters if parameter.requires_grad]
             used = [parameter for parameter in trained if id(parameter) not in self._unused]
             self._watch_smallest(used or trained)
         if self._parameter is not None:
             self._version = self._parameter._version
-        for values, view in zip(self._values, self._views, strict=True):
-            values.copy_(view)
-        self._has_values = True
+        self._samples.take()
+        self._has_samples = True
         self._thread = threading.get_ident()
 
     def choose(self, parameters: Sequence[Tensor]) -> None:
@@ -370,7 +356,7 @@ class _WatchedGradient:
         if self._handle is not None:
             self._handle.remove()
         self._parameter = min(parameters, key=Tensor.numel)
-        self._handle = self._parameter.register_post_accumulate_grad_hook(_Weak(self._note))
+        self._handle = self._parameter.register_post_accumulate_grad_hook(_weakly(self._note))
         self._version, self._gradient = self._parameter._version, None
 
     def is_dropped(self) -> bool:
@@ -384,17 +370,15 @@ class _WatchedGradient:
     def _is_stepped(self) -> bool:
         """Whether parameters have changed since the round."""
         assert self._parameter is not None, "is watched"
-        if self._parameter._version != self._version:
-            return True
-        pairs = zip(self._values, self._views, strict=True)
-        return self._has_values and any(not torch.equal(values, view) for values, view in pairs)
+        is_written = self._parameter._version != self._version
+        return is_written or (self._has_samples and not self._samples.equal(self._samples.values))
 
     @contextlib.contextmanager
     def own_write(self) -> Iterator[None]:
         """Inside, the version of the parameter changes by a round, which is no change by the loop."""
         is_as_it_was = self._parameter is not None and self._parameter._version == self._version
         yield
-        self._has_values = False  # until the next round, since they may be numerators now
+        self._has_samples = False  # until the next round, since they may be numerators now
         if is_as_it_was and self._parameter is not None:
             self._version = self._parameter._version
 
@@ -428,17 +412,17 @@ class _WatchedGradient:
             self._handle.remove()
             self._handle = None
         self._parameters, self._parameter, self._gradient = (), None, None
-        self._views, self._values, self._has_values = [], [], False
+        self._samples, self._has_samples = Samples(()), False
         self._unused.clear()
 
 
-class _Weak:
-    """A bound method that a tensor's hook calls without keeping its object alive."""
-
-    def __init__(self, method: Callable[[Tensor], None]) -> None:
-        self._method = weakref.WeakMethod(method)
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """The bound method, for the hook of a tensor, which is not to keep its object alive."""
+    reference = weakref.WeakMethod(method)
 
     @not_compiled
-    def __call__(self, tensor: Tensor) -> None:
-        if (method := self._method()) is not None:
-            method(tensor)
+    def call(tensor: Tensor) -> None:
+        if (found := reference()) is not None:
+            found(tensor)
+
+    return call

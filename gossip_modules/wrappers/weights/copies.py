@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 import weakref
@@ -14,32 +15,33 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...flat.buffer import FlatBuffer
-from ...flat.step_hooks import STEP_HOOKS, holds_any
+from ...flat.step_hooks import holds_any
+from ...flat.step_watcher import Samples, StepWatcher, sample
 from ..debias import Debias, Form
 from ..foreign.user_line import levels_to_user
-from .masters import MasterWeights, correct_, is_rounded, sample
+from .masters import MasterWeights, correct_, is_rounded
 
-_MASTERS = "param_groups"  # in place of a name of state: what the optimizer steps
+_MASTERS = "param_groups"  # in place of a name of state: the tensors that the optimizer steps
 _NUM_LOOKS = 32  # the steps that move the parameters and after which state is compared with them
 
 
 @dataclass
 class _Watch:
-    """What is known of the state of one optimizer.
+    """Facts about the state of one optimizer.
 
     Attributes:
         names: of the state that is a copy of the parameters now.
         averaged: of the state that the user averages.
         num_looks: the steps after which the state was compared, and the parameters had moved.
-        before: samples of the parameters before a step.
-        after: of some parameter, at the end of a step.
+        before: the parameters before a step.
+        after: samples of the largest parameter at the end of a step.
         versions: of the parameters, at the end of a step.
     """
 
     names: set[str] = field(default_factory=set)
     averaged: set[str] = field(default_factory=set)
     num_looks: int = 0
-    before: list[Tensor] = field(default_factory=list)
+    before: Samples | None = None
     after: Tensor | None = None
     versions: list[int] = field(default_factory=list)
 
@@ -48,23 +50,23 @@ class _Watch:
         return self.num_looks < _NUM_LOOKS
 
 
-class WeightCopies:
+class WeightCopies(StepWatcher):
     """Brings the corrections of gossip rounds to copies of the parameters that optimizers keep, or tells of them.
 
     [Note: Copies of parameters] A round corrects the parameters p. An optimizer that keeps a copy q of them and writes
     it over p, such as float32 master weights of a bfloat16 model, erases the correction in its next step. So state that
-    equals p after a step, in the narrower of the two dtypes, is taken as a copy, and before the next step it gets what
-    p has got since: q <- q + (p - round(q)). While q equals p this is the round of q itself, of whatever kind, and it
-    takes no memory. Before a step and not in the round, since weights that evaluation swaps in are gone by then.
+    equals p after a step, in the narrower of the two dtypes, is taken as a copy, and before the next step it gets the
+    changes of p since then: q <- q + (p - round(q)). While q equals p this is the round of q itself, of whatever kind,
+    and it takes no memory. Before a step and not in the round, since weights that evaluation swaps in are gone by then.
 
     State that equals p for some steps and then differs (z of schedule-free optimizers, slow weights of Lookahead) is a
-    model beside p. No correction serves all of these: that of p is right for slow weights and wrong for a moving
-    average. A warning names the remedy, `average_optimizer_state`, once.
+    model beside p. No correction serves all of these: the correction of p is right for slow weights and wrong for a
+    moving average. A warning names the remedy, `average_optimizer_state`, once.
 
     Other tools step masters in place of the parameters: see `MasterWeights`.
 
     Optimizers of torch.optim keep no copies, so nothing is done in their steps. The state of others is compared with
-    the parameters after their first steps, by samples; then nothing is done for those that have no copies.
+    the parameters after their first steps, by samples; then nothing is done for optimizers that have no copies.
 
     Args:
         buffer: has the parameters.
@@ -78,29 +80,27 @@ class WeightCopies:
 
     def __init__(self, buffer: FlatBuffer, *, name: str) -> None:
         self.debias: Debias | None = None
-        self._buffer, self._name = buffer, name
+        self._name = name
         self._told: set[str] = set()
         self._loaded: set[str] = set()  # names of copies, from a checkpoint
-        self._start()
+        super().__init__(buffer)
 
-    def _start(self) -> None:
+    def _watch(self) -> None:
         self._thread = threading.get_ident()
         self._is_held = False  # an optimizer of the parameters themselves has stepped
-        # The list of parameters, the number that the optimizer held, and the answer: masters are looked for once.
-        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[Sequence[Tensor], int, bool]]
-        self._known = weakref.WeakKeyDictionary()
         self._watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
-        self._masters: weakref.WeakKeyDictionary[Optimizer, MasterWeights] = weakref.WeakKeyDictionary()
-        STEP_HOOKS.add(self)
+        self._sought: Sequence[Tensor] = ()  # the parameters whose masters are known
+        self._masters: weakref.WeakKeyDictionary[Optimizer, MasterWeights | None] = weakref.WeakKeyDictionary()
+        super()._watch()
 
     def close(self) -> None:
-        """Copies get what the parameters have got, and nothing any more; idempotent.
+        """Copies get the changes of the parameters for the last time; idempotent.
 
         Storage holds the estimate, on which optimizers step from now on.
         """
-        STEP_HOOKS.discard(self)
+        super().close()
         for optimizer, watch in list(self._watches.items()):
-            self._correct(optimizer, watch, is_forced=self.debias is not None and self.debias.is_needed)
+            self._correct(optimizer, watch, is_forced=self._is_weighted)
         self._watches.clear()
         self._masters.clear()
 
@@ -108,38 +108,35 @@ class WeightCopies:
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """See `Stepped`."""
-        parameters, num_held = self._buffer.parameters, sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._known.get(optimizer)
-        if known is None or known[0] is not parameters or known[1] != num_held:
-            known = self._known[optimizer] = parameters, num_held, self._is_concerned(optimizer, parameters)
-        return known[2]
-
-    def _is_concerned(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-        if holds_any(optimizer, parameters):
+        if holds_any(optimizer, self._buffer.parameters):
             self._is_held = True
             self._masters.clear()
             return not type(optimizer).__module__.startswith("torch.optim")
         if self._is_held or threading.get_ident() != self._thread:
             return False
-        is_known = _MASTERS in self._loaded
-        masters = MasterWeights.of(optimizer, self._buffer.module, parameters, is_known=is_known)
-        if masters is not None:
-            self._masters[optimizer] = masters
-        return masters is not None
+        module, parameters = self._buffer.module, self._buffer.parameters
+        if self._sought is not parameters:
+            self._sought = parameters
+            self._masters.clear()
+        if optimizer not in self._masters:  # they are looked for once
+            is_known = _MASTERS in self._loaded
+            self._masters[optimizer] = MasterWeights.of(optimizer, module, parameters, is_known=is_known)
+        return self._masters[optimizer] is not None
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`: copies get what the parameters have got since the last step."""
+        """See `Stepped`: copies get the changes of the parameters since the last step."""
         if (masters := self._masters.get(optimizer)) is not None:
             masters.correct()
             return
-        watch = self._watch_of(optimizer)
-        if not (watch.names or watch.is_looking):
-            return
-        self._to_stepped(optimizer)
-        self._correct(optimizer, watch)
+        watch = self._watches.get(optimizer)
+        if watch is None:
+            watch = self._watches[optimizer] = _Watch(self._loaded & set(self._names(optimizer)))
+        if watch.names or watch.is_looking:
+            self._to_stepped(optimizer)
+            self._correct(optimizer, watch)
         if watch.is_looking:
-            watch.before = [sample(parameter).clone() for parameter in self._buffer.parameters]
+            watch.before = Samples(self._buffer.parameters)
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
@@ -147,56 +144,50 @@ class WeightCopies:
         watch = self._watches.get(optimizer)
         if watch is None:
             return
-        if watch.is_looking and watch.before:
-            self._look(optimizer, watch)
+        if watch.is_looking and watch.before is not None:
+            self._look(optimizer, watch, watch.before)
         if watch.names:
             self._keep(watch)
 
     # The parts of a step.
 
-    def _watch_of(self, optimizer: Optimizer) -> _Watch:
-        watch = self._watches.get(optimizer)
-        if watch is None:
-            watch = self._watches[optimizer] = _Watch()
-            watch.names = self._loaded & set(self._names(optimizer))
-        return watch
+    @property
+    def _is_weighted(self) -> bool:
+        return self.debias is not None and self.debias.is_needed
 
     def _to_stepped(self, optimizer: Optimizer) -> bool:
         """Let storage hold what the optimizer steps, as `Debias` is about to do; whether it held something else."""
-        debias = self.debias
-        is_estimate = debias is not None and debias.is_needed and debias.form is Form.ESTIMATE
-        if debias is not None and is_estimate:
-            debias.before_step(optimizer)
-        return is_estimate
+        if self.debias is None or not self._is_weighted or self.debias.form is not Form.ESTIMATE:
+            return False
+        self.debias.before_step(optimizer)
+        return True
 
     def _correct(self, optimizer: Optimizer, watch: _Watch, *, is_forced: bool = False) -> None:
-        """The copies <- the parameters, but for what rounding has left out, if those have been written since."""
+        """The copies <- the parameters, but for digits that rounding has left out, if those were written since."""
         parameters = self._buffer.parameters
         if not watch.names or (not is_forced and [p._version for p in parameters] == watch.versions):
             return
         for name in sorted(watch.names):
-            pairs = list(self._pairs(optimizer, name))
-            if watch.after is not None and not any(
-                self._agree(sample(copy), now)
-                for parameter, copy in pairs
-                if parameter is self._probe
-                for now in (watch.after, sample(parameter))  # state that was loaded goes with parameters that were
-            ):
+            if self._was_replaced(optimizer, watch, name):
                 self._part(optimizer, watch, name)
-                continue
-            for parameter, copy in pairs:
-                correct_(copy, parameter)
+            else:
+                for parameter, copy in self._pairs(optimizer, name):
+                    correct_(copy, parameter)
 
-    def _look(self, optimizer: Optimizer, watch: _Watch) -> None:
-        parameters, before = self._buffer.parameters, watch.before
-        has_moved = len(before) != len(parameters) or any(
-            not torch.equal(sample(parameter), old) for parameter, old in zip(parameters, before, strict=True)
-        )
+    def _was_replaced(self, optimizer: Optimizer, watch: _Watch, name: str) -> bool:
+        """Whether a copy is neither what it was after the last step, nor what the parameters are: both were loaded."""
+        if watch.after is None:
+            return False
+        copies = [copy for parameter, copy in self._pairs(optimizer, name) if parameter is self._probe]
+        own = (watch.after, sample(self._probe))
+        return not any(self._agree(sample(copy), values) for copy in copies for values in own)
+
+    def _look(self, optimizer: Optimizer, watch: _Watch, before: Samples) -> None:
         found = {name for name in self._names(optimizer) if self._is_copy(optimizer, name)}
         for name in sorted(watch.names - found):
             self._part(optimizer, watch, name)
         watch.names |= found - self._told
-        watch.num_looks += has_moved
+        watch.num_looks += not before.equal(before.values)
 
     def _is_copy(self, optimizer: Optimizer, name: str) -> bool:
         """Whether this state equals all parameters that have it, which are not all zero."""
@@ -212,7 +203,7 @@ class WeightCopies:
 
     def _agree(self, copy: Tensor, parameter: Tensor) -> bool:
         """Whether samples are equal; nearly, where multiplying by push-sum weights and dividing rounds parameters."""
-        return is_rounded(copy, parameter, num_ulps=4 if self.debias is not None and self.debias.is_needed else 0)
+        return is_rounded(copy, parameter, num_ulps=4 if self._is_weighted else 0)
 
     def _part(self, optimizer: Optimizer, watch: _Watch, name: str) -> None:
         """A copy is one no more."""
@@ -238,31 +229,40 @@ class WeightCopies:
         """The parameter in whose copies changes by others are looked for: the largest."""
         return max(self._buffer.parameters, key=Tensor.numel)
 
-    def _names(self, optimizer: Optimizer) -> Iterator[str]:
+    def _names(self, optimizer: Optimizer) -> list[str]:
         """The names of all state that is as large as its parameter, of the first parameter that has some."""
-        for parameter in self._buffer.parameters:
-            if state := _state_of(optimizer, parameter):
-                tensors = ((name, value) for name, value in state.items() if isinstance(value, Tensor))
-                yield from (name for name, value in tensors if _is_like(value, parameter))
-                return
+        parameters = self._buffer.parameters
+        first = next((parameter for parameter in parameters if _state_of(optimizer, parameter)), None)
+        if first is None:
+            return []
+        return [name for name, value in _state_of(optimizer, first).items() if _is_like(value, first)]
 
     def _pairs(self, optimizer: Optimizer, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter that has state of that name, and the state."""
+        """The parameters that have state of this name, and the state."""
         for parameter in self._buffer.parameters:
-            value = _state_of(optimizer, parameter).get(name)
-            if isinstance(value, Tensor) and _is_like(value, parameter):
+            value: Any = _state_of(optimizer, parameter).get(name)
+            if _is_like(value, parameter):
                 yield parameter, value
 
     # Averages of state, on demand.
 
+    @contextlib.contextmanager
+    def _stepped(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, storage holds what the optimizer steps."""
+        is_turned = self._to_stepped(optimizer)
+        try:
+            yield
+        finally:
+            if is_turned and self.debias is not None:
+                self.debias.after_step(optimizer)
+
     def catch_up(self, optimizer: Optimizer) -> None:
-        """Copies in the optimizer's state get what the parameters have got since its last step."""
+        """Copies in the optimizer's state get the changes of the parameters since its last step."""
         watch = self._watches.get(optimizer)
         if watch is not None and watch.names:
-            is_turned = self._to_stepped(optimizer)
-            self._correct(optimizer, watch)
-            self._keep(watch)
-            self._to_estimate(optimizer, is_turned=is_turned)
+            with self._stepped(optimizer):
+                self._correct(optimizer, watch)
+                self._keep(watch)
 
     def averaged(self, optimizer: Optimizer, names: Collection[str]) -> None:
         """State of these names is the average of all ranks now; so become the parameters whose copy it is."""
@@ -270,9 +270,8 @@ class WeightCopies:
         if watch is None:
             return
         watch.averaged |= set(names)
-        is_turned = self._to_stepped(optimizer)
-        try:
-            if self.debias is not None and self.debias.is_needed:  # the average of numerators is that of estimates
+        with self._stepped(optimizer):
+            if self._is_weighted:  # the average of numerators is an average of estimates
                 weight = self._buffer.vector.push_sum_weight
                 for name in (watch.names | self._told) & set(names):
                     for _, copy in self._pairs(optimizer, name):
@@ -283,19 +282,13 @@ class WeightCopies:
                     parameter.copy_(copy)
             if copies:
                 self._keep(watch)
-        finally:
-            self._to_estimate(optimizer, is_turned=is_turned)
-
-    def _to_estimate(self, optimizer: Optimizer, *, is_turned: bool) -> None:
-        if is_turned and self.debias is not None:
-            self.debias.after_step(optimizer)
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
         """The names of copies, where there are some, so that a checkpoint's first step knows of them."""
         names = set(self._loaded).union(*(watch.names for watch in list(self._watches.values())))
-        if any(masters.is_known for masters in list(self._masters.values())):
+        if any(masters is not None and masters.is_known for masters in list(self._masters.values())):
             names.add(_MASTERS)
         return {"copies": sorted(names)} if names else {}
 
@@ -309,10 +302,6 @@ class WeightCopies:
         # A copy has optimizers of its own, of which nothing is known.
         return {name: self.__dict__[name] for name in ("debias", "_buffer", "_name", "_told", "_loaded")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start()
-
 
 def _state_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:
     """The state of a parameter; empty where the optimizer keeps none by name."""
@@ -320,5 +309,7 @@ def _state_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:
     return state if isinstance(state, Mapping) else {}
 
 
-def _is_like(value: Tensor, parameter: Tensor) -> bool:
-    return value.is_floating_point() and value.layout is torch.strided and value.shape == parameter.shape
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    """Whether it is a tensor that may be a copy of the parameter."""
+    is_tensor = isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
+    return is_tensor and value.shape == parameter.shape

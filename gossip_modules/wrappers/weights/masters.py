@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-_SAMPLE = 64  # elements of a tensor that are compared
+from ...flat.step_watcher import sample
 
 
 class MasterWeights:
     """The masters q of parameters p, in the `param_groups` of an optimizer (apex O2, Megatron, fairseq, offloading).
 
-    The tool copies gradients to q, steps q and writes q over p, so what a gossip round has done to p is lost. Tensors
+    The tool copies gradients to q, steps q and writes q over p, so the change of a gossip round to p is lost. Tensors
     are taken as masters if they equal the parameters at the first step of their optimizer, and the parameters have
     changed by the next one though no optimizer holds them: a tool writes them then. Before each further step
     q <- q + (p - round(q)), which is zero where no round has been.
@@ -36,21 +36,21 @@ class MasterWeights:
     def of(
         cls, optimizer: Optimizer, module: nn.Module, parameters: Sequence[Tensor], *, is_known: bool = False
     ) -> MasterWeights | None:
-        """What this optimizer steps, if it equals these parameters of the module; else None.
+        """The tensors that this optimizer steps, if they equal these parameters of the module; else None.
 
         is_known: whether it is known from a checkpoint that there are masters: shapes are compared then, since a round
-        may have corrected the parameters by the first step.
+            may have corrected the parameters by the first step.
         """
         ours = {id(parameter) for parameter in parameters}
         in_order = [parameter for parameter in module.parameters() if id(parameter) in ours]
         pairs = _paired([x for group in optimizer.param_groups for x in group["params"]], in_order)
-        if not pairs or not (is_known or all(_are_near(q, p) for q, p in pairs)):
-            return None
-        return cls(pairs, is_known=is_known) if any(sample(p).any() for _, p in pairs) else None
+        # Equal up to the rounding of a round before the first step, among ranks that begin alike.
+        is_equal = is_known or all(is_rounded(sample(q), sample(p), num_ulps=8) for q, p in pairs)
+        return cls(pairs, is_known=is_known) if is_equal and any(sample(p).any() for _, p in pairs) else None
 
     @torch.no_grad()
     def correct(self) -> None:
-        """The masters get what the parameters have got beyond them."""
+        """The masters get the changes of the parameters beyond them."""
         if self._before:
             if all(torch.equal(sample(p), before) for (_, p), before in zip(self._pairs, self._before, strict=True)):
                 return
@@ -69,8 +69,6 @@ def _paired(masters: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tup
             return []
         parts = zip(flat.split(sizes), parameters, strict=True)
         return [(part.view(parameter.shape), parameter) for part, parameter in parts]
-    if len(masters) != len(parameters):
-        return []
     left, pairs = list(parameters), []
     for q in masters:
         own = min((p for p in left if q.shape == p.shape), key=lambda p: _distance(q, p), default=None)
@@ -78,23 +76,12 @@ def _paired(masters: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tup
             return []
         left = [p for p in left if p is not own]
         pairs.append((q.detach(), own))
-    return pairs
+    return [] if left else pairs
 
 
 def _distance(master: Tensor, parameter: Tensor) -> float:
     other = sample(parameter).to(master.device, master.dtype)
     return float(torch.linalg.vector_norm(sample(master) - other))
-
-
-def _are_near(master: Tensor, parameter: Tensor) -> bool:
-    """Whether they are equal up to the rounding of a round, before the first step, among ranks that begin alike."""
-    return is_rounded(sample(master), sample(parameter), num_ulps=8)
-
-
-def sample(x: Tensor) -> Tensor:
-    """Some elements of x, the same ones in tensors of one shape: flat, without autograd, maybe a view."""
-    flat = x.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLE)]
 
 
 def is_rounded(x: Tensor, y: Tensor, *, num_ulps: int = 0) -> bool:
@@ -109,7 +96,7 @@ def is_rounded(x: Tensor, y: Tensor, *, num_ulps: int = 0) -> bool:
 
 
 def correct_(copy: Tensor, parameter: Tensor) -> None:
-    """copy <- copy + (parameter - round(copy)): what rounding has left out of the parameter stays in the copy."""
+    """copy <- copy + (parameter - round(copy)): digits that the parameter has no room for stay in the copy."""
     if copy.element_size() > parameter.element_size():
         own = parameter.detach().to(copy.device)
         copy.add_(own.to(copy.dtype) - copy.to(own.dtype).to(copy.dtype))

@@ -15,20 +15,13 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from gossip_modules.flat.buffer import FlatBuffer
-from gossip_modules.flat.step_hooks import StepHooks
-from gossip_modules.wrappers import debias as debias_module
+from gossip_modules.flat.step_hooks import STEP_HOOKS
 from gossip_modules.wrappers.debias import Debias, Form
 from gossip_modules.wrappers.gossip import GossipDataParallel
 from tests.harness.problems import loss_of, mlp, sgd, train_step
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
 from tests.library.wrappers.wrapping import irregular
-
-
-@pytest.fixture(autouse=True)
-def _watched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks of objects that tests of other files left alive do not count."""
-    monkeypatch.setattr(debias_module, "STEP_HOOKS", StepHooks())
 
 
 class StepError(Exception):
@@ -44,15 +37,6 @@ class Failing(torch.optim.SGD):
             for parameter in group["params"]:
                 parameter.add_(1.0)
         raise StepError
-
-
-def num_hooks() -> int:
-    """Those of the library that are registered with torch, before and after steps."""
-    hooks = [
-        *torch_optimizer._global_optimizer_pre_hooks.values(),
-        *torch_optimizer._global_optimizer_post_hooks.values(),
-    ]
-    return sum(getattr(hook, "__self__", None) is debias_module.STEP_HOOKS for hook in hooks)
 
 
 def weighted(seed: int = 0, weight: float = 0.5) -> tuple[nn.Module, Debias]:
@@ -132,80 +116,8 @@ def test_after_a_step_that_raises_the_next_use_sees_the_estimate(
     assert max(abs(weight - 1) for weight in run_ranks(3, body)) > 0.1
 
 
-def test_the_hooks_are_there_as_long_as_a_wrapper_needs_them() -> None:
-    done = threading.Barrier(3)
-
-    def body(group: dist.ProcessGroup) -> None:
-        for _ in range(2):
-            wrapper = GossipDataParallel(mlp(), graph=irregular(), process_group=group)
-            optimizer = sgd(wrapper)
-            train_step(wrapper, optimizer, group.rank(), 0)
-            assert num_hooks() == 2, "one pair for all ranks of this process"
-            copied = copy.deepcopy(wrapper)
-            done.wait()
-            wrapper.close()
-            assert num_hooks() == 2, "the copy still needs them"
-            copied.close()
-            copy.deepcopy(wrapper)  # of a wrapper that is closed
-            done.wait()
-            optimizer.step()
-            done.wait()
-
-    run_ranks(3, body)
-    weighted()[1].stop()  # they stayed as long as other threads lived that might have been within a step
-    assert num_hooks() == 0
-
-
-def test_hooks_stay_while_another_thread_may_be_within_a_step() -> None:
-    _, debias = weighted()
-    in_step, is_dropped = threading.Event(), threading.Event()
-    errors: list[Exception] = []
-
-    def wait_within(*_: object) -> None:
-        in_step.set()
-        assert is_dropped.wait(20)
-
-    def step() -> None:
-        try:
-            torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()
-        except Exception as error:  # noqa: BLE001 (raised below, in the main thread)
-            errors.append(error)
-
-    with torch_optimizer.register_optimizer_step_pre_hook(wait_within):
-        thread = threading.Thread(target=step)
-        thread.start()
-        assert in_step.wait(20)
-        debias.stop()
-        assert num_hooks() == 2
-        is_dropped.set()
-        thread.join()
-    assert not errors, errors[0]
-    weighted()[1].stop()
-    assert num_hooks() == 0
-
-
-def test_weights_that_stay_one_need_no_hooks() -> None:
-    debias = Debias(FlatBuffer(mlp()), is_needed=False)
-    assert num_hooks() == 0
-    debias.stop()
-
-
-def test_hooks_go_when_the_last_object_is_collected() -> None:
-    module, debias = weighted()
-    assert num_hooks() == 2
-    del debias, module
-    gc.collect()
-    assert num_hooks() == 0
-    module, again = weighted()
-    assert num_hooks() == 2
-    torch.optim.SGD(module.parameters(), lr=0.1).step()
-    again.stop()
-    again.stop()
-    assert num_hooks() == 0
-
-
 def test_an_object_that_goes_within_a_step_leaves_the_walk_over_the_hooks_alone() -> None:
-    """torch raises where its hooks change while it goes over them; ours go at the next occasion."""
+    """torch raises where its hooks change while it goes over them."""
     module, debias = weighted()
     objects = [debias]
     del debias
@@ -215,11 +127,22 @@ def test_an_object_that_goes_within_a_step_leaves_the_walk_over_the_hooks_alone(
         gc.collect()
 
     with torch_optimizer.register_optimizer_step_pre_hook(drop):
-        other = nn.Linear(2, 2)
-        torch.optim.SGD(other.parameters(), lr=0.1).step()
-    weighted()[1].stop()
-    assert num_hooks() == 0
-    assert isinstance(module, nn.Module)
+        torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()
+    before = flatten(module)
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    assert torch.equal(flatten(module), before)
+
+
+def test_one_pair_of_hooks_serves_all_objects() -> None:
+    def hooks() -> int:
+        registered = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+        return sum(getattr(hook, "__self__", None) is STEP_HOOKS for table in registered for hook in table.values())
+
+    kept = [weighted(seed) for seed in range(3)]
+    assert hooks() == 2
+    for _, debias in kept:
+        debias.stop()
+    assert hooks() == 2
 
 
 def test_steps_and_wrappers_of_many_threads() -> None:
@@ -246,8 +169,6 @@ def test_steps_and_wrappers_of_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert not errors, errors[0]
-    weighted()[1].stop()
-    assert num_hooks() == 0
 
 
 @pytest.mark.parametrize(
