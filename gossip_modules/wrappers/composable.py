@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -51,6 +52,17 @@ def gossip(module: nn.Module, **options: Any) -> GossipModule:
     return module
 
 
+def _forwarded(name: str) -> Callable[..., Any]:
+    """The method of that name of `GossipDataParallel`, for a module that has one in `_gossip`."""
+    method = getattr(GossipDataParallel, name)
+
+    @functools.wraps(method)
+    def call(self: GossipModule, *args: Any, **kwargs: Any) -> Any:
+        return method(self._gossip, *args, **kwargs)
+
+    return call
+
+
 class GossipModule(nn.Module):
     """The methods that `gossip` adds to the class of a module, all of `GossipDataParallel`, which holds the module."""
 
@@ -75,25 +87,14 @@ class GossipModule(nn.Module):
     def __class__(self, plain: Any) -> None:
         _become(self, _with_gossip(plain))
 
-    def flush(self) -> None:
-        """See `GossipDataParallel.flush`."""
-        self._gossip.flush()
-
-    def settle(self) -> None:
-        """See `GossipDataParallel.settle`."""
-        self._gossip.settle()
-
-    def close(self) -> None:
-        """See `GossipDataParallel.close`."""
-        self._gossip.close()
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """See `GossipDataParallel.no_sync`."""
-        return self._gossip.no_sync()
-
-    def gossip_step(self) -> None:
-        """See `GossipDataParallel.gossip_step`."""
-        self._gossip.gossip_step()
+    flush = _forwarded("flush")
+    settle = _forwarded("settle")
+    close = _forwarded("close")
+    no_sync = _forwarded("no_sync")
+    gossip_step = _forwarded("gossip_step")
+    average_ = _forwarded("average_")
+    consensus_distance = _forwarded("consensus_distance")
+    comm_stats = _forwarded("comm_stats")
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -103,10 +104,6 @@ class GossipModule(nn.Module):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         self._gossip.require_backward_grad_sync = value
-
-    def average_(self) -> None:
-        """See `GossipDataParallel.average_`."""
-        self._gossip.average_()
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[GossipModule]:
@@ -120,14 +117,6 @@ class GossipModule(nn.Module):
         getattr(state, "_metadata", {}).get("", {}).pop(KEY, None)  # it is no rank's own state
         take_place(state, "", {}, None)
         return state
-
-    def consensus_distance(self) -> float:
-        """See `GossipDataParallel.consensus_distance`."""
-        return self._gossip.consensus_distance()
-
-    def comm_stats(self) -> dict[str, float]:
-        """See `GossipDataParallel.comm_stats`."""
-        return self._gossip.comm_stats()
 
     def join_hook(self, **_: Any) -> NoReturn:
         """Raises TypeError: `Join` needs a wrapper."""
@@ -220,7 +209,15 @@ def _check(module: nn.Module, options: Mapping[str, Any]) -> None:
             f"got a {type(module).__name__} that has {', '.join(taken)} of its own, expected none of the names that "
             "gossip() adds; rename them, or use GossipDataParallel(module), which keeps names apart"
         )
-    _check_class(module)
+    plain = type(module)
+    try:
+        _become(module, _with_gossip(plain))
+    except TypeError as error:
+        raise ValueError(
+            f"got a {plain.__name__}, of which gossip() can make no subclass: {error}; expected a module of a class "
+            "that is open to subclasses; use GossipDataParallel(module), which leaves the class as it is"
+        ) from error
+    _become(module, plain)
     if type(module).__call__ is not nn.Module.__call__:  # it may run no hooks: every rank would train alone
         warnings.warn(
             f"got a {type(module).__name__} that has a __call__ of its own, expected that of nn.Module, which runs the "
@@ -241,19 +238,6 @@ def _check_names(state_dict: Mapping[str, Any], prefix: str, module: nn.Module) 
             f"gossip(), expected '{prefix}{found[0]}'; remove 'module.' from the keys with "
             "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, 'module.')"
         )
-
-
-def _check_class(module: nn.Module) -> None:
-    """Raise ValueError where the module cannot become one of the class with gossip; it is as it was in any case."""
-    plain = type(module)
-    try:
-        _become(module, _with_gossip(plain))
-    except TypeError as error:
-        raise ValueError(
-            f"got a {plain.__name__}, of which gossip() can make no subclass: {error}; expected a module of a class "
-            "that is open to subclasses; use GossipDataParallel(module), which leaves the class as it is"
-        ) from error
-    _become(module, plain)
 
 
 def _with_gossip(plain: type[nn.Module]) -> type[GossipModule]:

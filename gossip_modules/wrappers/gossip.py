@@ -36,7 +36,7 @@ from .foreign.arguments import foreign_arguments
 from .foreign.tables import DDP_ARGUMENTS, SGP_ARGUMENTS
 from .join import Shadow, notify_others
 from .links import Links
-from .node import MemberNode, Node, check_node_size, count_nodes, meet_siblings
+from .node import MemberNode, Node, check_node_size, count_nodes, make_node, meet_siblings
 
 
 class GossipDataParallel(GossipWrapper, Joinable):
@@ -248,15 +248,15 @@ class GossipDataParallel(GossipWrapper, Joinable):
         self._description = {name: str(value) for name, value in what.items()}
 
     def _make_node(self, links: Links, g: int, *, find_unused_parameters: bool) -> Node:
-        replica: dict[str, Any] = {
+        options: dict[str, Any] = {
             "selection": self._selection,
             "find_unused_parameters": find_unused_parameters,
         }
         if self._elastic is None:
-            return Node(self.module, links, g, **replica)
+            return make_node(self.module, links, g, **options)
         device, what = self._buffer.vector.raw.device, self._elastic.describe()
         siblings = meet_siblings(self._elastic.membership, links, g, description=what, device=device)
-        return MemberNode(self.module, siblings, **replica)
+        return MemberNode(self.module, siblings, **options)
 
     def _begin(self, mixer: Mixer, mixing: MixingManager, schedule: Schedule | ConsensusControl) -> None:
         """Be ready for the first step."""
@@ -265,11 +265,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         mixer.watch_optimizer(self._buffer, is_whole=node is None or node.is_whole)
         engine = self._make_engine(mixer, schedule)
         self._engine: LockstepEngine = engine if node is None else node.engine_of(engine)
-        is_weighted = mixer.is_weighted
-        self._averager = (
-            node.averager(is_weighted=is_weighted) if isinstance(node, MemberNode) else self._engine.averager
-        )
-        self._debias = self._copies.debias = Debias(self._buffer, is_needed=is_weighted)
+        self._averager = self._engine.averager if node is None else node.averager(self._engine)
+        self._debias = self._copies.debias = Debias(self._buffer, is_needed=mixer.is_weighted)
         self._set_out()
         self._travelling.watch(self, self._transport)
         hold(self)

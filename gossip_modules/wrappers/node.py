@@ -21,6 +21,7 @@ from ..membership.node.siblings import PATIENCE, Siblings
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.connect import CPU
+from ..transport.process_group import ProcessGroupTransport
 from .foreign.user_line import levels_to_user
 from .gradient_group import NamedReplica, leaving_alone
 from .links import Links
@@ -33,30 +34,31 @@ class Node:
     local rank l gossips shard l of the flat vector with local rank l of the peer node, and the shards are gathered
     inside the node: every network card of the node works. Equal to one process per node with g times the batch.
 
-    Buffers are those of local rank 0, as in DistributedDataParallel.
+    Buffers have the values of local rank 0, as in DistributedDataParallel.
 
     Args:
         module: already flat; DistributedDataParallel adds hooks to its parameters.
-        links: as for `open_transport`.
-        num_shards: g, the number of processes per node; consecutive ranks form a node.
-        selection: what each process keeps for itself.
+        transport: over the processes of the node.
+        control: the same for messages that no process waits a GPU for; may be `transport`.
+        selection: the tensors that each process keeps for itself.
         find_unused_parameters: as for DistributedDataParallel.
     """
 
     is_whole = False  # whether one process gossips the whole vector
 
     def __init__(
-        self, module: nn.Module, links: Links, num_shards: int, *, selection: Selection, find_unused_parameters: bool
+        self,
+        module: nn.Module,
+        transport: ProcessGroupTransport,
+        control: ProcessGroupTransport,
+        *,
+        selection: Selection,
+        find_unused_parameters: bool,
     ) -> None:
-        self.selection = selection
-        first = dist.get_rank() // num_shards * num_shards
-        self.local_rank = dist.get_rank() - first
-        self.num_shards = num_shards
-        self.find_unused_parameters = find_unused_parameters
-        members = range(first, first + num_shards)
-        self.transport = self.control = links.connect(next(module.parameters()).device, ranks=members)
-        if self.transport.backend == "nccl":  # messages that no process waits a GPU for
-            self.control = replace(links, comm_device="cpu", backend="gloo").connect(CPU, ranks=members)
+        self.transport, self.control = transport, control
+        self.local_rank, self.num_shards = transport.rank, transport.world_size
+        self._selection = selection
+        self._find_unused_parameters = find_unused_parameters
         self.replica = self._replicate(module)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Node:
@@ -67,9 +69,20 @@ class Node:
             node.replica = node._replicate(copy.deepcopy(self.replica.module, memo))
         return node
 
+    def _replicate(self, module: nn.Module) -> NamedReplica:
+        with leaving_alone(module, self._selection):
+            return NamedReplica(
+                module,
+                self.transport,
+                what="making a node",
+                process_group=self.transport.group,
+                find_unused_parameters=self._find_unused_parameters,
+                gradient_as_bucket_view=True,
+            )
+
     @staticmethod
     def peers(num_shards: int) -> list[int] | None:
-        """The global ranks with this process's local rank, one per node, whom its shard gossips with; None = all."""
+        """The global ranks with this process's local rank, one per node, which exchange this shard; None = all."""
         return None if num_shards == 1 else list(range(dist.get_rank() % num_shards, dist.get_world_size(), num_shards))
 
     @property
@@ -78,12 +91,16 @@ class Node:
         return sum(connection.num_bytes_sent for connection in {self.transport, self.control})
 
     def engine_of(self, engine: LockstepEngine) -> LockstepEngine:
-        """What this process has where a rank without a node has `engine`, whose decisions the node takes as one."""
+        """The engine of this process, made of one for a rank without a node. The node takes its decisions as one."""
         engine.agree_finite = self._agree
         return engine
 
+    def averager(self, engine: LockstepEngine) -> GlobalAverage:
+        """The average over all nodes, for this process."""
+        return engine.averager
+
     def run(self, act: Callable[[], bool]) -> bool:
-        """`act`, which runs rounds on what `shard` gives; whether that was written."""
+        """`act`, which runs rounds on `shard`; whether that was written."""
         return act()
 
     def shard(self, vector: FlatVector) -> FlatVector:
@@ -111,17 +128,6 @@ class Node:
         self.control.all_reduce(num_infinite, what="whether the model of the node is finite")
         return num_infinite.item() == 0.0
 
-    def _replicate(self, module: nn.Module) -> NamedReplica:
-        with leaving_alone(module, self.selection):
-            return NamedReplica(
-                module,
-                self.transport,
-                what="making a node",
-                process_group=self.transport.group,
-                find_unused_parameters=self.find_unused_parameters,
-                gradient_as_bucket_view=True,
-            )
-
 
 class MemberNode(Node):
     """A node that is one worker of a `Membership`: its first process gossips the whole vector for all of them.
@@ -129,27 +135,25 @@ class MemberNode(Node):
     Args:
         module: as for `Node`.
         siblings: the processes of the node.
-        selection: what each process keeps for itself.
-        find_unused_parameters: as for DistributedDataParallel.
+        options: as for `Node`.
     """
 
     is_whole = True
-    is_weighted = False  # whether push-sum weights move
     _engine: LockstepEngine
 
-    def __init__(
-        self, module: nn.Module, siblings: Siblings, *, selection: Selection, find_unused_parameters: bool
-    ) -> None:
-        self.selection = selection
-        self.siblings, self.transport, self.control = siblings, siblings.data, siblings.control
-        self.local_rank, self.num_shards = siblings.data.rank, siblings.data.world_size
-        self.find_unused_parameters = find_unused_parameters
-        self.replica = self._replicate(module)
+    def __init__(self, module: nn.Module, siblings: Siblings, **options: Any) -> None:
+        self.siblings = siblings
+        super().__init__(module, siblings.data, siblings.control, **options)
 
     def engine_of(self, engine: LockstepEngine) -> LockstepEngine:
         """See `Node`: the first process runs the rounds of all."""
         self._engine = engine if self.siblings.leads else FollowingEngine(engine)
         return self._engine
+
+    def averager(self, engine: LockstepEngine) -> GlobalAverage:
+        """See `Node`."""
+        collectives: Any = NodeCollectives(self.siblings)  # all that an average needs of a transport
+        return GlobalAverage(collectives, sums_weights=engine.gossiper.is_weighted)
 
     def run(self, act: Callable[[], bool]) -> bool:
         """See `Node` and `Siblings.run`."""
@@ -161,26 +165,39 @@ class MemberNode(Node):
         return vector
 
     def gather(self, vector: FlatVector) -> None:
-        """vector, and its weight, <- that of the first process, in place; at a safe point `Siblings` sees to it."""
+        """vector, and its weight, <- those of the first process, in place; at a safe point `Siblings` sees to it."""
         if self.siblings.is_apart:
             return
-        self.transport.broadcast(vector.raw, source=0, what="sharing the model in the node")
-        if self.is_weighted:
-            self.transport.broadcast(vector.push_sum_weight, source=0, what="sharing its weight in the node")
-        for x in self._engine.shared(vector):
-            self.transport.broadcast(x, source=0, what="sharing what a round has written in the node")
+        tensors = [vector.raw, *self._engine.shared(vector)]
+        if self._engine.gossiper.is_weighted:
+            tensors.append(vector.push_sum_weight)
+        for x in tensors:
+            self.transport.broadcast(x, source=0, what="sharing the model in the node")
         if not self.siblings.leads:
             self._engine.take_shared(vector)
 
-    def averager(self, *, is_weighted: bool) -> GlobalAverage:
-        """The average over all nodes, for every process of this one."""
-        self.is_weighted = is_weighted
-        collectives: Any = NodeCollectives(self.siblings)  # all that an average needs of a transport
-        return GlobalAverage(collectives, sums_weights=is_weighted)
 
-    def close(self) -> None:
-        """See `Node`."""
-        self.siblings.close()
+def make_node(module: nn.Module, links: Links, num_shards: int, **options: Any) -> Node:
+    """The node of this process: consecutive ranks form one; collective.
+
+    Args:
+        module, options: as for `Node`.
+        links: as for `GossipWrapper._open`.
+        num_shards: g, the number of processes per node.
+    """
+    first = dist.get_rank() // num_shards * num_shards
+    transport, control = _connect(links, next(module.parameters()).device, range(first, first + num_shards))
+    return Node(module, transport, control, **options)
+
+
+def _connect(
+    links: Links, device: torch.device, members: Sequence[int] | None = None
+) -> tuple[ProcessGroupTransport, ProcessGroupTransport]:
+    """The transport of a node for tensors on the device, and the one for messages in CPU memory."""
+    transport = links.connect(device, ranks=members)
+    if transport.backend != "nccl":
+        return transport, transport
+    return transport, replace(links, comm_device="cpu", backend="gloo").connect(CPU, ranks=members)
 
 
 def meet_siblings(
@@ -190,7 +207,7 @@ def meet_siblings(
 
     Args:
         membership: of this process.
-        links: inside the node; `PATIENCE` times the timeout of the membership is that of its waits.
+        links: inside the node; the limit of its waits is `PATIENCE` times the timeout of the membership.
         nprocs_per_node: how many there are.
         description: what they must agree on, by name.
         device: of the model.
@@ -207,11 +224,8 @@ def meet_siblings(
             "expected a world of one node; start each node by `torchrun --standalone --nproc-per-node "
             f"{nprocs_per_node}`, or pass the group of the node's processes as process_group"
         )
-    links = replace(links, timeout=PATIENCE * membership.timeout)
-    data = control = links.connect(device)
+    data, control = _connect(replace(links, timeout=PATIENCE * membership.timeout), device)
     try:
-        if data.backend != "gloo":
-            control = replace(links, comm_device="cpu", backend="gloo").connect(CPU)
         check_agreement(control, description)
     except BaseException:
         data.close()
