@@ -11,15 +11,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gossip_modules.old_calls import GRAPH_ARGUMENTS, MATCHA_ARGUMENTS, MIXING_ARGUMENTS  # noqa: E402
-from gossip_modules.wrappers.foreign.arguments import Ignored, NewName, Refused  # noqa: E402
-from gossip_modules.wrappers.foreign.attributes import MISSING, WORKING  # noqa: E402
-from gossip_modules.wrappers.foreign.tables import (  # noqa: E402
+from gossip_modules.old_calls import (  # noqa: E402
+    GRAPH_ARGUMENTS,
+    MATCHA_ARGUMENTS,
+    MIXING_ARGUMENTS,
+    Ignored,
+    NewName,
+    Refused,
+)
+from gossip_modules.wrappers.foreign_arguments import (  # noqa: E402
     AD_PSGD_ARGUMENTS,
     ALL_REDUCE_ARGUMENTS,
     SGP_ARGUMENTS,
     WAGMA_ARGUMENTS,
 )
+from gossip_modules.wrappers.old_names import MISSING, WORKING  # noqa: E402
 from train.old_options.actions import Action, Gone, Same  # noqa: E402
 from train.old_options.tables import DPWA, MATCHA, POWERGOSSIP, SGP, WAGMA  # noqa: E402
 
@@ -48,11 +54,6 @@ def _argument(action: Any) -> tuple[str, str]:
     return text[0].lower() + text[1:], "a warning, or an error by its value"
 
 
-def left_out(reasons: Mapping[str, str]) -> str:
-    """Of a table of arguments that change nothing."""
-    return table("argument", ((f"{name}=", f"leave it out: {why}", "a warning") for name, why in reasons.items()))
-
-
 def attributes() -> str:
     """Of the methods and attributes of the wrappers."""
     rows = [(name, remedy, "works, with a warning") for name, remedy in WORKING.items()]
@@ -76,10 +77,10 @@ TABLES: Mapping[str, str] = {
     "sgp-arguments": arguments(SGP_ARGUMENTS),
     "adpsgd-arguments": arguments(AD_PSGD_ARGUMENTS),
     "allreduce-arguments": arguments(ALL_REDUCE_ARGUMENTS),
-    "graph-arguments": left_out({**GRAPH_ARGUMENTS, **MIXING_ARGUMENTS}),
+    "graph-arguments": arguments({**GRAPH_ARGUMENTS, **MIXING_ARGUMENTS}),
     "attributes": attributes(),
     "sgp-options": options(SGP),
-    "matcha-arguments": left_out(MATCHA_ARGUMENTS),
+    "matcha-arguments": arguments(MATCHA_ARGUMENTS),
     "matcha-options": options(MATCHA),
     "wagma-arguments": arguments(WAGMA_ARGUMENTS),
     "wagma-options": options(WAGMA, dashes="-"),

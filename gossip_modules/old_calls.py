@@ -1,50 +1,188 @@
-"""Calls of graphs, mixings and gossipers as in Stochastic Gradient Push and MATCHA: they work, or say what to do.
+"""Arguments and attributes of other libraries: they work with a warning, or an error tells the remedy.
 
-The decorators of constructors cost a call of today a few comparisons.
+A table says for each argument whether it changes nothing, is refused, or has a new name; `foreign_arguments` makes a
+function understand the arguments of tables.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
+import reprlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+import torch
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = (_TORCH, str(Path(__file__).parent))
 
-GRAPH_ARGUMENTS: Mapping[str, str] = {
-    "rank": "a graph answers for every rank, as in graph.out_peers(rank, t)",
-    "local_rank": "a graph answers for every rank, as in graph.out_peers(rank, t)",
-    "nprocs_per_node": "GossipDataParallel(nprocs_per_node=N) makes nodes; a graph is one of nodes then",
-}
-"""Arguments of the graphs of Stochastic Gradient Push that change nothing here, with the reason."""
-MIXING_ARGUMENTS: Mapping[str, str] = {"device": "weights are numbers, on no device"}
-"""The same of its mixings."""
-MATCHA_ARGUMENTS: Mapping[str, str] = {
-    "rank": GRAPH_ARGUMENTS["rank"],
-    "size": "the graph has the number of ranks",
-    "iterations": "rounds are drawn one by one, and have no end",
-    "issubgraph": "matchings and graphs are told apart by their types",
-}
-"""Arguments of MATCHA's processors that change nothing here, with the reason."""
-GOSSIPER_ARGUMENTS = frozenset({"msg", "graph", "mixing", "device", "logger", "rank", "world_size"})
-"""Those of the gossipers of Stochastic Gradient Push."""
-GOSSIPER_REMEDY = (
-    "the message, the graph and the mixing are given when rounds begin: write gossiper.bind(mixing, connect()), then "
-    "gossiper.average(tensor, num_rounds=...); or GossipDataParallel(module, graph=..., gossiper=...)"
-)
-"""What takes the place of their arguments."""
+
+def levels_to_user() -> int:
+    """The `stacklevel` of the caller's warning that names the first line outside of torch and of this library."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def is_torch(frame: FrameType) -> bool:
+    """Whether the frame is of a function of torch."""
+    return frame.f_code.co_filename.startswith(_TORCH)
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """The argument changes nothing here: it is accepted, with a warning.
+
+    Args:
+        why: the reason, as a clause: "gradients are not averaged, so there are no buckets".
+    """
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The argument asks for something that the constructor does not do: a ValueError.
+
+    Args:
+        remedy: the reason and the line to write instead, as clauses.
+    """
+
+    remedy: str
+
+
+@dataclass(frozen=True)
+class NewName:
+    """Another argument has the same meaning: it is given in its place, with a DeprecationWarning.
+
+    Args:
+        new: the new name, which may not be given as well.
+    """
+
+    new: str
+
+
+Action: TypeAlias = Ignored | Refused | NewName
+ForeignArguments: TypeAlias = Mapping[str, "Action | Callable[[Any, Mapping[str, Any]], Action]"]
+"""The action for an argument, by its name; or a function of its value and of all arguments by name, `module` too."""
+
+
+def foreign_arguments(
+    *tables: ForeignArguments, passed_on_to: Callable[..., Any] | None = None, leading: str = "", trailing: str = ""
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator: the function understands, besides its own arguments, those of `tables`.
+
+    An argument of the function itself is never looked up, and None says nothing, whatever the name. The signature that
+    tools show stays that of the function.
+
+    Args:
+        tables: of several that have a name, the first one counts.
+        passed_on_to: a function to which the keyword arguments are passed on: its arguments count as own ones.
+        leading, trailing: an argument of a table that may stand before, or after, the positional ones of a constructor.
+
+    Raises:
+        ValueError: (call) an argument that is `Refused`.
+        TypeError: (call) an argument in no table, with the nearest name; a new name beside an old one; or too many
+            positional arguments.
+
+    Example:
+        >>> @foreign_arguments({"bucket_size": Ignored("there are no buckets"), "wait": NewName("timeout")})
+        ... def connect(module: nn.Module, *, timeout: float = 1.0) -> float:
+        ...     return timeout
+    """
+    table = {name: action for actions in reversed(tables) for name, action in actions.items()}
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        own, positional = _names(function)
+        if passed_on_to is not None:
+            own |= _names(passed_on_to)[0]
+        extra, place = leading or trailing, 1 if leading else len(positional)
+
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            given: tuple[Any, ...] = args
+            if len(given) > len(positional) or not own.issuperset(kwargs):
+                if extra and len(given) == len(positional) + 1:
+                    given, kwargs[extra] = (*given[:place], *given[place + 1 :]), given[place]
+                name = type(given[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
+                _check_positional(name, given, positional)
+                _translate(name, own, table, kwargs, dict(zip(positional, given, strict=False)))
+            return function(*given, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def _names(function: Callable[..., Any]) -> tuple[set[str], list[str]]:
+    """The names of the arguments of a function, and those of the positional ones in order."""
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return {*positional, *(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)}, positional
+
+
+def _check_positional(name: str, args: tuple[Any, ...], positional: list[str]) -> None:
+    """Raise TypeError where there are more than the function takes."""
+    if len(args) > len(positional):
+        expected = [argument for argument in positional if argument not in ("self", "cls")]
+        num_given = len(args) - len(positional) + len(expected)
+        raise TypeError(
+            f"{name}() got {num_given} positional arguments, expected {len(expected)} ({', '.join(expected)}); give "
+            f"the others by name, as in {name}({', '.join(expected)}, timeout=60)"
+        )
+
+
+def _translate(
+    name: str, own: set[str], table: ForeignArguments, kwargs: dict[str, Any], positional: Mapping[str, Any]
+) -> None:
+    """Make the keyword arguments those of the function; in place."""
+    given = {**positional, **kwargs}
+    for argument in [argument for argument in kwargs if argument not in own]:
+        if argument not in table:
+            names = sorted(own - {"self", "cls"})
+            near = difflib.get_close_matches(argument.lower(), [*names, *table], n=1, cutoff=0.7)
+            hint = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(names)}"
+            raise TypeError(f"{name}() got an unexpected keyword argument '{argument}'; {hint}")
+        value, action = kwargs.pop(argument), table[argument]
+        if value is None:
+            continue
+        if callable(action):
+            action = action(value, given)
+        got = f"got {argument}={' '.join(_short.repr(value).split())}"
+        if isinstance(action, Refused):
+            raise ValueError(f"{got}, expected none: {action.remedy}")
+        if isinstance(action, Ignored):
+            message = f"{got} for {name}, which changes nothing: {action.why}; leave it out"
+            warnings.warn(message, stacklevel=levels_to_user())
+            continue
+        if action.new in kwargs:
+            raise TypeError(f"{got} and {action.new}={_short.repr(kwargs[action.new])}, expected the second alone")
+        kwargs[action.new] = value
+        message = f"{got} for {name}, which is now {action.new}={_short.repr(value)}; the old name will go"
+        warnings.warn(message, DeprecationWarning, stacklevel=levels_to_user())
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 100
 
 
 class OldAttribute:
-    """An attribute or method of another system: reading it is an AttributeError that says what to write.
+    """An attribute or method of another library: reading it is an AttributeError that tells the remedy.
 
     `hasattr` is False for it, and a subclass may have an attribute of that name.
 
     Args:
-        remedy: what to write, as a clause.
+        remedy: the line to write, as a clause.
     """
 
     def __init__(self, remedy: str) -> None:
@@ -60,83 +198,38 @@ class OldAttribute:
         raise AttributeError(text, name=self.name, obj=instance)
 
 
-def old_arguments(
-    unused: Mapping[str, str], *, leading: str = "", trailing: str = "", renamed: Mapping[str, str] | None = None
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A decorator of a constructor: arguments of another system are left out, or renamed, with a warning.
-
-    Args:
-        unused: arguments that change nothing, by name, with the reason.
-        leading: one of them that may stand first, before the positional arguments of the constructor.
-        trailing: one of them that may stand after these.
-        renamed: old names with new ones.
-    """
-    new_names = renamed or {}
-
-    def decorate(init: Callable[_P, _R]) -> Callable[_P, _R]:
-        kinds = [p.kind for p in inspect.signature(init).parameters.values()]
-        num_positional = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-        @functools.wraps(init)
-        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            given: list[Any] = list(args)
-            if len(given) == num_positional + 1 and (leading or trailing):
-                value = given.pop(1 if leading else -1)
-                _warn(given[0], leading or trailing, value, unused[leading or trailing])
-            if len(given) > num_positional:
-                names = ", ".join(list(inspect.signature(init).parameters)[1:num_positional])
-                raise TypeError(
-                    f"{type(given[0]).__name__}() got {len(given) - 1} positional arguments, expected {names}; give "
-                    "the others by name"
-                )
-            for old in [name for name in kwargs if name in unused]:
-                _warn(given[0], old, kwargs.pop(old), unused[old])
-            for old in [name for name in kwargs if name in new_names]:
-                new = new_names[old]
-                if new in kwargs:
-                    raise TypeError(f"{type(given[0]).__name__}() got {old}= and {new}=, expected {new}= alone")
-                kwargs[new] = kwargs.pop(old)
-                text = f"got {old}={kwargs[new]!r} for {type(given[0]).__name__}, which is now {new}"
-                warnings.warn(f"{text}; the old name will go", UserWarning, stacklevel=2)
-            return init(*given, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def refused_arguments(names: frozenset[str], remedy: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A decorator of a constructor of keyword arguments: positional ones, and those of `names`, raise TypeError.
-
-    Args:
-        names: arguments of another system.
-        remedy: what to do instead, as a clause.
-    """
-
-    def decorate(init: Callable[_P, _R]) -> Callable[_P, _R]:
-        @functools.wraps(init)
-        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if len(args) > 1 or not names.isdisjoint(kwargs):
-                name = type(args[0]).__name__
-                got = [type(value).__name__ for value in args[1:]] + [key for key in kwargs if key in names]
-                raise TypeError(f"{name}() got {', '.join(got)}, expected none of them: {remedy}")
-            return init(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def _warn(instance: object, name: str, value: object, why: str) -> None:
-    text = f"got {name}={value!r} for {type(instance).__name__}, which changes nothing: {why}; leave it out"
-    warnings.warn(text, UserWarning, stacklevel=3)
+_EVERY_RANK = Ignored("a graph answers for every rank, as in graph.out_peers(rank, t)")
+GRAPH_ARGUMENTS: ForeignArguments = {
+    "rank": _EVERY_RANK,
+    "local_rank": _EVERY_RANK,
+    "nprocs_per_node": Ignored("GossipDataParallel(nprocs_per_node=N) makes nodes; a graph is one of nodes then"),
+}
+"""The graphs of Stochastic Gradient Push."""
+MIXING_ARGUMENTS: ForeignArguments = {"device": Ignored("weights are numbers, on no device")}
+"""The mixings of Stochastic Gradient Push."""
+MATCHA_ARGUMENTS: ForeignArguments = {
+    "rank": _EVERY_RANK,
+    "size": Ignored("the graph has the number of ranks"),
+    "iterations": Ignored("rounds are drawn one by one, and have no end"),
+    "issubgraph": Ignored("matchings and graphs are told apart by their types"),
+    "commBudget": NewName("budget"),
+}
+"""The processors of MATCHA."""
+GOSSIPER_ARGUMENTS: ForeignArguments = dict.fromkeys(
+    ("msg", "graph", "mixing", "device", "logger", "rank", "world_size"),
+    Refused(
+        "the message, the graph and the mixing are given when rounds begin: write gossiper.bind(mixing, connect()), "
+        "then gossiper.average(tensor, num_rounds=...); or GossipDataParallel(module, graph=...)"
+    ),
+)
+"""The gossipers of Stochastic Gradient Push."""
 
 
 class BilatPushPull:
-    """The gossiper of AD-PSGD in Stochastic Gradient Push; here its rounds are those of a wrapper.
+    """The gossiper of AD-PSGD in Stochastic Gradient Push; here its rounds belong to a wrapper.
 
     Raises:
-        TypeError: (construction) always; says what to write.
+        TypeError: (construction) always; tells the line to write.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:

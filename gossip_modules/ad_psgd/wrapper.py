@@ -18,14 +18,14 @@ from ..membership.links import alone
 from ..membership.lockstep import check_elastic
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
+from ..old_calls import foreign_arguments
 from ..rounds.mixer import GlobalAverage
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import GraphLike, MixingLike, as_timeout
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import hold
 from ..wrappers.defaults import choose_bipartite_mixing
-from ..wrappers.foreign.arguments import foreign_arguments
-from ..wrappers.foreign.tables import AD_PSGD_ARGUMENTS, DDP_ARGUMENTS
+from ..wrappers.foreign_arguments import AD_PSGD_ARGUMENTS, DDP_ARGUMENTS
 from ..wrappers.links import Links
 from .engine import BilateralEngine
 from .participant import BilateralParticipant

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..flat.nonfinite import check_policy
+from ..old_calls import ForeignArguments, Refused, foreign_arguments
 from ..wrappers.arguments import as_timeout
-from ..wrappers.foreign.arguments import ForeignArguments, Refused, foreign_arguments
 from .interpolation import (
     ClockInterpolation,
     ConstantInterpolation,

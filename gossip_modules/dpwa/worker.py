@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..old_calls import foreign_arguments
 from ..wrappers.averaging import AveragingMixin
-from ..wrappers.foreign.arguments import foreign_arguments
 from .average_on_demand import AverageOnDemand
 from .config import CURVE_ARGUMENTS
 from .engine import PairwiseEngine

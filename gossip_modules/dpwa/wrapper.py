@@ -14,10 +14,10 @@ from torch import nn
 from ..engine.engine import IdleEngine
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
+from ..old_calls import foreign_arguments
 from ..wrappers.base import GossipWrapper
 from ..wrappers.composition import hold
-from ..wrappers.foreign.arguments import foreign_arguments
-from ..wrappers.foreign.tables import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
+from ..wrappers.foreign_arguments import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
 from .average_on_demand import AverageOnDemand
 from .config import CURVE_ARGUMENTS, DEFAULT_INTERPOLATION, DEFAULT_TIMEOUT, PairwiseConfig
 from .engine import PairwiseEngine

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..graph_manager.matchings import Edge, Matching, as_matchings, matchings_of, world_size
 from ..graph_manager.random_graphs import RandomGraph, random_bits, unit_interval
-from ..old_calls import MATCHA_ARGUMENTS, old_arguments
+from ..old_calls import MATCHA_ARGUMENTS, foreign_arguments
 from .laplacians import as_probabilities, dpsgd_weight, mixing_weight, periodic_dpsgd_weight
 from .planning import ActivationPlan, best_connected, budget_limit, matching_costs, smallest_rho
 
@@ -80,7 +80,7 @@ class MatchaGraph(RandomGraph):
 
     is_symmetric = True
 
-    @old_arguments(MATCHA_ARGUMENTS, renamed={"commBudget": "budget"})
+    @foreign_arguments(MATCHA_ARGUMENTS)
     def __init__(
         self,
         base: nx.Graph | Sequence[Sequence[Edge]],

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..graph_manager import WeightedGraph
 from ..graph_manager.base import GraphManager
-from ..old_calls import MIXING_ARGUMENTS, OldAttribute, old_arguments
+from ..old_calls import MIXING_ARGUMENTS, OldAttribute, foreign_arguments
 
 _ROUNDING = 1e-12  # tolerance for sums and products of weights in float64
 _PACKAGE = __name__.partition(".")[0]
@@ -156,7 +156,7 @@ class UniformMixing(MixingManager):
 
     is_column_stochastic = True
 
-    @old_arguments(MIXING_ARGUMENTS, trailing="device")
+    @foreign_arguments(MIXING_ARGUMENTS, trailing="device")
     def __init__(self, graph: GraphManager) -> None:
         refuse_weighted(graph, type(self).__name__)
         super().__init__(graph)

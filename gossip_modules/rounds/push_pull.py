@@ -14,7 +14,7 @@ from ..compression.compressor import Cast
 from ..flat.layout import CHUNK_BYTES, FlatLayout, check_chunk_bytes
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights, knows_period
-from ..old_calls import GOSSIPER_ARGUMENTS, GOSSIPER_REMEDY, refused_arguments
+from ..old_calls import GOSSIPER_ARGUMENTS, foreign_arguments
 from ..transport.base import ElasticPending, Pending, Transport, is_elastic, lost_peers
 from .mixer import Mixer
 
@@ -50,7 +50,7 @@ class PushPull(Mixer):
     sends_shares: bool = False  # columns of W sum to one, and not rows: see [Note: lost peers] of `Neighbours`
     received: Sequence[FlatVector] = ()  # the messages of the in-peers, in their order
 
-    @refused_arguments(GOSSIPER_ARGUMENTS, GOSSIPER_REMEDY)
+    @foreign_arguments(GOSSIPER_ARGUMENTS)
     def __init__(self, *, wire_dtype: torch.dtype | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
         if wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(

@@ -22,14 +22,14 @@ from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..membership.links import alone
 from ..membership.lockstep import check_links
 from ..membership.membership import Membership
+from ..old_calls import foreign_arguments
 from ..rounds.mixer import GlobalAverage
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import as_timeout, as_whole, check_flags
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import hold
-from ..wrappers.foreign.arguments import foreign_arguments
-from ..wrappers.foreign.tables import DDP_ARGUMENTS, WAGMA_ARGUMENTS
+from ..wrappers.foreign_arguments import DDP_ARGUMENTS, WAGMA_ARGUMENTS
 from ..wrappers.links import Links
 from .elastic import ElasticGroupEngine, GroupParticipant, choose_groups
 from .engine import WaitAvoidingEngine

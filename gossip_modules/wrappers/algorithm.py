@@ -8,10 +8,10 @@ import warnings
 from typing import Any, TypeAlias
 
 from ..compression.compressor import Compressor
+from ..old_calls import levels_to_user
 from ..registry import METHODS, named
 from ..rounds.algorithm import Algorithm, Over
 from ..rounds.push_pull import PushPull
-from .foreign.user_line import levels_to_user
 
 Chosen: TypeAlias = Algorithm | PushPull | None
 AlgorithmLike: TypeAlias = Chosen | type[Algorithm | PushPull] | str

@@ -14,16 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 from ..flat.nonfinite import FiniteCheck, check_policy
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
+from ..old_calls import ForeignArguments, Refused, foreign_arguments
 from ..rounds.mixer import GlobalAverage
 from ..transport.connect import CPU, connect
 from ..transport.process_group import DEFAULT_TIMEOUT
 from .arguments import as_timeout, check_process_group
 from .averaging import AveragingMixin
 from .composition import check_inside, hold, let_go
-from .foreign.arguments import ForeignArguments, Refused, foreign_arguments
-from .foreign.attributes import OldNames
-from .foreign.tables import ALL_REDUCE_ARGUMENTS
+from .foreign_arguments import ALL_REDUCE_ARGUMENTS
 from .gradient_group import NamedReplica, leaving_alone
+from .old_names import OldNames
 from .state import check_prefix
 
 _GOSSIP_ARGUMENTS: ForeignArguments = {

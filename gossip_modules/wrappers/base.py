@@ -21,6 +21,7 @@ from ..flat.selection import Selection
 from ..flat.transformed import call_plain, is_transformed, not_compiled, refuse_scripting
 from ..flat.vector import FlatVector
 from ..membership.participant import ModelParticipant
+from ..old_calls import levels_to_user
 from ..transport.agreement import broadcast_tensors, check_agreement
 from ..transport.change_board import first_difference
 from ..transport.connect import connect, group_or_world
@@ -29,11 +30,10 @@ from .arguments import check_flags
 from .averaging import AveragingMixin
 from .composition import check_inside, check_optimizers, check_outside, hold, let_go
 from .debias import Debias
-from .foreign.attributes import MISSING, OldNames
-from .foreign.tables import DDP_ATTRIBUTES
-from .foreign.user_line import levels_to_user
+from .foreign_arguments import DDP_ATTRIBUTES
 from .links import Links
 from .node import Node
+from .old_names import MISSING, OldNames
 from .optimizer_steps import OptimizerSteps, RoundTime
 from .state import (
     KEY,

@@ -22,6 +22,7 @@ from ..membership.lockstep import LockstepParticipant, check_elastic
 from ..membership.membership import Membership
 from ..membership.node.participant import NodeParticipant
 from ..mixing_manager.base import MixingManager
+from ..old_calls import foreign_arguments
 from ..rounds.mixer import Mixer
 from ..rounds.vector import widened
 from ..schedule import Schedule
@@ -32,8 +33,7 @@ from .base import GossipWrapper
 from .composition import hold
 from .debias import Debias
 from .defaults import Choices
-from .foreign.arguments import foreign_arguments
-from .foreign.tables import DDP_ARGUMENTS, SGP_ARGUMENTS
+from .foreign_arguments import DDP_ARGUMENTS, SGP_ARGUMENTS
 from .join import Shadow, notify_others
 from .links import Links
 from .node import MemberNode, Node, check_node_size, count_nodes, make_node, meet_siblings

@@ -18,11 +18,11 @@ from ..flat.vector import FlatVector
 from ..membership.membership import Membership
 from ..membership.node.collectives import NodeCollectives
 from ..membership.node.siblings import PATIENCE, Siblings
+from ..old_calls import levels_to_user
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.connect import CPU
 from ..transport.process_group import ProcessGroupTransport
-from .foreign.user_line import levels_to_user
 from .gradient_group import NamedReplica, leaving_alone
 from .links import Links
 

@@ -18,7 +18,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.step_hooks import existing_optimizers, holds_any
 from ..flat.step_watcher import Samples, StepWatcher
 from ..flat.transformed import not_compiled
-from .foreign.user_line import levels_to_user
+from ..old_calls import levels_to_user
 
 _MANY_STEPS = 100  # without a round, under RoundTime.MANUAL
 _MANY_IN_TURN = 3  # optimizer steps, each after gradients that were dropped

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from ...flat.buffer import FlatBuffer
 from ...flat.step_hooks import holds_any
 from ...flat.step_watcher import Samples, StepWatcher, sample
+from ...old_calls import levels_to_user
 from ..debias import Debias, Form
-from ..foreign.user_line import levels_to_user
 from .masters import MasterWeights, correct_, is_rounded
 
 _MASTERS = "param_groups"  # in place of a name of state: the tensors that the optimizer steps

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .arguments import Action, ForeignArguments, Ignored, NewName, Refused, Replaced
+from ..old_calls import Action, ForeignArguments, Ignored, NewName, Refused
 
 _NO_BUCKETS = Ignored("gradients are not averaged, so there are no buckets")
 _UNUSED = Ignored("a step needs no gradient of any other rank, so parameters without one hold nobody up")
@@ -151,7 +151,7 @@ def _synch_freq(value: Any, given: Mapping[str, Any]) -> Action:
     if value == 0:
         return Ignored("it is the default: training waits for each overlapped round at the next forward")
     if given.get("overlap") is True:
-        return Replaced({"max_staleness": value})
+        return NewName("max_staleness")
     return Refused(f"a round may be late only where it overlaps; pass overlap=True, max_staleness={value!r}")
 
 

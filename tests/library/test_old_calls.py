@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossip_modules as gm
-from gossip_modules.wrappers.foreign.arguments import Ignored, NewName, Refused, Replaced, foreign_arguments
-from gossip_modules.wrappers.foreign.tables import DDP_ARGUMENTS
+from gossip_modules.old_calls import Ignored, NewName, Refused, foreign_arguments
+from gossip_modules.wrappers.foreign_arguments import DDP_ARGUMENTS
 from tests.harness.ranks import solo_group
 
 
@@ -26,7 +26,7 @@ class Client:
         {
             "wait": Refused("never: another table has it"),
             "mesh": Refused("there is no mesh; pass group="),
-            "late": lambda value, given: Replaced({"timeout": value + given["module"]}),
+            "late": lambda value, given: NewName("timeout") if given["module"] == 2 else Refused("not now"),
         },
     )
     def __init__(self, module: int, *, timeout: float = 1.0, group: str = "") -> None:
@@ -59,8 +59,8 @@ def test_none_says_nothing() -> None:
 def test_an_old_name_works_and_warns() -> None:
     with pytest.warns(DeprecationWarning, match=r"^got wait=3.0 for Client, which is now timeout=3.0; the old name"):
         assert Client(1, wait=3.0).given == (1, 3.0, "")  # type: ignore[call-arg]
-    with pytest.warns(DeprecationWarning, match=r"^got late=3.0 for Client, which is now timeout=5.0; the old name"):
-        assert Client(module=2, late=3.0).given == (2, 5.0, "")  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match=r"^got late=3.0 for Client, which is now timeout=3.0; the old name"):
+        assert Client(module=2, late=3.0).given == (2, 3.0, "")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^got wait=3.0 and timeout=2.0, expected the second alone$"):
         Client(1, wait=3.0, timeout=2.0)  # type: ignore[call-arg]
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .user_line import is_torch, levels_to_user
+from ..old_calls import is_torch, levels_to_user
 
 MISSING: Mapping[str, str] = {
     "update_gossiper": "a graph has a schedule of its peers by round; pass "
