@@ -1,8 +1,9 @@
-"""The singular vectors of `spectral_norm`, made those of the weight that is there now."""
+"""The singular vectors of `spectral_norm`, computed anew from the weight that is there now."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ def refresh_spectral_norms(module: nn.Module) -> None:
     """u and v of every `spectral_norm` in the module <- the first singular vectors of its weight; in place.
 
     A forward in training takes one step of the power method, and one in eval mode none: after a weight was replaced by
-    an average over ranks, u and v are those of another one. Here the method is run until the norm of the weight stands
+    an average over ranks, u and v belong to another one. Here the method is run until the norm of the weight stands
     still, so that the spectral norm is 1 as far as it converges; the relative change in the last 16 steps is below 1e-6
     (or what the dtype resolves).
     """
-    for norm, weight in _spectral_norms(module):
+    for norm, _, weight in _spectral_norms(module):
         before, norm.n_power_iterations = norm.n_power_iterations, _ITERATIONS
         try:
             _converge(weight)
@@ -32,7 +33,7 @@ def refresh_spectral_norms(module: nn.Module) -> None:
 
 def singular_vectors(module: nn.Module) -> list[Tensor]:
     """u and v of every `spectral_norm` in the module."""
-    return [x for _, weight in _spectral_norms(module) for x in weight.vectors]
+    return [x for _, vectors, _ in _spectral_norms(module) for x in vectors]
 
 
 def _converge(weight: Callable[[], Tensor]) -> None:
@@ -45,50 +46,32 @@ def _converge(weight: Callable[[], Tensor]) -> None:
             return
 
 
-def _spectral_norms(module: nn.Module) -> Iterator[tuple[Any, _Hooked | _Parametrized]]:
-    """Each one, and what takes its steps and gives its weight."""
+def _spectral_norms(module: nn.Module) -> Iterator[tuple[Any, tuple[Tensor, Tensor], Callable[[], Tensor]]]:
+    """Each one, its u and v, and a function that takes its steps and gives its weight."""
     for owner in list(module.modules()):
         for hook in owner._forward_pre_hooks.values():
             if isinstance(hook, SpectralNorm):
-                yield hook, _Hooked(hook, owner)
+                vectors = getattr(owner, f"{hook.name}_u"), getattr(owner, f"{hook.name}_v")
+                yield hook, vectors, partial(_hooked, hook, owner)
         lists = vars(owner).get("_modules", {}).get("parametrizations")
         for name, parametrization in () if lists is None else lists.items():
             for part in parametrization:
                 if isinstance(part, parametrizations._SpectralNorm) and hasattr(part, "n_power_iterations"):
-                    yield part, _Parametrized(part, owner, name)
+                    yield part, (part._u, part._v), partial(_parametrized, part, owner, name)
 
 
-class _Hooked:
+def _hooked(hook: SpectralNorm, owner: nn.Module) -> Tensor:
     """The weight of `torch.nn.utils.spectral_norm`, which stays as it was computed last."""
-
-    def __init__(self, hook: SpectralNorm, owner: nn.Module) -> None:
-        self._hook, self._owner = hook, owner
-
-    @property
-    def vectors(self) -> tuple[Tensor, Tensor]:
-        name = self._hook.name
-        return getattr(self._owner, f"{name}_u"), getattr(self._owner, f"{name}_v")
-
-    def __call__(self) -> Tensor:
-        weight = self._hook.compute_weight(self._owner, do_power_iteration=True)
-        setattr(self._owner, self._hook.name, weight)
-        return weight
+    weight = hook.compute_weight(owner, do_power_iteration=True)
+    setattr(owner, hook.name, weight)
+    return weight
 
 
-class _Parametrized:
+def _parametrized(norm: nn.Module, owner: nn.Module, name: str) -> Tensor:
     """The weight of `torch.nn.utils.parametrizations.spectral_norm`, perhaps one parametrization of several."""
-
-    def __init__(self, norm: nn.Module, owner: nn.Module, name: str) -> None:
-        self._norm, self._owner, self._name = norm, owner, name
-
-    @property
-    def vectors(self) -> tuple[Tensor, Tensor]:
-        return self._norm._u, self._norm._v  # type: ignore[return-value]
-
-    def __call__(self) -> Tensor:
-        was_training, self._norm.training = self._norm.training, True
-        try:
-            weight: Tensor = getattr(self._owner, self._name)
-        finally:
-            self._norm.training = was_training
-        return weight
+    was_training, norm.training = norm.training, True
+    try:
+        weight: Tensor = getattr(owner, name)
+    finally:
+        norm.training = was_training
+    return weight

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from ..flat.aliases import has_memory
 from ..flat.instances import instances_of
@@ -105,7 +104,8 @@ def check_optimizers(module: nn.Module, parameter: Tensor) -> None:
         RuntimeError: naming the optimizer.
     """
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if zero is not None and _is_held_by(parameter, zero.ZeroRedundancyOptimizer):
+    optimizers = [] if zero is None else instances_of(zero.ZeroRedundancyOptimizer)
+    if any(holds_any(optimizer, [parameter]) for optimizer in optimizers):
         raise RuntimeError(
             f"got a ZeroRedundancyOptimizer over the parameters of a {type(module).__name__}: it steps each parameter "
             "on one rank and sends it to the others, which overwrites their models; expected an optimizer of "
@@ -163,8 +163,3 @@ def _tools_of(module: nn.Module, *, with_wrappers: bool = True) -> Iterator[tupl
     contract = sys.modules.get("torch.distributed._composable.contract")
     if contract is not None and "replicate" in (contract._get_registry(module) or ()):
         yield "replicated by replicate(), which averages gradients over all ranks", _REMEDY
-
-
-def _is_held_by(parameter: Tensor, kind: type[Optimizer]) -> bool:
-    """Whether an optimizer of that class has the parameter."""
-    return any(holds_any(optimizer, [parameter]) for optimizer in instances_of(kind))
