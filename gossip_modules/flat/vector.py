@@ -37,7 +37,6 @@ class FlatVector:
         self.push_sum_weight = push_sum_weight
         self.segments = tuple(raw[s.start : s.stop].view(s.dtype) for s in layout.segments)
         self._views: dict[tuple[int, ...], tuple[FlatVector, ...]] = {}  # shards and chunks, made once
-        self._viewed = raw.data_ptr()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_views": {}}  # a copy's are views of the copy
@@ -140,9 +139,7 @@ class FlatVector:
         return self._made_once((num_bytes,), make)
 
     def _made_once(self, key: tuple[int, ...], make: Callable[[], tuple[FlatVector, ...]]) -> tuple[FlatVector, ...]:
-        """What `make` makes, while the memory that it views is this vector's."""
-        if self._viewed != self.raw.data_ptr():
-            self._views, self._viewed = {}, self.raw.data_ptr()
+        """The vectors that `make` makes, once."""
         if key not in self._views:
             self._views[key] = make()
         return self._views[key]
@@ -185,27 +182,18 @@ class FlatVector:
         self.combine_weight_(scale, others, weights)
         return self
 
-    def combine_segments_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> None:
-        """As `combine_`, without the weight."""
-        for x, *messages in zip(self.segments, *map(_segments, others), strict=True):
-            _combine_(x, scale, messages, weights)
-
-    def combine_weight_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> None:
-        """As `combine_`, the weight alone."""
-        _combine_(self.push_sum_weight, scale, list(map(_weight, others)), weights)
-
     def difference_(self, scale: float, others: Sequence[FlatVector], weights: Sequence[float]) -> float:
         """self <- c such that alpha * c = scale * self + sum_j weights[j] * others[j]; returns alpha.
 
         alpha is the largest weight, factored out, so that this takes one pass over memory per message.
         """
         alpha = self.factor(weights)
-        self.difference_segments_(scale, others, weights, alpha=alpha)
-        self.difference_weight_(scale, others, weights, alpha=alpha)
+        self.combine_segments_(scale, others, weights, alpha=alpha)
+        self.combine_weight_(scale, others, weights, alpha=alpha)
         return 1.0 if alpha is None else alpha
 
     def factor(self, weights: Sequence[float]) -> float | None:
-        """What `difference_` factors out of these weights; None, which is as good as one: nothing.
+        """The number that `difference_` factors out of these weights; None, which is as good as one: nothing.
 
         A property of the whole vector: all its chunks have the same.
         """
@@ -213,30 +201,36 @@ class FlatVector:
             return None  # c / alpha may leave the range of a narrow type
         return max(weights, key=abs)
 
-    def difference_segments_(
-        self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None
+    def combine_segments_(
+        self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None = None
     ) -> None:
-        """As `difference_`, without the weight. alpha: `factor(weights)` of the whole vector."""
+        """As `combine_`, without the weight; over alpha, which is `factor(weights)` of the whole vector."""
         for x, *messages in zip(self.segments, *map(_segments, others), strict=True):
-            _difference_(x, scale, messages, weights, alpha)
+            _combine_(x, scale, messages, weights, alpha)
 
-    def difference_weight_(
-        self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None
+    def combine_weight_(
+        self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None = None
     ) -> None:
-        """As `difference_`, the weight alone."""
-        _difference_(self.push_sum_weight, scale, list(map(_weight, others)), weights, alpha)
+        """As `combine_`, the weight alone; over alpha."""
+        _combine_(self.push_sum_weight, scale, list(map(_weight, others)), weights, alpha)
 
     def multiply_by_weight_(self, weight: Tensor | None = None) -> None:
         """x = z * w: every segment times the push-sum weight, or another one, float [1]; the weight stays."""
-        w = (self.push_sum_weight if weight is None else weight)[0]
-        for x in self.segments:
-            _in_float32(x, lambda chunk: chunk.mul_(w))
+        self._scale_by(weight, Tensor.mul_)
 
     def divide_by_weight_(self, weight: Tensor | None = None) -> None:
         """z = x / w: every segment over the push-sum weight, or another one, float [1]; the weight stays."""
+        self._scale_by(weight, Tensor.div_)
+
+    def _scale_by(self, weight: Tensor | None, change_: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """`change_(segment, weight)` in place; by way of small float32 copies where a segment is narrower than that."""
         w = (self.push_sum_weight if weight is None else weight)[0]
         for x in self.segments:
-            _in_float32(x, lambda chunk: chunk.div_(w))
+            if x.element_size() >= 4:
+                change_(x, w)
+                continue
+            for chunk in x.split(SCRATCH_NUMEL):
+                chunk.copy_(change_(chunk.float(), w))
 
 
 def add_(x: Tensor, y: Tensor, *, alpha: float) -> None:
@@ -260,21 +254,21 @@ def _as_real(x: Tensor) -> Tensor:
     return torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
 
 
-def _in_float32(x: Tensor, change_: Callable[[Tensor], Tensor]) -> None:
-    """`change_(x)` in place; by way of small float32 copies where `x` is narrower than that."""
-    if x.element_size() >= 4:
-        change_(x)
-        return
-    for chunk in x.split(SCRATCH_NUMEL):
-        chunk.copy_(change_(chunk.float()))
-
-
-def _combine_(x: Tensor, scale: float, messages: Sequence[Tensor], weights: Sequence[float]) -> None:
+def _combine_(
+    x: Tensor, scale: float, messages: Sequence[Tensor], weights: Sequence[float], alpha: float | None = None
+) -> None:
+    """x <- (scale * x + sum_j weights[j] * messages[j]) / alpha; alpha is the largest of the weights, or None for 1."""
     if x.element_size() < 4:
         for chunk, *others in zip(x.split(SCRATCH_NUMEL), *(m.split(SCRATCH_NUMEL) for m in messages), strict=True):
             total = chunk.float()
             _combine_(total, scale, [other.float() for other in others], weights)
             chunk.copy_(total)
+        return
+    if alpha is not None:
+        first, *rest = sorted(range(len(weights)), key=lambda j: -abs(weights[j]))
+        torch.add(messages[first], x, alpha=scale / alpha, out=x)
+        for j in rest:
+            x.add_(messages[j], alpha=weights[j] / alpha)
         return
     total_weight = scale
     if scale > 0 and min(weights, default=0.0) >= 0 and abs(scale + sum(weights) - 1) < 1e-9:
@@ -285,16 +279,3 @@ def _combine_(x: Tensor, scale: float, messages: Sequence[Tensor], weights: Sequ
     x.mul_(scale)
     for message, weight in zip(messages, weights, strict=True):
         x.add_(message, alpha=weight)
-
-
-def _difference_(
-    x: Tensor, scale: float, messages: Sequence[Tensor], weights: Sequence[float], alpha: float | None
-) -> None:
-    """x <- (scale * x + sum_j weights[j] * messages[j]) / alpha; alpha is one of the weights, the largest."""
-    if alpha is None:
-        _combine_(x, scale, messages, weights)
-        return
-    first, *rest = sorted(range(len(weights)), key=lambda j: -abs(weights[j]))
-    torch.add(messages[first], x, alpha=scale / alpha, out=x)
-    for j in rest:
-        x.add_(messages[j], alpha=weights[j] / alpha)

@@ -427,19 +427,13 @@ def mix_(
     mixed: list[tuple[FlatVector, list[FlatVector]]] = []
     try:
         for chunk, others in _arriving(s, messages, arrivals, num_bytes):
-            if is_difference:
-                chunk.difference_segments_(own, others, coefficients, alpha=alpha)
-            else:
-                chunk.combine_segments_(own, others, coefficients)
+            chunk.combine_segments_(own, others, coefficients, alpha=alpha)
             mixed.append((chunk, others))
     except BaseException:  # also Control-C: who catches it must not find s torn, or chunks without their weight
         for chunk, others in mixed:
             chunk.combine_segments_((alpha or 1.0) / own, others, [-weight / own for weight in coefficients])
         raise
-    if is_difference:
-        s.difference_weight_(own, messages, coefficients, alpha=alpha)
-    else:
-        s.combine_weight_(own, messages, coefficients)
+    s.combine_weight_(own, messages, coefficients, alpha=alpha)
     return 1.0 if alpha is None else alpha
 
 

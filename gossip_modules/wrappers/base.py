@@ -180,7 +180,7 @@ class GossipWrapper(OldNames, AveragingMixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, after this step's gossip round if it is a training forward; see `is_transformed`."""
-        module = self.module
+        module: Any = self._modules["module"]  # self.module, without a search
         if is_transformed() or type(args) is not tuple:  # a symbol of torch.fx
             return call_plain(module, args, kwargs, wrapper=type(self).__name__)
         self._before_forward()
@@ -319,7 +319,8 @@ class GossipWrapper(OldNames, AveragingMixin):
             self._choose()
             if not self._buffer.is_attached():
                 self._reattach()
-        self._own_weights.recover()
+        if self._own_weights.added:
+            self._own_weights.recover()
         self._share_buffers()
         with torch.no_grad(), record_function(f"{type(self).__name__}.mix"):
             try:

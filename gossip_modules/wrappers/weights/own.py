@@ -35,6 +35,7 @@ class OwnWeights(StepWatcher):
         add_again: adds the corrections again that were added since the last round.
 
     Attributes:
+        added: values of the samples after corrections were added outside of rounds; empty if none were since then.
         weight: the push-sum weight at which the last corrections outside of rounds were added, float64 [1].
     """
 
@@ -54,7 +55,7 @@ class OwnWeights(StepWatcher):
         self._has_stepped = False
         self._vector: FlatVector | None = None  # of the samples
         self._left = Samples(())  # as the last step or round has left the parameters
-        self._flushed: list[Tensor] = []  # values after corrections were added outside of rounds, if any were
+        self.added: list[Tensor] = []
 
     def close(self) -> None:
         """Watch no more; idempotent."""
@@ -63,7 +64,7 @@ class OwnWeights(StepWatcher):
 
     def forget(self) -> None:
         """The parameters are about to become others for good."""
-        self._vector, self._flushed = None, []
+        self._vector, self.added = None, []
 
     def note(self) -> None:
         """A step or a round of training has left the parameters as they are now."""
@@ -72,19 +73,19 @@ class OwnWeights(StepWatcher):
             self._vector = self._buffer.vector
             self._left = Samples(self._buffer.parameter_segments)
         self._left.take()
-        self._flushed = []
+        self.added = []
 
     def is_replaced(self) -> bool:
         """Whether the parameters are others than training has left; not known without a torch optimizer."""
         left, is_known = self._left, self._has_stepped and self._is_known
-        return is_known and not (left.equal(left.values) or left.equal(self._flushed))
+        return is_known and not (left.equal(left.values) or left.equal(self.added))
 
     def recover(self) -> None:
         """Add again the corrections that were added to other weights, if the weights of training are back."""
         left = self._left
-        if not (self._flushed and self._is_known and left.equal(left.values)):
+        if not (self.added and self._is_known and left.equal(left.values)):
             return
-        if (add_again := self._add_again()) is not None and not all(map(torch.equal, self._flushed, left.values)):
+        if (add_again := self._add_again()) is not None and not all(map(torch.equal, self.added, left.values)):
             add_again()
             self.flushed()
 
@@ -95,7 +96,7 @@ class OwnWeights(StepWatcher):
     def flushed(self) -> None:
         """Corrections were added to the weights that stand in the parameters, outside of a round."""
         if self._is_known:
-            self._flushed = self._left.now()
+            self.added = self._left.now()
 
     @property
     def _is_known(self) -> bool:

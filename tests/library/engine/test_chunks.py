@@ -134,8 +134,8 @@ def test_arithmetic_in_chunks_gives_the_bits_of_the_whole(layout: FlatLayout, ow
     assert alpha == (1.0 if factor is None else factor)
     for k, chunk in enumerate(chunked.chunks(CHUNK)):
         messages = [other.chunks(CHUNK)[k] for other in others]
-        chunk.difference_segments_(own - 1, messages, weights, alpha=factor)
-    chunked.difference_weight_(own - 1, others, weights, alpha=factor)
+        chunk.combine_segments_(own - 1, messages, weights, alpha=factor)
+    chunked.combine_weight_(own - 1, others, weights, alpha=factor)
     assert_same_bits(chunked, whole)
 
     x, y = random_vector(9, layout), random_vector(9, layout)
