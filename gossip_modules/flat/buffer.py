@@ -49,7 +49,6 @@ class FlatBuffer:
         vector: what the tensors are views of.
         agreed: the signature that all ranks have, as far as is known: that of the constructor, and of each `agree()`.
         parameters: the trained parameters that view it, in their order there.
-        parameter_segments: the parameters of each segment.
 
     Raises:
         ValueError: a selection that names what is not there, a TorchScript module, nothing to train, tensors on several
@@ -87,15 +86,8 @@ class FlatBuffer:
         self._is_agreed = True  # whether it is that of the vector
         self.vector: FlatVector
         self.parameters: list[Tensor] = []
-        self.parameter_segments: tuple[Tensor, ...] = ()
         self.attach()
         self.agree()
-
-    @property
-    def buffer_segments(self) -> list[Tensor]:
-        """The buffers of each segment."""
-        pairs = zip(self.vector.segments, self.parameter_segments, strict=True)
-        return [segment[parameters.numel() :] for segment, parameters in pairs]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -296,10 +288,6 @@ class FlatBuffer:
         STEP_HOOKS.look_again()
         self._places = [(slot.table, slot.attribute, slot.tensor, slot.tensor.data_ptr()) for slot in slots]
         self._is_agreed = self.signature() == self.agreed
-        self.parameter_segments = tuple(
-            segment[: sum(real_numel(slot.tensor) for slot in group if slot.is_parameter)]
-            for segment, group in zip(vector.segments, groups.values(), strict=True)
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_views": []}  # a copy's tensors are no views; attach() makes them so

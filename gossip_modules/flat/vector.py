@@ -64,15 +64,19 @@ class FlatVector:
         return cls(layout, flat.view(torch.uint8))
 
     @classmethod
-    def pack(cls, tensors: Sequence[Tensor], *, device: torch.device | None = None) -> FlatVector:
+    def pack(cls, tensors: Sequence[Tensor], *, num_buffers: int = 0, device: torch.device | None = None) -> FlatVector:
         """A new vector with copies of `tensors`, one segment per dtype, in their order.
 
-        device: of the vector; None: that of the first tensor.
+        Args:
+            tensors: floating point or complex.
+            num_buffers: the last tensors, so many of them, are buffers.
+            device: of the vector; None: the device of the first tensor.
         """
-        numels: dict[torch.dtype, int] = {}
-        for x in map(_as_real, tensors):
-            numels[x.dtype] = numels.get(x.dtype, 0) + x.numel()
-        vector = cls.zeros(FlatLayout.of(numels.items()), device or tensors[0].device)
+        specs: dict[torch.dtype, list[TensorSpec]] = {}
+        for k, x in enumerate(tensors):
+            is_buffer = k >= len(tensors) - num_buffers
+            specs.setdefault(_as_real(x).dtype, []).append(TensorSpec.of(x, is_buffer=is_buffer))
+        vector = cls.zeros(FlatLayout.of(specs.items()), device or tensors[0].device)
         for x, place in vector._places(tensors):
             place.copy_(x)
         return vector

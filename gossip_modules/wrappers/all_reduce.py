@@ -154,15 +154,8 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
 
     def _read(self) -> FlatVector:
         parameters, buffers = self._parameters_and_buffers
-        return FlatVector.pack([*parameters, *buffers])
+        return FlatVector.pack([*parameters, *buffers], num_buffers=len(buffers))
 
     def _write(self, vector: FlatVector) -> None:
         parameters, buffers = self._parameters_and_buffers
         vector.unpack_to([*parameters, *buffers])
-
-    def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
-        numels = dict.fromkeys((x.dtype for x in vector.segments), 0)
-        for parameter in self._parameters_and_buffers[0]:
-            is_pair = parameter.is_complex()
-            numels[parameter.dtype.to_real() if is_pair else parameter.dtype] += parameter.numel() * (1 + is_pair)
-        return [x[: numels[x.dtype]] for x in vector.segments]

@@ -28,7 +28,7 @@ class AveragingMixin(ABC):
     """Access to the average of all ranks' models: the methods that every wrapper has.
 
     Trained tensors are read and written as one vector: `_buffer.vector`, whose rounds `_engine` runs. A wrapper without
-    such a buffer overrides `_selection`, `_trained`, `_parameters_of` and `comm_stats`. All public methods but
+    such a buffer overrides `_selection`, `_trained` and `comm_stats`. All public methods but
     `flush()`, `close()` and `comm_stats()` are collective: every rank must call them, at the same point of training.
     """
 
@@ -69,10 +69,6 @@ class AveragingMixin(ABC):
     def _trained(self) -> Sequence[Tensor]:
         """The trained parameters of the module."""
         return self._buffer.parameters
-
-    def _parameters_of(self, vector: FlatVector) -> Sequence[Tensor]:
-        """The parameters of each segment, without buffers."""
-        return [x[: own.numel()] for x, own in zip(vector.segments, self._buffer.parameter_segments, strict=True)]
 
     @property
     def _bytes_sent(self) -> int:
@@ -247,7 +243,7 @@ class AveragingMixin(ABC):
             self._averager.mix(mean, 0)
             self._write(vector)
             squared = torch.zeros(1, dtype=torch.float64, device="cpu")
-            for x, y in zip(self._parameters_of(vector), self._parameters_of(mean), strict=True):
+            for x, y in zip(vector.parameters, mean.parameters, strict=True):
                 squared += torch.linalg.vector_norm(y.sub_(x), dtype=torch.float64).cpu() ** 2
             transport = self._averager.transport
             squared = squared.to(vector.raw.device)

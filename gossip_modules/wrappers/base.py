@@ -347,7 +347,7 @@ class GossipWrapper(OldNames, AveragingMixin):
     def _share_buffers(self) -> None:
         """Every process of a node takes the buffers of the first one, before they are sent."""
         if self._node is not None:
-            self._node.share_buffers(self._buffer.buffer_segments)
+            self._node.share_buffers(self._buffer.vector.buffers)
 
     def _to_numerator(self) -> None:
         """Storage <- x, which is sent and stepped, where weights move; see `Debias`."""

@@ -332,7 +332,7 @@ class _WatchedGradient:
         if buffer.parameters is not self._parameters:
             self.close()
             self._parameters = buffer.parameters
-            self._samples = Samples(buffer.parameter_segments)
+            self._samples = Samples(buffer.vector.parameters)
         if self._parameter is None or not self._parameter.requires_grad:
             trained = [parameter for parameter in self._parameters if parameter.requires_grad]
             used = [parameter for parameter in trained if id(parameter) not in self._unused]

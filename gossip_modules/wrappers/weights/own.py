@@ -71,7 +71,7 @@ class OwnWeights(StepWatcher):
         if self._vector is not self._buffer.vector:
             STEP_HOOKS.add(self)
             self._vector = self._buffer.vector
-            self._left = Samples(self._buffer.parameter_segments)
+            self._left = Samples(self._vector.parameters)
         self._left.take()
         self.added = []
 

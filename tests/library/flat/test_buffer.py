@@ -67,7 +67,7 @@ def test_values_stay_and_the_vector_is_the_module() -> None:
     assert torch.equal(segment.double(), in_order(bare))
     segment.fill_(2)
     assert bool((flatten(model) == 2).all())
-    assert torch.equal(buffer.parameter_segments[0], segment[: sum(p.numel() for p in model.parameters())])
+    assert torch.equal(buffer.vector.parameters[0], segment[: sum(p.numel() for p in model.parameters())])
 
 
 def test_tied_parameters_travel_once_and_stay_tied() -> None:
@@ -162,7 +162,7 @@ def test_order_is_matrices_by_shape_then_vectors_then_buffers(channels_last: boo
     for spec, tensor in zip(layout[torch.float32], (x for x in buffer.tensors if x.dtype is not torch.float16)):
         assert tensor.data_ptr() == segment.data_ptr() + 4 * offset
         offset += spec.numel
-    assert {x.dtype: x.numel() for x in buffer.buffer_segments} == {torch.float32: 6 + 4, torch.float16: 2}
+    assert {x.dtype: x.numel() for x in buffer.vector.buffers} == {torch.float32: 6 + 4, torch.float16: 2}
 
 
 def test_rows_of_a_part_are_filters_in_any_memory_format() -> None:
