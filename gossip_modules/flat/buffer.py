@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import stateless
 
 from .aliases import Alias, check_shared_memory, find_aliases, move_aliases
-from .layout import FlatLayout
+from .layout import FlatLayout, TensorSpec
 from .selection import Selection
 from .slots import Slot, TensorPlace, check, check_module, in_order, real_dtype, real_numel, view_like
 from .step_hooks import STEP_HOOKS
@@ -47,6 +47,7 @@ class FlatBuffer:
 
     Attributes:
         vector: what the tensors are views of.
+        slots: the tensors that view it, with their places in the module.
         agreed: the signature that all ranks have, as far as is known: that of the constructor, and of each `agree()`.
         parameters: the trained parameters that view it, in their order there.
 
@@ -74,10 +75,11 @@ class FlatBuffer:
         self.selection = Selection(include_buffers) if selection is None else selection
         self.selection.check(module)
         self.num_shards = num_shards
-        self._excluded = frozenset(self._non_finite_buffers())
+        statistics = self.selection.averaged(module).items()
+        self._excluded = {name for name, x in statistics if not (x.is_meta or bool(torch.isfinite(x).all()))}
         if self._excluded:
             warnings.warn(f"buffers with infinite or NaN values stay local: {sorted(self._excluded)}", stacklevel=2)
-        self._slots: list[Slot] = []
+        self.slots: list[Slot] = []
         self._views: list[Tensor] = []  # of the vector, one per slot
         self._places: list[tuple[dict[str, Any], str, Tensor, int]] = []  # who holds a tensor, and its address
         self._choice = _Choice(module, self.selection)
@@ -92,21 +94,11 @@ class FlatBuffer:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that view the vector: matrices, vectors, buffers."""
-        return [slot.tensor for slot in self._slots]
+        return [slot.tensor for slot in self.slots]
 
     def parameters_in(self, vector: FlatVector) -> list[Tensor]:
         """For each of `parameters` its place in another vector of this layout, in its shape; shares memory."""
-        segments, offsets, places = {x.dtype: x for x in vector.segments}, defaultdict[torch.dtype, int](int), []
-        for parameter in self.parameters:
-            dtype = real_dtype(parameter)
-            places.append(view_like(segments[dtype], offsets[dtype], parameter))
-            offsets[dtype] += real_numel(parameter)
-        return places
-
-    @property
-    def slots(self) -> Sequence[Slot]:
-        """The tensors that view the vector, with their places in the module."""
-        return self._slots
+        return list(_views_in(vector, [slot.tensor for slot in self.slots if slot.is_parameter]))
 
     def copied_signature(self) -> list[str]:
         """Names, shapes and dtypes of the buffers that an average of all ranks takes from rank 0; walks the module."""
@@ -114,18 +106,16 @@ class FlatBuffer:
 
     def signature(self) -> list[str]:
         """Names, shapes, dtypes and strides in order: equal on two ranks if and only if their vectors match."""
-        return [slot.signature() for slot in self._slots]
+        return [slot.signature() for slot in self.slots]
 
     def places(self) -> list[TensorPlace]:
         """Where the tensors are in the vector, in the order in which the module has them."""
         order = self._order()
-        dtypes = [segment.dtype for segment in self.vector.layout.segments]
-        stops = [0] * len(dtypes)
-        places = []
-        for slot in self._slots:
-            k = dtypes.index(real_dtype(slot.tensor))
-            first, stops[k] = stops[k], stops[k] + real_numel(slot.tensor)
-            places.append(TensorPlace(slot.name, k, first, stops[k]))
+        places = [
+            TensorPlace(spec.name, k, first, first + spec.numel)
+            for k, segment in enumerate(self.vector.layout.segments)
+            for first, spec in segment.places()
+        ]
         return sorted(places, key=lambda place: order.get(place.name, len(order)))
 
     def _order(self) -> dict[str, int]:
@@ -165,7 +155,7 @@ class FlatBuffer:
             tensor.copy_(view)
 
     def _replaced(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for view, slot in zip(self._views, self._slots, strict=True):
+        for view, slot in zip(self._views, self.slots, strict=True):
             tensor = slot.table.get(slot.attribute)
             if tensor is None or tensor.shape != view.shape or tensor.data_ptr() == view.data_ptr():
                 continue
@@ -223,7 +213,7 @@ class FlatBuffer:
         owners = set(map(id, self.module.modules()))
         return [
             slot
-            for slot in self._slots
+            for slot in self.slots
             if slot.is_parameter
             and not slot.tensor.requires_grad
             and slot.table.get(slot.attribute) is slot.tensor
@@ -250,7 +240,7 @@ class FlatBuffer:
 
         The vectors of ranks that do this at different times still match.
         """
-        there = ((slot, slot.table.get(slot.attribute)) for slot in self._slots)
+        there = ((slot, slot.table.get(slot.attribute)) for slot in self.slots)
         slots = [slot._replace(tensor=tensor) for slot, tensor in there if tensor is not None]
         unique = {id(slot.tensor): slot for slot in reversed(slots)}  # two places may hold one tensor now
         slots = in_order(slot for slot in slots if unique[id(slot.tensor)] is slot)
@@ -264,26 +254,20 @@ class FlatBuffer:
         self._views = []  # which are not to be taken for tensors of others
         if aliases is None:
             aliases = find_aliases(slots)
-        dtypes = list(dict.fromkeys(real_dtype(slot.tensor) for slot in slots))
-        groups = {dtype: [slot for slot in slots if real_dtype(slot.tensor) == dtype] for dtype in dtypes}
-        specs = {dtype: [slot.spec for slot in group] for dtype, group in groups.items()}
-        layout = FlatLayout.of(specs.items(), self.num_shards)
+        specs: dict[torch.dtype, list[TensorSpec]] = {}
+        for slot in slots:
+            specs.setdefault(real_dtype(slot.tensor), []).append(slot.spec)
         # A new vector, not the old one: the tensors may still view the old one at other offsets.
-        vector = FlatVector.zeros(layout, slots[0].tensor.device)
-        if self._slots:
+        vector = FlatVector.zeros(FlatLayout.of(specs.items(), self.num_shards), slots[0].tensor.device)
+        if self.slots:
             vector.push_sum_weight.copy_(self.vector.push_sum_weight)
-        views: dict[int, Tensor] = {}  # by tensor: the slots are not in the order of dtypes
+        self.slots, self.vector = slots, vector
+        self._views = list(_views_in(vector, self.tensors))
         with torch.no_grad():
-            for segment, group in zip(vector.segments, groups.values(), strict=True):
-                offset = 0
-                for slot in group:
-                    view = view_like(segment, offset, slot.tensor)
-                    view.copy_(slot.tensor)
-                    slot.tensor.data = view
-                    views[id(slot.tensor)] = view
-                    offset += real_numel(slot.tensor)
+            for slot, view in zip(slots, self._views, strict=True):
+                view.copy_(slot.tensor)
+                slot.tensor.data = view
             move_aliases(aliases)
-        self._slots, self._views, self.vector = slots, [views[id(slot.tensor)] for slot in slots], vector
         self.parameters = [slot.tensor for slot in slots if slot.is_parameter]
         STEP_HOOKS.look_again()
         self._places = [(slot.table, slot.attribute, slot.tensor, slot.tensor.data_ptr()) for slot in slots]
@@ -301,17 +285,19 @@ class FlatBuffer:
                     name = f"{prefix}.{attribute}" if prefix else attribute
                     if tensor is None or id(tensor) in seen:
                         continue
-                    if tensor.requires_grad if is_parameter else self._travels(owner, attribute, name):
+                    is_statistic = not is_parameter and self.selection.averages(owner, attribute, name)
+                    if tensor.requires_grad if is_parameter else is_statistic and name not in self._excluded:
                         seen.add(id(tensor))
                         yield Slot(owner, attribute, name, tensor, is_parameter)
 
-    def _travels(self, owner: nn.Module, attribute: str, name: str) -> bool:
-        return name not in self._excluded and self.selection.averages(owner, attribute, name)
 
-    def _non_finite_buffers(self) -> Iterator[str]:
-        for name, buffer in self.selection.averaged(self.module).items():
-            if not buffer.is_meta and not bool(torch.isfinite(buffer).all()):
-                yield name
+def _views_in(vector: FlatVector, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The place of each tensor in a vector that has the tensors of a dtype one after the other, in its shape."""
+    segments, offsets = {x.dtype: x for x in vector.segments}, defaultdict[torch.dtype, int](int)
+    for x in tensors:
+        dtype = real_dtype(x)
+        yield view_like(segments[dtype], offsets[dtype], x)
+        offsets[dtype] += real_numel(x)
 
 
 class _Choice:

@@ -99,7 +99,7 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
         """As DistributedDataParallel."""
         is_step = self.training and torch.is_grad_enabled() and self.require_backward_grad_sync
         is_finite = self._is_finite if is_step else None
-        if is_finite is not None and not is_finite.of_all(self._parameters_and_buffers[0]):
+        if is_finite is not None and not is_finite.of_all(self._trained):
             raise FloatingPointError(
                 f"rank {dist.get_rank(self.process_group)}: before step {self._num_steps} the model holds "
                 "infinities or NaN, on all ranks, as gradients are averaged; expected finite ones. Go on from "
@@ -139,23 +139,17 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
         }
 
     @property
-    def _parameters_and_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
-        ignored = self._selection.ignored_ids(self.module)
-        parameters = [p for p in self.module.parameters() if p.requires_grad and id(p) not in ignored]
-        return parameters, list(self._selection.averaged(self.module).values())
-
-    @property
     def _selection(self) -> Selection:
         return self._chosen
 
     @property
-    def _trained(self) -> Sequence[Tensor]:
-        return self._parameters_and_buffers[0]
+    def _trained(self) -> list[Tensor]:
+        ignored = self._selection.ignored_ids(self.module)
+        return [p for p in self.module.parameters() if p.requires_grad and id(p) not in ignored]
 
     def _read(self) -> FlatVector:
-        parameters, buffers = self._parameters_and_buffers
-        return FlatVector.pack([*parameters, *buffers], num_buffers=len(buffers))
+        buffers = self._selection.averaged(self.module).values()
+        return FlatVector.pack([*self._trained, *buffers], num_buffers=len(buffers))
 
     def _write(self, vector: FlatVector) -> None:
-        parameters, buffers = self._parameters_and_buffers
-        vector.unpack_to([*parameters, *buffers])
+        vector.unpack_to([*self._trained, *self._selection.averaged(self.module).values()])
