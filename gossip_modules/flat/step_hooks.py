@@ -16,17 +16,24 @@ from .instances import instances_of
 
 
 class Stepped:
-    """An object that hears of optimizer steps while it lives, and until it closes; a copy hears of them too."""
+    """An object that hears of optimizer steps while it lives, and until it closes; a copy hears of them too.
+
+    A method `other_step(optimizer)`, where there is one, hears of the steps of all other optimizers.
+    """
 
     order: int = 0
-    """Members of a higher order are told of the end of a step after those of a lower one."""
+    """Members of a higher order are told of a step after those of a lower one."""
+    _buffer: Any  # has the parameters
 
     def __init__(self) -> None:
+        self._hear()
+
+    def _hear(self) -> None:
         STEP_HOOKS.add(self)
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """Whether the steps of this optimizer concern it; asked again after `StepHooks.look_again`."""
-        raise NotImplementedError
+        return holds_any(optimizer, self._buffer.parameters)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step; an error that it raises ends the step."""
@@ -40,7 +47,7 @@ class Stepped:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        STEP_HOOKS.add(self)
+        self._hear()
 
 
 def holds_any(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:

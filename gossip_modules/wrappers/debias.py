@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_watcher import StepWatcher
+from ..flat.step_hooks import Stepped
 
 
 class Form(Enum):
@@ -20,7 +20,7 @@ class Form(Enum):
     LIMITED = "z * max(w, 1)"
 
 
-class Debias(StepWatcher):
+class Debias(Stepped):
     """Keeps a flat buffer in the form that is needed, by two transitions of one kernel per segment each.
 
     Gradients are taken at the estimate z; the optimizer steps on the numerator x, and ranks exchange x. So storage
@@ -53,7 +53,8 @@ class Debias(StepWatcher):
         self.form = Form.ESTIMATE
         self._scale: Tensor | None = None  # of the limited form
         self._is_stopped = False
-        super().__init__(buffer)
+        self._buffer = buffer
+        super().__init__()
 
     @torch.no_grad()
     def to_estimate(self) -> None:
@@ -93,9 +94,9 @@ class Debias(StepWatcher):
         self._is_stopped = True
         self.close()
 
-    def _watch(self) -> None:
+    def _hear(self) -> None:
         if self.is_needed and not self._is_stopped:
-            super()._watch()
+            super()._hear()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import existing_optimizers, holds_any
-from ..flat.step_watcher import Samples, StepWatcher
+from ..flat.samples import Samples
+from ..flat.step_hooks import Stepped, existing_optimizers, holds_any
 from ..flat.transformed import not_compiled
 from ..old_calls import levels_to_user
 
@@ -43,7 +43,7 @@ class RoundTime(Enum):
             ) from None
 
 
-class OptimizerSteps(StepWatcher):
+class OptimizerSteps(Stepped):
     """Says which training forward of a model begins an optimizer step, and notices steps that no round belongs to.
 
     [Note: One step is one round] Hooks on `torch.optim.Optimizer` count the steps over the model's parameters. A
@@ -73,7 +73,7 @@ class OptimizerSteps(StepWatcher):
 
     def __init__(self, buffer: FlatBuffer, when: RoundTime, *, name: str, run: Callable[[], None]) -> None:
         self.when = when
-        self._name = name
+        self._buffer, self._name = buffer, name
         self.bind(run)
         self._is_due = when is RoundTime.FORWARD  # the next training forward begins a step, whatever came before
         self._is_synced = False  # a training forward outside no_sync() has ended since the last round
@@ -89,7 +89,7 @@ class OptimizerSteps(StepWatcher):
         self._has_warned = self._has_raised = False
         self._gradient = _WatchedGradient()
         self.has_ended = False
-        super().__init__(buffer)
+        super().__init__()
 
     def bind(self, run: Callable[[], None]) -> None:
         """Call `run`, a bound method, for the rounds after optimizer steps; it does not keep its object alive."""

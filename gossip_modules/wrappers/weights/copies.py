@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...flat.buffer import FlatBuffer
-from ...flat.step_hooks import holds_any
-from ...flat.step_watcher import Samples, StepWatcher, sample
+from ...flat.samples import Samples, sample
+from ...flat.step_hooks import Stepped, holds_any
 from ...old_calls import levels_to_user
 from ..debias import Debias, Form
 from .masters import MasterWeights, correct_, is_rounded
@@ -50,7 +50,7 @@ class _Watch:
         return self.num_looks < _NUM_LOOKS
 
 
-class WeightCopies(StepWatcher):
+class WeightCopies(Stepped):
     """Brings the corrections of gossip rounds to copies of the parameters that optimizers keep, or tells of them.
 
     [Note: Copies of parameters] A round corrects the parameters p. An optimizer that keeps a copy q of them and writes
@@ -80,18 +80,18 @@ class WeightCopies(StepWatcher):
 
     def __init__(self, buffer: FlatBuffer, *, name: str) -> None:
         self.debias: Debias | None = None
-        self._name = name
+        self._buffer, self._name = buffer, name
         self._told: set[str] = set()
         self._loaded: set[str] = set()  # names of copies, from a checkpoint
-        super().__init__(buffer)
+        super().__init__()
 
-    def _watch(self) -> None:
+    def _hear(self) -> None:
         self._thread = threading.get_ident()
         self._is_held = False  # an optimizer of the parameters themselves has stepped
         self._watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
         self._sought: Sequence[Tensor] = ()  # the parameters whose masters are known
         self._masters: weakref.WeakKeyDictionary[Optimizer, MasterWeights | None] = weakref.WeakKeyDictionary()
-        super()._watch()
+        super()._hear()
 
     def close(self) -> None:
         """Copies get the changes of the parameters for the last time; idempotent.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...flat.step_watcher import sample
+from ...flat.samples import sample
 
 
 class MasterWeights:

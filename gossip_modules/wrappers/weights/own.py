@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...flat.buffer import FlatBuffer
-from ...flat.step_hooks import STEP_HOOKS
-from ...flat.step_watcher import Samples, StepWatcher
+from ...flat.samples import Samples
+from ...flat.step_hooks import STEP_HOOKS, Stepped
 from ...flat.vector import FlatVector
 
 
-class OwnWeights(StepWatcher):
+class OwnWeights(Stepped):
     """Notices that evaluation swaps other weights into the parameters and back, so that no correction is lost by it.
 
     [Note: Swapped weights] Tools evaluate averages of the weights (EMA, SWA): they save the parameters, write the

@@ -1,56 +1,13 @@
-"""StepWatcher: the base of objects that watch the optimizers of one model; and samples of its parameters."""
+"""Samples: some elements of tensors, to notice that a script has written them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-
-from .buffer import FlatBuffer
-from .step_hooks import STEP_HOOKS, holds_any
 
 _SAMPLE = 64  # elements of a tensor that are compared
-
-
-class StepWatcher:
-    """A member of STEP_HOOKS that is told of the steps of optimizers over the parameters of a buffer.
-
-    A copy has optimizers of its own, which are not known yet: its `__setstate__` begins anew with the attributes that
-    `__getstate__` gave.
-
-    Args:
-        buffer: has the parameters.
-    """
-
-    order = 0
-
-    def __init__(self, buffer: FlatBuffer) -> None:
-        self._buffer = buffer
-        self._watch()
-
-    def _watch(self) -> None:
-        STEP_HOOKS.add(self)
-
-    def close(self) -> None:
-        """Watch no more; idempotent."""
-        STEP_HOOKS.discard(self)
-
-    def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """See `Stepped`."""
-        return holds_any(optimizer, self._buffer.parameters)
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._watch()
 
 
 def sample(x: Tensor) -> Tensor:
