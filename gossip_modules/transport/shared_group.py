@@ -1,10 +1,11 @@
-"""SharedGroup: what the transports over one process group share: its channels, and when the group is released."""
+"""The channels of the transports over one process group, and the release of the group."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -21,73 +22,48 @@ CAN_RELEASE = _naming is None or "pg_names" not in _naming.__code__.co_names
 _lost: list[list[dist.ProcessGroup]] = []
 
 
+@dataclass
 class SharedGroup:
-    """Counts the users of one process group object, which is one rank's end of the group.
+    """The state that all transports over one process group object share; the object is one rank's end of the group.
 
-    Each user has a channel, which is part of the tags of its messages, so that the messages of two wrappers over one
-    group never meet. Channels are given out in turn, so all ranks must make and close their wrappers over one group in
-    the same order; where they have not, rounds end by the timeout. A channel is free again when its user is closed, or
-    was collected without ever having sent anything; those of wrappers that were lost while in use stay taken, since
-    their peers may still send to them.
+    Each transport has a channel, which is part of the tags of its messages, so that the messages of two wrappers over
+    one group never meet. Channels are given out in turn, so all ranks must make and close their wrappers over one group
+    in the same order; where they have not, rounds end by the timeout. A channel is free again when its transport is
+    closed, or was collected without ever having sent anything. The channel of a wrapper that was collected while in use
+    stays taken, since its peers may still send to it.
 
     A group that a transport has made itself is released when its last user is closed, or at the next use of any group
     after that was collected.
+
+    Attributes:
+        taken: the channels that are in use.
+        next_channel: the one to try first.
+        num_users: transports that are not closed.
+        num_joined: transports so far.
+        is_owned: whether our own code has made the group, and torch can release it.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a user may be collected, and leave, while another one joins in the same thread
-        self._taken: set[int] = set()
-        self._next = 0
-        self.num_users = 0
-        self.num_joined = 0  # users so far
-        self.is_owned = False  # whether our own code has made the group, and torch can release it
-
-    @staticmethod
-    def of(group: dist.ProcessGroup) -> SharedGroup:
-        """The one of this group object."""
-        with _lock:
-            shared = _shared.get(group)
-            if shared is None:
-                shared = _shared[group] = SharedGroup()
-            return shared
-
-    def join(self) -> int:
-        """Another user; its channel.
-
-        Raises:
-            ValueError: all channels are taken.
-        """
-        with self._lock:
-            for i in range(NUM_CHANNELS):
-                channel = (self._next + i) % NUM_CHANNELS
-                if channel not in self._taken:
-                    self._taken.add(channel)
-                    self._next = channel + 1
-                    self.num_users += 1
-                    self.num_joined += 1
-                    return channel
-        raise ValueError(
-            f"got a process group that carries the messages of {NUM_CHANNELS} wrappers already, expected fewer; "
-            "close() wrappers that are not needed any more, on all ranks, or make another group"
-        )
-
-    def leave(self, channel: int, *, is_free: bool) -> bool:
-        """One user less, whose channel may be given out again if `is_free`; returns whether to release the group."""
-        with self._lock:
-            self.num_users -= 1
-            if is_free:
-                self._taken.discard(channel)
-            return self.is_owned and self.num_users == 0
+    taken: set[int] = field(default_factory=set)
+    next_channel: int = 0
+    num_users: int = 0
+    num_joined: int = 0
+    is_owned: bool = False
 
 
 class Use:
-    """One transport's use of its group, apart from the transport, so that it can end when that was lost.
+    """One transport's use of its group, apart from the transport, so that it can end when that was collected.
+
+    Args:
+        group: the process group.
 
     Attributes:
         shared: with the other users.
         channel: of this one.
         number: of this one among all users so far, which no later one has.
         is_active: whether anything was ever sent or expected on the channel.
+
+    Raises:
+        ValueError: all channels are taken.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -95,22 +71,41 @@ class Use:
             lost, _lost[:] = _lost[:], []
         for holder in lost:
             release(holder)
-        self._holder = [group]  # the only reference that `release` cannot drop is one that it is called with
-        self.shared = SharedGroup.of(group)
-        self.channel = self.shared.join()
-        self.number = self.shared.num_joined
+        self._holder = [group]  # the only reference, so that `release` can drop it
         self.is_active = False
+        with _lock:
+            shared = self.shared = _shared.setdefault(group, SharedGroup())
+            channels = (i % NUM_CHANNELS for i in range(shared.next_channel, shared.next_channel + NUM_CHANNELS))
+            channel = next((i for i in channels if i not in shared.taken), None)
+            if channel is None:
+                raise ValueError(
+                    f"got a process group that carries the messages of {NUM_CHANNELS} wrappers already, expected "
+                    "fewer; close() wrappers that are not needed any more, on all ranks, or make another group"
+                )
+            shared.taken.add(channel)
+            self.channel, shared.next_channel = channel, channel + 1
+            shared.num_users += 1
+            shared.num_joined += 1
+            self.number = shared.num_joined
 
     def end(self) -> None:
         """Leave the channel; release the group if nobody else uses it. Called once, or `lose` is."""
-        if self.shared.leave(self.channel, is_free=True):
+        if self._leave(is_free=True):
             release(self._holder)
         self._holder.clear()
 
     def lose(self) -> None:
-        """As `end` when the transport was collected: whichever thread collects garbage waits for nobody."""
-        if self.shared.leave(self.channel, is_free=not self.is_active):
+        """As `end` when the transport was collected: a thread that collects garbage must not wait."""
+        if self._leave(is_free=not self.is_active):
             _lost.append(self._holder)  # until the next use of any group, or the end of the process
+
+    def _leave(self, *, is_free: bool) -> bool:
+        """Whether to release the group."""
+        with _lock:
+            self.shared.num_users -= 1
+            if is_free:
+                self.shared.taken.discard(self.channel)
+            return self.shared.is_owned and self.shared.num_users == 0
 
 
 def release(holder: list[dist.ProcessGroup]) -> None:
@@ -122,9 +117,12 @@ def release(holder: list[dist.ProcessGroup]) -> None:
         holder: of the group, and nothing else; empty afterwards.
     """
     group = holder.pop()
-    backends = {id(backend): backend for backend in _backends_of(group)}
-    if any(backend.name() == "mpi4py" for backend in backends.values()):
-        for backend in backends.values():
+    backends = []
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):  # no backend for these tensors
+            backends.append(group._get_backend(torch.device(device)))
+    if any(backend.name() == "mpi4py" for backend in backends):
+        for backend in backends:
             backend.abort()
         return
     if group in dist.distributed_c10d._world.pg_map:  # else the default group was destroyed, and this one with it
@@ -135,13 +133,5 @@ def release(holder: list[dist.ProcessGroup]) -> None:
     threads.start(backends.clear, name="releasing-group").join(_RELEASE_SECONDS)
 
 
-def _backends_of(group: dist.ProcessGroup) -> Iterator[dist._Backend]:
-    for name in ("cpu", "cuda"):
-        try:
-            yield group._get_backend(torch.device(name))
-        except RuntimeError:  # no backend for these tensors
-            continue
-
-
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedGroup] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = threading.RLock()  # a transport may be collected, and leave, while another one joins in the same thread

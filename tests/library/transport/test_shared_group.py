@@ -21,7 +21,7 @@ from gossip_modules import BilatGossipDataParallel, GossipDataParallel, GroupAve
 from gossip_modules.extend import ProcessGroupTransport
 from gossip_modules.transport import process_group
 from gossip_modules.transport.gloo import at_once, gloo_group
-from gossip_modules.transport.shared_group import CAN_RELEASE, NUM_CHANNELS, SharedGroup
+from gossip_modules.transport.shared_group import CAN_RELEASE, NUM_CHANNELS, Use
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.processes import run_processes
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
@@ -112,18 +112,20 @@ def test_a_user_may_be_collected_while_another_one_joins() -> None:
     class CollectingSet(set[int]):
         def __contains__(self, channel: object) -> bool:
             if 0 in iter(self):
-                shared.leave(0, is_free=True)
+                first.lose()
             return super().__contains__(channel)
 
-    shared = SharedGroup()
-    assert [shared.join(), shared.join()] == [0, 1]
-    shared._taken, shared._next = CollectingSet(shared._taken), 0
+    group = solo_group()
+    first, second = Use(group), Use(group)
+    assert [first.channel, second.channel] == [0, 1]
+    shared = first.shared
+    shared.taken, shared.next_channel = CollectingSet(shared.taken), 0
 
-    joining = threading.Thread(target=shared.join, daemon=True)
+    joining = threading.Thread(target=Use, args=(group,), daemon=True)
     joining.start()
     joining.join(TIMEOUT.total_seconds())
     assert not joining.is_alive()
-    assert (shared._taken, shared.num_users) == ({0, 1}, 2)
+    assert (shared.taken, shared.num_users) == ({0, 1}, 2)
 
 
 def test_a_copy_of_what_is_closed_is_closed() -> None:

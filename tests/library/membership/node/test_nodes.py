@@ -33,7 +33,7 @@ from gossip_modules import (
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager import GraphManager, NetworkXGraph
 from gossip_modules.membership import limits
-from gossip_modules.transport.shared_group import SharedGroup
+from gossip_modules.transport.shared_group import Use
 from tests.harness.problems import loss_of, mlp, sgd
 from tests.harness.ranks import HangUp, assert_no_gossip_threads, run_ranks, thread_group
 from tests.harness.reference import flatten
@@ -460,7 +460,7 @@ def test_errors_and_refusals() -> None:
         control = ConsensusControl(1.0)
         with pytest.raises(ValueError, match="with a membership, expected a Schedule: ranks that may lose messages"):
             Process(group, nodes, schedule=control, push_sum=False, process_group=inside)
-        assert not SharedGroup.of(inside)._taken, "who is refused gives its channels back"
+        assert len(Use(inside).shared.taken) == 1, "a wrapper that is refused gives its channels back"
         process.model.close()
 
     nodes.run(body)
