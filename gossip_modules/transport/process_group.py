@@ -358,8 +358,8 @@ def meet(
     """
     deadline = Deadline(timeout)
     peers = [j for j in ranks or range(group.size()) if j != group.rank()]
-    name = what.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(name[:-1] + b"\1"), dtype=torch.uint8)
+    ours = what.encode()[: _NAME_BYTES - 1]
+    mine = torch.frombuffer(bytearray(ours.ljust(_NAME_BYTES - 1, b"\0") + b"\1"), dtype=torch.uint8)
     rows = {j: torch.zeros(_NAME_BYTES, dtype=torch.uint8, device="cpu") for j in peers}
     works: list[tuple[int, dist.Work]] = []
     peer = -1
@@ -374,13 +374,15 @@ def meet(
         missing = [j for j in peers if not rows[j][-1]]
         is_late = deadline.left < (1 - LATE) * deadline.seconds  # others may give up a little before
         raise NotMet(str(error), missing=missing, closed=None if is_late else peer) from error
-    names = {j: bytes(row.numpy())[:-1].rstrip(b"\0").decode(errors="ignore") for j, row in rows.items()}
-    ours = name.rstrip(b"\0").decode(errors="ignore")
-    found = {j: text for j, text in names.items() if text != ours and _without_numbers(text) != _without_numbers(ours)}
-    if found:
+    names = {j: bytes(row.numpy())[:-1].rstrip(b"\0") for j, row in rows.items()}
+    different = {
+        j: name for j, name in names.items() if name != ours and _without_numbers(name) != _without_numbers(ours)
+    }
+    if different:
+        found = {j: name.decode(errors="ignore") for j, name in different.items()}
         raise NotMet("ranks are in another operation", found=found)
 
 
-def _without_numbers(name: str) -> str:
+def _without_numbers(name: bytes) -> bytes:
     """The name of an operation without numbers: ranks may have begun to count rounds elsewhere."""
-    return re.sub(r"\d+", "", name)
+    return re.sub(rb"\d+", b"", name)
