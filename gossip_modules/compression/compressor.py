@@ -88,7 +88,7 @@ class Compressor(ABC):
             raise ValueError(
                 f"got a message {message.dtype} {list(message.shape)}, expected torch.uint8 "
                 f"[{' or '.join(map(str, sizes))}] for {d} elements with {self}; sender and receiver must use equal "
-                "compressors, and target must be as long as what was compressed"
+                "compressors, and target must be as long as the compressed vector"
             )
         if d:
             self._add(message, target, sizes[message.numel()], alpha)
@@ -205,7 +205,7 @@ def saturated(x: Tensor, largest: float) -> Tensor:
 
 
 def wide(target: Tensor) -> torch.dtype:
-    """The dtype in which something is added to target: that of target, or float32 if that is narrower."""
+    """The dtype of sums with target: its own, or float32 if its own is narrower."""
     return torch.promote_types(target.dtype, torch.float32)
 
 

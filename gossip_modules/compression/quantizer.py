@@ -149,7 +149,7 @@ class TwoBit(Compressor):
     NaN, its whole block becomes so. Finite entries beyond the range of float32 count as the largest float32.
 
     Made for values of similar magnitudes, such as those that `ChunkTopK` keeps. The sign and one mean on either side of
-    a threshold are those of Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent and its Application to
+    a threshold are from Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent and its Application to
     Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014, for magnitudes.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checks import checked_integer, checked_seed
 from .bit_packing import indices_size, pack_indices, unpack_indices
-from .compressor import Compressor, chunks, random_words, wide
+from .compressor import Compressor, random_words, wide
 
 _SAMPLE_SIZE = 1 << 16
 _ENTRIES_AT_ONCE = 1 << 20
@@ -251,17 +251,8 @@ def _indices_of_largest(x: Tensor, k: int) -> Tensor:
         sample = x[:: x.numel() // _SAMPLE_SIZE | 1].abs()
         expected = sample.numel() * k / x.numel()
         threshold = sample.topk(math.ceil(expected + 4 * math.sqrt(expected)) + 1).values[-1]
-        candidates = _indices_not_below(x, threshold)
+        candidates = (x.abs() < threshold).logical_not_().nonzero().squeeze(1)  # NaN is among them
         if candidates.numel() >= k:
             chosen = x[candidates].abs().topk(k, sorted=False).indices.sort().values
             return candidates[chosen]
     return x.abs().topk(k, sorted=False).indices.sort().values
-
-
-def _indices_not_below(x: Tensor, threshold: Tensor) -> Tensor:
-    """The indices where |x| < threshold is false, ascending; they include those of NaN."""
-    found = []
-    for start, stop, _ in chunks(x, 1):
-        is_below = x[start:stop].abs() < threshold
-        found.append(is_below.logical_not_().nonzero().squeeze(1).add_(start))
-    return torch.cat(found)

@@ -1,4 +1,4 @@
-"""Who sends to whom in each round: all graphs, and how to make one by its name.
+"""Communication graphs: the peers of each rank in each round, and how to make a graph by its name.
 
 The random graph of MATCHA, which is planned from one of these, is `gossip_modules.MatchaGraph` in the package `matcha`.
 """

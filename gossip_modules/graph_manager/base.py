@@ -2,7 +2,7 @@
 
 Each rank has one ordered row of distinct out-peers, its phone book. Round t uses a window of `peers_per_itr`
 consecutive entries of that row, and the next round uses the next window, wrapping around. Nothing is stored per round:
-every rank can compute the peers of any rank in any round, so ranks know from whom to receive without asking.
+every rank can compute the peers of any rank in any round, so a rank knows the senders of its messages without asking.
 
 This file has the abstract bases; the graphs are in `shift_graphs`, `networkx_graphs`, `random_graphs` and `base_graph`.
 """

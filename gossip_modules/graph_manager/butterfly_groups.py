@@ -1,4 +1,4 @@
-"""Butterfly groups: who averages with whom in round t, so that few rounds average over all ranks."""
+"""Butterfly groups: disjoint groups of ranks that change every round, so that few rounds average over all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Phase(NamedTuple):
     Attributes:
         out_peer: the rank that receives the sum that this rank has so far; None: nothing is sent.
         in_peer: the rank whose message is received; None: nothing is received.
-        is_result: whether the message is the sum of the group and replaces that of this rank; otherwise it is added.
+        is_result: whether the message is the sum of the group and replaces the sum of this rank; otherwise it is added.
     """
 
     out_peer: int | None
@@ -81,7 +81,7 @@ class ButterflyGroups:
         positions = [self._position(rank, t) % self._core]
         for mask in self.masks(t):
             positions += [position ^ mask for position in positions]
-        extras = [position + self._core for position in positions if self._has_extra(position)]
+        extras = [position + self._core for position in positions if position + self._core < self.world_size]
         return tuple(sorted(self._rank(position, t) for position in positions + extras))
 
     def num_members(self, rank: int, t: int) -> int:
@@ -99,7 +99,7 @@ class ButterflyGroups:
             return Phase(partner, None), Phase(None, partner, is_result=True)
         partners = [self._rank(position ^ mask, t) for mask in self.masks(t)]
         butterfly = [Phase(partner, partner) for partner in partners]
-        if not self._has_extra(position):
+        if position + self._core >= self.world_size:
             return tuple(butterfly)
         extra = self._rank(position + self._core, t)
         return Phase(None, extra), *butterfly, Phase(extra, None)
@@ -119,9 +119,6 @@ class ButterflyGroups:
 
     def _rank(self, position: int, t: int) -> int:
         return (position + t * (self.world_size - self._core)) % self.world_size
-
-    def _has_extra(self, position: int) -> bool:
-        return position + self._core < self.world_size
 
     def _check(self, rank: int, t: int) -> None:
         if not 0 <= rank < self.world_size or t < 0:

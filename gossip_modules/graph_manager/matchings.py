@@ -217,7 +217,7 @@ def link_costs(edges: Iterable[Edge], costs: Mapping[Edge, float]) -> dict[Edge,
 def predefined_matchings(index: int) -> tuple[Matching, ...]:
     """The links of a predefined graph, in as many matchings as its max degree, which is the fewest possible.
 
-    The graphs are those of Wang, Sahu, Yang, Joshi, Kar, "MATCHA: Speeding Up Decentralized SGD via Matching
+    The graphs are from Wang, Sahu, Yang, Joshi, Kar, "MATCHA: Speeding Up Decentralized SGD via Matching
     Decomposition Sampling", ICC 2019, arXiv:1905.09435.
 
     Args:
@@ -251,7 +251,7 @@ def select_graph(index: int) -> nx.Graph:
 
 
 def matchings_of(graph: nx.Graph, *, costs: Mapping[Edge, float] | None = None) -> tuple[Matching, ...]:
-    """The matchings that a plan for `graph` uses: the published ones for a predefined graph, else those of `decompose`.
+    """The matchings that a plan for `graph` uses: the published ones of a predefined graph, else `decompose(graph)`.
 
     A graph with the links of a predefined one is that graph, however it was made. Its other decompositions into as few
     matchings have other probabilities and another, often worse, rho. With `costs` links of similar cost belong

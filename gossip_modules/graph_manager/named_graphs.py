@@ -65,7 +65,7 @@ TREES: Mapping[str, Callable[[int], GraphManager]] = {
     "chain": ChainGraph,
     "double-binary-tree": DoubleBinaryTreeGraph,
 }
-"""Graphs whose links are those of a tree, or of two, for any number of ranks: undirected, with all neighbours in every
+"""Graphs made of the links of one tree or two, for any number of ranks: undirected, with all neighbours in every
 round, so that they never change. Made for RelaySGD."""
 
 SMALLEST_WITHOUT_RING = 9

@@ -148,7 +148,7 @@ class RandomMatchingGraph(RandomGraph, WeightedGraph):
         return int(self._shuffle(t, np.minimum(place, self.world_size - 1), is_inverse=True)[0])
 
     def _shuffle(self, t: int, ranks: npt.NDArray[np.int64], *, is_inverse: bool) -> npt.NDArray[np.int64]:
-        """pi of each rank, or its inverse: a step swaps x and (key - x) mod n where a coin for the two says so."""
+        """pi of each rank, or its inverse: a step swaps x and (key - x) mod n if a coin for the two shows heads."""
         n = self.world_size
         num_steps = 32 + 3 * n.bit_length()
         bits = random_bits(self.seed, t, 3 * num_steps).reshape(num_steps, 3)
@@ -170,7 +170,7 @@ class RandomPushGraph(RandomGraph):
 
     The number of messages that a rank gets varies, so columns of W sum to one and rows do not: values and weights are
     mixed alike, and x_i / w_i is the estimate (push-sum: Kempe, Dobra, Gehrke, "Gossip-based computation of aggregate
-    information", FOCS 2003). The targets are those of EL-Local: de Vos, Farhadkhani, Guerraoui, Kermarrec, Pires,
+    information", FOCS 2003). Targets are chosen as in EL-Local: de Vos, Farhadkhani, Guerraoui, Kermarrec, Pires,
     Sharma, "Epidemic Learning: Boosting Decentralized Learning with Randomized Communication", NeurIPS 2023,
     arXiv:2310.01972, which averages the messages that arrive instead, and so lets the mean drift. The sum of the
     squared distances of the shares W(t-1) ... W(0) from equal ones shrinks per round, in expectation, by exactly

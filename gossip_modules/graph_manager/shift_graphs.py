@@ -22,7 +22,7 @@ class ShiftGraph(GraphManager):
     """A graph in which every rank r sends to `r + s`, with the same few shifts s for all ranks of a round.
 
     Ranks are the elements of a finite abelian group with 0 as its neutral element (a Cayley graph); `add` and
-    `negate` are its operations, here those of the integers modulo n. So every round is a union of permutations: it is
+    `negate` are its operations, here on the integers modulo n. So every round is a union of permutations: it is
     regular, the in-peers are `r - s`, and uniform weights are doubly stochastic.
 
     >>> class EveryOther(ShiftGraph):

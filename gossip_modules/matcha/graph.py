@@ -51,7 +51,7 @@ class MatchaGraph(RandomGraph):
 
     Args:
         base: the base graph, undirected and connected with the nodes 0..n-1. `matchings_of` turns it into matchings:
-            the published ones for a predefined graph, else those of `decompose`. Or the matchings themselves.
+            the published ones for a predefined graph, else the result of `decompose`. Or the matchings themselves.
         budget: the share of the cost of all matchings that a round may take on average; above 0, at most 1.
         budget_seconds: instead of `budget`, the expected seconds per round; needs `costs`.
         seed: the seed of the B_j, the same on all ranks; at least 0.
@@ -117,7 +117,7 @@ class MatchaGraph(RandomGraph):
     ) -> MatchaGraph:
         """The graph of a plan that `python -m gossip_modules.matcha --output plan.json` wrote.
 
-        Its matchings, probabilities and rho are those of the plan. Wrapping a model raises an error if the ranks have
+        It has the matchings, probabilities and rho of the plan. Wrapping a model raises an error if the ranks have
         read different plans.
 
         Args:
@@ -188,7 +188,7 @@ class MatchaGraph(RandomGraph):
         return len(degrees) == 1 and all(2 * len(matching) == self.world_size for matching in random)
 
     def __repr__(self) -> str:
-        """Complete, see `GraphManager`; alpha is a function of what it shows."""
+        """Complete, see `GraphManager`; alpha is a function of the rest."""
         digest = sha256(repr(self.matchings).encode()).hexdigest()
         periodic = ", periodic=True" if self.is_periodic else ""
         return (
@@ -256,7 +256,7 @@ class MatchaProcessor(MatchaGraph):
         commBudget: the share of the matchings that a round uses on average; above 0, at most 1.
         rank: the rank of this process.
         size: the number of ranks, which the graph must have.
-        iterations: the number of rounds of which `active_flags` tells. Rounds after them are drawn as well.
+        iterations: the number of rounds in `active_flags`. Rounds after them are drawn as well.
         issubgraph: whether `base_graph` is a list of matchings.
         seed: the seed of the activations, the same on all ranks. It takes the place of `numpy.random.seed`.
 

@@ -62,7 +62,7 @@ def as_probabilities(probabilities: Sequence[float] | Array, num_matchings: int)
     if p.shape != (num_matchings,) or not ((p >= 0) & (p <= 1)).all():
         raise ValueError(
             f"got the probabilities {p.tolist()}, expected {num_matchings} numbers from 0 to 1, one per matching. Take "
-            f"those of activation_probabilities(matchings, budget)."
+            f"the result of activation_probabilities(matchings, budget)."
         )
     return p
 
@@ -105,7 +105,7 @@ def mixing_weight(matchings: Iterable[Iterable[Edge]], probabilities: Sequence[f
     if spectrum[1] <= 1e-12 * spectrum[-1]:
         raise ValueError(
             f"got the probabilities {p.tolist()}, expected those above 0 to belong to matchings that connect all "
-            f"ranks: the others could never agree. Take those of activation_probabilities(matchings, budget)."
+            f"ranks: the others could never agree. Take activation_probabilities(matchings, budget)."
         )
     alpha = 2 / float(spectrum[1] + spectrum[-1])
     basis = top_vectors(mean, square, alpha)[1] if len(mean) > MAX_WHOLE else np.linalg.eigh(mean)[1][:, 1:]
@@ -126,7 +126,7 @@ def dpsgd_weight(matchings: Iterable[Iterable[Edge]]) -> MixingWeight:
     weight of Xiao and Boyd, "Fast linear iterations for distributed averaging", 2004.
 
     Raises:
-        ValueError: the matchings are not those of a connected graph.
+        ValueError: the matchings do not connect all ranks.
 
     >>> dpsgd_weight([((0, 1),), ((1, 2),)])
     MixingWeight(alpha=0.5, rho=0.25)
@@ -147,7 +147,7 @@ def periodic_dpsgd_weight(matchings: Iterable[Iterable[Edge]], probability: floa
         probability: the probability that a round uses the whole graph, above 0 and at most 1.
 
     Raises:
-        ValueError: the matchings are not those of a connected graph, or the probability is outside (0, 1].
+        ValueError: the matchings do not connect all ranks, or the probability is outside (0, 1].
     """
     if not 0 < probability <= 1:
         raise ValueError(f"got probability={probability}, expected above 0 and at most 1. Give e.g. 0.5.")

@@ -39,7 +39,7 @@ def measure_link_times(
         transport: the transport over the n ranks.
         num_bytes: the size of a message; take the size of the model, since small messages measure the latency only.
         num_repeats: the number of exchanges per link, at least 1, after one that warms up.
-        device: the device of the messages; take that of the model.
+        device: the device of the messages; take the device of the model.
 
     Returns:
         Seconds by link (u, v), u < v, ascending.
@@ -49,18 +49,6 @@ def measure_link_times(
             is below 1.
         TimeoutError, ConnectionError: a peer did not answer; the message names it.
     """
-    matchings = _checked_matchings(base, transport, num_bytes=num_bytes, num_repeats=num_repeats)
-    own = _own_seconds(transport, matchings, torch.zeros(num_bytes, dtype=torch.uint8, device=device), num_repeats)
-    gathered = torch.empty(transport.world_size * len(own), dtype=torch.float64, device="cpu")
-    transport.all_gather(gathered, own, what="measure_link_times")
-    seconds = gathered.view(transport.world_size, -1).tolist()
-    links = ((index, u, v) for index, matching in enumerate(matchings) for u, v in matching)
-    return dict(sorted(((u, v), max(seconds[u][index], seconds[v][index])) for index, u, v in links))
-
-
-def _checked_matchings(
-    base: nx.Graph | Sequence[Sequence[Edge]], transport: Transport, *, num_bytes: int, num_repeats: int
-) -> Sequence[Matching]:
     import networkx as nx
 
     matchings = decompose(base) if isinstance(base, nx.Graph) else as_matchings(base)
@@ -71,7 +59,12 @@ def _checked_matchings(
             f"got a base graph of {world_size(matchings)} ranks, expected {transport.world_size}, the size of the "
             f"transport. Build the graph with that many nodes."
         )
-    return matchings
+    own = _own_seconds(transport, matchings, torch.zeros(num_bytes, dtype=torch.uint8, device=device), num_repeats)
+    gathered = torch.empty(transport.world_size * len(own), dtype=torch.float64, device="cpu")
+    transport.all_gather(gathered, own, what="measure_link_times")
+    seconds = gathered.view(transport.world_size, -1).tolist()
+    links = ((index, u, v) for index, matching in enumerate(matchings) for u, v in matching)
+    return dict(sorted(((u, v), max(seconds[u][index], seconds[v][index])) for index, u, v in links))
 
 
 def _own_seconds(transport: Transport, matchings: Sequence[Matching], outgoing: Tensor, num_repeats: int) -> Tensor:

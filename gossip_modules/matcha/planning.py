@@ -96,7 +96,7 @@ def joint_probabilities(
     so the constraints are linear, apart from one matrix inequality that is linear in each variable. The problem is not
     convex: an interior point method finds a stationary point from each of a few starting points, the two-stage
     solutions that spend 1, 0.8 and 0.6 of the budget. The result is the best of all these points, and the cheapest of
-    those whose 1 - rho agrees to six digits; to these digits rho is never larger than that of the two-stage solution.
+    those whose 1 - rho agrees to six digits; to these digits rho is never larger than in the two-stage solution.
     The result is deterministic, and p is rounded to six significant digits. It takes about a second for 64 ranks, and
     many times as long as the two-stage solution for more.
 

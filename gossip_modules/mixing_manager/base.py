@@ -113,7 +113,7 @@ class MixingManager(ABC):
                 f"one round. Give num_rounds: the horizon of interest, e.g. num_rounds=1000."
             )
         # The product of the W(t) - J differs from P - J by u 1^T or 1 u^T with sum(u) = 0, so its eigenvalues are the
-        # same. For large T, those of P would be lost in the rounding of its eigenvalue 1.
+        # same. For large T, the small ones of P would be lost in the rounding of its eigenvalue 1.
         return 1.0 - radius_per_round(lambda t: self.matrix(t) - 1 / self.graph.world_size, range(total))
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .base import MixingManager, knows_period, radius_per_round
 
 Law: TypeAlias = Callable[[Tensor], Tensor]
-"""The matrix [..., k m, k m] of one round, from the weights [..., m, m]: what k vectors of m ranks become."""
+"""The matrix [..., k m, k m] of one round, from the weights [..., m, m]: for k vectors of m ranks."""
 
 MAX_STATIC_RANKS = 1024
 """Up to so many ranks, undirected graphs that never change are looked at."""
@@ -22,7 +22,7 @@ MAX_RANKS = 128
 
 _MAX_ROWS = 2**12  # ranks times rounds of a product; so it takes less than half a second
 _NUM_SAMPLED, _NUM_VECTORS = 128, 8  # of rounds that do not repeat
-_TOLERANCE, _SAMPLED_TOLERANCE = 1e-6, 0.02  # above 1: rounding; what 64 random rounds may be off by
+_TOLERANCE, _SAMPLED_TOLERANCE = 1e-6, 0.02  # above 1: the rounding, and the error of 64 random rounds
 _VANISHED = 1e-150
 _MAX_DENSE_RANKS = 4096  # computing the eigenvalues of a dense matrix of this size takes a minute
 _ZERO = 1e-9  # eigenvalues below it are zero
@@ -38,7 +38,7 @@ def check_growth(
         rates: that the law has, by name.
         mixing: doubly stochastic weights.
         law: one round of the method, without gradients.
-        step: what a round is called.
+        step: the word for a round.
         remedy: which change of the rates helps.
     """
     factor = growth(mixing, law)
@@ -63,7 +63,7 @@ def growth(mixing: MixingManager, law: Law) -> float | None:
     per round. A momentum may make this larger than 1 although W(t) alone brings ranks together: on directed graphs,
     where eigenvalues of W are complex, and on those that change, where no eigenvalue of one round says anything.
 
-    Graphs of which no period can be computed (random ones, those with a very long period, and weights of a user's own
+    Graphs whose period cannot be computed (random ones, those with a very long period, and weights of a user's own
     class that says none) have the growth of 128
     rounds of theirs in place of it, which is known to about 2%: up to 1.02 counts as 1. With a schedule of peers, it is
     the largest of all entries that last a period.
