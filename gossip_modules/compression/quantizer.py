@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,7 +16,55 @@ from .compressor import Compressor, chunks, in_blocks, random_words, saturated, 
 LARGEST = torch.finfo(torch.float32).max * (1 - 2**-20)  # a scale of this size times a level stays finite in float32
 
 
-class SignNorm(Compressor):
+class _BlockCode(Compressor):
+    """A code of `bits` bits for each entry, and `num_scales` float32 for each block: scales first, then packed codes.
+
+    Subclasses have a `block_size`, None for one block.
+    """
+
+    takes_rows = True
+    bits: int
+    num_scales = 1
+    is_signed = False  # whether codes are in two's complement
+    block_size: int | None
+    step = 1.0  # a factor of all scales
+
+    @abstractmethod
+    def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Write the scales, [..., blocks, num_scales]; yields (start, stop, codes [..., stop - start])."""
+
+    @abstractmethod
+    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The values of codes [..., blocks, m], in the dtype of the scales [..., blocks, num_scales]; changes codes."""
+
+    def num_bytes(self, d: int, dtype: torch.dtype) -> int:
+        return 4 * self.num_scales * -(-d // self._size(d)) + packed_size(d, self.bits)
+
+    def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
+        scales, packed = self._parts(message, x.shape[-1])
+        for start, stop, codes in self._codes(x, scales, t):
+            pack(codes, self.bits, packed[..., packed_size(start, self.bits) : packed_size(stop, self.bits)])
+
+    def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
+        scales, packed = self._parts(message, target.shape[-1])
+        scales = scales.to(wide(target)) * (alpha * self.step)
+        for start, stop, blocks in chunks(target, self._size(target.shape[-1])):
+            own = packed[..., packed_size(start, self.bits) : packed_size(stop, self.bits)]
+            codes = unpack(own, self.bits, stop - start, signed=self.is_signed)
+            target[..., start:stop] += self._values(in_blocks(codes, blocks), scales[..., blocks, :]).flatten(-2)
+
+    def _size(self, d: int) -> int:
+        return self.block_size or max(d, 1)
+
+    def _parts(self, message: Tensor, d: int) -> tuple[Tensor, Tensor]:
+        """The scales, float32 [..., blocks, num_scales], and the packed codes."""
+        num_bytes = 4 * self.num_scales * -(-d // self._size(d))
+        return message[..., :num_bytes].view(torch.float32).unflatten(-1, (-1, self.num_scales)), message[
+            ..., num_bytes:
+        ]
+
+
+class SignNorm(_BlockCode):
     """C(x) = mean |x| * sign(x) in each block: one bit per entry and a float32 per block. sign(0) = +1.
 
     ||x - C(x)||^2 = (1 - ||x||_1^2 / (m ||x||_2^2)) ||x||^2 in a block of m entries. If an entry is infinite or NaN,
@@ -38,38 +88,29 @@ class SignNorm(Compressor):
         >>> sign.add_decompressed(message, y)
     """
 
-    takes_rows = True
+    bits = 1
+    is_signed = True
 
     def __init__(self, block_size: int | None = 2048) -> None:
         self.block_size = None if block_size is None else checked_multiple_of_8("block_size", block_size)
 
-    def num_bytes(self, d: int, dtype: torch.dtype) -> int:
-        return 4 * -(-d // (self.block_size or max(d, 1))) + packed_size(d, 1)
+    def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
+        size = self._size(x.shape[-1])
+        sums = _norms(x, size, 1)
+        sums[..., :-1] /= size
+        sums[..., -1] /= x.shape[-1] - (sums.shape[-1] - 1) * size
+        scales[..., 0] = saturated(sums, LARGEST)
+        for start, stop, _ in chunks(x, size):
+            yield start, stop, (x[..., start:stop] < 0).view(torch.uint8)
 
-    def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
-        d = x.shape[-1]
-        block_size = self.block_size or d
-        scales, bits = _scales_and_codes(message, d, block_size)
-        sums = _norms(x, block_size, 1)
-        sums[..., :-1] /= block_size
-        sums[..., -1] /= d - (scales.shape[-1] - 1) * block_size
-        scales.copy_(saturated(sums, LARGEST))
-        for start, stop, _ in chunks(x, block_size):
-            pack((x[..., start:stop] < 0).view(torch.uint8), 1, bits[..., start // 8 : packed_size(stop, 1)])
-
-    def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
-        block_size = self.block_size or target.shape[-1]
-        scales, bits = _scales_and_codes(message, target.shape[-1], block_size)
-        scales = scales.to(wide(target)) * alpha
-        for start, stop, blocks in chunks(target, block_size):
-            codes = unpack(bits[..., start // 8 : packed_size(stop, 1)], 1, stop - start, signed=True)
-            _add_scaled(codes.mul_(2).add_(1), scales[..., blocks], target[..., start:stop])
+    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.mul_(2).add_(1).to(scales.dtype).mul_(scales)
 
     def __repr__(self) -> str:
         return f"SignNorm({self.block_size})"
 
 
-class QSGD(Compressor):
+class QSGD(_BlockCode):
     """C(x) = ||x||_2 / s * xi(s x / ||x||_2) in each bucket; xi rounds at random to an integer, with E xi(y) = y.
 
     With s = 2^(bits-1) - 1 an entry takes a sign and bits - 1 bits, and a bucket of B entries one float32 in addition.
@@ -99,48 +140,38 @@ class QSGD(Compressor):
         >>> qsgd.add_decompressed(message, y)
     """
 
-    takes_rows = True
+    is_signed = True
 
     def __init__(self, bits: int = 8, bucket_size: int = 512, seed: int = 0, *, unbiased: bool = False) -> None:
         if not isinstance(bits, int) or bits not in (2, 4, 8):
             raise ValueError(f"got bits={bits}, expected 2, 4 or 8, which fill bytes; for 1 bit use SignNorm")
         self.bits = bits
-        self.bucket_size = checked_multiple_of_8("bucket_size", bucket_size)
+        self.bucket_size = self.block_size = checked_multiple_of_8("bucket_size", bucket_size)
         self.seed = checked_seed(seed)
         self.unbiased = unbiased
         self.num_levels = 2 ** (bits - 1) - 1
         omega = min(bucket_size / self.num_levels**2, math.sqrt(bucket_size) / self.num_levels)
-        self._step = 1 / self.num_levels / (1 if unbiased else 1 + omega)  # the value of level 1, in units of the norm
+        self.step = 1 / self.num_levels / (1 if unbiased else 1 + omega)  # the value of level 1, in units of the norm
 
-    def num_bytes(self, d: int, dtype: torch.dtype) -> int:
-        return 4 * -(-d // self.bucket_size) + packed_size(d, self.bits)
-
-    def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
-        norms, packed = _scales_and_codes(message, x.shape[-1], self.bucket_size)
-        norms.copy_(saturated(_norms(x, self.bucket_size, 2), LARGEST))
+    def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
+        scales[..., 0] = saturated(_norms(x, self.bucket_size, 2), LARGEST)
         generator = torch.Generator(x.device).manual_seed(random_words(self.seed, t, 1)[0])
         for start, stop, buckets in chunks(x, self.bucket_size):
-            levels = in_blocks(x[..., start:stop], buckets) / norms[..., buckets, None]
+            levels = in_blocks(x[..., start:stop], buckets) / scales[..., buckets, :]
             dither = torch.empty_like(levels[(0,) * (levels.dim() - 2)])  # one for all rows
             levels.mul_(self.num_levels).add_(dither.uniform_(generator=generator))
             # Sums may round up to s + 1. NaN becomes level 0: from 0 / 0, and where the norm is not finite either.
             levels.floor_().clamp_(-self.num_levels, self.num_levels).nan_to_num_(nan=0.0)
-            begin, end = (packed_size(i, self.bits) for i in (start, stop))
-            pack(levels.to(torch.int8).flatten(-2), self.bits, packed[..., begin:end])
+            yield start, stop, levels.to(torch.int8).flatten(-2)
 
-    def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
-        norms, packed = _scales_and_codes(message, target.shape[-1], self.bucket_size)
-        scales = norms.to(wide(target)) * (alpha * self._step)
-        for start, stop, buckets in chunks(target, self.bucket_size):
-            begin, end = (packed_size(i, self.bits) for i in (start, stop))
-            levels = unpack(packed[..., begin:end], self.bits, stop - start, signed=True)
-            _add_scaled(levels, scales[..., buckets], target[..., start:stop])
+    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.to(scales.dtype).mul_(scales)
 
     def __repr__(self) -> str:
         return f"QSGD(bits={self.bits}, bucket_size={self.bucket_size}, seed={self.seed}, unbiased={self.unbiased})"
 
 
-class TwoBit(Compressor):
+class TwoBit(_BlockCode):
     """C(x) = sign(x) times one of two magnitudes: two bits per entry, and two float32 per block. sign(0) = +1.
 
     In each block the magnitudes above the mean magnitude become their own mean, and the others theirs; entries keep
@@ -166,39 +197,26 @@ class TwoBit(Compressor):
         >>> code.add_decompressed(message, y)
     """
 
-    takes_rows = True
+    bits = 2
+    num_scales = 2
 
     def __init__(self, block_size: int = 256) -> None:
         self.block_size = checked_multiple_of_8("block_size", block_size)
 
-    def num_bytes(self, d: int, dtype: torch.dtype) -> int:
-        return 8 * -(-d // self.block_size) + packed_size(d, 2)
-
-    def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
-        magnitudes, packed = self._parts(message, x.shape[-1])
-        for start, stop, blocks in chunks(x, self.block_size):
+    def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
+        for start, stop, blocks in chunks(x, self._size(x.shape[-1])):
             rows = in_blocks(saturated(x[..., start:stop].double(), LARGEST).abs_(), blocks)
             is_high = rows > rows.mean(dim=-1, keepdim=True)
             num_high, high = is_high.sum(dim=-1), (rows * is_high).sum(dim=-1)
             # NaN and infinity are above no mean that they are part of: they show in the mean of the others.
-            magnitudes[..., blocks, 0] = (rows.sum(dim=-1) - high).div_(rows.shape[-1] - num_high).float()
-            magnitudes[..., blocks, 1] = high.div_(num_high.clamp_(min=1)).float()
-            codes = is_high.flatten(-2).view(torch.uint8).mul(2).add_((x[..., start:stop] < 0).view(torch.uint8))
-            pack(codes, 2, packed[..., packed_size(start, 2) : packed_size(stop, 2)])
+            scales[..., blocks, 0] = (rows.sum(dim=-1) - high).div_(rows.shape[-1] - num_high).float()
+            scales[..., blocks, 1] = high.div_(num_high.clamp_(min=1)).float()
+            is_negative = x[..., start:stop] < 0
+            yield start, stop, is_high.flatten(-2).view(torch.uint8).mul(2).add_(is_negative.view(torch.uint8))
 
-    def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
-        magnitudes, packed = self._parts(message, target.shape[-1])
-        magnitudes = magnitudes.to(wide(target)) * alpha
-        for start, stop, blocks in chunks(target, self.block_size):
-            codes = unpack(packed[..., packed_size(start, 2) : packed_size(stop, 2)], 2, stop - start)
-            low, high = (magnitudes[..., blocks, k, None] for k in range(2))
-            values = torch.where(in_blocks(codes, blocks) >= 2, high, low).flatten(-2)
-            target[..., start:stop] += values.mul_(1 - 2 * (codes & 1).to(values.dtype))
-
-    def _parts(self, message: Tensor, d: int) -> tuple[Tensor, Tensor]:
-        """The magnitudes of the blocks, float32 [..., blocks, 2], and the packed codes."""
-        num_bytes = 8 * -(-d // self.block_size)
-        return message[..., :num_bytes].view(torch.float32).unflatten(-1, (-1, 2)), message[..., num_bytes:]
+    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
+        values = torch.where(codes >= 2, scales[..., 1:], scales[..., :1])
+        return values.mul_(1 - 2 * (codes & 1).to(values.dtype))
 
     def __repr__(self) -> str:
         return f"TwoBit({self.block_size})"
@@ -222,14 +240,3 @@ def _norms(x: Tensor, block_size: int, p: int) -> Tensor:
         norms = torch.linalg.vector_norm(in_blocks(chunk, blocks), p, dim=-1, dtype=torch.float64)
         sums[..., blocks] += norms.pow_(p)
     return sums.pow_(1 / p)
-
-
-def _scales_and_codes(message: Tensor, d: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """The two parts of a message: a float32 per block, and the packed bytes."""
-    num_scale_bytes = 4 * -(-d // block_size)
-    return message[..., :num_scale_bytes].view(torch.float32), message[..., num_scale_bytes:]
-
-
-def _add_scaled(codes: Tensor, scales: Tensor, target: Tensor) -> None:
-    """target += codes * scales: codes int8 [..., d], a scale per block of equal size, target [..., d] of any dtype."""
-    target += codes.to(scales.dtype).unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None]).flatten(-2)

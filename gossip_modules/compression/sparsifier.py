@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from itertools import pairwise
 from numbers import Real
 
@@ -17,7 +18,54 @@ _SAMPLE_SIZE = 1 << 16
 _ENTRIES_AT_ONCE = 1 << 20
 
 
-class TopK(Compressor):
+class _Largest(Compressor):
+    """Some entries that are large in magnitude: their values, which may be compressed once more, then packed indices.
+
+    The indices begin at an even byte.
+    """
+
+    takes_rows = True
+    values: Compressor | None = None
+
+    @abstractmethod
+    def _num_kept(self, d: int) -> int:
+        """The number of entries that are kept of d."""
+
+    @abstractmethod
+    def _indices_of_largest(self, x: Tensor) -> Tensor:
+        """The indices of the kept entries, ascending: int64 [..., num_kept]."""
+
+    def num_bytes(self, d: int, dtype: torch.dtype) -> int:
+        num_kept = self._num_kept(d)
+        return self._parts(num_kept, dtype)[1] + indices_size(num_kept, d) if d else 0
+
+    def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
+        indices = self._indices_of_largest(x)
+        stop, start = self._parts(indices.shape[-1], x.dtype)
+        if self.values is None:
+            torch.gather(x, -1, indices, out=message[..., :stop].view(x.dtype))
+        else:
+            self.values._encode(x.gather(-1, indices), message[..., :stop], t)
+        message[..., stop:start].zero_()
+        pack_indices(indices, x.shape[-1], message[..., start:])
+
+    def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
+        d, num_kept = target.shape[-1], self._num_kept(target.shape[-1])
+        stop, start = self._parts(num_kept, dtype)
+        if self.values is None:
+            values = message[..., :stop].view(dtype)
+        else:
+            values = message.new_zeros(*message.shape[:-1], num_kept, dtype=wide(target))
+            self.values._add(message[..., :stop], values, dtype, 1.0)
+        _add_at(unpack_indices(message[..., start:], num_kept, d), values, target, alpha)
+
+    def _parts(self, num_kept: int, dtype: torch.dtype) -> tuple[int, int]:
+        """The end of the values and the start of the indices in a message."""
+        stop = num_kept * dtype.itemsize if self.values is None else self.values.num_bytes(num_kept, dtype)
+        return stop, -(-stop // 2) * 2
+
+
+class TopK(_Largest):
     """C(x) = the k = max(1, int(ratio d)) entries of x that are largest in magnitude, over the whole vector.
 
     ||x - C(x)||^2 <= (1 - k/d) ||x||^2. NaN counts as the largest value. The message holds k values in x's dtype and k
@@ -39,27 +87,24 @@ class TopK(Compressor):
         >>> top.add_decompressed(message, y)
     """
 
-    takes_rows = True
-
     def __init__(self, ratio: float) -> None:
         self.ratio = _checked_ratio(ratio)
 
-    def num_bytes(self, d: int, dtype: torch.dtype) -> int:
-        k = _num_kept(self.ratio, d)
-        return k * dtype.itemsize + indices_size(k, d)
+    def _num_kept(self, d: int) -> int:
+        return _num_kept(self.ratio, d)
 
-    def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
-        d, k = x.shape[-1], _num_kept(self.ratio, x.shape[-1])
-        num_value_bytes = k * x.element_size()
-        indices = _indices_of_largest(x, k)
-        torch.gather(x, -1, indices, out=message[..., :num_value_bytes].view(x.dtype))
-        pack_indices(indices, d, message[..., num_value_bytes:])
-
-    def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
-        d, k = target.shape[-1], _num_kept(self.ratio, target.shape[-1])
-        num_value_bytes = k * dtype.itemsize
-        indices = unpack_indices(message[..., num_value_bytes:], k, d)
-        _add_at(indices, message[..., :num_value_bytes].view(dtype), target, alpha)
+    def _indices_of_largest(self, x: Tensor) -> Tensor:
+        # For one vector on a CPU a sample gives a threshold below which entries are excluded. If it excludes too many,
+        # all are searched.
+        k = self._num_kept(x.shape[-1])
+        if x.device.type == "cpu" and x.dim() == 1 and x.numel() > 8 * max(k, _SAMPLE_SIZE):
+            sample = x[:: x.numel() // _SAMPLE_SIZE | 1].abs()
+            expected = sample.numel() * k / x.numel()
+            threshold = sample.topk(math.ceil(expected + 4 * math.sqrt(expected)) + 1).values[-1]
+            candidates = (x.abs() < threshold).logical_not_().nonzero().squeeze(1)  # NaN is among them
+            if candidates.numel() >= k:
+                return candidates[_largest(x[candidates], k)]
+        return _largest(x, k)
 
     def __repr__(self) -> str:
         return f"TopK({self.ratio})"
@@ -127,7 +172,7 @@ class RandomK(Compressor):
         return f"RandomK({self.ratio}, seed={self.seed}, unbiased={self.unbiased})"
 
 
-class ChunkTopK(Compressor):
+class ChunkTopK(_Largest):
     """C(x) = Q of the k entries that are largest in magnitude in each chunk of x, and zero elsewhere.
 
     A chunk is `chunk_size` neighbouring entries of the vector, so that every layer sends some of its entries, whatever
@@ -166,52 +211,18 @@ class ChunkTopK(Compressor):
             raise ValueError(f"got values={values!r}, expected a Compressor or None; pass e.g. TwoBit()")
         self.values, self.takes_rows = values, values is None or values.takes_rows
 
-    def num_bytes(self, d: int, dtype: torch.dtype) -> int:
-        num_kept = self._num_kept(d)
-        return self._start_of_indices(num_kept, dtype) + indices_size(num_kept, d) if d else 0
-
-    def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
-        d, num_kept = x.shape[-1], self._num_kept(x.shape[-1])
-        stop, start = self._num_value_bytes(num_kept, x.dtype), self._start_of_indices(num_kept, x.dtype)
-        indices = self._indices_of_largest(x)
-        values = x.gather(-1, indices)
-        if self.values is None:
-            message[..., :stop].view(x.dtype).copy_(values)
-        else:
-            self.values._encode(values, message[..., :stop], t)
-        message[..., stop:start].zero_()
-        pack_indices(indices, d, message[..., start:])
-
-    def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
-        d, num_kept = target.shape[-1], self._num_kept(target.shape[-1])
-        stop, start = self._num_value_bytes(num_kept, dtype), self._start_of_indices(num_kept, dtype)
-        if self.values is None:
-            values = message[..., :stop].view(dtype)
-        else:
-            values = message.new_zeros(*message.shape[:-1], num_kept, dtype=wide(target))
-            self.values._add(message[..., :stop], values, dtype, 1.0)
-        _add_at(unpack_indices(message[..., start:], num_kept, d), values, target, alpha)
-
     def _num_kept(self, d: int) -> int:
         num_chunks, rest = divmod(d, self.chunk_size)
         return num_chunks * self.k + (max(1, self.k * rest // self.chunk_size) if rest else 0)
 
-    def _num_value_bytes(self, num_kept: int, dtype: torch.dtype) -> int:
-        return num_kept * dtype.itemsize if self.values is None else self.values.num_bytes(num_kept, dtype)
-
-    def _start_of_indices(self, num_kept: int, dtype: torch.dtype) -> int:
-        return -(-self._num_value_bytes(num_kept, dtype) // 2) * 2
-
     def _indices_of_largest(self, x: Tensor) -> Tensor:
-        """The indices of the kept entries, ascending: int64 [..., num_kept]."""
         d, size = x.shape[-1], self.chunk_size
         whole, step = d // size * size, max(1, _ENTRIES_AT_ONCE // size) * size
         found = []
         for start, stop in pairwise([*range(0, whole, step), whole, d]):
             if start < stop:
                 length = min(size, stop - start)
-                rows = x[..., start:stop].unflatten(-1, (-1, length)).abs()
-                columns = rows.topk(self._num_kept(length), sorted=False).indices.sort().values
+                columns = _largest(x[..., start:stop].unflatten(-1, (-1, length)), self._num_kept(length))
                 firsts = torch.arange(start, stop, length, device=x.device)
                 found.append((columns + firsts[:, None]).flatten(-2))
         return torch.cat(found, dim=-1)
@@ -241,18 +252,6 @@ def _add_at(indices: Tensor, values: Tensor, target: Tensor, alpha: float) -> No
     target.scatter_(-1, indices, sums.to(target.dtype))
 
 
-def _indices_of_largest(x: Tensor, k: int) -> Tensor:
-    """The indices of the k entries of x that are largest in magnitude, ascending. NaN counts as the largest.
-
-    For one vector on a CPU a sample gives a threshold below which entries are excluded. If it excludes too many, all
-    are searched.
-    """
-    if x.device.type == "cpu" and x.dim() == 1 and x.numel() > 8 * max(k, _SAMPLE_SIZE):
-        sample = x[:: x.numel() // _SAMPLE_SIZE | 1].abs()
-        expected = sample.numel() * k / x.numel()
-        threshold = sample.topk(math.ceil(expected + 4 * math.sqrt(expected)) + 1).values[-1]
-        candidates = (x.abs() < threshold).logical_not_().nonzero().squeeze(1)  # NaN is among them
-        if candidates.numel() >= k:
-            chosen = x[candidates].abs().topk(k, sorted=False).indices.sort().values
-            return candidates[chosen]
+def _largest(x: Tensor, k: int) -> Tensor:
+    """The indices of the k entries that are largest in magnitude, ascending. NaN counts as the largest."""
     return x.abs().topk(k, sorted=False).indices.sort().values

@@ -128,10 +128,7 @@ def default_graph(world_size: int, *, push_sum: bool, peers_per_itr: int | Mappi
     (1, 4)
     """
     name = default_graph_name(world_size, push_sum=push_sum, peers_per_itr=peers_per_itr)
-    is_one = _is_always_one(peers_per_itr)
-    if name == "ring" and is_one:
-        return undirected_ring(world_size)
-    return GRAPHS[name](world_size, peers_per_itr=1 if is_one else peers_per_itr)
+    return named_graph(name, world_size, None if _is_always_one(peers_per_itr) else peers_per_itr)
 
 
 def default_graph_name(world_size: int, *, push_sum: bool, peers_per_itr: int | Mapping[int, int] = 1) -> str:
