@@ -1,8 +1,8 @@
 """dpwa: pairwise averaging; each worker pulls the model of a random peer that is alive.
 
-The algorithm stands in `engine.PairwiseEngine`: its docstring shows one round, `flush` is the merge. `interpolation`
-has the factor of the merge, `wire.peer_scores` the choice of the peer, `network` the sockets and threads of a worker,
-and `wire` the protocol.
+`engine.PairwiseEngine` is the algorithm: its docstring shows one round, `flush` is the merge. `interpolation` has the
+factor of the merge, `peer_scores` the choice of the peer, `server` and `fetcher` the two sides of a worker, and
+`protocol` the frames that they exchange.
 """
 
 from .averager import PairwiseAverager

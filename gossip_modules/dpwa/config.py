@@ -21,8 +21,8 @@ from .interpolation import (
     Interpolation,
     LossInterpolation,
 )
-from .wire.distance_bound import DEFAULT_MAX_DISTANCE
 
+DEFAULT_MAX_DISTANCE = 1e6
 DEFAULT_TIMEOUT = timedelta(seconds=2.5)
 MIN_AVERAGE_TIMEOUT = timedelta(seconds=10)
 DEFAULT_INTERPOLATION = ConstantInterpolation(0.5)
@@ -41,7 +41,14 @@ _NO_CURVE = Refused(
 )
 CURVE_ARGUMENTS: ForeignArguments = {"curve": _NO_CURVE, "public_key": _NO_CURVE}
 """Those of earlier versions, which had keys of CurveZMQ."""
-_KEYS = ("nodes", "fetch_probability", "timeout_ms", "interpolation", "divergence_threshold", *_METHODS)
+_DEFAULTS: Mapping[str, Any] = {  # of the keys of a file
+    "nodes": None,
+    "fetch_probability": 1.0,
+    "timeout_ms": 2500.0,
+    "interpolation": "constant",
+    "divergence_threshold": 0.0,
+    **dict.fromkeys(_METHODS),
+}
 _PEERS_EXAMPLE = "{'w0': 'tcp://10.0.0.1:45000', 'w1': 'tcp://10.0.0.2:45000'}"
 _EXAMPLE = "a list like [{nodes: [{name: w0, host: 10.0.0.1, port: 45000}, ...]}, {interpolation: constant}, ...]"
 
@@ -91,7 +98,11 @@ class PairwiseConfig:
     client_ssl: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
-        self._check_types()
+        if not isinstance(self.peers, Mapping):
+            raise ValueError(
+                f"got peers={self.peers!r}, expected a dict of the address of every worker by name, this one included; "
+                f"pass one like {_PEERS_EXAMPLE}"
+            )
         if self.name not in self.peers:
             raise ValueError(
                 f"got name={self.name!r} and peers {sorted(self.peers)}, expected an entry of this worker's own among "
@@ -99,28 +110,29 @@ class PairwiseConfig:
             )
         for peer, address in self.peers.items():
             check_address(address, peer=peer, is_own=peer == self.name)
-        if not 0.0 <= self.fetch_probability <= 1.0:
-            raise ValueError(f"got fetch_probability={self.fetch_probability}, expected a probability in [0, 1]")
-        check_policy(self.on_nonfinite)
-        if not self.max_distance > 0:
-            raise ValueError(
-                f"got max_distance={self.max_distance}, expected a positive number; math.inf refuses no finite model"
-            )
-        if self.divergence_threshold != 0:
-            DivergenceThreshold(self.interpolation, self.divergence_threshold)
-
-    def _check_types(self) -> None:
-        """Raise ValueError for arguments of other types; timeouts in seconds become timedeltas."""
-        if not isinstance(self.peers, Mapping):
-            raise ValueError(
-                f"got peers={self.peers!r}, expected a dict of the address of every worker by name, this one included; "
-                f"pass one like {_PEERS_EXAMPLE}"
-            )
         if not isinstance(self.interpolation, Interpolation):
             raise ValueError(
                 f"got interpolation={self.interpolation!r}, expected an Interpolation; pass "
                 "ConstantInterpolation(0.5), ClockInterpolation() or LossInterpolation()"
             )
+        self._check_tls()
+        for name in ("divergence_threshold", "fetch_probability", "max_distance"):
+            if not _is_number(getattr(self, name)):
+                default = getattr(type(self), name)
+                raise ValueError(f"got {name}={getattr(self, name)!r}, expected a number; the default is {default}")
+        if not 0.0 <= self.fetch_probability <= 1.0:
+            raise ValueError(f"got fetch_probability={self.fetch_probability}, expected a probability in [0, 1]")
+        if not self.max_distance > 0:
+            raise ValueError(
+                f"got max_distance={self.max_distance}, expected a positive number; math.inf refuses no finite model"
+            )
+        check_policy(self.on_nonfinite)
+        for name in ("timeout", "average_timeout"):
+            if (seconds := getattr(self, name)) is not None:
+                object.__setattr__(self, name, as_timeout(seconds, name=name))
+        _ = self.rule  # raises for a threshold out of range
+
+    def _check_tls(self) -> None:
         for name, other, purpose in _CONTEXTS:
             context = getattr(self, name)
             if context is not None and (not isinstance(context, ssl.SSLContext) or context.protocol is other):
@@ -133,14 +145,6 @@ class PairwiseConfig:
                 f"got server_ssl={self.server_ssl} and client_ssl={self.client_ssl}, expected both or none, as every "
                 "worker serves and fetches; pass two ssl.SSLContext"
             )
-        for name in ("divergence_threshold", "fetch_probability", "max_distance"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"got {name}={value!r}, expected a number; the default is {getattr(type(self), name)}")
-        for name in ("timeout", "average_timeout"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, as_timeout(value, name=name))
 
     @property
     def others(self) -> dict[str, str]:
@@ -164,19 +168,7 @@ class PairwiseConfig:
         return DivergenceThreshold(self.interpolation, self.divergence_threshold)
 
     @classmethod
-    @foreign_arguments(CURVE_ARGUMENTS)
-    def from_yaml(
-        cls,
-        name: str,
-        path: str | PathLike[str],
-        *,
-        seed: int = 0,
-        on_nonfinite: str = "raise",
-        max_distance: float = DEFAULT_MAX_DISTANCE,
-        average_timeout: timedelta | None = None,
-        server_ssl: ssl.SSLContext | None = None,
-        client_ssl: ssl.SSLContext | None = None,
-    ) -> PairwiseConfig:
+    def from_yaml(cls, name: str, path: str | PathLike[str], **options: Any) -> PairwiseConfig:
         """The configuration of worker `name` in a file of dpwa.
 
         The file is a list of mappings with one key each, in any order: `nodes` (a list of name, host and port), and
@@ -184,22 +176,19 @@ class PairwiseConfig:
         `divergence_threshold` (0) and the arguments of the interpolation under its name, like `constant: {value: 0.5}`
         or, where it has none, `clock: 0`.
 
+        Args:
+            name: the name of the worker.
+            path: the file.
+            options: the arguments of `PairwiseConfig` that no file has: `seed`, `on_nonfinite`, `max_distance`,
+                `average_timeout`, `server_ssl`, `client_ssl`.
+
         Raises:
             ImportError: PyYAML is missing.
             OSError: the file cannot be read.
             ValueError: any mistake in the file; names it.
         """
         try:
-            return cls(
-                name,
-                **_arguments(_read(Path(path))),
-                seed=seed,
-                on_nonfinite=on_nonfinite,
-                max_distance=max_distance,
-                average_timeout=average_timeout,
-                server_ssl=server_ssl,
-                client_ssl=client_ssl,
-            )
+            return cls(name, **_arguments(_read(Path(path))), **options)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -239,28 +228,28 @@ def _read(path: Path) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for entry in content:
         ((key, value),) = entry.items()
-        if key not in _KEYS or key in entries:
+        if key not in _DEFAULTS or key in entries:
             what = "twice" if key in entries else "which is unknown"
-            raise ValueError(f"got the key {key!r} {what}, expected each of {list(_KEYS)} once at most")
+            raise ValueError(f"got the key {key!r} {what}, expected each of {list(_DEFAULTS)} once at most")
         entries[key] = value
-    return entries
+    return {**_DEFAULTS, **entries}
 
 
 def _arguments(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `PairwiseConfig` that a file gives."""
-    method = entries.get("interpolation", "constant")
-    if method not in list(_METHODS):
-        raise ValueError(f"got interpolation: {method!r}, expected one of {list(_METHODS)}")
+    for key in ("fetch_probability", "timeout_ms", "divergence_threshold"):
+        if not _is_number(entries[key]) or not math.isfinite(entries[key]):
+            raise ValueError(f"got {key}: {entries[key]!r}, expected a finite number")
     return {
-        "peers": _nodes(entries.get("nodes")),
-        "interpolation": _interpolation(method, entries.get(method)),
-        "divergence_threshold": _number(entries, "divergence_threshold", 0.0),
-        "fetch_probability": _number(entries, "fetch_probability", 1.0),
-        "timeout": _number(entries, "timeout_ms", 2500.0) / 1000,
+        "peers": _addresses(entries["nodes"]),
+        "interpolation": _interpolation(entries["interpolation"], entries),
+        "divergence_threshold": float(entries["divergence_threshold"]),
+        "fetch_probability": float(entries["fetch_probability"]),
+        "timeout": entries["timeout_ms"] / 1000,
     }
 
 
-def _nodes(nodes: Any) -> dict[str, str]:
+def _addresses(nodes: Any) -> dict[str, str]:
     if not isinstance(nodes, list) or not nodes:
         raise ValueError(f"got nodes: {nodes!r}, expected a list of workers like {{name: w0, host: 10.0.0.1, port: 1}}")
     addresses: dict[str, str] = {}
@@ -276,16 +265,17 @@ def _nodes(nodes: Any) -> dict[str, str]:
     return addresses
 
 
-def _number(entries: Mapping[str, Any], key: str, default: float) -> float:
-    value = entries.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"got {key}: {value!r}, expected a finite number")
-    return float(value)
-
-
-def _interpolation(method: str, arguments: Any) -> Interpolation:
-    arguments = arguments or {}
-    if not isinstance(arguments, dict) or not set(arguments) <= ({"value"} if method == "constant" else set()):
+def _interpolation(method: Any, entries: Mapping[str, Any]) -> Interpolation:
+    if method not in list(_METHODS):
+        raise ValueError(f"got interpolation: {method!r}, expected one of {list(_METHODS)}")
+    arguments = entries[method] or {}
+    if method == "constant" and isinstance(arguments, dict) and set(arguments) <= {"value"}:
+        return ConstantInterpolation(**{key: float(value) for key, value in arguments.items()})
+    if arguments:
         expected = "{value: 0.5}" if method == "constant" else "0, as it has no arguments"
         raise ValueError(f"got {method}: {arguments!r}, expected {expected}")
-    return _METHODS[method](**{key: _number(arguments, key, 0.0) for key in arguments})
+    return _METHODS[method]()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -11,14 +11,19 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from ..engine.background import Background
 from ..engine.engine import Engine
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
-from .config import PairwiseConfig
+from ..transport.bounded_listener import MIN_CONNECTIONS
+from .config import PairwiseConfig, check_address
+from .fetcher import Fetched, ModelFetcher
 from .interpolation import Standing
-from .network import PairwiseNetwork
-from .wire.fetcher import Fetched
+from .peer_scores import PeerScores, generator_state, restore_generator
+from .protocol import Counts, ModelShape
+from .server import ModelServer, SnapshotPool
 
+_CONNECTIONS_PER_PEER = 2  # above MIN_CONNECTIONS, for each peer that is known: one to fetch and one to probe
 _REMEDY = (
     "lower the learning rate, clip gradients, or go back to a checkpoint; on_nonfinite='skip' trains on without merging"
 )
@@ -37,8 +42,8 @@ class PairwiseEngine(Engine):
             start to fetch from the peer with the highest score + random number        # a thread, during the batch
 
     as pull-gossip (Jin, Yuan, Iandola, Keutzer 2016, arXiv 1611.04581; compare GoSGD, Blot et al. 2016, arXiv
-    1611.09726, which pushes). `flush` is the merge, `_advance` the rest, `interpolation.py` has f, and
-    `wire/peer_scores.py` the choice of the peer.
+    1611.09726, which pushes). `flush` is the merge, `_advance` the rest, `interpolation.py` has f, and `peer_scores.py`
+    the choice of the peer.
 
     [Note: Pairwise round] The fetch runs during the batch, so x_peer is older than x by a batch or so. The difference
     is taken from x as it is at the merge, so no gradient step is lost; like the rest of x it is scaled by 1 - f.
@@ -47,13 +52,29 @@ class PairwiseEngine(Engine):
     [Note: Clocks] A clock counts publications and is interpolated like the model on a merge, so it says how much
     training is in a model, whichever worker did it.
 
-    All methods belong to the training thread. Everything that other threads share is in `network`; see
-    [Note: threads of dpwa]. The constructor waits for one round at most; from its end on the model is served.
+    [Note: threads of dpwa] One thread accepts connections, and each connection is answered in a thread of its own; a
+    reply sends a snapshot; see [Note: Serving never blocks training] for the one lock that it shares with training. One
+    thread fetches; the memory of the model belongs to it from the start of a fetch until the future of that fetch is
+    done. Each probe has a thread too, at most one for each peer. `add_peer` and `remove_peer` may come from any thread:
+    the scores have a lock, and the addresses change one at a time. No thread waits for a peer while it holds a lock.
+
+    All other methods belong to the training thread. The constructor waits for one round at most; from its end on the
+    model is served.
 
     Args:
         buffer: the parameters; mutated where `init_from_peers` finds a peer. Their layout, dtypes and device must stay.
         config: the name of this worker, the peers and the options.
         init_from_peers: whether to start from the model of a live peer, if there is one.
+
+    Attributes:
+        snapshots: the models that were published.
+        server: serves the newest of them.
+        fetcher: fetches one model at a time from a peer.
+        scores: the scores by which the next peer is chosen.
+        counts: the messages and models that were sent, received and refused.
+        clock, loss: see [Note: Clocks], and the loss that was reported last.
+        step: rounds seen, with or without a fetch.
+        last_peer: the peer whose model was merged last.
 
     Raises:
         ValueError, ConnectionError: an address that is none, or that is taken.
@@ -65,17 +86,26 @@ class PairwiseEngine(Engine):
     def __init__(self, buffer: FlatBuffer, config: PairwiseConfig, *, init_from_peers: bool) -> None:
         super().__init__()
         x = buffer.vector
-        self.config = config
-        self.rule = config.rule
-        self.clock = 0.0
-        self.loss: float | None = None
-        self.step = 0  # rounds seen, with or without a fetch
+        self.config, self.rule = config, config.rule
         self.num_refused_losses = 0
-        self.last_peer: str | None = None  # the peer whose model was merged last
+        self.last_peer: str | None = None
         self._layout, self._device = x.layout, x.raw.device
-        self._coin = random.Random(config.seed_of("coin"))
         self._fetch_step = 0  # the step in which the fetch under way began
-        self.network = PairwiseNetwork(x, buffer.signature(), config)
+        self._warned: set[str] = set()
+        self._peers = config.others
+        self.background, self.counts = Background(), Counts()
+        self.scores = PeerScores(self._peers)
+        self._start_anew()
+        self.snapshots = SnapshotPool(x.layout, is_pinned=x.raw.is_cuda)
+        shared: dict[str, Any] = {
+            "shape": ModelShape.of(buffer.signature(), x.layout),
+            "snapshots": self.snapshots,
+            "counts": self.counts,
+            "background": self.background,
+        }
+        self.server = ModelServer(config, max_connections=self._max_connections, **shared)
+        self.fetcher = ModelFetcher(x, config, self._peers, self.scores, **shared)
+        self.background.start(f"gossip-serve-{config.name}", self.server.serve)
         try:
             if init_from_peers:
                 self._take(x)
@@ -84,14 +114,47 @@ class PairwiseEngine(Engine):
             self.close()
             raise
 
+    def _start_anew(self) -> None:
+        """Begin without any state."""
+        self.step, self.clock = 0, 0.0
+        self.loss: float | None = None
+        self._coin = random.Random(self.config.seed_of("coin"))
+        self.scores.reset(seed=self.config.seed_of("peers"))
+
+    def _max_connections(self) -> int:
+        return MIN_CONNECTIONS + _CONNECTIONS_PER_PEER * len(self._peers)
+
     @property
     def is_in_flight(self) -> bool:
         """See `Engine`."""
-        return self.network.fetcher.is_under_way
+        return self.fetcher.is_under_way
 
     def statistics(self) -> dict[str, float]:
-        """What went wrong and what arrived; see `PairwiseDataParallel.comm_stats`."""
-        return {**self.network.statistics(), "num_refused_losses": self.num_refused_losses, "clock": self.clock}
+        """The part of `PairwiseDataParallel.comm_stats` that only dpwa has."""
+        return {
+            **self.counts.read(),
+            **self.scores.statistics(),
+            "deadline": self.config.timeout.total_seconds(),
+            "num_refused_losses": self.num_refused_losses,
+            "clock": self.clock,
+        }
+
+    def add_peer(self, name: str, address: str) -> None:
+        """Ask this worker too from the next round on. Replaces a peer of the same name; from any thread.
+
+        Raises:
+            ValueError: no address, or the own name.
+        """
+        check_address(address, peer=name)
+        if name == self.config.name:
+            raise ValueError(f"got the own name {name!r}, expected another worker's")
+        self._peers[name] = address
+        self.scores.add(name)
+
+    def remove_peer(self, name: str) -> None:
+        """Do not ask this worker any more. An unknown name is no error; from any thread."""
+        self.scores.remove(name)
+        self._peers.pop(name, None)
 
     def report_loss(self, loss: float) -> None:
         """The loss of the last batch; what is no finite number is counted and never published."""
@@ -111,7 +174,7 @@ class PairwiseEngine(Engine):
                 f"worker {self.config.name!r}: got no loss before the second training step, expected one for "
                 f"{self.rule}; call report_loss(loss.item()) after every batch"
             )
-        is_written = self.network.fetcher.is_under_way and self.network.fetcher.is_done and self.flush(x)
+        is_written = self.fetcher.is_under_way and self.fetcher.is_done and self.flush(x)
         self._advance(x)
         return is_written
 
@@ -122,7 +185,7 @@ class PairwiseEngine(Engine):
 
     def republish(self, x: FlatVector) -> None:
         """Serve x, which no round follows now, if an older x is served; the clock stays. Never waits."""
-        if not self.is_closed and self.network.snapshots.is_serving and self._fits(x):
+        if not self.is_closed and self.snapshots.is_serving and self._fits(x):
             self._publish(x)
 
     def flush(self, x: FlatVector) -> bool:
@@ -131,10 +194,10 @@ class PairwiseEngine(Engine):
         Returns:
             Whether x was written: not where no peer had a model to send.
         """
-        if not self.network.fetcher.is_under_way:
+        if not self.fetcher.is_under_way:
             return False
         fetched = self._await()
-        is_diverged = not self.network.bound.is_own_finite
+        is_diverged = not self.fetcher.is_own_finite
         if is_diverged and self.config.on_nonfinite == "raise":
             raise FloatingPointError(f"{self._divergence(fetched)}; {_REMEDY}")
         if fetched is None:
@@ -150,9 +213,9 @@ class PairwiseEngine(Engine):
             return False
         with record_function("gossip.merge"):
             if factor == 1.0:  # a copy: 0 * x would keep infinities and NaN of x
-                x.raw.copy_(self.network.fetcher.arrived.raw)
+                x.raw.copy_(self.fetcher.arrived.raw)
             else:
-                x.combine_(1.0 - factor, [self.network.fetcher.arrived], [factor])  # x <- (1 - f) x + f x_peer
+                x.combine_(1.0 - factor, [self.fetcher.arrived], [factor])  # x <- (1 - f) x + f x_peer
         self.clock = factor * peer.clock + (1.0 - factor) * self.clock
         self.last_peer = fetched.peer
         self.stats.record(max(self.step - self._fetch_step - 1, 0))
@@ -161,48 +224,46 @@ class PairwiseEngine(Engine):
     def close(self) -> None:
         """See `Engine`. A fetch that is under way is given up."""
         self.is_closed = True
-        self.network.close()
+        self.server.stop()
+        self.fetcher.stop()
+        self.background.close()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`."""
-        version, words, gauss = self._coin.getstate()
-        own = {"step": self.step, "clock": self.clock, "loss": self.loss, "coin": [version, list(words), gauss]}
-        return {**super().state_dict(), **own, "peers": self.network.scores.state_dict()}
+        own = {"step": self.step, "clock": self.clock, "loss": self.loss, "coin": generator_state(self._coin)}
+        return {**super().state_dict(), **own, "peers": self.scores.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`. Peers get no model of before it: none at all until the next one is published."""
         super().load_state_dict(state)
         self._withdraw()
         self.step, self.clock, self.loss = state["step"], state["clock"], state["loss"]
-        version, words, gauss = state["coin"]
-        self._coin.setstate((version, tuple(words), gauss))
-        self.network.scores.load_state_dict(state["peers"])
+        restore_generator(self._coin, state["coin"])
+        self.scores.load_state_dict(state["peers"])
 
     def reset(self) -> None:
         """See `Engine` and `load_state_dict`."""
         self._withdraw()
         super().reset()
-        self.step, self.clock, self.loss = 0, 0.0, None
-        self._coin = random.Random(self.config.seed_of("coin"))
-        self.network.scores.reset(seed=self.config.seed_of("peers"))
+        self._start_anew()
 
     @torch.no_grad()
     def _take(self, x: FlatVector) -> None:
         """x <- the model of a live peer, if there is one."""
-        self.network.fetcher.start()
+        self.fetcher.start()
         fetched = self._await()
         if fetched is not None:
-            x.raw.copy_(self.network.fetcher.arrived.raw)
+            x.raw.copy_(self.fetcher.arrived.raw)
             self.clock = fetched.standing.clock
 
     def _withdraw(self) -> None:
         """Forget the model that is served, and the one that is under way: they are not of the state to come."""
         self._await()
-        self.network.bound.is_own_finite = True
-        self.network.snapshots.withdraw()
+        self.fetcher.is_own_finite = True
+        self.snapshots.withdraw()
 
     def _check(self, x: FlatVector) -> None:
-        self.network.raise_if_failed()
+        self.background.raise_if_failed()
         if self.is_closed:
             raise RuntimeError(f"worker {self.config.name!r} is closed, expected no more rounds; make a new one")
         if not self._fits(x):
@@ -211,7 +272,11 @@ class PairwiseEngine(Engine):
                 "dtypes, trained tensors or device changed since it was wrapped, expected the same; peers may ask for "
                 "it at any time: call .to(), .half() and requires_grad_() before wrapping"
             )
-        self.network.warn_of_refusals()
+        while self.counts.refusals:
+            peer, why = self.counts.refusals.popitem()
+            if peer not in self._warned:
+                self._warned.add(peer)
+                warnings.warn(f"worker {self.config.name!r} refused the model of {peer!r}: {why}", stacklevel=3)
 
     def _divergence(self, fetched: Fetched | None) -> str:
         met = "" if fetched is None else f" when it met that of {fetched.peer!r}"
@@ -227,19 +292,19 @@ class PairwiseEngine(Engine):
         self.step += 1
         self.clock += 1
         self._publish(x)
-        if not self.network.fetcher.is_under_way and self._coin.random() < self.config.fetch_probability:
+        if not self.fetcher.is_under_way and self._coin.random() < self.config.fetch_probability:
             self.t += 1
             self._fetch_step = self.step
-            self.network.fetcher.start()
+            self.fetcher.start()
 
     def _publish(self, x: FlatVector) -> None:
         if self.loss is None or math.isfinite(self.loss):
             with record_function("gossip.publish"):
-                self.network.snapshots.publish(x, Standing(self.clock, self.loss))
+                self.snapshots.publish(x, Standing(self.clock, self.loss))
 
     def _await(self) -> Fetched | None:
         start = time.perf_counter()
         try:
-            return self.network.fetcher.wait()
+            return self.fetcher.wait()
         finally:
             self.stats.wait_seconds += time.perf_counter() - start

@@ -18,16 +18,16 @@ class PairwiseWorker(AveragingMixin):
     @property
     def address(self) -> str:
         """Where this worker is reached: as configured, with the port that `*` has become."""
-        return self._engine.network.address
+        return self._engine.server.address
 
     @foreign_arguments(CURVE_ARGUMENTS)
     def add_peer(self, name: str, address: str) -> None:
-        """See `PairwiseNetwork.add_peer`; from any thread."""
-        self._engine.network.add_peer(name, address)
+        """See `PairwiseEngine.add_peer`; from any thread."""
+        self._engine.add_peer(name, address)
 
     def remove_peer(self, name: str) -> None:
-        """See `PairwiseNetwork.remove_peer`; from any thread."""
-        self._engine.network.remove_peer(name)
+        """See `PairwiseEngine.remove_peer`; from any thread."""
+        self._engine.remove_peer(name)
 
     def comm_stats(self) -> dict[str, float]:
         """What communication did so far on this worker; local and cheap.

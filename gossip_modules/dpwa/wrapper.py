@@ -19,10 +19,9 @@ from ..wrappers.base import GossipWrapper
 from ..wrappers.composition import hold
 from ..wrappers.foreign_arguments import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
 from .average_on_demand import AverageOnDemand
-from .config import CURVE_ARGUMENTS, DEFAULT_INTERPOLATION, DEFAULT_TIMEOUT, PairwiseConfig
+from .config import CURVE_ARGUMENTS, DEFAULT_INTERPOLATION, DEFAULT_MAX_DISTANCE, DEFAULT_TIMEOUT, PairwiseConfig
 from .engine import PairwiseEngine
 from .interpolation import Interpolation
-from .wire.distance_bound import DEFAULT_MAX_DISTANCE
 from .worker import PairwiseWorker
 
 if TYPE_CHECKING:
@@ -122,11 +121,11 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
             interpolation,
             divergence_threshold,
             fetch_probability,
-            timeout,  # type: ignore[arg-type]
+            timeout,  # type: ignore[arg-type]  # seconds are taken too
             seed,
             on_nonfinite=on_nonfinite,
             max_distance=max_distance,
-            average_timeout=average_timeout,  # type: ignore[arg-type]  # seconds are taken too
+            average_timeout=average_timeout,  # type: ignore[arg-type]
             server_ssl=server_ssl,
             client_ssl=client_ssl,
         )
@@ -139,45 +138,17 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         hold(self)
 
     @classmethod
-    @foreign_arguments(PAIRWISE_ARGUMENTS, CURVE_ARGUMENTS, DDP_ARGUMENTS)
-    def from_config(
-        cls,
-        module: nn.Module,
-        name: str,
-        path: str | PathLike[str],
-        *,
-        seed: int = 0,
-        on_nonfinite: str = "raise",
-        max_distance: float = DEFAULT_MAX_DISTANCE,
-        average_timeout: timedelta | None = None,
-        server_ssl: ssl.SSLContext | None = None,
-        client_ssl: ssl.SSLContext | None = None,
-        init_from_peers: bool = True,
-        gossip_buffers: bool | Sequence[str] = True,
-        ignore: Sequence[str] = (),
-        gossip_in_eval_mode: bool = False,
-        rounds: str = "forward",
-    ) -> Self:
-        """Worker `name` of a YAML file of dpwa: see `PairwiseConfig.from_yaml`."""
-        config = PairwiseConfig.from_yaml(
-            name,
-            path,
-            seed=seed,
-            on_nonfinite=on_nonfinite,
-            max_distance=max_distance,
-            average_timeout=average_timeout,
-            server_ssl=server_ssl,
-            client_ssl=client_ssl,
-        )
-        return cls(
-            module,
-            **vars(config),
-            init_from_peers=init_from_peers,
-            gossip_buffers=gossip_buffers,
-            ignore=ignore,
-            gossip_in_eval_mode=gossip_in_eval_mode,
-            rounds=rounds,
-        )
+    def from_config(cls, module: nn.Module, name: str, path: str | PathLike[str], **options: Any) -> Self:
+        """Worker `name` of a YAML file of dpwa: see `PairwiseConfig.from_yaml`.
+
+        Args:
+            module: see the class.
+            name: the name of the worker in the file.
+            path: the file.
+            options: the arguments of the class that no file has.
+        """
+        config = PairwiseConfig.from_yaml(name, path)
+        return cls(module, **{**vars(config), **options})
 
     def train(self, mode: bool = True) -> Self:
         """As `GossipWrapper.train`; on the way to eval mode the last update is published, as no round may follow."""
@@ -211,10 +182,10 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
 
 
 class _PairwiseRecord(IdleEngine):
-    """No rounds any more, with the state of the worker at the copy: it can be loaded into that worker again.
+    """The engine of a copy: no rounds any more, with the state of the worker, which can be loaded into it again.
 
     Args:
-        other: of the worker, or of a copy of it. Nothing may be in flight.
+        other: the engine of the worker, or of a copy of it. Nothing may be in flight.
     """
 
     def __init__(self, other: PairwiseEngine | _PairwiseRecord) -> None:
@@ -223,23 +194,23 @@ class _PairwiseRecord(IdleEngine):
         self._statistics = other.statistics()
         self._state = other.state_dict()
 
-    @property
-    def network(self) -> NoReturn:
-        """Raises RuntimeError."""
-        raise RuntimeError(
-            "got a request for the address or the peers of a copy, expected it of the worker itself: a copy stays "
-            "local; make a new worker to connect"
-        )
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in ("server", "add_peer", "remove_peer"):
+            raise RuntimeError(
+                "got a request for the address or the peers of a copy, expected it of the worker itself: a copy stays "
+                "local; make a new worker to connect"
+            )
+        raise AttributeError(name)
 
     def statistics(self) -> dict[str, float]:
-        """See `PairwiseEngine`; of the worker until the copy."""
+        """See `PairwiseEngine`; those of the worker at the time of the copy."""
         return dict(self._statistics)
 
     def report_loss(self, loss: float) -> None:
-        """Nobody asks for it."""
+        """No peer asks for the loss."""
 
     def republish(self, x: FlatVector) -> None:
-        """Nobody asks for it."""
+        """No peer asks for the model."""
 
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gossip_modules.ad_psgd.exchange import BilateralAverage
 from gossip_modules.dpwa.engine import PairwiseEngine
-from gossip_modules.dpwa.wire.fetcher import ModelFetcher
-from gossip_modules.dpwa.wire.snapshot_pool import ModelSnapshot, SnapshotPool
+from gossip_modules.dpwa.fetcher import ModelFetcher
+from gossip_modules.dpwa.server import ModelSnapshot, SnapshotPool
 from gossip_modules.engine.overlap import Filling, OverlapEngine, _Flight
 from gossip_modules.engine.shared_model import SharedModel
 from gossip_modules.flat.vector import FlatVector
@@ -295,7 +295,7 @@ def reuse_what_is_served(patch: pytest.MonkeyPatch) -> None:
     """A snapshot is written over while it is on its way to a peer."""
     take = SnapshotPool.take
 
-    def take_any(pool: SnapshotPool) -> ModelSnapshot:
+    def take_any(pool: SnapshotPool) -> ModelSnapshot | None:
         return pool.snapshots[0] if pool.snapshots else take(pool)
 
     def write(pool: SnapshotPool, snapshot: ModelSnapshot, x: FlatVector) -> None:
@@ -318,7 +318,7 @@ def merge_while_the_next_arrives(patch: pytest.MonkeyPatch) -> None:
     def flush(engine: PairwiseEngine, x: FlatVector) -> bool:
         if engine._await() is None:
             return False
-        for to, part in zip(halves(x), halves(engine.network.fetcher.arrived), strict=True):
+        for to, part in zip(halves(x), halves(engine.fetcher.arrived), strict=True):
             to.copy_(part)
             linger(10)
         engine.stats.record(0)

@@ -43,8 +43,7 @@ _THREADED = {  # modules that share state between threads
     "transport": ("listener",),
     "ad_psgd": ("engine", "exchange"),
     "wagma": ("engine", "group_average", "group_result", "worker"),
-    "dpwa": ("averager", "engine", "network", "wrapper"),
-    "dpwa/wire": (*("connection", "counts", "fetcher", "message", "peer_scores", "server", "snapshot_pool"),),
+    "dpwa": ("averager", "engine", "fetcher", "peer_scores", "protocol", "server", "wrapper"),
 }
 _LIBRARY = Path(gossip_modules.__file__).parent
 ASYNCHRONOUS = tuple(_LIBRARY / folder / f"{name}.py" for folder, names in _THREADED.items() for name in names)

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import struct
 
-from gossip_modules.dpwa.wire.message import HEADER_BYTES, MessageHeader, MessageKind, ModelShape
+from gossip_modules.dpwa.protocol import HEADER_BYTES, MessageHeader, MessageKind, ModelShape
 
 TIMEOUT = 20.0
 LENGTH_BYTES = 8

@@ -117,7 +117,7 @@ def test_clients_that_read_nothing_leave_merges_as_they_are(workers: contextlib.
     with contextlib.ExitStack() as stack:
         for _ in range(4):
             worker.update_send()
-            stack.enter_context(ask_and_never_read(worker.address, worker._engine.network.server.shape))
+            stack.enter_context(ask_and_never_read(worker.address, worker._engine.server.shape))
         for _ in range(10):
             asker.update_send()
             assert asker.update_wait()

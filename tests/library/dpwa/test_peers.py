@@ -18,7 +18,7 @@ import pytest
 
 from gossip_modules.dpwa.averager import PairwiseAverager
 from gossip_modules.dpwa.interpolation import Standing
-from gossip_modules.dpwa.wire.message import HEADER_BYTES, MessageHeader, MessageKind
+from gossip_modules.dpwa.protocol import HEADER_BYTES, MessageHeader, MessageKind
 from tests.harness.certificates import Authority
 from tests.harness.strangers import LENGTH_BYTES, answer, framed
 from tests.library.dpwa.workers import REFUSED, averager, filled, introduce, silent_peer, value_of, wait_for, wrap
@@ -42,10 +42,10 @@ def test_a_silent_peer_leaves_time_for_another_in_the_same_round(workers: contex
         first = averager(workers, "a", filled(0.0), timeout=timedelta(seconds=1.0))
         introduce(("a", first), ("b", averager(workers, "b", filled(8.0))))
         first.add_peer("silent", address)
-        first._engine.network.scores.answered("silent")  # it is asked first
+        first._engine.scores.answered("silent")  # it is asked first
         first.update_send()
         assert first.update_wait()
-        assert first._engine.network.scores.scores == {"b": 1000, "silent": 900}
+        assert first._engine.scores.scores == {"b": 1000, "silent": 900}
 
 
 def test_nobody_there_is_no_error(workers: contextlib.ExitStack) -> None:
@@ -79,13 +79,13 @@ def test_a_peer_that_starts_late_is_found_and_begins_with_a_live_model(workers: 
     for _ in range(15):
         first.update_send()
         first.update_wait()
-    assert first._engine.network.scores.scores["late"] < 1000
+    assert first._engine.scores.scores["late"] < 1000
     module = filled(0.0)
     late = averager(workers, "late", module, address=address, peers={"a": first.address}, init_from_peers=True)
     assert value_of(module) == 3.0
     assert late.comm_stats()["clock"] > 0
     assert rounds_until(first, lambda: late.comm_stats()["num_models_sent"] > 0) <= 10
-    assert first._engine.network.scores.scores["late"] == 1000
+    assert first._engine.scores.scores["late"] == 1000
 
 
 def test_killed_and_restarted_peers_are_fetched_from_again_within_ten_rounds(workers: contextlib.ExitStack) -> None:
@@ -167,7 +167,7 @@ def test_a_peer_whose_model_is_not_finite_is_refused_and_another_one_asked(worke
     a = filled(0.0)
     first, good = averager(workers, "a", a), averager(workers, "b", filled(8.0))
     introduce(("a", first), ("b", good), ("bad", averager(workers, "bad", filled(float("inf")))))
-    first._engine.network.scores.answered("bad")  # it is asked first
+    first._engine.scores.answered("bad")  # it is asked first
     first.update_send()
     assert first.update_wait()
     assert value_of(a) == 4.0
@@ -284,6 +284,19 @@ def test_the_error_of_a_certificate_names_the_peer_and_the_contexts(
     with pytest.warns(UserWarning, match=r"'a' refused the model of 'b': got .*CERTIFICATE_VERIFY_FAILED.*_ssl="):
         worker.update_send()
     assert value_of(a) == 0.0
+
+
+@pytest.mark.parametrize("secure", ["a", "b"])
+def test_tls_on_one_end_only_is_named(workers: contextlib.ExitStack, tmp_path: Path, secure: str) -> None:
+    contexts = Authority(tmp_path / "ours").contexts()
+    options: dict[str, dict[str, Any]] = {name: contexts if name == secure else {} for name in ("a", "b")}
+    other = averager(workers, "b", filled(8.0), **options["b"])
+    worker = averager(workers, "a", filled(0.0), peers={"b": other.address}, **options["a"])
+    worker.update_send()
+    assert not worker.update_wait()
+    with pytest.warns(UserWarning, match=r"'a' refused the model of 'b': got .*, expected TLS on both ends or on none"):
+        worker.update_send()
+    assert worker.comm_stats()["num_refused_models"] == 1
 
 
 def test_without_verification_of_clients_tls_encrypts_alone(workers: contextlib.ExitStack, tmp_path: Path) -> None:

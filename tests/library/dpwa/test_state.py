@@ -44,7 +44,7 @@ def test_a_checkpoint_continues_clock_scores_and_choices(workers: contextlib.Exi
     worker = wrap(workers, "a", mlp(1), fetch_probability=0.5, peers={"a": ANY_PORT, "b": REFUSED, "c": REFUSED})
     for _ in range(9):
         worker(torch.ones(2, 3))
-        wait_for(lambda: worker._engine.network.fetcher.is_done)
+        wait_for(lambda: worker._engine.fetcher.is_done)
     worker.report_loss(0.5)
     file = io.BytesIO()
     torch.save(worker.state_dict(), file)
@@ -217,16 +217,16 @@ def test_an_error_of_a_thread_is_raised_in_training(
         raise ZeroDivisionError("a bug")
 
     if side == "client":
-        monkeypatch.setattr(first._engine.network.fetcher, "_try", fail)
+        monkeypatch.setattr(first._engine.fetcher, "_try", fail)
         first.update_send()
         with pytest.raises(RuntimeError, match="worker 'a': fetching from 'b' failed: ZeroDivisionError"):
             first.update_wait()
     else:
-        monkeypatch.setattr(first._engine.network.server, "_reply", fail)
+        monkeypatch.setattr(first._engine.server, "_reply", fail)
         second = averager(workers, "c", filled(0.0), peers={"a": first.address}, timeout=timedelta(seconds=1))
         second.update_send()
         assert not second.update_wait()
-        wait_for(lambda: first._engine.network._background._error is not None)
+        wait_for(lambda: first._engine.background._error is not None)
         with pytest.raises(RuntimeError, match="worker 'a': serving peers failed: ZeroDivisionError"):
             first.update_send()
 
@@ -324,7 +324,7 @@ def test_an_address_that_leads_nowhere_is_a_peer_that_fails(workers: contextlib.
     worker, good = averager(workers, "a", a, timeout=seconds), averager(workers, "b", filled(8.0))
     introduce(("a", worker), ("b", good))
     worker.add_peer("bad", address)
-    worker._engine.network.scores.answered("bad")  # it is asked first
+    worker._engine.scores.answered("bad")  # it is asked first
     worker.update_send()
     assert worker.update_wait()
     assert value_of(a) == 4.0

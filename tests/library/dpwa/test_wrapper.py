@@ -153,7 +153,7 @@ def test_wrappers_converge_to_each_other_while_they_train(workers: contextlib.Ex
                     parameter.sub_(1e-3 * parameter.grad)
                     parameter.grad = None
             worker.report_loss(loss.item())
-            wait_for(partial(getattr, worker._engine.network.fetcher, "is_done"))
+            wait_for(partial(getattr, worker._engine.fetcher, "is_done"))
     assert distance(*modules) < before / 10
     stats = group[0][1].comm_stats()
     assert stats["num_rounds"] >= 55

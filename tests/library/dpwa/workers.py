@@ -16,7 +16,7 @@ from torch import nn
 
 from gossip_modules.dpwa.averager import PairwiseAverager
 from gossip_modules.dpwa.config import PairwiseConfig
-from gossip_modules.dpwa.wire.message import MessageHeader
+from gossip_modules.dpwa.protocol import MessageHeader
 from gossip_modules.dpwa.wrapper import PairwiseDataParallel
 from tests.harness.strangers import answer
 

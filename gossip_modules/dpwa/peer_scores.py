@@ -22,6 +22,18 @@ class _Record:
     last_contact: int = 0  # round of the last fetch or probe
 
 
+def generator_state(generator: random.Random) -> list[Any]:
+    """The state of a generator as plain values."""
+    version, words, gauss = generator.getstate()
+    return [version, list(words), gauss]
+
+
+def restore_generator(generator: random.Random, state: list[Any]) -> None:
+    """Restore what `generator_state` returned."""
+    version, words, gauss = state
+    generator.setstate((version, tuple(words), gauss))
+
+
 class PeerScores:
     """Chooses the peer that is asked for its model: the one with the highest score + uniform integer in [10, 1000].
 
@@ -45,7 +57,7 @@ class PeerScores:
         num_deaths: how often one that had not failed before did.
     """
 
-    def __init__(self, peers: Iterable[str], *, seed: str) -> None:
+    def __init__(self, peers: Iterable[str], *, seed: str = "") -> None:
         self._lock = threading.Lock()
         self._records = {peer: _Record() for peer in peers}
         self.num_joins = self.num_deaths = 0
@@ -57,11 +69,11 @@ class PeerScores:
         with self._lock:
             return {peer: record.score for peer, record in self._records.items()}
 
-    @property
-    def num_live(self) -> int:
-        """The number of peers whose last request has not failed."""
+    def statistics(self) -> dict[str, float]:
+        """The number of workers whose last request has not failed, this one included, and the counts."""
         with self._lock:
-            return sum(not record.has_failed for record in self._records.values())
+            num_live = 1 + sum(not record.has_failed for record in self._records.values())
+            return {"live": num_live, "joins": self.num_joins, "deaths": self.num_deaths}
 
     def add(self, peer: str) -> None:
         """Add a peer with the start score; a known peer gets the start score again."""
@@ -100,11 +112,11 @@ class PeerScores:
             back = [peer for peer, record in records.items() if record.has_answered]
             if back:
                 return self._generator.choice(back)
-            draws = {
-                peer: (record.score + self._generator.randint(10, 1000), self._generator.random())
-                for peer, record in records.items()
-            }
-            return max(draws, key=lambda peer: draws[peer])
+
+            def draw(peer: str) -> tuple[int, float]:
+                return records[peer].score + self._generator.randint(10, 1000), self._generator.random()
+
+            return max(records, key=draw)
 
     def answered(self, peer: str) -> None:
         """Note that the peer answered a probe."""
@@ -131,12 +143,8 @@ class PeerScores:
     def state_dict(self) -> dict[str, Any]:
         """The scores, the state of recoveries, the round, and the state of the generator, as plain values."""
         with self._lock:
-            version, words, gauss = self._generator.getstate()
-            return {
-                "round": self._round,
-                "records": {peer: asdict(record) for peer, record in self._records.items()},
-                "generator": [version, list(words), gauss],
-            }
+            records = {peer: asdict(record) for peer, record in self._records.items()}
+            return {"round": self._round, "records": records, "generator": generator_state(self._generator)}
 
     def reset(self, *, seed: str) -> None:
         """Set all scores to the start, for the peers that are known."""
@@ -147,9 +155,8 @@ class PeerScores:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict()` returned; peers that are not in it get the start score."""
-        version, words, gauss = state["generator"]
         with self._lock:
-            self._generator.setstate((version, tuple(words), gauss))
+            restore_generator(self._generator, state["generator"])
             self._round = state["round"]
             for peer in self._records:
                 self._records[peer] = _Record(**state["records"].get(peer, {"last_contact": self._round}))

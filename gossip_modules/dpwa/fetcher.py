@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import queue
-import ssl
+import math
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -15,17 +14,33 @@ from typing import NamedTuple
 import torch
 from torch.profiler import record_function
 
-from ...engine.background import Background
-from ...flat.vector import FlatVector
-from ..interpolation import Standing
-from .connection import PEER_SECONDS, PeerConnection, PeerConnections, PeerLostError, connect
-from .counts import Counts
-from .distance_bound import DistanceBound
-from .message import MessageError, MessageHeader, MessageKind, ModelShape, RefusedModelError
+from ..engine.background import Background
+from ..flat.nonfinite import is_finite
+from ..flat.vector import SCRATCH_NUMEL, FlatVector
+from ..rounds.gossip_thread import GossipThread
+from .config import DEFAULT_MAX_DISTANCE, PairwiseConfig
+from .interpolation import Standing
 from .peer_scores import PeerScores
+from .protocol import (
+    PEER_SECONDS,
+    Counts,
+    MessageError,
+    MessageHeader,
+    MessageKind,
+    ModelShape,
+    PeerConnection,
+    PeerConnections,
+    PeerLostError,
+    RefusedModelError,
+    connect,
+)
+from .server import SnapshotPool
 
 REPLY_FRACTION = 0.25  # of a round's timeout, until a peer has begun to answer
-GRACE_SECONDS = 5.0  # beyond the timeout of a round, for the copy and check of what has arrived
+GRACE_SECONDS = 5.0  # beyond the timeout of a round, for the copy and check of a model that has arrived
+
+
+_FAILURES = (OSError, MessageError, RefusedModelError)  # of a peer
 
 
 class Fetched(NamedTuple):
@@ -53,41 +68,41 @@ class ModelFetcher:
 
     Args:
         x: the parameters, whose layout and device fetched models have.
+        config: the name, the timeout, the TLS and the bound on models of this worker.
         peers: the addresses of the peers by name; any thread may change it.
         scores: the scores of the same peers.
-        name: the name of this worker, for errors.
-        timeout: the timeout of a fetch, in seconds.
         shape: the shape of x.
-        bound: which models are refused.
+        snapshots: the models that this worker has published.
         counts: mutated.
         background: starts the threads that probe.
-        context: of TLS, for the client's side; None = in the clear.
 
     Attributes:
         arrived: the model that the last fetch has brought; valid until the next one starts.
+        is_own_finite: whether the own model was finite when the last fetch ended.
     """
 
     def __init__(
         self,
         x: FlatVector,
+        config: PairwiseConfig,
         peers: Mapping[str, str],
         scores: PeerScores,
         *,
-        name: str,
-        timeout: float,
         shape: ModelShape,
-        bound: DistanceBound,
+        snapshots: SnapshotPool,
         counts: Counts,
         background: Background,
-        context: ssl.SSLContext | None,
     ) -> None:
-        self._peers, self._scores, self._name, self._timeout = peers, scores, name, timeout
-        self._shape, self._bound, self._counts, self._context = shape, bound, counts, context
-        self._background, self._connections = background, PeerConnections()
+        self._config, self._peers, self._scores, self._shape = config, peers, scores, shape
+        self._snapshots, self._counts, self._background = snapshots, counts, background
+        self._timeout = config.timeout.total_seconds()
+        self._connections = PeerConnections()
         self._probed: set[str] = set()
         self._asked: str | None = None  # the last peer, for errors
-        self._future: Future[Fetched | None] | None = None
-        self._jobs: queue.SimpleQueue[Future[Fetched | None] | None] = queue.SimpleQueue()
+        self._thread = GossipThread(f"gossip-fetch-{config.name}")
+        self._future: Future[float] | None = None
+        self._fetched: Fetched | None = None
+        self.is_own_finite = True
         raw = torch.zeros(x.layout.num_bytes, dtype=torch.uint8, pin_memory=x.raw.is_cuda, device="cpu")
         self._inbox = self.arrived = FlatVector(x.layout, raw)
         if x.raw.is_cuda:
@@ -110,11 +125,10 @@ class ModelFetcher:
         assert self._future is None, "one fetch at a time"
         if self.arrived is not self._inbox:
             self._read.record(torch.cuda.current_stream(self.arrived.raw.device))
-        self._future = Future()
-        self._jobs.put(self._future)
+        self._future = self._thread.submit(self._run)
 
     def wait(self) -> Fetched | None:
-        """Wait for the fetch; whose model has arrived, None where none has. No fetch is under way afterwards.
+        """Wait for the fetch; the origin of the model, None where none has arrived. No fetch is under way afterwards.
 
         Raises:
             TimeoutError: the fetch takes much longer than its timeout; names the peer.
@@ -124,30 +138,30 @@ class ModelFetcher:
             return None
         start = time.monotonic()
         try:
-            return self._future.result(self._timeout + GRACE_SECONDS)
+            self._future.result(self._timeout + GRACE_SECONDS)
         except FutureTimeoutError:
             raise TimeoutError(
-                f"worker {self._name!r}: a fetch from {self._asked!r} did not end within "
+                f"worker {self._config.name!r}: a fetch from {self._asked!r} did not end within "
                 f"{time.monotonic() - start:.1f} s (timeout {self._timeout:g} s)"
             ) from None
         finally:
             self._future = None
+        return self._fetched
 
     def stop(self) -> None:
-        """Let `work()` and all probes end; idempotent. A fetch that is under way is given up."""
+        """End the fetching thread and all probes; idempotent. A fetch that is under way is given up."""
         self._connections.stop()
-        self._jobs.put(None)
+        self._thread.close()
 
-    def work(self) -> None:
-        """The body of the fetching thread, until `stop()`."""
-        while (future := self._jobs.get()) is not None:
-            try:
-                with torch.no_grad(), record_function("gossip.fetch"):
-                    future.set_result(self._fetch())
-            except Exception as error:
-                failure = RuntimeError(f"worker {self._name!r}: fetching from {self._asked!r} failed: {error!r}")
-                future.set_exception(failure)
-                raise failure from error
+    def _run(self) -> float:
+        """One fetch, in the fetching thread."""
+        try:
+            with torch.no_grad(), record_function("gossip.fetch"):
+                self._fetched = self._fetch()
+        except Exception as error:
+            name = self._config.name
+            raise RuntimeError(f"worker {name!r}: fetching from {self._asked!r} failed: {error!r}") from error
+        return 0.0
 
     def _fetch(self) -> Fetched | None:
         """arrived <- the model of a peer; None where no peer has a model to send now, or none is left to ask."""
@@ -163,15 +177,19 @@ class ModelFetcher:
             self._counts.add(num_fetches=1)
             try:
                 standing = self._try(peer, deadline)
-            except (OSError, MessageError, RefusedModelError) as error:
+            except _FAILURES as error:
                 self._scores.failed(peer)
-                self._count(peer, error)
+                if isinstance(error, OSError):
+                    self._counts.add(num_failed_fetches=1)
+                else:
+                    self._counts.add(num_refused_models=1)
+                    self._counts.refusals[peer] = str(error)
                 continue
             self._scores.succeeded(peer)
             if standing is not None:
                 self._copy_to_device()
                 return Fetched(peer, standing)
-        self._bound.check_own()  # else done beside the peer's
+        self._check()  # the own model alone
         return None
 
     def _try(self, peer: str, deadline: float) -> Standing | None:
@@ -185,15 +203,24 @@ class ModelFetcher:
                 raise MessageError(f"got kind {reply.kind.name}, expected a model; the peer is broken")
             with record_function("gossip.receive"):
                 connection.receive_into(self._inbox.raw.numpy().data, deadline)
-        self._bound.check(self._inbox)
+        self._check(self._inbox)
         return reply.standing
+
+    def _check(self, y: FlatVector | None = None) -> None:
+        """Check the own model, and refuse a model y that is not finite or too far from it."""
+        with self._snapshots.reading(is_newest=True) as snapshot:
+            own = None if snapshot is None else snapshot.vector
+            if y is None:
+                self.is_own_finite = own is None or is_finite(own)
+            else:
+                self.is_own_finite = check_distance(y, own, self._config.max_distance)
 
     @contextlib.contextmanager
     def _asking(self, peer: str, kind: MessageKind, deadline: float) -> Iterator[tuple[PeerConnection, MessageHeader]]:
         """A context with the connection over which a peer was asked, and the header of its reply."""
         if (address := self._peers.get(peer)) is None:
             raise PeerLostError("it was removed")
-        connection = connect(address, self._context, deadline)
+        connection = connect(address, self._config.client_ssl, deadline)
         with self._connections.holding(connection):
             try:
                 connection.secure(deadline)
@@ -201,19 +228,6 @@ class ModelFetcher:
                 yield connection, connection.receive(deadline)
             finally:
                 self._counts.add(bytes_sent=connection.num_sent, bytes_received=connection.num_received)
-
-    def _count(self, peer: str, error: Exception) -> None:
-        """Count a fetch that failed, or a model or TLS that was refused, with the reason."""
-        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-            error = RefusedModelError(
-                f"got {error}, expected TLS on both ends and a certificate for the host of the address that the other "
-                "end trusts; check server_ssl= and client_ssl= of both workers"
-            )
-        if isinstance(error, OSError):
-            self._counts.add(num_failed_fetches=1)
-        else:
-            self._counts.add(num_refused_models=1)
-            self._counts.refusals[peer] = str(error)
 
     def _copy_to_device(self) -> None:
         if self.arrived is not self._inbox:
@@ -231,7 +245,57 @@ class ModelFetcher:
 
     def _probe(self, peer: str, deadline: float) -> None:
         try:
-            with contextlib.suppress(OSError, MessageError), self._asking(peer, MessageKind.PROBE, deadline):
+            with contextlib.suppress(*_FAILURES), self._asking(peer, MessageKind.PROBE, deadline):
                 self._scores.answered(peer)
         finally:
             self._probed.discard(peer)
+
+
+def check_distance(y: FlatVector, x: FlatVector | None, max_distance: float) -> bool:
+    """Refuse a model y that is not finite, or where rms(y - x) > max_distance * max(rms(x), 1) with the own model x.
+
+    rms is the root mean square over all d elements. Parameters of honest workers are of the order of 1 throughout
+    training, and so are their differences; 10^6 leaves room for statistics of inputs that were not normalised. Before
+    the first publication, when the own model is not known, the bound is on rms(y), and at least DEFAULT_MAX_DISTANCE: a
+    worker that starts from another's model may be far from it.
+
+    One pass over both models is enough to accept a model; the reason of a refusal takes further passes.
+
+    Args:
+        y: a peer's model, in host memory.
+        x: the own model, in host memory; None: not known.
+        max_distance: the bound, in units of max(rms(x), 1); > 0.
+
+    Returns:
+        Whether x is finite; where it is not, only y is checked.
+
+    Raises:
+        RefusedModelError: y is not finite or too far away; says how far.
+    """
+    limit = max_distance if x is not None else max(max_distance, DEFAULT_MAX_DISTANCE)
+    if math.isfinite(rms := _rms(y, x)) and rms <= limit:  # so x and y are finite
+        return True
+    if not is_finite(y):
+        raise RefusedModelError("got a model with infinite or NaN values, expected finite ones; the peer diverged")
+    if x is not None and not is_finite(x):
+        return False
+    distance, scale = _rms(y, x, is_exact=True), 1.0 if x is None else max(_rms(x, is_exact=True), 1.0)
+    if not distance <= limit * scale:
+        raise RefusedModelError(
+            f"got a model at a root mean square distance of {distance:.3g} from ours, expected {limit:g} * {scale:.3g} "
+            "at most; the peer has diverged or is broken, or a larger max_distance= is needed"
+        )
+    return True
+
+
+def _rms(y: FlatVector, x: FlatVector | None = None, *, is_exact: bool = False) -> float:
+    """The root mean square of y - x, or of y: infinite where float32 overflows, unless it is exact (in float64)."""
+    total = 0.0
+    for k, segment in enumerate(y.segments):
+        dtype = torch.float64 if is_exact or segment.dtype == torch.float64 else torch.float32
+        for start in range(0, segment.numel(), SCRATCH_NUMEL):
+            difference = segment[start : start + SCRATCH_NUMEL].to(dtype)
+            if x is not None:
+                difference = difference - x.segments[k][start : start + SCRATCH_NUMEL].to(dtype)
+            total = math.hypot(total, torch.linalg.vector_norm(difference).item())
+    return total / math.sqrt(max(sum(segment.numel() for segment in y.segments), 1))

@@ -1,22 +1,136 @@
-"""PeerConnection: one TCP connection between two workers, in the clear or under TLS; every wait on it has an end."""
+"""The protocol of dpwa: length-prefixed frames over TCP, in the clear or under TLS, for a server and a client."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import math
 import socket
 import ssl
 import struct
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import NamedTuple
 
-from ...transport.bounded_listener import BACKLOG
-from .message import HEADER_BYTES, MessageError, MessageHeader
+from ..flat.layout import FlatLayout
+from ..transport.bounded_listener import BACKLOG
+from .interpolation import Standing
+
+MAGIC = b"gdpw"
+VERSION = 2
+# magic, version, kind, flags, digest, 4 free bytes, tensors, clock, loss, bytes of the model; little-endian.
+_HEADER = struct.Struct("<4sBBH16s4xIddQ")
+HEADER_BYTES = _HEADER.size
+_HAS_LOSS = 1
+
+
+class MessageError(ValueError):
+    """Bytes that are not a message of this protocol."""
+
+
+class RefusedModelError(ValueError):
+    """A message whose model must not be merged."""
+
+
+class MessageKind(IntEnum):
+    """The kind of a message: one of two requests, or of the answers to them."""
+
+    FETCH = 1
+    PROBE = 2
+    MODEL = 3  # the model follows, if its shape is that of the request
+    EMPTY = 4  # the answer to a probe, or nothing is published yet
+
+
+class ModelShape(NamedTuple):
+    """The properties that two models must have in common before one is merged into the other.
+
+    digest: a hash of 16 bytes of the name, shape, dtype and strides of every tensor, the layout and the byte order.
+    num_tensors: the number of tensors.
+    num_bytes: the number of bytes of the flat vector.
+    """
+
+    digest: bytes
+    num_tensors: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, signature: Sequence[str], layout: FlatLayout) -> ModelShape:
+        """The shape of a vector of this layout over the tensors of this signature (`FlatBuffer.signature`)."""
+        places = [(str(segment.dtype), segment.start, segment.numel) for segment in layout.segments]
+        text = repr((sys.byteorder, list(signature), places, layout.num_bytes))
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return cls(digest, len(signature), layout.num_bytes)
+
+    def __str__(self) -> str:
+        return f"{self.num_tensors} tensors, {self.num_bytes} bytes"
+
+
+class MessageHeader(NamedTuple):
+    """A header.
+
+    kind: the kind of the message.
+    shape: the shape of the sender's model.
+    standing: the clock and loss of the sender.
+    """
+
+    kind: MessageKind
+    shape: ModelShape
+    standing: Standing = Standing()
+
+    def pack(self) -> bytes:
+        """The 56 bytes."""
+        (clock, loss), (*shape, num_bytes) = self.standing, self.shape
+        flags = 0 if loss is None else _HAS_LOSS
+        return _HEADER.pack(MAGIC, VERSION, self.kind, flags, *shape, clock, loss or 0.0, num_bytes)
+
+    @classmethod
+    def parse(cls, data: bytes) -> MessageHeader:
+        """The message in these bytes. Allocates no memory whose size depends on them.
+
+        Raises:
+            MessageError: they are not a message, or one of another version.
+        """
+        if len(data) != HEADER_BYTES:
+            raise MessageError(f"got a header of {len(data)} bytes, expected {HEADER_BYTES}; a stranger sent it")
+        magic, version, kind, flags, digest, num_tensors, clock, loss, num_bytes = _HEADER.unpack(data)
+        if magic != MAGIC:
+            raise MessageError(f"got a header that begins with {magic!r}, expected {MAGIC!r}; a stranger sent it")
+        if version != VERSION:
+            raise MessageError(f"got version {version}, expected {VERSION}; install the same release on all workers")
+        if kind not in MessageKind._value2member_map_ or flags & ~_HAS_LOSS:
+            raise MessageError(
+                f"got kind {kind} with flags {flags:#x}, expected kinds 1 to {max(MessageKind)} and flag 0x1"
+            )
+        shape = ModelShape(digest, num_tensors, num_bytes)
+        return cls(MessageKind(kind), shape, Standing(clock, loss if flags & _HAS_LOSS else None))
+
+    def check(self, own: ModelShape) -> None:
+        """Refuse a model that cannot be merged into one of shape `own`, before its bytes are looked at.
+
+        Raises:
+            RefusedModelError: the shape differs, or the clock or loss is not a finite number; says which.
+        """
+        if self.shape != own:
+            why = "names, shapes or dtypes differ" if str(self.shape) == str(own) else "sizes differ"
+            raise RefusedModelError(
+                f"got a model of {self.shape}, expected {own}: {why}; wrap the same model on all workers"
+            )
+        clock, loss = self.standing
+        if not math.isfinite(clock) or clock < 0:
+            raise RefusedModelError(f"got clock {clock}, expected a finite number >= 0; the peer is broken")
+        if loss is not None and not math.isfinite(loss):
+            raise RefusedModelError(f"got loss {loss}, expected a finite number; the peer has diverged")
+
 
 PEER_SECONDS = 10.0  # without progress, after which the other end is given up
 CHUNK_BYTES = 1 << 20  # that one system call sends or receives at most
 _MAX_SECONDS = 1e6  # a socket counts milliseconds in 32 bits
 _LENGTH = struct.Struct("<Q")  # of the frame that follows
+_TLS_ALERT = b"\x15\x03\x03\x00\x02\x02\x46"  # of TLS 1.2, fatal, protocol_version
+_TLS = "expected TLS on both ends or on none; check server_ssl= and client_ssl= of both workers"
 
 
 class PeerLostError(ConnectionError):
@@ -29,9 +143,9 @@ class PeerConnection:
     [Note: The wire of dpwa] A frame is its length, 8 bytes, little-endian, and that many bytes. The client sends one
     frame: a header of 56 bytes (`MessageHeader`). The server answers with a header, and with a second frame, the bytes
     of the model, where the header says so. Then the server closes. Both ends know the length of each frame before it
-    comes, so a frame that declares another length is refused unread, and no memory is ever taken for what a length
-    says. Each wait ends at a deadline, and a reply also when no byte of it was taken for PEER_SECONDS. TLS, if there is
-    any, is below the frames.
+    comes, so a frame that declares another length is refused unread, and no memory is ever taken for a declared length.
+    Each wait ends at a deadline, and a reply also when no byte of it was taken for PEER_SECONDS. TLS, if there is any,
+    is below the frames.
 
     A connection belongs to one thread, which also closes it; `end` may come from any thread. `_lock` keeps `end` from a
     descriptor that is closed and belongs to another socket.
@@ -56,10 +170,24 @@ class PeerConnection:
         self._lock = threading.Lock()
 
     def secure(self, deadline: float) -> None:
-        """The handshake of TLS, if the connection is under TLS. Comes before the first frame."""
-        if isinstance(self.socket, ssl.SSLSocket):
-            self._limit(deadline)
+        """The handshake of TLS, if the connection is under TLS. Comes before the first frame.
+
+        Raises:
+            RefusedModelError: the two ends do not agree on TLS; says why.
+        """
+        if not isinstance(self.socket, ssl.SSLSocket):
+            return
+        self._limit(deadline)
+        try:
             self.socket.do_handshake()
+        except (ssl.SSLEOFError, ConnectionError) as error:
+            raise RefusedModelError(f"got a connection that was closed in the handshake of TLS, {_TLS}") from error
+        except ssl.SSLError as error:
+            with contextlib.suppress(OSError):  # past TLS, to tell a client in the clear the reason
+                socket.socket.send(self.socket, _TLS_ALERT)
+            raise RefusedModelError(
+                f"got {error}, {_TLS}, and the certificate, which must be for the host of the address"
+            ) from error
 
     def send(self, message: MessageHeader, model: memoryview | None = None, *, deadline: float) -> None:
         """Send a header, and a model if there is one.
@@ -91,7 +219,11 @@ class PeerConnection:
     def receive_into(self, frame: memoryview, deadline: float) -> None:
         """frame <- the next frame, which must be as long; raises as `receive`."""
         length = bytearray(_LENGTH.size)
-        self._fill(memoryview(length), deadline)
+        try:
+            self._fill(memoryview(length), deadline)
+        finally:
+            if length.startswith(_TLS_ALERT[:2]):
+                raise MessageError(f"got an alert of TLS in place of a frame, {_TLS}")
         (num_bytes,) = _LENGTH.unpack(length)
         if num_bytes != len(frame):
             raise MessageError(f"got a frame of {num_bytes} bytes, expected {len(frame)}; a stranger sent it")
@@ -128,7 +260,7 @@ class PeerConnections:
     """The open connections of one side of a worker, which any thread may end together, and all later ones with them.
 
     Attributes:
-        open: they.
+        open: the connections.
         is_stopped: whether they have been ended.
     """
 
@@ -165,11 +297,11 @@ def split_address(address: str) -> tuple[str, int]:
     return "" if host == "*" else host.strip("[]"), 0 if port == "*" else int(port)
 
 
-def listen(address: str, *, name: str) -> socket.socket:
-    """A socket that listens at "tcp://host:port" and does not block; the host may be `*`, the port `*` or 0.
+def listen(address: str, *, name: str) -> tuple[socket.socket, str]:
+    """A socket that listens at "tcp://host:port" and does not block, and the address at which peers reach it.
 
     Args:
-        address: where to listen.
+        address: where to listen; the host may be `*`, the port `*` or 0.
         name: the name of this worker, for errors.
 
     Raises:
@@ -185,13 +317,8 @@ def listen(address: str, *, name: str) -> socket.socket:
             "listens; is another process using this port?"
         ) from error
     listener.setblocking(False)
-    return listener
-
-
-def address_of(listener: socket.socket) -> str:
-    """Where a listener is reached, as "tcp://host:port"."""
     host, port = listener.getsockname()[:2]
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return listener, f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def connect(address: str, context: ssl.SSLContext | None, deadline: float) -> PeerConnection:
@@ -218,3 +345,32 @@ def connect(address: str, context: ssl.SSLContext | None, deadline: float) -> Pe
     if context is not None:
         sock = context.wrap_socket(sock, server_hostname=place[0], do_handshake_on_connect=False)
     return PeerConnection(sock, place[0])
+
+
+_NAMES = (
+    *("bytes_sent", "bytes_received", "num_fetches", "num_failed_fetches", "num_refused_models"),
+    *("num_refused_connections", "num_garbage_messages", "num_unread_replies", "num_models_sent"),
+)
+
+
+class Counts:
+    """Counts that several threads add to, by the names of `PairwiseDataParallel.comm_stats`; `_lock` guards them.
+
+    `refusals` has the last reason why a peer's model or TLS was refused, for the training thread, by peer.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(_NAMES, 0)
+        self.refusals: dict[str, str] = {}
+
+    def add(self, **counts: int) -> None:
+        """Add these; from any thread."""
+        with self._lock:
+            for name, count in counts.items():
+                self._counts[name] += count
+
+    def read(self) -> dict[str, int]:
+        """All counts."""
+        with self._lock:
+            return dict(self._counts)

@@ -6,16 +6,16 @@ import contextlib
 import math
 import ssl
 from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
 
 import torch
 
-from gossip_modules.dpwa.wire.counts import Counts
-from gossip_modules.dpwa.wire.distance_bound import DistanceBound
-from gossip_modules.dpwa.wire.fetcher import Fetched, ModelFetcher
-from gossip_modules.dpwa.wire.message import ModelShape
-from gossip_modules.dpwa.wire.peer_scores import PeerScores
-from gossip_modules.dpwa.wire.server import ModelServer
-from gossip_modules.dpwa.wire.snapshot_pool import SnapshotPool
+from gossip_modules.dpwa.config import PairwiseConfig
+from gossip_modules.dpwa.fetcher import Fetched, ModelFetcher
+from gossip_modules.dpwa.peer_scores import PeerScores
+from gossip_modules.dpwa.protocol import Counts, ModelShape
+from gossip_modules.dpwa.server import ModelServer, SnapshotPool
 from gossip_modules.engine.background import Background
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.transport.bounded_listener import MIN_CONNECTIONS
@@ -25,6 +25,18 @@ from tests.harness.strangers import TIMEOUT
 def vector_of(value: float, numel: int = 1000) -> FlatVector:
     """A model whose elements are all equal."""
     return FlatVector.over(torch.full((numel,), value))
+
+
+OWN = {"c": "tcp://127.0.0.1:*"}
+
+
+def both(context: ssl.SSLContext | None) -> dict[str, Any]:
+    """This context for the side that has it, and one that is not used for the other."""
+    if context is None:
+        return {}
+    is_server = context.protocol is ssl.PROTOCOL_TLS_SERVER
+    other = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if is_server else ssl.PROTOCOL_TLS_SERVER)
+    return {"server_ssl": context, "client_ssl": other} if is_server else {"server_ssl": other, "client_ssl": context}
 
 
 def shape_of(x: FlatVector) -> ModelShape:
@@ -46,15 +58,12 @@ class Served:
         self.counts, self.snapshots, self.background = Counts(), SnapshotPool(x.layout, is_pinned=False), Background()
         self.max_connections = MIN_CONNECTIONS
         self.server = ModelServer(
-            address,
-            name=name,
+            PairwiseConfig(name, {name: address}, timeout=timedelta(seconds=round_seconds), **both(context)),
             shape=shape_of(x),
             snapshots=self.snapshots,
             counts=self.counts,
             background=self.background,
-            round_seconds=round_seconds,
             max_connections=lambda: self.max_connections,
-            context=context,
         )
         self.address, self.publish = self.server.address, self.snapshots.publish
 
@@ -85,15 +94,13 @@ class Asking:
         self.counts, self.scores, self.background = Counts(), PeerScores({"s": address}, seed=""), Background()
         self.fetcher = ModelFetcher(
             x,
+            PairwiseConfig("c", OWN, timeout=timedelta(seconds=TIMEOUT), max_distance=math.inf, **both(context)),
             {"s": address},
             self.scores,
-            name="c",
-            timeout=TIMEOUT,
             shape=shape_of(x),
-            bound=DistanceBound(math.inf, contextlib.nullcontext),
+            snapshots=SnapshotPool(x.layout, is_pinned=False),
             counts=self.counts,
             background=self.background,
-            context=context,
         )
 
     def fetch(self, inbox: FlatVector) -> Fetched | None:

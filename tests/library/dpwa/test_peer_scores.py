@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from gossip_modules.dpwa.wire.peer_scores import PROBE_EVERY, PeerScores
+from gossip_modules.dpwa.peer_scores import PROBE_EVERY, PeerScores
 
 
 def lower_to(scores: PeerScores, peer: str, score: int) -> None:
@@ -194,14 +194,14 @@ def test_peers_come_and_go_while_others_choose() -> None:
 
 def test_who_lives_has_not_failed_last() -> None:
     scores = PeerScores(["a", "b"], seed="live")
-    assert (scores.num_live, scores.num_joins, scores.num_deaths) == (2, 0, 0)
+    assert tuple(scores.statistics().values()) == (3, 0, 0)
     for _ in range(2):  # it dies once
         scores.failed("a")
-    assert (scores.num_live, scores.num_joins, scores.num_deaths) == (1, 0, 1)
+    assert tuple(scores.statistics().values()) == (2, 0, 1)
     scores.succeeded("a")
-    assert (scores.num_live, scores.num_joins, scores.num_deaths) == (2, 1, 1)
+    assert tuple(scores.statistics().values()) == (3, 1, 1)
     scores.add("c")
     scores.add("c")  # at another address
     scores.failed("c")
     scores.remove("c")
-    assert (scores.num_live, scores.num_joins, scores.num_deaths) == (2, 2, 2)
+    assert tuple(scores.statistics().values()) == (3, 2, 2)

@@ -16,11 +16,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gossip_modules.dpwa import protocol, server
+from gossip_modules.dpwa.fetcher import Fetched
 from gossip_modules.dpwa.interpolation import Standing
-from gossip_modules.dpwa.wire import connection, server
-from gossip_modules.dpwa.wire.fetcher import Fetched
-from gossip_modules.dpwa.wire.message import HEADER_BYTES, MessageHeader, MessageKind
-from gossip_modules.dpwa.wire.snapshot_pool import MAX_READ, MAX_SNAPSHOTS
+from gossip_modules.dpwa.protocol import HEADER_BYTES, MessageHeader, MessageKind
+from gossip_modules.dpwa.server import MAX_SNAPSHOTS
 from gossip_modules.transport import bounded_listener
 from tests.harness.certificates import Authority
 from tests.harness.ranks import assert_no_gossip_threads, gossip_threads
@@ -34,7 +34,7 @@ from tests.harness.strangers import (
     read,
     wait_until_closed,
 )
-from tests.library.dpwa.wire.serving import Asking, Served, fetch, serving, shape_of, vector_of
+from tests.library.dpwa.serving import Asking, Served, fetch, serving, shape_of, vector_of
 from tests.library.dpwa.workers import num_descriptors, wait_for
 
 
@@ -45,7 +45,7 @@ def resident_bytes() -> int:
 
 def be_impatient(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Give the other end so much time."""
-    for module in (connection, server):
+    for module in (protocol, server):
         monkeypatch.setattr(module, "PEER_SECONDS", seconds)
 
 
@@ -168,35 +168,36 @@ def test_a_reply_that_is_read_slowly_ends_with_the_round(monkeypatch: pytest.Mon
 def test_clients_that_do_not_read_keep_nobody_without_a_model() -> None:
     x, inbox = vector_of(0.0, LONG), vector_of(0.0, LONG)
     with serving(x, round_seconds=3600.0) as served, contextlib.ExitStack() as strangers:
-        for i in range(MAX_READ):
+        for i in range(MAX_SNAPSHOTS):
             served.publish(x, Standing(i))
             strangers.enter_context(ask_and_never_read(served.address, shape_of(x)))
         client = Asking(served.address, inbox)
         for i in range(10):
             x.segments[0].fill_(i)
-            assert served.publish(x, Standing(100 + i))
-            # As many snapshots are being sent as may be, so a peer gets the newest of those.
-            assert client.fetch(inbox) == Fetched("s", Standing(MAX_READ - 1))
+            assert not served.publish(x, Standing(100 + i))  # all snapshots are being sent
+            assert client.fetch(inbox) == Fetched("s", Standing(MAX_SNAPSHOTS - 1))
         assert client.count("num_failed_fetches") == 0
-        assert len(served.snapshots.snapshots) <= MAX_SNAPSHOTS
+        assert len(served.snapshots.snapshots) == MAX_SNAPSHOTS
         strangers.close()  # they vanish
-        wait_for(lambda: client.fetch(inbox) == Fetched("s", Standing(109)))
+        wait_for(lambda: served.publish(x, Standing(109)))
+        assert client.fetch(inbox) == Fetched("s", Standing(109))
         assert inbox.segments[0][0] == inbox.segments[0][-1] == 9
-        wait_for(lambda: served.count("num_unread_replies") == MAX_READ)
+        wait_for(lambda: served.count("num_unread_replies") == MAX_SNAPSHOTS)
 
 
-def test_what_was_withdrawn_is_not_served_while_strangers_hold_it() -> None:
+def test_a_withdrawn_model_is_not_served_while_strangers_hold_it() -> None:
     x, inbox = vector_of(0.0, LONG), vector_of(0.0, LONG)
     with serving(x) as served, contextlib.ExitStack() as strangers:
-        for i in range(MAX_READ):
+        for i in range(MAX_SNAPSHOTS):
             served.publish(x, Standing(i))
             strangers.enter_context(ask_and_never_read(served.address, shape_of(x)))
         served.snapshots.withdraw()
         assert fetch(served, inbox) is None
-        served.publish(x, Standing(100))
-        assert fetch(served, inbox) is None  # a model of before, or one that would need one more snapshot
+        assert not served.publish(x, Standing(100))
+        assert fetch(served, inbox) is None
         strangers.close()
-        wait_for(lambda: fetch(served, inbox) == Fetched("s", Standing(100)))
+        wait_for(lambda: served.publish(x, Standing(100)))
+        assert fetch(served, inbox) == Fetched("s", Standing(100))
 
 
 # Connections.

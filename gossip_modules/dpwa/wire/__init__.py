@@ -1,1 +1,0 @@
-"""The protocol of dpwa: length-prefixed frames over TCP, in the clear or under TLS, a server and a client."""
