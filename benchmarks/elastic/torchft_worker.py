@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.cluster.torchft_replica import Replica
 from benchmarks.elastic.training import Training
-from gossip_modules.membership.liveness.address import own_address
+from gossip_modules.membership.address import own_address
 from gossip_modules.testing import Worker
 
 NAME = "torchft, all-reduce"

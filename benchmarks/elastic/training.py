@@ -153,6 +153,7 @@ class Training:
 
 def _line(membership: Membership, model: GossipWrapper, step: int) -> dict[str, Any]:
     """What is known after the round of a step."""
+    roster = membership.worker.roster
     line = {
         "step": step,
         "number": membership.number,
@@ -161,7 +162,7 @@ def _line(membership: Membership, model: GossipWrapper, step: int) -> dict[str, 
         "members": membership.members,
         "weight": model._buffer.vector.push_sum_weight.item(),
         # While somebody joins or is lost, the sum of the weights changes by what is given to it, or held by it.
-        "changes": len(membership._roster.joiners) + len(membership.lost) + (membership._roster.forming is not None),
+        "changes": len(roster.joiners) + len(membership.lost) + (roster.forming is not None),
     }
     if step % RESOURCES_EVERY == 0:
         status = dict(row.split(":", 1) for row in Path("/proc/self/status").read_text().splitlines() if ":" in row)

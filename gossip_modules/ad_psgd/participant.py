@@ -21,18 +21,14 @@ class BilateralParticipant(GraphParticipant):
         self.wrapper._averager.transport = transport
 
     def flush(self) -> None:
-        """See `Participant`. Peers get no model before the next round, so that only one exchange is waited for."""
+        """See `ModelParticipant`. Peers get no model before the next round, so that only one exchange is waited for."""
         self.wrapper._engine.withdraw()
         super().flush()
 
     def settle(self) -> None:
-        """See `Participant`. Peers get no model any more, and corrections that come later are dropped."""
+        """See `ModelParticipant`. Peers get no model any more, and corrections that come later are dropped."""
         self.wrapper._engine.give_up(self.wrapper._buffer.vector)
 
     def _go_to(self, t: int, step: int) -> None:
         """See `ModelParticipant`. A worker that joins again may be ahead of its donor: no step comes twice."""
         super()._go_to(t, max(step, self.step))
-
-    def advance(self, num_steps: int) -> None:
-        """See `Participant`."""
-        self.wrapper._engine.step += num_steps

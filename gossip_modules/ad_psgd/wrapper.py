@@ -151,7 +151,7 @@ class BilatGossipDataParallel(GossipWrapper):
         self._transport = alone(membership.timeout)
         self._start(choose(1))
         self._averager = GlobalAverage(self._transport)
-        membership.attach(self._elastic, self._elastic.describe())
+        membership.attach(self._elastic)
 
     def _describe(self, weights: MixingManager, **options: object) -> None:
         """Note what the ranks must agree on, by name."""

@@ -26,7 +26,7 @@ def check_numbers(min_workers: int, max_workers: int, interval: float, min_deadl
 
 
 def check_places(store: object, name: object, host: object, on_partition: object) -> None:
-    """Raise ValueError for a store, a job or a host that is none, and for what to do in a partition."""
+    """Raise ValueError for a store, a name or a host of the wrong type, and for an unknown `on_partition`."""
     if not isinstance(store, (str, dist.Store)):
         raise ValueError(
             f"got store={store!r}, expected 'host:port', like 'node0:29400', 'file:path', or a torch.distributed.Store"
@@ -49,7 +49,7 @@ def as_description(description: object) -> dict[str, str]:
 
 
 def check_num_steps(num_steps: object) -> None:
-    """Raise ValueError for what is no number of steps."""
+    """Raise ValueError for anything but a number."""
     if not _is_number(num_steps) or num_steps != num_steps:
         raise ValueError(f"got steps({num_steps!r}), expected a number: the training steps after which this loop ends")
 
@@ -58,6 +58,16 @@ def check_callback(callback: object) -> None:
     """Raise TypeError for what cannot be called."""
     if not callable(callback):
         raise TypeError(f"got on_change({callback!r}), expected a function of one argument, a `Change`")
+
+
+def check_tracked(objects: Mapping[str, object]) -> None:
+    """Raise TypeError for objects without a state dict."""
+    for name, value in objects.items():
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise TypeError(
+                f"got {name} of type {type(value).__name__}, expected an object with state_dict() and "
+                "load_state_dict(), like an optimizer"
+            )
 
 
 def _is_whole(value: object) -> bool:

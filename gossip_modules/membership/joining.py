@@ -1,4 +1,4 @@
-"""Joining: how a worker comes to a job, and takes the state of training that a donor gives."""
+"""Joining: how a worker comes to a job, takes the state of training from a donor, and joins again."""
 
 from __future__ import annotations
 
@@ -9,330 +9,375 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from ..transport.deadline import Deadline
 from ..transport.gloo import gloo_backend
 from ..transport.threads import Waits
-from . import limits
-from .donor import transfer
-from .donor.giving import Giving, name_of
-from .heartbeats import Heartbeats
+from . import donor, limits
+from .background_log import log
 from .links import alone
-from .liveness.background_log import log
-from .liveness.door import JobFullError as JobFullError
+from .liveness.contact import LifeSign, digest, probe
+from .liveness.monitor import LivenessMonitor
 from .participant import Change
 from .view import Joiner, Member, View
+from .worker import LocalWorker
 
-_MAX_STATES = 64  # times the model: what a donor may send
+if TYPE_CHECKING:
+    from .membership import Membership
+
+_MAX_STATES = 64  # times the model: the largest state that a donor may send
 
 
-class Joining(Giving):
-    """The part of `Membership` for workers that come."""
+class JobFullError(ConnectionError):
+    """The job has as many workers as it takes; a later start may find a place."""
 
-    min_workers: int
 
-    def _come(self, deadline: Deadline | None = None) -> None:
-        """Append "come", and wait until this worker is in the first generation or at the door.
+class LeftWhileJoiningError(ConnectionError):
+    """`leave` was called before this worker took part."""
+
+
+class Joining:
+    """The steps of a worker from its start to its first generation; they run in the training thread.
+
+    [Note: abandoned jobs] A job whose workers have all died stays in its store as it was. A worker that comes asks for
+    a sign of life: it connects with each member's listener, and posts a query, which members answer in the roster. Only
+    if none answers, it restarts the job, as the first founder, under the same name. It has waited until then for two
+    seconds if the processes of all members have ended, as their machines refuse the connection, and for `timeout` if
+    one is silent, since a machine that has lost its power looks like one that is stopped or cut off. A reply, or a
+    generation that forms, before the event "restart" makes it void.
+
+    Args:
+        worker: that joins.
+    """
+
+    def __init__(self, worker: LocalWorker) -> None:
+        self.worker, self.job = worker, worker.job
+        self._reason = "none has answered"
+
+    def come(self, deadline: Deadline | None = None) -> None:
+        """Post "come", and wait until this worker is in the first generation or in the join queue.
 
         Args:
-            deadline: of all waits; None: where a worker has just started, each life of the job has a deadline of its
-                own, and so has the silence of the members of a former life.
+            deadline: of all waits; None: each wait has one of its own, as where a worker has just started.
+
+        Raises:
+            TimeoutError, RuntimeError, ValueError, JobFullError: it has no place.
         """
-        heartbeats = Heartbeats(
-            self.id,
-            job=self.name,
-            host=self._host,
-            on_silent=self._silent,
-            on_ended=self._ended,
-            **self._heartbeat_options,
-        )
-        self._heartbeats = heartbeats
-        member = json.loads(json.dumps(asdict(self._myself(heartbeats))))  # as it is read from the log
-        event = {
-            "event": "come",
-            "member": member,
-            "description": self._description,
-            "min_workers": self.min_workers,
-        }
-        with self._lock:
-            self._coming, self._store_life = event, self._log.num_lives
-            self._unsent.append(event)
-        self._start_watching()
-        while True:
-            has_place = self._await(
-                lambda: bool(self._due) or self.id in self._roster.joiners, deadline or Deadline(self.timeout)
+        worker = self.worker
+        member = json.loads(json.dumps(asdict(this_member(worker.start_liveness()))))  # as it is read from the store
+        with worker.lock:
+            min_workers, description = self.job.min_workers, self.job.description
+            worker.coming = {"event": "come", "member": member, "description": description, "min_workers": min_workers}
+        self.job.wake.set()
+        limit, generations = self.job.timeout, worker.generations
+        while not generations.due:
+            has_place = worker.wait_until(
+                lambda: bool(generations.due) or worker.joiner is not None, deadline or Deadline(limit)
             )
-            if not has_place:
-                if self.is_leaving and not self._closed.is_set():
-                    break  # as one that waits at the door, where `steps` ends
+            if not has_place and (self.job.closed.is_set() or not self.job.is_leaving):
                 raise self._nobody_came()
-            if self._due or not self._is_abandoned(deadline or Deadline(2 * self.timeout)):
+            if not has_place or generations.due or not self._is_abandoned(deadline or Deadline(2 * limit)):
                 break
-            self._begin_anew(deadline or Deadline(self.timeout))
-        self._is_newcomer = not self._due
+            self._restart_job(deadline or Deadline(limit))
         self._raise_if_refused()
 
-    def _myself(self, heartbeats: Heartbeats, number: int = -1) -> Member:
-        contact = heartbeats.contact
-        return Member(self.id, number, socket.gethostname(), os.getpid(), contact.address, contact.secret.hex())
+    def join(self, deadline: Deadline) -> None:
+        """Come, and begin the first generation of this worker, all that until the deadline."""
+        self.come(deadline)
+        if self.worker.generations.due:
+            self.found(deadline)
+        else:
+            self.enter(deadline)
+
+    def enter(self, deadline: Deadline) -> None:
+        """Get the state from a donor, then wait for the first generation; all that until the deadline."""
+        worker, generations = self.worker, self.worker.generations
+
+        def has_changed() -> bool:
+            joiner = worker.joiner
+            return bool(generations.due) or worker.is_job_over or (joiner is not None and joiner.key != worker.loaded)
+
+        while not generations.due:
+            self._raise_if_over()
+            joiner = worker.joiner
+            if joiner is not None and joiner.key != worker.loaded:
+                state = self._receive_state(joiner, deadline)
+                if state is not None:
+                    self._load(state)
+                    self.say_loaded(joiner)
+            elif not worker.wait_until(has_changed, deadline):
+                self._raise_if_over()
+                raise self._nothing_began(deadline)
+        with worker.lock:
+            start = generations.first_step(generations.due[0][0])
+            if not worker.is_founder:
+                self.job.participant.advance(start - generations.clock)
+            generations.clock = start - 1
+        if worker.is_founder:
+            self.found(deadline, start)
+        else:
+            generations.begin(start)
+
+    def found(self, deadline: Deadline, start: int = 0) -> None:
+        """Begin a generation with the model of its first worker."""
+        participant, generations = self.job.participant, self.worker.generations
+        generations.begin(start)
+        assert generations.transport is not None
+        with generations.transport.within(deadline):
+            participant.found()
+
+    # The state of training.
+
+    def _receive_state(self, joiner: Joiner, deadline: Deadline) -> Mapping[str, Any] | None:
+        """The state from a donor; None: the attempt has failed, and another one follows."""
+        worker, name = self.worker, donor.meeting_of(joiner)
+        if joiner.donor < 0:
+            self._raise_if_refused()
+        if joiner.refusal:
+            raise ConnectionError(
+                f"job {self.job.name!r}: this worker cannot join, since its donor cannot give the state of "
+                f"training: {joiner.refusal}"
+            )
+        try:
+            if self._is_offered(name, joiner, deadline):
+                return self._receive(self._meet_donor(name, deadline), joiner.attempt, deadline)
+        except (RuntimeError, ValueError, OSError) as error:
+            self._reason = str(error)
+        if deadline.is_over:
+            if worker.num_comings > 1:
+                raise self._nothing_began(deadline)
+            raise TimeoutError(
+                f"job {self.job.name!r}: no donor has given the state of training within "
+                f"{deadline.seconds:g} s, while its workers live: {self._reason}; start this one again"
+            )
+        if worker.joiner == joiner:
+            worker.say({"event": "gave up", "id": worker.id, "attempt": joiner.attempt, "by": worker.id})
+            worker.wait_until(lambda: worker.joiner != joiner, Deadline(min(limits.QUERY, deadline.left)))
+        return None
+
+    def _is_offered(self, name: str, joiner: Joiner, deadline: Deadline) -> bool:
+        """Wait until the donor, which may be slow, is about to give; False: another one will, or it is too late."""
+        asked, job = time.monotonic(), self.job
+        while not job.store.has_arrived(name, limit=deadline.left_for_gloo):
+            is_over = job.is_leaving or job.closed.wait(limits.BUSY_POLL) or deadline.is_over
+            if is_over or self.worker.joiner != joiner:
+                return False
+            if time.monotonic() - asked > limits.QUERY:
+                if self._is_abandoned(deadline):
+                    self._restart_job(deadline)
+                asked = time.monotonic()
+        return True
+
+    def _meet_donor(self, name: str, deadline: Deadline) -> dist.ProcessGroup:
+        patience = min(timedelta(seconds=limits.CONNECT), deadline.left_for_gloo)
+        with self.job.store.lent_store(name, limit=patience) as store:
+            group: dist.ProcessGroup = gloo_backend(store, 1, 2, patience, host=self.job.link_host)
+        return group
+
+    def _receive(self, group: dist.ProcessGroup, attempt: int, deadline: Deadline) -> Mapping[str, Any]:
+        """The state from the donor; a RuntimeError where another donor is to send it, as this one has died.
+
+        A large model may come for longer than the deadline allows to wait: each piece that has come extends it.
+        """
+        limit = _MAX_STATES * self.job.participant.num_bytes + (1 << 30)
+        with self.worker.lock:
+            waits = Waits()
+            self.worker.receiving = attempt, waits
+        self.job.wake.set()
+        try:
+            state: Mapping[str, Any] = donor.receive(group, deadline=deadline, max_bytes=limit, waits=waits)
+        finally:
+            waits.close()
+            self.worker.receiving = None
+        return state
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self.job.participant.take(state["model"])
+        tracked = self.job.tracked
+        for name, value in state["tracked"].items():
+            if name in tracked:
+                tracked[name].load_state_dict(value)
+        missing = sorted(set(tracked) - set(state["tracked"]))
+        if missing:
+            log.warning("the donor tracks no %s: they start anew; track() the same names on all workers", missing)
+        self.worker.generations.clock = int(state["clock"])
+
+    def say_loaded(self, joiner: Joiner) -> None:
+        """Post that this worker has the state."""
+        self.worker.loaded = joiner.key
+        self.job.wake.set()
+
+    # Abandoned jobs.
+
+    def _is_abandoned(self, deadline: Deadline) -> bool:
+        """Whether no member shows a sign of life; see [Note: abandoned jobs]. False: that is not known in time."""
+        worker, job = self.worker, self.job
+        with worker.lock:
+            seen, members = self._seen(), worker.roster.present()
+        contacts = {member.id: member.contact for member in members}
+        has_asked, start = False, time.monotonic()
+        while not (job.closed.is_set() or job.is_leaving):
+            signs = probe(contacts, job=digest(job.name), seconds=limits.PROBE)
+            if LifeSign.LIVES in signs.values() or self._seen() != seen:
+                return False
+            if not has_asked:
+                has_asked = True
+                worker.say({"event": "query", "id": worker.id})
+            have_ended = set(signs.values()) == {LifeSign.ENDED}
+            patience = limits.ENDED if have_ended else job.timeout.total_seconds()
+            if not job.store.is_connected:  # a reply would not arrive
+                start = time.monotonic()
+            if time.monotonic() - start > patience:
+                found = [f"worker {member.number} on {member.host} {signs[member.id].value}" for member in members]
+                log.warning(
+                    "job %s: no worker lives, so it begins anew under this name: %s", job.name, "; ".join(found)
+                )
+                return True
+            if deadline.is_over:
+                return False
+            job.closed.wait(limits.POLL)
+        return False
+
+    def _restart_job(self, deadline: Deadline) -> None:
+        """Post "restart", and wait for what becomes of it."""
+        worker, seen = self.worker, self._seen()
+        assert worker.coming is not None
+        worker.say({**worker.coming, "event": "restart", "generation": seen[0], "replies": seen[1]})
+        worker.wait_until(lambda: worker.joiner is None or self._seen() != seen, deadline)
+
+    def _seen(self) -> tuple[int, int]:
+        """Changes where any member lives."""
+        return self.worker.roster.last_generation, self.worker.roster.num_replies
+
+    # Errors.
+
+    def _raise_if_over(self) -> None:
+        if self.job.closed.is_set():
+            raise RuntimeError(f"job {self.job.name!r}: the membership was closed while this worker was joining")
+        if self.job.is_leaving:
+            raise LeftWhileJoiningError(
+                f"job {self.job.name!r}: leave() was called while this worker was joining; close() it"
+            )
+        if self.worker.is_job_over:
+            raise ConnectionError(f"job {self.job.name!r} ended while this worker was joining it; start another one")
+
+    def _raise_if_refused(self) -> None:
+        joiner, where = self.worker.joiner, f"job {self.job.name!r} at {self.job.store.address}"
+        if joiner is None or not joiner.refusal:
+            return
+        if joiner.is_full:
+            raise JobFullError(
+                f"{where} has as many workers as it takes ({joiner.refusal}): this one is not needed; start it again "
+                "when another has ended"
+            )
+        raise ValueError(
+            f"{where} refused this worker, which differs from it: {joiner.refusal}; start it with the model and the "
+            "options of the job"
+        )
+
+    def _nothing_began(self, deadline: Deadline) -> TimeoutError:
+        if self.worker.num_comings > 1:
+            return TimeoutError(
+                f"job {self.job.name!r}: the others left this worker out of each generation that it was to begin, for "
+                f"{deadline.seconds:g} s; see that they reach it at {self.job.host}, or pass host="
+            )
+        why = self._late_members() or "none was formed; start it again"
+        return TimeoutError(
+            f"job {self.job.name!r}: no generation with this worker began within {deadline.seconds:g} s: {why}"
+        )
 
     def _nobody_came(self) -> Exception:
-        if self._closed.is_set():
-            return RuntimeError(f"job {self.name!r}: the membership was closed before the job began; make another one")
-        seconds = f"{self.timeout.total_seconds():g} s"
-        if not self._log.is_connected:
-            where = f"the store of job {self.name!r} at {self._log.address}"
-            return TimeoutError(f"{where} did not answer within {seconds}")
-        with self._lock:
-            num_founders = len(self._roster.founders)
-            num_awaited = max(self._num_awaited(), self._coming["min_workers"])
-        why = self._what_is_late() or (
+        name, store, roster = self.job.name, self.job.store, self.worker.roster
+        if self.job.closed.is_set():
+            return RuntimeError(f"job {name!r}: the membership was closed before the job began; make another one")
+        seconds = f"{self.job.timeout.total_seconds():g} s"
+        if not store.is_connected:
+            return TimeoutError(f"the store of job {name!r} at {store.address} did not answer within {seconds}")
+        num_awaited = max(roster.num_founders if self.worker.id in roster.founders else 0, self.job.min_workers)
+        num_founders = len(roster.founders)
+        why = self._late_members() or (
             f"got {num_founders} workers, expected min_workers={num_awaited}; start the others, or ask for fewer"
         )
-        return TimeoutError(f"job {self.name!r} did not begin within {seconds}: {why}")
+        return TimeoutError(f"job {name!r} did not begin within {seconds}: {why}")
 
-    def _what_is_late(self) -> str:
-        """What holds up the generation that this worker is to begin, for errors; "" where none is being formed."""
-        with self._lock:
-            roster, me = self._roster, self.id
-            view = roster.forming or roster.view
-            late = [] if view is None else [member for member in view.members if member.id not in roster.ready]
+    def _late_members(self) -> str:
+        """The members that hold up the generation that this worker is to begin; "" where none is being formed."""
+        roster, me = self.worker.roster, self.worker.id
+        view = roster.forming or roster.view
         if view is None or not view.has(me):
             return ""
-        if roster.forming is None:  # all have said that they are ready
+        if roster.forming is None:  # all have posted that they are ready
             return f"all {len(view.members)} workers have connected, but this one has lost its links; start all again"
+        late = [member for member in view.members if member.id not in roster.ready]
         names = [f"{member}, this worker," if member.id == me else str(member) for member in late]
         return (
             f"all {len(view.members)} workers have come, but {' and '.join(names)} did not connect with the others in "
             "time; see that no worker is stopped, that the machines reach each other, and that timeout= is long enough"
         )
 
-    def _enter(self, deadline: Deadline) -> None:
-        """At the door: get the state from a donor, then wait for the first step; all that until the deadline.
 
-        [Note: left out at the door] A worker that was stopped, or out of reach, while the generation formed that it was
-        to begin is left out of it, and nobody waits for it any more: it comes again, as one that the job does not know.
-        """
-        assert self._participant is not None
-        has_state = False
-        while not self._due:
-            received = self._receive_state(deadline)
-            if received is not None:
-                attempt, state = received
-                self._load(state)
-                self._say_loaded(attempt)
-            with self._lock:
-                view = self._roster.view  # which a store that came back may have with what was received before
-                has_state = received is not None or (has_state and view is not None and view.has(self.id))
-            if not self._await(
-                lambda: bool(self._due) or self._store_life != self._asked_life or self._is_left_out(), deadline
-            ):
-                self._raise_if_over()
-                why = self._what_is_late() or "none was formed; start it again"
-                raise TimeoutError(
-                    f"job {self.name!r}: no generation with this worker began within {deadline.seconds:g} s: {why}"
-                )
-            with self._lock:
-                is_left_out = self._is_left_out()
-            if is_left_out:
-                self._come_once_more(deadline)
-        with self._lock:
-            start = self._first_step(self._due[0][0])
-            if has_state:
-                self._participant.advance(start - self._clock)
-            self._clock = start - 1
-        self._switch(start)
-        if not has_state:
-            self._found(deadline)
+def this_member(liveness: LivenessMonitor, number: int = -1) -> Member:
+    """This worker, as others see it in the roster."""
+    contact = liveness.contact
+    return Member(contact.worker, number, socket.gethostname(), os.getpid(), contact.address, contact.secret.hex())
 
-    def _found(self, deadline: Deadline) -> None:
-        """Take the model of the first worker, in a generation that has just begun."""
-        assert self._participant is not None
-        with self.transport.within(deadline):
-            self._participant.found()
 
-    def _is_left_out(self) -> bool:
-        return not (self._due or self._is_coming_again or self._has_place())
+def rejoin(membership: Membership, deadline: Deadline) -> Change:
+    """This worker was declared dead, and lives: it drops its state and joins as a new one.
 
-    def _come_once_more(self, deadline: Deadline) -> None:
-        """See [Note: left out at the door].
-
-        Raises:
-            TimeoutError: it was left out again and again until the deadline.
-        """
-        if deadline.is_over:
-            raise TimeoutError(
-                f"job {self.name!r}: the others left this worker out of each generation that it was to begin, for "
-                f"{deadline.seconds:g} s; see that they reach it at {self._host}, or pass host="
-            )
-        log.warning("job %s: the others left this worker out before it began, and it comes again", self.name)
-        with self._lock:
-            self._is_coming_again = True
-            self._say(self._coming)
-
-    def _come_back(self, deadline: Deadline) -> None:
-        """Come once more, if the job goes on without this worker; see [Note: left out at the door]."""
-        with self._lock:
-            is_over = self._roster.view is None and self._roster.forming is None
-        if is_over:
-            raise ConnectionError(f"job {self.name!r} ended while this worker was joining it; start another one")
-        self._come_once_more(deadline)
-
-    def _say_loaded(self, attempt: int) -> None:
-        """But not of a life of the store that is over; see [Note: coming again]."""
-        with self._lock:
-            if self._store_life == self._asked_life:
-                self._say({"event": "loaded", "id": self.id, "attempt": attempt})
-
-    def _receive_state(self, deadline: Deadline) -> tuple[int, Mapping[str, Any]] | None:
-        """What a donor gives, and the number of the attempt; None: it takes the place of a founder that has died."""
-        assert self._participant is not None
-        reason = "none has answered"
-        while True:
-            self._raise_if_over()
-            with self._lock:
-                is_old = self._is_coming_again  # what is known is of a life of the store that is over
-                joiner, roster = self._roster.joiners.get(self.id), self._roster
-                life = self._asked_life = self._store_life
-                is_founder = any(v is not None and v.has(self.id) for v in (roster.view, roster.forming))
-            if is_old and self._await(lambda: not self._is_coming_again, deadline):
-                continue
-            if joiner is None and (self.id in roster.founders or is_founder):
-                return None
-            if joiner is None:
-                self._come_back(deadline)
-                continue
-            self._raise_if_it_cannot_join(joiner)
-            name = name_of(joiner)
-            try:
-                if self._is_offered(name, joiner.attempt, deadline):
-                    return joiner.attempt, self._receive(self._meet_donor(name, deadline), joiner.attempt, deadline)
-            except (RuntimeError, ValueError, OSError) as error:
-                reason = str(error)
-            if deadline.is_over:
-                raise TimeoutError(
-                    f"job {self.name!r}: no donor has given the state of training within "
-                    f"{deadline.seconds:g} s, while its workers live: {reason}; start this one again"
-                )
-            if self._attempt() == joiner.attempt:
-                self._say({"event": "gave up", "id": self.id, "attempt": joiner.attempt, "by": self.id})
-                before = joiner.attempt, life
-                self._await(lambda before=before: (self._attempt(), self._store_life) != before, deadline)  # type: ignore[misc]
-
-    def _meet_donor(self, name: str, deadline: Deadline) -> dist.ProcessGroup:
-        patience = min(timedelta(seconds=limits.CONNECT), deadline.left_for_gloo)
-        with self._log.lent_store(name, limit=patience) as store:
-            group: dist.ProcessGroup = gloo_backend(store, 1, 2, patience, host=self._link_host)
-        return group
-
-    def _raise_if_it_cannot_join(self, joiner: Joiner) -> None:
-        if joiner.donor < 0:
-            self._raise_if_refused()
-        if joiner.refusal:
-            raise ConnectionError(
-                f"job {self.name!r}: this worker cannot join, since its donor cannot give the state of "
-                f"training: {joiner.refusal}"
-            )
-
-    def _receive(self, group: dist.ProcessGroup, attempt: int, deadline: Deadline) -> Mapping[str, Any]:
-        """What the donor sends; a RuntimeError where another one is to, as it has died in the middle.
-
-        A large model may come for longer than the deadline allows to wait: each piece that has come extends it.
-        """
-        assert self._participant is not None
-        limit = _MAX_STATES * self._participant.num_bytes + (1 << 30)
-        with self._lock:
-            waits = Waits()
-            self._receiving = attempt, waits
-        self._wake.set()
-        try:
-            state: Mapping[str, Any] = transfer.receive(group, deadline=deadline, max_bytes=limit, waits=waits)
-        finally:
-            waits.close()
-            self._receiving = None
-        return state
-
-    def _is_offered(self, name: str, attempt: int, deadline: Deadline) -> bool:
-        """Wait until the donor, which may be slow, is about to give; False: another one will, or it is too late."""
-        asked = time.monotonic()
-        while not self._log.has_arrived(name, limit=deadline.left_for_gloo):
-            if self._attempt() != attempt or self.is_leaving or self._closed.wait(limits.BUSY_POLL) or deadline.is_over:
-                return False
-            if time.monotonic() - asked > limits.KNOCK:
-                if self._is_abandoned(deadline):
-                    self._begin_anew(deadline)
-                asked = time.monotonic()
-        return True
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        assert self._participant is not None
-        self._participant.take(state["model"])
-        for name, value in state["tracked"].items():
-            if name in self._tracked:
-                self._tracked[name].load_state_dict(value)
-        missing = sorted(set(self._tracked) - set(state["tracked"]))
-        if missing:
-            log.warning("the donor tracks no %s: they start anew; track() the same names on all workers", missing)
-        with self._lock:
-            self._clock = int(state["clock"])
-
-    def _rejoin(self, deadline: Deadline) -> Change:
-        """This worker was declared dead, and lives: it drops what it has and joins as a new one.
-
-        Training stands still meanwhile, so all waits have one deadline; where that passes, the worker trains on alone
-        for as long as it has waited, and tries again.
-        """
-        was, has_stopped = self.id, self._has_stopped
-        why = "was left out of the job while it was silent" if not has_stopped else "trains on after an error"
-        log.warning("job %s: this worker %s, and joins again", self.name, why)
-        assert self._participant is not None
-        self._settle(self._participant.settle)
-        before, number, clock = self._require_view(), self.number, self._clock
-        self._has_met = self._has_met or (self._heartbeats is not None and self._heartbeats.has_met)
-        self._release_all()
-        with self._lock:
-            self._reset()
-            if has_stopped:
-                self._unsent.append({"event": "leave", "id": was, "why": "an error ended its training"})
-            self._log.rewind()
-        try:
-            self._come(deadline)
-            if self._is_newcomer:
-                self._enter(deadline)
-            else:
-                self._switch(0)
-                self._found(deadline)
-        except (TimeoutError, ConnectionError) as error:
-            if self._closed.is_set():
-                raise
-            return self._go_on_alone(before, number, clock, error, deadline.passed)
-        self._has_joined = True
-        self._clock += 1  # of the step that goes on now
-        view = self._require_view()
-        members = tuple(member.number for member in view.members)
-        return Change(view.generation, view.start, self.rank, members, (self.number,), {})
-
-    def _go_on_alone(self, before: View, number: int, clock: int, error: Exception, seconds: float) -> Change:
-        """Joining again has failed, which took so many seconds: train as a world of one, until somebody is reached."""
+    Training stands still meanwhile, so all waits have one deadline; where that passes, the worker trains on alone for
+    as long as it has waited, and tries again.
+    """
+    old, job, participant = membership.worker, membership.job, membership.job.participant
+    why = "trains on after an error" if old.has_stopped else "was left out of the job while it was silent"
+    log.warning("job %s: this worker %s, and joins again", job.name, why)
+    old.generations.settle(participant.settle)
+    before, number = membership.view, membership.number
+    old.note_meetings()
+    old.release()
+    worker = membership.worker = LocalWorker(job)
+    if old.has_stopped:
+        worker.say({"event": "leave", "id": old.id, "why": "an error ended its training"})
+    try:
+        Joining(worker).join(deadline)
+    except (TimeoutError, ConnectionError) as error:
+        if job.closed.is_set():
+            raise
         log.warning(
-            "job %s: this worker trains on alone, and tries again, since it could not join: %s", self.name, error
+            "job %s: this worker trains on alone, and tries again, since it could not join: %s", job.name, error
         )
-        assert self._participant is not None
-        assert self._heartbeats is not None
-        self._say({"event": "leave", "id": self.id, "why": "it could not join"})
-        with self._lock:
-            generation = max(before.generation, self._roster.last_generation)
-            me = self._myself(self._heartbeats, number)
-            self._active = View(generation, (me,), start=clock, turns=before.turns_before(clock))
-            self._transport = alone(self.timeout)
-            self._is_excluded = self._is_cut_off = self._has_joined = True
-            self._next_probe = time.monotonic() + max(limits.KNOCK, seconds)
-            self._retired += [(time.monotonic(), transport) for _, transport in self._due]
-            self._due, self._limit, self._clock = [], None, clock
-        self._participant.begin(1.0)
-        change = Change(generation, clock + self._steps_before, 0, (number,), (), {})
-        self._callbacks.untold.append(change)
-        return change
+        return go_on_alone(worker, before, number, old.generations.clock, deadline.passed)
+    worker.generations.clock += 1  # of the step that goes on now
+    view, rank = membership.view, membership.rank
+    return Change(view.generation, view.start, rank, membership.members, (membership.number,), {})
+
+
+def go_on_alone(worker: LocalWorker, before: View, number: int, clock: int, seconds: float) -> Change:
+    """Joining again has failed, which took so many seconds: train as a world of one, until another is reached.
+
+    Args:
+        worker: that could not join.
+        before: its last generation.
+        number: in that.
+        clock: of the training step that goes on now.
+        seconds: that the attempt took.
+    """
+    job, generations = worker.job, worker.generations
+    assert worker.liveness is not None
+    worker.say({"event": "leave", "id": worker.id, "why": "it could not join"})
+    with worker.lock:
+        generation = max(before.generation, worker.roster.last_generation)
+        me = this_member(worker.liveness, number)
+        generations.active = View(generation, (me,), start=clock, turns=before.turns_before(clock))
+        transport = generations.transport = alone(job.timeout)
+        generations.retire(*(links for _, links in generations.due))
+        generations.due, generations.limit, generations.clock = [], None, clock
+        worker.is_excluded = worker.is_cut_off = True
+        worker.next_probe = time.monotonic() + max(limits.QUERY, seconds)
+    job.participant.begin(transport, 1.0)
+    change = Change(generation, clock + job.steps_before, 0, (number,), (), {})
+    job.untold.append(change)
+    return change

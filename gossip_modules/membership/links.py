@@ -35,7 +35,7 @@ class LinkTransport(PointToPoint):
     closes alone, and nothing that is late can arrive in a buffer that is used again.
 
     A round with a lost peer is complete without it: `PendingExchange.lost` names it, and the gossiper leaves what would
-    have travelled with its sender ([Note: lost peers] of `Neighbours`). Collectives are those of a group over all
+    have travelled with its sender ([Note: lost peers] of `Neighbours`). Collectives run over a group of all
     ranks; they fail with an error where a rank has, and from then on: a rank that fails closes its connections, so that
     no other waits for it. The next attempt asks for another generation.
 
@@ -120,9 +120,7 @@ class LinkTransport(PointToPoint):
 
     def loses(self, peer: int, error: RuntimeError, seconds: float) -> bool:
         """See `PointToPoint`."""
-        with self._lock:
-            is_new = peer not in self.lost
-            self.lost |= {peer}
+        is_new = self._mark_lost(peer)
         self._own_waits.give_up(peer)  # of other threads; the link has closed
         if is_new:
             self._on_lost(peer, str(error), seconds < LATE * self.timeout.total_seconds())
@@ -134,26 +132,31 @@ class LinkTransport(PointToPoint):
             for peer, waited in seconds.items():
                 self._waited[peer].append(waited)
 
-    def waits_for(self) -> dict[int, tuple[float, float]]:
-        """By the names of peers, the seconds of the last rounds with them: median, and median absolute deviation."""
+    def wait_stats(self) -> dict[str, float]:
+        """See `Membership.wait_stats`."""
         with self._lock:
             waited = {self.names[peer]: list(seconds) for peer, seconds in self._waited.items()}
-        medians = {name: statistics.median(seconds) for name, seconds in waited.items()}
-        return {
-            name: (median, statistics.median(abs(x - median) for x in waited[name])) for name, median in medians.items()
-        }
+        figures: dict[str, float] = {}
+        for name, seconds in waited.items():
+            median = figures[f"wait_median/{name}"] = statistics.median(seconds)
+            figures[f"wait_mad/{name}"] = statistics.median(abs(x - median) for x in seconds)
+        return figures
 
     def break_link(self, peer: int) -> None:
-        """End the waits for a peer, which is lost from now on, and those of collectives; from any thread.
+        """End the waits for a peer, which is lost from now on, and the waits of collectives; from any thread.
 
         A wait that ends by its timeout closes the connections of its group, which is this link's only.
         """
-        self._break_whole()  # first, since a peer whose link is closed accuses this rank: who breaks it does so at once
+        self._break_whole()  # first, since a peer reports this rank as soon as its link is closed
+        if self._mark_lost(peer):
+            self._end_waits(peer)
+
+    def _mark_lost(self, peer: int) -> bool:
+        """Whether it was not lost before."""
         with self._lock:
             is_new = peer not in self.lost
             self.lost |= {peer}
-        if is_new:
-            self._end_waits(peer)
+        return is_new
 
     def _end_waits(self, peer: int) -> None:
         with contextlib.suppress(RuntimeError, LinkClosedError):  # it is closed already, or was never open
@@ -162,11 +165,10 @@ class LinkTransport(PointToPoint):
         self._own_waits.give_up(peer)
 
     def end_waits(self) -> None:
-        """Close the connections that somebody waits on now; from any thread."""
+        """Close the group over all ranks, and the links that are waited on now; from any thread."""
+        self._break_whole()
         for peer in self._own_waits.under_way():
             self._end_waits(peer)
-        if self._whole_waits.is_waiting:
-            self._break_whole()
 
     def close_connections(self) -> None:
         """Close all links; from any thread."""
@@ -175,12 +177,8 @@ class LinkTransport(PointToPoint):
 
     def watch_changes(self, *, step: Callable[[], int], tensors: Callable[[], list[str]]) -> None:
         """See `ProcessGroupTransport`; the group over all ranks has the board."""
-        self._whole.watch_changes(step=step, tensors=tensors, end_waits=self._end_all_waits)
+        self._whole.watch_changes(step=step, tensors=tensors, end_waits=self.end_waits)
         self.board = self._whole.board
-
-    def _end_all_waits(self) -> None:
-        self._break_whole()
-        self.end_waits()
 
     def _break_whole(self) -> None:
         """Close the connections of the group over all ranks: a wait that ends by its timeout does."""

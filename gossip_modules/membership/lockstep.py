@@ -14,7 +14,7 @@ from ..mixing_manager.base import MixingManager
 from ..transport.process_group import DEFAULT_TIMEOUT
 from .links import LinkTransport
 from .membership import Membership
-from .participant import ElasticWrapper, ModelParticipant
+from .participant import ModelParticipant
 
 
 def check_elastic(
@@ -45,13 +45,13 @@ def check_elastic(
 def check_links(
     membership: object, *, group: object, init_sync: object, timeout: timedelta, comm_device: object = None
 ) -> None:
-    """Raise ValueError for what is no membership, and for arguments of a wrapper that a membership decides.
+    """Raise ValueError for anything but a membership, and for arguments of a wrapper that a membership decides.
 
     Args:
         membership: what the user gave as one.
         group, comm_device: of messages.
         init_sync: all workers begin with the model of the first one.
-        timeout: that of the membership, or the default of wrappers, which nobody gave.
+        timeout: the timeout of the membership, or the default of wrappers.
     """
     if not isinstance(membership, Membership):
         store = membership if isinstance(membership, str) else "host:port"
@@ -98,7 +98,7 @@ class GraphParticipant(ModelParticipant):
 
     def __init__(
         self,
-        wrapper: ElasticWrapper,
+        wrapper: Any,
         membership: Membership,
         choose: Callable[[int], MixingManager],
         *,
@@ -130,10 +130,10 @@ class GraphParticipant(ModelParticipant):
 
     def _turn_to(self, transport: LinkTransport, growth: float) -> None:
         """See `ModelParticipant`."""
-        self.wrapper._engine.rebind(self.choose(transport.world_size), transport)
+        self.engine.rebind(self.choose(transport.world_size), transport)
 
     def peers(self, rank: int, world_size: int) -> Iterable[int]:
-        """See `Participant`."""
+        """See `ModelParticipant`."""
         graph: GraphManager = self.choose(world_size).graph
         gives = set(graph.phone_book(rank))
         return gives | {peer for peer in range(world_size) if rank in graph.phone_book(peer)}
@@ -143,8 +143,8 @@ class LockstepParticipant(GraphParticipant):
     """Between a wrapper with rounds in lockstep and its membership.
 
     [Note: generations] A generation of the membership is a set of workers, a transport over links of its own, and the
-    training step with which it begins. At that step, before the round, every worker applies what is in flight over the
-    old links and turns to the new ones, with graph and weights for the new number of workers. Rounds and steps count
+    training step with which it begins. At that step, every worker first applies the round in flight over the old links
+    and turns to the new ones, with graph and weights for the new number of workers. Rounds and steps count
     on. A worker that joins gets half of its donor's push-sum weight; then all multiply theirs by the same number, see
     [Note: weights] of `Roster`. A worker that has lost all its peers, and trains on alone, has the weight one.
     """
@@ -159,16 +159,16 @@ class LockstepParticipant(GraphParticipant):
         if self.is_weighted:
             if self.membership.transport.is_alone:
                 self._set_weight_to_one()
-            self.weight = self.wrapper._buffer.vector.push_sum_weight.item()
+            self.weight = self.buffer.vector.push_sum_weight.item()
 
     def _set_weight_to_one(self) -> None:
-        """Of who is alone; it changes no estimate."""
-        weight = self.wrapper._buffer.vector.push_sum_weight
+        """A worker that is alone has weight one; this changes no estimate."""
+        weight = self.buffer.vector.push_sum_weight
         if weight.item() != 1.0:
             try:
                 self.wrapper._apply_in_flight()
             except FloatingPointError:  # [Note: after infinities]
-                self.membership._is_again = True
+                self.membership.repeat_step()
                 raise
             self.wrapper._to_estimate()
             weight.fill_(1.0)
@@ -178,24 +178,24 @@ class LockstepParticipant(GraphParticipant):
         wrapper = self.wrapper
         if self.is_weighted:  # the storage holds z = x / w, so this changes no estimate
             wrapper._to_estimate()
-            wrapper._buffer.vector.push_sum_weight.mul_(growth)
+            self.buffer.vector.push_sum_weight.mul_(growth)
         super()._turn_to(transport, growth)
 
     def advance(self, num_steps: int) -> None:
-        """See `Participant`."""
-        self.wrapper._engine.advance(num_steps)
+        """See `ModelParticipant`."""
+        self.engine.advance(num_steps)
 
     @property
     def is_weighted(self) -> bool:
         """See `ModelParticipant`."""
-        return bool(self.wrapper._engine.gossiper.is_weighted)
+        return bool(self.engine.gossiper.is_weighted)
 
     def _go_to(self, t: int, step: int) -> None:
-        self.wrapper._engine.reset()
+        self.engine.reset()
         super()._go_to(t, step)
 
     def _engine_state(self) -> Mapping[str, Any]:
-        return dict(self.wrapper._engine.state_for_newcomer(self.wrapper._buffer.vector))
+        return dict(self.engine.state_for_newcomer(self.buffer.vector))
 
     def _load_engine(self, state: Mapping[str, Any]) -> None:
-        self.wrapper._engine.load_state_dict(state)  # and nothing that it kept of its peers
+        self.engine.load_state_dict(state)  # and nothing that it kept of its peers

@@ -1,4 +1,4 @@
-"""Membership: who is live; generations come and go while training goes on."""
+"""Membership: the workers of a job, which may die, come back and be added while training goes on."""
 
 from __future__ import annotations
 
@@ -7,47 +7,57 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from ..transport.deadline import Deadline, as_timeout
 from ..version import __version__
-from .arguments import as_description, check_callback, check_num_steps, check_numbers, check_places
-from .events.event_log import EventLog
-from .liveness.address import own_address
-from .liveness.door import LeftAtDoorError
-from .liveness.loop_error import ends_by_error
-from .participant import Change, Participant
-from .turns import Turns
+from .address import own_address
+from .arguments import as_description, check_callback, check_num_steps, check_numbers, check_places, check_tracked
+from .background_log import log
+from .joining import Joining, LeftWhileJoiningError, rejoin
+from .links import LinkTransport
+from .loop_error import ends_by_error
+from .participant import Change, ModelParticipant
+from .shared_roster import SharedRoster
+from .view import View
+from .watcher import watch
+from .worker import JobState, LocalWorker
+
+if TYPE_CHECKING:
+    from .node import NodeProcesses
+
+_STORE_SECONDS = 10.0  # of a request to the store, at most
 
 
-class Membership(Turns):
-    """Who takes part in training: workers may die, come back, and be added, and nobody who lives waits for them.
+class Membership:
+    """The workers that take part in training. They may die, come back and be added; the others do not wait for them.
 
-    Give one to a wrapper. Its workers meet in a key-value store that outlives them, and need it only when somebody
+    Give one to a wrapper. Its workers meet in a key-value store that outlives them, and need it only when a worker
     comes or goes; heartbeats and messages go from worker to worker. torch.distributed is not initialised.
 
     A worker whose connection closes, or that is silent for longer than its deadline, is left out of rounds at once:
-    what would have travelled stays with who has it, so that nothing but what it held is lost. Meanwhile those who
-    remain form the next generation, with a graph for as many as they are, and begin it at one training step.
+    each message to or from it stays with the worker that has it, so nothing is lost but the state of the lost worker.
+    Meanwhile the remaining workers form the next generation, with a graph for their number, and begin it at one
+    training step.
 
     Each start of a process is a new worker. One that comes to a job that runs already gets model, optimizer and step
     from one of the others, its donor, beside the donor's training. A worker that was declared dead and wakes notices
-    it and joins anew, by itself.
+    it and joins again, by itself.
 
-    Wrap the model last, with data and all else ready, and train at once. A worker that has wrapped it is waited for: a
-    donor copies the state of training for it, and where it does not take it within ten seconds, another donor does.
+    Wrap the model last, with data and all else ready, and train at once. The others wait for a worker that has wrapped
+    it: a donor copies the state of training for it, and if it does not take it within ten seconds, another donor does.
 
     Args:
         store: "host:port", where `python -m gossip_modules.membership.serve` runs; "file:path", of a file that it
-            writes its address to, so that it can be started anew elsewhere; or a `torch.distributed.Store`.
-        min_workers: how many workers the first generation has; whoever comes later joins. Where those who wait for it
-            ask for different numbers, the largest counts, and the others warn.
-        max_workers: how many there are at most, the same on all: others are refused; 0: any number.
+            writes its address to, so that it can be started again elsewhere; or a `torch.distributed.Store`.
+        min_workers: the number of workers of the first generation; later workers join. Where its workers ask for
+            different numbers, the largest counts, and the others warn.
+        max_workers: the largest number of workers, the same on all: others are refused; 0: any number.
         name: of the job, where several share a store.
-        description: what else all workers must have in common, by name, compared as text: others are refused, with both
-            sides named.
+        description: other facts that all workers must have in common, by name, compared as text: workers that differ
+            are refused, with both sides named.
         timeout: the limit of every wait, in seconds or as a timedelta. Only a worker whose process lives and whose
             training stands still is waited for so long.
         interval: seconds between two heartbeats.
@@ -91,39 +101,139 @@ class Membership(Turns):
     ) -> None:
         check_numbers(min_workers, max_workers, interval, min_deadline)
         check_places(store, name, host, on_partition)
-        self.min_workers, self.max_workers = int(min_workers), int(max_workers)
-        self._own_description = as_description(description)
+        own_description = as_description(description)
+        if max_workers:
+            own_description["max_workers"] = str(int(max_workers))
         limit = as_timeout(timeout)
-        log = EventLog(store, name=name, timeout=min(limit, timedelta(seconds=10)))
-        address = own_address(log.address, host)
-        super().__init__(
-            log,
-            name=name,
-            timeout=limit,
-            host=address,
-            link_host=host or (None if os.environ.get("GLOO_SOCKET_IFNAME") else address),
-            on_partition=on_partition,
-            interval=interval,
-            floor=min_deadline,
+        request_limit = min(limit, timedelta(seconds=_STORE_SECONDS))
+        shared = SharedRoster(store, name=name, timeout=request_limit, on_partition=on_partition)
+        address = own_address(shared.address, host)
+        self.name, self.timeout = name, limit
+        self.min_workers, self.max_workers = int(min_workers), int(max_workers)
+        self.job = JobState(
+            shared,
+            limit,
+            self.min_workers,
+            address,
+            host or (None if os.environ.get("GLOO_SOCKET_IFNAME") else address),
+            {"interval": interval, "floor": min_deadline},
+            {**own_description, "on_partition": on_partition},
         )
+        self.worker = LocalWorker(self.job)
+        self.node: NodeProcesses | None = None  # where several processes are this worker
+        self.thread = threading.get_ident()  # that trains
+        self.has_joined = False
+        self._watcher: threading.Thread | None = None
+        self._callbacks: list[Callable[[Change], None]] = []
+        self._is_ahead = False  # whether `steps` has called `at_step` for the forward that comes
+        self._failure: FloatingPointError | None = None  # of that call, which the forward is to raise
+        self._is_again = False  # whether that is of a step which `at_step` has counted, as its round has failed
+        self._has_stepped = False
+
+    # The workers, as they are now.
+
+    @property
+    def view(self) -> View:
+        """The generation that trains.
+
+        Raises:
+            RuntimeError: this worker has none yet.
+        """
+        view = self.worker.generations.active
+        if view is None:
+            raise RuntimeError("this worker has no place in the job yet, expected join() before; wrap the model first")
+        return view
+
+    @property
+    def id(self) -> int:
+        """Identifies this start of the worker."""
+        return self.worker.id
+
+    @property
+    def rank(self) -> int:
+        """The position of this worker in the generation that trains; it changes with generations."""
+        return self.view.ids.index(self.id)
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers in the generation that trains."""
+        return len(self.view.members)
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation that trains; 0 before the first."""
+        view = self.worker.generations.active
+        return 0 if view is None else view.generation
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the workers of the generation that trains, by rank."""
+        return tuple(member.number for member in self.view.members)
+
+    @property
+    def number(self) -> int:
+        """The number of this worker in logs and errors; it keeps it for as long as it lives."""
+        return self.members[self.rank]
+
+    @property
+    def transport(self) -> LinkTransport:
+        """The links of the generation that trains."""
+        transport = self.worker.generations.transport
+        assert transport is not None, "attach() or join() comes first"
+        return transport
+
+    @property
+    def num_joins(self) -> int:
+        """Workers that have joined since the start."""
+        return self.job.num_joins
+
+    @property
+    def num_deaths(self) -> int:
+        """Workers that have died or left since the start."""
+        return self.job.num_deaths
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The numbers of members that this worker has lost, and which the generation still counts."""
+        return self.worker.lost() if self.node is None else self.node.lost
+
+    def stats(self) -> dict[str, float]:
+        """generation, live (workers), joins and deaths since the start, deadline (largest of the peers', seconds)."""
+        return self.worker.stats() if self.node is None else dict(self.node.stats)
+
+    def wait_stats(self) -> dict[str, float]:
+        """Seconds that rounds waited for each peer, of the last 64: wait_median/<number> and wait_mad/<number>.
+
+        They are of one generation, by the number of the worker; mad: the median absolute deviation. In a node its first
+        process has them, as it alone gossips.
+        """
+        transport = self.worker.generations.transport
+        return {} if transport is None else transport.wait_stats()
+
+    # The user's loop.
 
     def track(self, **objects: Any) -> None:
-        """Say what a worker that joins gets beside the model: objects with `state_dict` and `load_state_dict`.
+        """Name the state that a worker gets beside the model when it joins: objects with a state dict.
 
         Args:
-            objects: by name, the same on all workers: an optimizer, a learning rate scheduler, a sampler. Their states
-                are tensors and plain values.
+            objects: by name, the same on all workers: an optimizer, a learning rate scheduler, a sampler. They have
+                `state_dict` and `load_state_dict`, and their states are tensors and plain values.
 
         Raises:
             TypeError: an object without these methods.
         """
-        for name, value in objects.items():
-            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                raise TypeError(
-                    f"got {name} of type {type(value).__name__}, expected an object with state_dict() and "
-                    "load_state_dict(), like an optimizer"
-                )
-        self._tracked.update(objects)
+        check_tracked(objects)
+        self.job.tracked.update(objects)
+
+    def on_change(self, callback: Callable[[Change], None]) -> None:
+        """Call `callback` with every generation that begins, in the training thread, before its first round.
+
+        Its error is raised in `steps`, `join` or the forward, when all callbacks were called. A script that catches it
+        may go on: the generation has begun. The first generation of a job begins where the model is wrapped: there an
+        error closes the membership.
+        """
+        check_callback(callback)
+        self._callbacks.append(callback)
 
     def join(self) -> int:
         """Begin; returns the training step that this worker goes on from, 0 at the start of the job.
@@ -136,23 +246,25 @@ class Membership(Turns):
             ConnectionError: `leave` was called meanwhile.
             Exception: of a callback, after which this worker has joined.
         """
-        self._check_attached()
-        if not self._has_joined:
+        if self.job.participant is None:
+            raise RuntimeError("got join() of a membership without a wrapper, expected it after the model was wrapped")
+        if self.job.closed.is_set():
+            raise RuntimeError("got join() of a membership that is closed, expected it before close(); make another")
+        if not self.has_joined:
             self._as_one(self._join)
-            self._callbacks.tell()
-        return self._participant.step  # type: ignore[union-attr]
+            self._tell_callbacks()
+        return self.job.participant.step
 
     def _join(self) -> None:
-        if self._is_newcomer:
-            self._enter(Deadline(self.timeout))
-            self._next_is(self._clock + 1)
-        self._has_joined = True
+        Joining(self.worker).enter(Deadline(self.timeout))
+        self.worker.generations.next_is(self.worker.generations.clock + 1)
+        self.has_joined = True
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """The training steps from the one that this worker comes to, up to `num_steps`: 0, 1, ... for a founder.
 
-        A generation that is due begins before its first step is handed out, so `rank` and `world_size` are those of the
-        round that comes. After a worker was declared dead and has joined again, steps go on from that of the others.
+        A generation that is due begins before its first step is yielded, so `rank` and `world_size` are right for
+        the round that comes. A worker that was declared dead and has joined again goes on with the step of the others.
 
         The others go on at once where an error leaves the loop, or nothing catches one. A script that catches it and
         calls this again joins again. After `break` or `return` this worker is a member still.
@@ -165,113 +277,147 @@ class Membership(Turns):
         check_num_steps(num_steps)
         try:
             self.join()
-        except LeftAtDoorError:
+        except LeftWhileJoiningError:
             return
-        assert self._participant is not None
-        while (step := self._participant.step) < num_steps:
+        participant = self.job.participant
+        while (step := participant.step) < num_steps:
             failure = self._failure = self._step_ahead()
             if self.must_leave:
                 if failure is not None:
                     raise failure
                 return
             self._is_ahead = True
-            step = self._participant.step
+            step = participant.step
             if step < num_steps:
-                self._participant.expect_forward()
+                participant.expect_forward()
                 try:
                     yield step
                 except GeneratorExit:
                     if not self._is_again and ends_by_error(sys._getframe().f_back):
-                        self._end_liveness()
+                        self.end_liveness()
                     raise
-                if self._participant.step < num_steps:
+                if participant.step < num_steps:
                     self._raise_if_closed_in(step)
                 is_again = self._is_again or (failure is not None and not self._is_ahead)
-                if self._participant.step == step and not is_again:
+                if participant.step == step and not is_again:
                     raise RuntimeError(
                         f"got no training forward in step {step}, expected one: each step is one round with the others"
                     )
 
-    def on_change(self, callback: Callable[[Change], None]) -> None:
-        """Call `callback` with every generation that begins, in the training thread, before its first round.
+    def _raise_if_closed_in(self, step: int) -> None:
+        if self.job.closed.is_set() and not self.must_leave:
+            raise RuntimeError(
+                f"job {self.name!r}: got close() of the wrapper or the membership in step {step}, expected it after "
+                "the loop over steps(); to end early, break out of the loop, or call leave()"
+            )
 
-        What it raises is raised in `steps`, `join` or the forward, when all callbacks were called. A script that
-        catches it may go on: the generation has begun. The first generation of a job begins where the model is wrapped:
-        there an error closes the membership.
+    def turn(self, step: int) -> int:
+        """The number of this worker's step `step` among the steps of all workers since the start of the job.
+
+        No number is given twice: draw the batch of this number, and workers that come and go repeat none. Left out are
+        the numbers of a worker that has died, or has left, from its last step to the first of the next generation,
+        which begins without it. A worker that was declared dead and lives counts on by itself until it joins again.
+        Where the wrapper has loaded the checkpoint of an earlier job, `min_workers`, the same on all, count for each
+        step of that one.
+
+        Args:
+            step: one that `steps` has yielded in this generation.
+
+        Raises:
+            ValueError: workers take steps at their own pace, so that a step has no such number.
         """
-        check_callback(callback)
-        self._callbacks.add(callback)
+        participant, view = self.job.participant, self.view
+        if not participant.is_in_lockstep:
+            raise ValueError(
+                f"got turn({step}) of workers that take steps at their own pace, expected workers in lockstep; draw "
+                "batches at random, with a seed of each worker's `number`"
+            )
+        is_at_start = view.start == 0 and not self._has_stepped  # a checkpoint may have been loaded since
+        before = participant.step if is_at_start else self.job.steps_before
+        return max(before, 0) * self.min_workers + view.turns_before(step - before) + self.rank
 
     def leave(self) -> None:
         """End `steps` before the next one, on all processes of a node; then call `close()`. From any thread.
 
-        The others go on at once. Of the numbers of `turn`, those that it would have had until their next generation
-        begins are left out. Where this worker waits for the others, or for a donor, that wait ends, and `steps` has no
-        step. In a node this takes the first process to be told.
+        The others go on at once. The numbers of `turn` that it would have had until their next generation begins are
+        left out. Where this worker waits for the others, or for a donor, that wait ends, and `steps` has no step. In a
+        node this takes the first process to be told.
         """
-        self.is_leaving = True
+        self.job.is_leaving = True
 
-    def attach(self, participant: Participant, description: Mapping[str, str]) -> None:
-        """Come to the job: on return the first generation is formed, or this worker waits at the door of another.
+    @property
+    def must_leave(self) -> bool:
+        """Whether `steps` is to end: `leave` was called."""
+        return self.job.is_leaving if self.node is None else self.node.must_leave
 
-        Args:
-            participant: who trains.
-            description: what all workers must agree on, by name.
-
-        Raises:
-            ValueError: the job is another one; says in what. It goes on without this worker.
-            JobFullError: it has as many workers as it takes.
-            TimeoutError: too few workers have come.
-        """
-        self.check_free()
-        self._participant = participant
-        limit = {"max_workers": str(self.max_workers)} if self.max_workers else {}
-        policy = {"version of gossip_modules": __version__, "on_partition": self._on_partition}
-        self._description = {**self._own_description, **limit, **policy, **description}
-        try:
-            self._as_one(self._come_to_the_job)
-            self._callbacks.tell()
-        except BaseException:
-            self.close()
-            self._release_all()  # also where it was closed already
-            if self.siblings is not None:
-                self.siblings.close()
-            raise
-
-    def _come_to_the_job(self) -> None:
-        self._come()
-        if not self._is_newcomer:
-            self._switch(0)
-            self._participant.found()  # type: ignore[union-attr]
+    # The wrapper.
 
     def check_free(self) -> None:
         """Raise ValueError if there is a wrapper already."""
-        if self._participant is not None:
+        if self.job.participant is not None:
             raise ValueError(
                 f"got membership of job {self.name!r} in a second wrapper, expected one wrapper; models that train in "
                 "one loop are one module, whose forward runs them all: with a wrapper and a membership for each, who "
                 "joins would wait in one for workers that wait for it in the other"
             )
 
+    def attach(self, participant: ModelParticipant) -> None:
+        """Come to the job: on return the first generation is formed, or this worker waits in the join queue of another.
+
+        Args:
+            participant: of the wrapper that trains.
+
+        Raises:
+            ValueError: the job is another one; names the difference. It goes on without this worker.
+            JobFullError: it has as many workers as it takes.
+            TimeoutError: too few workers have come.
+        """
+        self.check_free()
+        self.job.participant = participant
+        own, version = self.job.description, {"version of gossip_modules": __version__}
+        self.job.description = {**own, **version, **participant.describe()}
+        try:
+            self._as_one(self._come)
+            self._tell_callbacks()
+        except BaseException:
+            self.close()
+            self.release()  # also where it was closed already
+            if self.node is not None:
+                self.node.close()
+            raise
+
+    def _come(self) -> None:
+        joining = Joining(self.worker)
+        self._watcher = watch(self)
+        joining.come()
+        if self.worker.generations.due:
+            joining.found(Deadline(self.timeout))
+            self.has_joined = True
+
     def at_step(self) -> Change | None:
-        """At the safe point of a training step, before its round: what has changed, or None.
+        """At the safe point of a training step, before its round: the change of generation, if any.
 
         Gives snapshots to workers that join, waits where [Note: first step] asks for it, and begins generations that
-        are due. Called once for each training step, whose number is that of calls on all workers; by the forward,
-        unless `steps` has called it.
+        are due. The forward calls it once for each training step, unless `steps` has called it.
         """
         if self._is_ahead:
             self._is_ahead, failure, self._failure = False, self._failure, None
             if failure is not None:
                 raise failure
             return None
+        if not self.has_joined:
+            self.join()
         act = self._at_step if not self._is_again else lambda: None  # a node has the model of its first process again
         self._is_again = False
         change = self._as_one(act)
         self._is_ahead = self._has_stepped = True  # where a callback raises, the step counts as begun
-        self._callbacks.tell()
+        self._tell_callbacks()
         self._is_ahead = False
         return change
+
+    def repeat_step(self) -> None:
+        """The round of this step has failed: the next call of `at_step` is of the same one."""
+        self._is_again = True
 
     def _step_ahead(self) -> FloatingPointError | None:
         """`at_step`, or its error for the forward of this step to raise: a script that goes on catches it there."""
@@ -284,33 +430,90 @@ class Membership(Turns):
         return None
 
     def _at_step(self) -> Change | None:
-        assert self._participant is not None
-        self._thread = threading.get_ident()
-        with self._lock:
-            clock = self._clock = self._clock + 1 + self._participant.skipped()
-            self._next_is(clock)
-            must_wait = self._limit is not None and clock >= self._limit
-            if self._has_stopped:
-                self._is_excluded = self._can_rejoin = True
-        deadline = Deadline(self.timeout) if must_wait or self._is_excluded else None  # [Note: one deadline]
-        if must_wait and deadline is not None:
-            self._wait_for_first_step(clock, deadline)
-        is_late = deadline is not None and deadline.is_over
-        if self._is_excluded and self._can_rejoin and not (self.is_leaving or is_late):
-            change = self._rejoin(deadline or Deadline(self.timeout))
-            self._next_is(self._clock)
+        worker, generations, participant = self.worker, self.worker.generations, self.job.participant
+        self.thread = threading.get_ident()
+        with worker.lock:
+            clock = generations.clock = generations.clock + 1 + participant.skipped()
+            generations.next_is(clock)
+            must_wait = generations.limit is not None and clock >= generations.limit
+            if worker.has_stopped:
+                worker.is_excluded = worker.can_rejoin = True
+        deadline = Deadline(self.timeout)  # [Note: one deadline]
+        if must_wait:
+            generations.wait_for_first_step(clock, deadline)
+        if worker.is_excluded and worker.can_rejoin and not (self.job.is_leaving or deadline.is_over):
+            change = rejoin(self, deadline)
+            self.worker.generations.next_is(self.worker.generations.clock)
             return change
-        if self._due and self._first_step(self._due[0][0]) < clock:
-            self._drop_late(clock)
-        begins = bool(self._due) and (self._participant.is_cut_off or self._first_step(self._due[0][0]) == clock)
-        gives = bool(self._unclaimed or self._snapshots)
+        if generations.due and generations.first_step(generations.due[0][0]) < clock:
+            generations.drop_late(clock)
+        due = generations.due[0][0] if generations.due else None
+        begins = due is not None and (participant.is_cut_off or generations.first_step(due) == clock)
+        gives = worker.donor.must_act
         if begins or gives:
-            self._settle(self._participant.flush)
+            generations.settle(participant.flush)
         if gives:
-            self._take_back()
-            self._take_snapshots()
-        if not begins:
+            worker.donor.take_back()
+            worker.donor.take_snapshots()
+        if due is None or not begins:
             return None
-        if self._participant.is_cut_off:
-            clock = self._skip_to(self._due[0][0].start)
-        return self._switch(clock)
+        if participant.is_cut_off:
+            generations.skip_to(due.start)
+            clock = due.start
+        return generations.begin(clock)
+
+    def _as_one(self, act: Callable[[], Change | None]) -> Change | None:
+        """Act, in the first process where several are this worker: see `NodeProcesses`."""
+        return act() if self.node is None else self.node.as_one(act)
+
+    def _tell_callbacks(self) -> None:
+        """Tell all callbacks of the changes since the last call; raises the first of their errors at the end.
+
+        They are called last, so that a script that catches their error goes on from a state that makes sense.
+        """
+        changes, self.job.untold = self.job.untold, []
+        errors: list[Exception] = []
+        for change in changes:
+            for callback in self._callbacks:
+                try:
+                    callback(change)
+                except Exception as error:  # noqa: BLE001 (raised below)
+                    errors.append(error)
+        try:
+            if errors:
+                raise errors[0]
+        finally:
+            errors.clear()  # the traceback of an error holds this frame
+
+    # The end.
+
+    def close(self) -> None:
+        """Leave; the others go on. Idempotent."""
+        if self.job.closed.is_set():
+            return
+        acts = self.node is None or self.node.leads
+        if acts and self.job.participant is not None and not self.worker.is_excluded:
+            has_left = self.job.store.update([{"event": "leave", "id": self.id, "why": "it left"}])
+            if self.worker.liveness is not None:
+                self.worker.liveness.is_leaving = has_left
+        self.release()
+
+    def release(self) -> None:
+        """Close all connections without a notice to the others, as at the end of the process. Idempotent."""
+        self.job.closed.set()
+        self.job.wake.set()
+        with self.worker.moved:
+            self.worker.moved.notify_all()
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join(1.0)
+        self.worker.release()
+
+    def end_liveness(self) -> None:
+        """The others are to go on at once, and not when this process has ended: see [Note: errors that end a loop]."""
+        worker, view = self.worker, self.worker.generations.active
+        is_alone = view is not None and len(view.members) == 1
+        if self.job.closed.is_set() or worker.has_stopped or worker.liveness is None or is_alone:
+            return
+        worker.has_stopped = True
+        log.warning("job %s: an error ended the training of this worker, and the others go on without it", self.name)
+        worker.liveness.close()

@@ -1,4 +1,4 @@
-"""What a roster is made of: members, generations, workers at the door, and accusations."""
+"""The entries of a roster: members, generations, joining workers, and reports of failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Member:
 
     Attributes:
         id: of this start of the process; another start is another member.
-        number: of the worker in names and logs: 0, 1, ... in the order in which they came; -1: not given yet.
+        number: of the worker in names and logs: 0, 1, ... in the order of arrival; -1: not given yet.
         host: of the process.
         pid: of the process.
         address: of its heartbeats, (host, port).
@@ -32,7 +32,7 @@ class Member:
 
     @property
     def contact(self) -> Contact:
-        """Where it is reached, and how it is known."""
+        """The address of the worker, and the secret that identifies it."""
         return Contact(self.id, self.address, bytes.fromhex(self.secret))
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class View:
         generation: 1, 2, ...; a generation that could not be formed is skipped.
         members: position i of the graph is members[i].
         start: the first step of its rounds; -1 while it is being formed.
-        growth: what all members multiply their push-sum weights by when it begins; see [Note: weights] of `Roster`.
+        growth: the factor of all push-sum weights when it begins; see [Note: weights] of `Roster`.
         turns: the training steps of all workers in the generations before, added up.
         reasons: by number of each member that left since the generation before, why.
     """
@@ -68,22 +68,22 @@ class View:
         """The ids of the members, by position."""
         return tuple(member.id for member in self.members)
 
-    def has(self, member: int) -> bool:
-        """Whether the worker with this worker is a member."""
-        return member in self.ids
+    def has(self, worker: int) -> bool:
+        """Whether the worker is a member."""
+        return worker in self.ids
 
 
 @dataclass(frozen=True)
 class Joiner:
-    """A worker that waits at the door.
+    """A worker that waits in the join queue.
 
     Attributes:
-        member: who it is.
-        donor: the worker of the member that gives it the state of training.
-        attempt: 0, 1, ...: another donor is another attempt.
+        member: the worker.
+        donor: the id of the member that gives it the state of training; -1: none does.
+        attempt: grows with each donor, and with each time that the worker comes again.
         is_loaded: whether it has that state.
         refusal: why it may not join; empty: it may.
-        is_full: whether that is because there are as many workers as the job takes.
+        is_full: whether the reason is that the job has as many workers as it takes.
     """
 
     member: Member
@@ -94,24 +94,32 @@ class Joiner:
     is_full: bool = False
 
     @property
-    def key(self) -> tuple[int, int, int]:
-        """Of what the donor gives: another one where the same worker comes again, which gets another number."""
-        return self.member.id, self.member.number, self.attempt
+    def key(self) -> tuple[int, int]:
+        """Identifies one transfer of the state."""
+        return self.member.id, self.attempt
 
 
 @dataclass(frozen=True)
-class Accusation:
-    """A member that saw another one fail."""
+class FailureReport:
+    """A member's report that another one has failed.
+
+    Attributes:
+        by: the id of the reporting member.
+        of: the id of the failed one.
+        why: the reason, for logs.
+        is_sure: whether its process has ended, since its machine refused a connection.
+        generation: the one that it did not come to form, after which the report is void; 0: the report holds in all.
+    """
 
     by: int
     of: int
     why: str
-    is_sure: bool  # its process has ended: its machine refused a connection
-    generation: int = 0  # that it did not come to form; 0: it is about no generation, and holds in all
+    is_sure: bool
+    generation: int = 0
 
 
 def member_of(state: Mapping[str, Any]) -> Member:
-    """A member of the log, which anybody may have written; raises ValueError for one to which no packet can be sent."""
+    """A member from the store, where anybody may write; raises ValueError for one to which no packet can be sent."""
     host, port = state["address"]
     host, port, worker = str(host), int(port), int(state["id"])
     ipaddress.IPv4Address(host)
@@ -121,9 +129,9 @@ def member_of(state: Mapping[str, Any]) -> Member:
     return Member(worker, int(state["number"]), str(state["host"]), int(state["pid"]), (host, port), secret)
 
 
-def accusation_of(state: Mapping[str, Any]) -> Accusation:
+def report_of(state: Mapping[str, Any]) -> FailureReport:
     by, of, generation = int(state["by"]), int(state["of"]), int(state.get("generation", 0))
-    return Accusation(by, of, str(state["why"]), bool(state["is_sure"]), generation)
+    return FailureReport(by, of, str(state["why"]), bool(state["is_sure"]), generation)
 
 
 def view_of(state: Mapping[str, Any]) -> View:
@@ -134,6 +142,6 @@ def view_of(state: Mapping[str, Any]) -> View:
 
 
 def differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
-    """What differs between the description of the job and that of a worker, both named; empty: nothing."""
+    """The differences between the descriptions of a job and of a worker, with both sides; empty: they are equal."""
     names = [name for name in {**expected, **got} if expected.get(name) != got.get(name)]
     return "; ".join(f"{name}: got {got.get(name)!r:.200}, expected {expected.get(name)!r:.200}" for name in names)

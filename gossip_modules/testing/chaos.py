@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from .backend import Backend, Body
-from .events import Continue, Delay, Event, Join, Kill, Loss, Partition, Stop, StoreKill
-from .network.network_backend import NetworkBackend
+from .backend import Backend, Body, ThreadBackend
+from .events import Event, Join, Partition
+from .network import NetworkBackend
 from .process_backend import ProcessBackend
-from .thread_backend import ThreadBackend
 
 BACKENDS: dict[str, type[Backend]] = {
     "threads": ThreadBackend,
@@ -30,7 +29,7 @@ class Chaos:
         events: `Kill`, `Stop`, `Continue`, `Join`, `StoreKill`, ... in any order.
         backend: "threads": all workers are threads of this process, and a killed one leaves its loop by an exception
             that no `except Exception` catches, after its connections were closed; for the logic, in seconds.
-            "processes": each is a process, which is sent SIGKILL, SIGSTOP and SIGCONT. "network": the same, each on a
+            "processes": each is a process, which is sent SIGKILL, SIGSTOP and SIGCONT. "network": processes, each on a
             host of its own: a network namespace, behind a router that delays, loses and drops packets, for `Delay`,
             `Loss` and `Partition`; on Linux with /dev/net/tun, as root.
         seconds: after which a run that has not ended is ended by an error.
@@ -70,10 +69,10 @@ class Chaos:
             raise ValueError(f"got seconds={seconds!r}, expected a number above 0, after which a run is ended")
         events = list(events)
         for event in events:
-            if type(event) not in _KINDS:
-                kinds = ", ".join(kind.__name__ for kind in _KINDS)
+            if not isinstance(event, Event):
+                kinds = ", ".join(kind.__name__ for kind in Event.__subclasses__())
                 raise ValueError(f"got {event!r}, expected an event of gossip_modules.testing: {kinds}")
-            if isinstance(event, _OF_NETWORK) and not BACKENDS[backend].has_network:
+            if event.needs_network and not BACKENDS[backend].has_network:
                 raise ValueError(
                     f"got {event!r} with backend={backend!r}, whose workers share one network, expected "
                     "backend='network'"
@@ -118,11 +117,6 @@ class Chaos:
             backend.close()
 
 
-_OWN = (Kill, Stop)  # happen when the worker itself comes to the step
-_OF_NETWORK = (Delay, Loss, Partition)
-_KINDS = (*_OWN, Continue, Join, StoreKill, *_OF_NETWORK)
-
-
 class _Run:
     """One call of `Chaos.run`."""
 
@@ -150,7 +144,7 @@ class _Run:
             for rank, step in self.backend.wait(until - now):
                 for event in [event for event in self.coming if event.step <= step and self.is_for(event, rank)]:
                     self.coming.remove(event)
-                    self.fire(event)
+                    event.happen(self)
                 self.backend.go_on(rank)
             for error in self.backend.errors.values():
                 raise error
@@ -161,53 +155,26 @@ class _Run:
         return dict(sorted(self.backend.results.items()))
 
     def start(self) -> None:
+        """Start the next worker."""
         rank, self.next_rank = self.next_rank, self.next_rank + 1
-        steps = [event.step for event in self.coming if self.is_for(event, rank)]
-        self.backend.start(rank, steps)
+        self.backend.start(rank, [event.step for event in self.coming if self.is_for(event, rank)])
 
     def is_for(self, event: Event, rank: int) -> bool:
         """Whether the event happens when this worker comes to its step."""
-        return event.rank == rank if isinstance(event, _OWN) else True
+        return not event.is_of_own_step or event.rank == rank  # type: ignore[attr-defined]
 
-    def fire(self, event: Event) -> None:
-        if isinstance(event, Kill):
-            self.backend.kill(event.rank)
-        elif isinstance(event, Stop):
-            self.stopped.add(event.rank)
-            self.backend.stop(event.rank)
-            if event.seconds is not None:
-                self.at(event.seconds, lambda: self.resume(event.rank))
-        elif isinstance(event, Continue):
-            self.resume(event.rank)
-        elif isinstance(event, Join):
-            self.start()
-        elif isinstance(event, StoreKill):
-            self.backend.kill_store()
-            self.at(event.seconds, self.backend.start_store)
-        else:
-            self.worsen(event)
-
-    def worsen(self, event: Event) -> None:
-        """What an event of the network asks for, and its end."""
-        backend = self.backend
-        if isinstance(event, Delay):
-            backend.set_delay(event.rank, event.delay)
-            self.mend(event.seconds, lambda: backend.set_delay(event.rank, 0.0))
-        elif isinstance(event, Loss):
-            backend.set_loss(event.rank, event.fraction)
-            self.mend(event.seconds, lambda: backend.set_loss(event.rank, 0.0))
-        elif isinstance(event, Partition):
-            backend.cut(event.ranks)
-            self.mend(event.seconds, lambda: backend.mend(event.ranks))
-
-    def mend(self, seconds: float | None, action: Callable[[], None]) -> None:
-        if seconds is not None:
-            self.at(seconds, action)
+    def stop(self, rank: int) -> None:
+        """Have a worker stand still."""
+        self.stopped.add(rank)
+        self.backend.stop(rank)
 
     def resume(self, rank: int) -> None:
+        """A worker that stands still goes on."""
         if rank in self.stopped:
             self.stopped.discard(rank)
             self.backend.resume(rank)
 
-    def at(self, seconds: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self.later, (time.monotonic() + seconds, next(self._order), action))
+    def after(self, seconds: float | None, action: Callable[[], None]) -> None:
+        """Do this so many seconds later; None: never."""
+        if seconds is not None:
+            heapq.heappush(self.later, (time.monotonic() + seconds, next(self._order), action))

@@ -1,33 +1,55 @@
-"""The events of `Chaos`: what happens to whom, and at which training step."""
+"""The events of `Chaos`: faults of workers, of the store and of the network, each at a training step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
+
+
+class ChaosRun(Protocol):
+    """The parts of a run of `Chaos` that events use."""
+
+    backend: Any
+    """A `Backend`; events of the network come to a `NetworkBackend`."""
+
+    def start(self) -> None:
+        """Start the next worker."""
+
+    def stop(self, rank: int) -> None:
+        """Have a worker stand still."""
+
+    def resume(self, rank: int) -> None:
+        """A worker that stands still goes on."""
+
+    def after(self, seconds: float | None, action: Callable[[], None]) -> None:
+        """Do this so many seconds later; None: never."""
 
 
 @dataclass(frozen=True)
-class Event:
-    """Something that happens when training comes to a step.
+class Event(ABC):
+    """A fault when training comes to a step.
 
     The rank of an event is the number of a worker in the order of their start: 0 to n - 1 begin, and each `Join` starts
-    the next one. It stays that of the worker, unlike its position in a generation.
+    the next one. The worker keeps it, unlike its position in a generation.
 
     Args:
-        step: of the job, before whose round it happens: of the event's own rank where it is hit itself (`Kill`,
-            `Stop`), otherwise of whoever comes to it first.
+        step: of the job, before whose round it happens: when the event's own rank comes to it where that is hit itself
+            (`Kill`, `Stop`), otherwise when the first worker does.
     """
 
     step: int
+    is_of_own_step: ClassVar[bool] = False
+    needs_network: ClassVar[bool] = False
     _may_last: ClassVar[bool] = True  # whether `seconds` may be None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.step, int) or isinstance(self.step, bool) or self.step < 0:
+        if not _is_count(self.step):
             raise ValueError(f"got step={self.step!r}, expected the number of a training step: 0, 1, ...")
         rank = getattr(self, "rank", 0)
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+        if not _is_count(rank):
             raise ValueError(
                 f"got rank={rank!r}, expected the number of a worker in the order of their start: 0, 1, ..."
             )
@@ -36,12 +58,21 @@ class Event:
             least = "a number of at least 0" + (", or None for ever" if self._may_last else "")
             raise ValueError(f"got seconds={seconds!r}, expected {least}")
 
+    @abstractmethod
+    def happen(self, run: ChaosRun) -> None:
+        """Make it so."""
+
 
 @dataclass(frozen=True)
 class Kill(Event):
-    """The worker ends at once, as by SIGKILL: its connections close, and nobody is told."""
+    """The worker ends at once, as by SIGKILL: its connections close, without a notice to the others."""
 
     rank: int
+    is_of_own_step = True
+
+    def happen(self, run: ChaosRun) -> None:
+        """See `Event`."""
+        run.backend.kill(self.rank)
 
 
 @dataclass(frozen=True)
@@ -54,6 +85,12 @@ class Stop(Event):
 
     rank: int
     seconds: float | None = None
+    is_of_own_step = True
+
+    def happen(self, run: ChaosRun) -> None:
+        """See `Event`."""
+        run.stop(self.rank)
+        run.after(self.seconds, lambda: run.resume(self.rank))
 
 
 @dataclass(frozen=True)
@@ -62,10 +99,18 @@ class Continue(Event):
 
     rank: int
 
+    def happen(self, run: ChaosRun) -> None:
+        """See `Event`."""
+        run.resume(self.rank)
+
 
 @dataclass(frozen=True)
 class Join(Event):
     """One more worker is started."""
+
+    def happen(self, run: ChaosRun) -> None:
+        """See `Event`."""
+        run.start()
 
 
 @dataclass(frozen=True)
@@ -77,7 +122,12 @@ class StoreKill(Event):
     """
 
     seconds: float = 1.0
-    _may_last: ClassVar[bool] = False
+    _may_last = False
+
+    def happen(self, run: ChaosRun) -> None:
+        """See `Event`."""
+        run.backend.kill_store()
+        run.after(self.seconds, run.backend.start_store)
 
 
 @dataclass(frozen=True)
@@ -86,17 +136,23 @@ class Delay(Event):
 
     Args:
         delay: seconds, in each direction.
-        seconds: until all is well again; None: never.
+        seconds: until the delay ends; None: never.
     """
 
     rank: int
     delay: float = 0.2
     seconds: float | None = None
+    needs_network = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (_is_number(self.delay) and self.delay > 0):
             raise ValueError(f"got delay={self.delay!r}, expected seconds above 0")
+
+    def happen(self, run: ChaosRun) -> None:
+        """See `Event`."""
+        run.backend.set_condition(self.rank, delay=self.delay)
+        run.after(self.seconds, lambda: run.backend.set_condition(self.rank, delay=0.0))
 
 
 @dataclass(frozen=True)
@@ -105,17 +161,23 @@ class Loss(Event):
 
     Args:
         fraction: of the packets.
-        seconds: until all is well again; None: never.
+        seconds: until the loss ends; None: never.
     """
 
     rank: int
     fraction: float = 0.05
     seconds: float | None = None
+    needs_network = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (_is_number(self.fraction) and 0 < self.fraction <= 1):
             raise ValueError(f"got fraction={self.fraction!r}, expected one above 0 and at most 1")
+
+    def happen(self, run: ChaosRun) -> None:
+        """See `Event`."""
+        run.backend.set_condition(self.rank, loss=self.fraction)
+        run.after(self.seconds, lambda: run.backend.set_condition(self.rank, loss=0.0))
 
 
 @dataclass(frozen=True)
@@ -123,21 +185,30 @@ class Partition(Event):
     """Workers are cut off from all others and from the store, when any worker comes to the step.
 
     Args:
-        ranks: who still reach one another.
-        seconds: until all is well again; None: never.
+        ranks: of the workers that still reach one another.
+        seconds: until all reach each other again; None: never.
     """
 
     ranks: tuple[int, ...]
     seconds: float | None = None
+    needs_network = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         ranks = self.ranks if isinstance(self.ranks, Collection) and not isinstance(self.ranks, str) else ()
-        is_whole = [isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks]
-        if not is_whole or not all(is_whole):
+        if not ranks or not all(map(_is_count, ranks)):
             raise ValueError(
                 f"got ranks={self.ranks!r}, expected numbers of workers in the order of their start: 0, 1, ..."
             )
+
+    def happen(self, run: ChaosRun) -> None:
+        """See `Event`."""
+        run.backend.cut(self.ranks)
+        run.after(self.seconds, lambda: run.backend.mend(self.ranks))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_number(value: object, least: float = -math.inf) -> bool:

@@ -9,29 +9,27 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from ..membership.membership import Membership
-from ..membership.serve import serve, shorten_lookups
-from .backend import Backend, Body
-from .worker import Worker, break_off
+from ..membership.serve import shorten_lookups
+from .backend import Backend, Body, asker, send, serve_again
+from .worker import Worker
 
 _START_SECONDS = 60.0  # of a process
-_END_SECONDS = 30.0  # of a process that has closed its connection, or was killed
+_END_SECONDS = 30.0  # of a process that has closed its pipe, or was killed
 _PR_SET_PDEATHSIG = 1
-# What every worker needs; torch loads torch._dynamo in the first step of an optimizer.
+# The imports of every worker; torch loads torch._dynamo in the first step of an optimizer.
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "gossip_modules", "gossip_modules.testing")
 
 
 @dataclass(frozen=True)
 class Host:
-    """Where a process runs: here, on the machine that has started it; picklable, as processes get it.
+    """The machine of a process: here, the one that has started it; picklable, as processes get it.
 
     Args:
         address: at which others reach it.
@@ -39,8 +37,8 @@ class Host:
 
     address: str = "127.0.0.1"
 
-    def enter(self, connection: Connection) -> None:
-        """Called by the process, before anything else, with its connection to `ProcessBackend._admit`."""
+    def enter(self, pipe: Connection) -> None:
+        """Called by the process, before anything else, with its pipe to `ProcessBackend._admit`."""
 
 
 class ProcessBackend(Backend):
@@ -51,76 +49,45 @@ class ProcessBackend(Backend):
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*_PRELOADED, getattr(body, "__module__", "")])
         self._processes: dict[int, ForkServerProcess] = {}
-        self._connections: dict[int, Connection] = {}
-        self._killed: set[int] = set()
         self._server: ForkServerProcess | None = None
         self._port = 0
         self.start_store()
 
-    def start(self, rank: int, steps: Sequence[int]) -> None:
-        """See `Backend`."""
-        host = self._host(rank)
-        mine, other = self._context.Pipe()
-        process = self._context.Process(
-            target=_work,
-            args=(self.body, rank, host, self.store, list(steps), other),
-            name=f"chaos-{rank}",
-            daemon=True,
-        )
+    def _launch(self, rank: int, steps: list[int], mine: Connection, other: Connection) -> None:
+        arguments = (self.body, rank, self.store, steps)
+        self._processes[rank] = self._start_process(f"chaos-{rank}", _work, arguments, self._host(rank), mine, other)
+
+    def _start_process(
+        self,
+        name: str,
+        run: Callable[..., None],
+        arguments: Sequence[Any],
+        host: Host,
+        mine: Connection,
+        other: Connection,
+    ) -> ForkServerProcess:
+        process = self._context.Process(target=run, args=(*arguments, host, other), name=name, daemon=True)
         process.start()
         other.close()
         self._admit(host, mine)
-        self._processes[rank], self._connections[rank] = process, mine
-        self.running.add(rank)
-
-    def pid(self, rank: int) -> int:
-        """Of the process of a worker."""
-        pid = self._processes[rank].pid
-        assert pid is not None, "it was started"
-        return pid
-
-    def wait(self, seconds: float) -> list[tuple[int, int]]:
-        """See `Backend`."""
-        ranks = {self._connections[rank]: rank for rank in self.running}
-        asking = []
-        for connection in wait(list(ranks), max(seconds, 0.0)):
-            assert isinstance(connection, Connection)
-            rank = ranks[connection]
-            try:
-                message = json.loads(connection.recv_bytes())
-            except (EOFError, ConnectionError):
-                self._ended(rank)
-                continue
-            if "step" in message:
-                asking.append((rank, int(message["step"])))
-            elif "error" in message:
-                self.errors[rank] = RuntimeError(f"worker {rank} failed:\n{message['error']}")
-            else:
-                self.results[rank] = message["result"]
-        return asking
+        return process
 
     def _ended(self, rank: int) -> None:
         process = self._processes[rank]
         process.join(_END_SECONDS)
-        self._connections.pop(rank).close()
-        self.running.discard(rank)
-        if rank not in self._killed and rank not in self.results:
-            self.errors.setdefault(
-                rank, RuntimeError(f"worker {rank}: got exit code {process.exitcode} without a result, expected one")
-            )
-        elif rank not in self._killed and process.exitcode != 0:
-            self.errors[rank] = RuntimeError(
-                f"worker {rank}: got exit code {process.exitcode} after its result, expected 0"
-            )
-
-    def go_on(self, rank: int) -> None:
-        """See `Backend`."""
-        with contextlib.suppress(KeyError, ConnectionError):  # it has just been killed
-            self._connections[rank].send_bytes(b"{}")
+        if rank in self.killed or rank in self.errors:
+            return
+        if rank not in self.results:
+            why = "without a result, expected one"
+        elif process.exitcode != 0:
+            why = "after its result, expected 0"
+        else:
+            return
+        self.errors[rank] = RuntimeError(f"worker {rank}: got exit code {process.exitcode} {why}")
 
     def kill(self, rank: int) -> None:
         """See `Backend`."""
-        self._killed.add(rank)
+        self.killed.add(rank)
         self._signal(rank, signal.SIGKILL)
 
     def stop(self, rank: int) -> None:
@@ -132,9 +99,10 @@ class ProcessBackend(Backend):
         self._signal(rank, signal.SIGCONT)
 
     def _signal(self, rank: int, number: signal.Signals) -> None:
-        if rank in self.running:  # whose id is its own
+        pid = self._processes[rank].pid
+        if rank in self.running and pid is not None:  # the id is still its own
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid(rank), number)
+                os.kill(pid, number)
 
     def kill_store(self) -> None:
         """See `Backend`."""
@@ -149,13 +117,8 @@ class ProcessBackend(Backend):
             return
         host = self._host(None)
         mine, other = self._context.Pipe()
-        self._server = self._context.Process(
-            target=_serve, args=(host, self._port, other), name="chaos-store", daemon=True
-        )
-        self._server.start()
-        other.close()
         with mine:
-            self._admit(host, mine)
+            self._server = self._start_process("chaos-store", _serve, (self._port,), host, mine, other)
             self._port = int(receive(mine)["port"])
         self.store = f"{host.address}:{self._port}"
 
@@ -164,74 +127,54 @@ class ProcessBackend(Backend):
         for rank in list(self.running):
             self.kill(rank)
             self._processes[rank].join(_END_SECONDS)
-            self._connections.pop(rank).close()
+            self._pipes.pop(rank).close()
             self.running.discard(rank)
         self.kill_store()
 
     def _host(self, rank: int | None) -> Host:
-        """Of the process of a worker; None: of the store."""
+        """The host of the process of a worker; None: of the store."""
         return Host()
 
-    def _admit(self, host: Host, connection: Connection) -> None:
-        """Called when a process has been started, with its connection: what its `Host.enter` waits for or sends."""
+    def _admit(self, host: Host, pipe: Connection) -> None:
+        """Called when a process has been started: answers its `Host.enter`."""
 
 
-def say(connection: Connection, **message: Any) -> None:
-    """Send values by name, as JSON."""
-    connection.send_bytes(json.dumps(message).encode())
-
-
-def receive(connection: Connection) -> dict[str, Any]:
-    """What a process that has just been started says.
+def receive(pipe: Connection) -> dict[str, Any]:
+    """The first message of a process that has just been started.
 
     Raises:
-        TimeoutError: it says nothing.
+        TimeoutError: it sends nothing.
     """
-    if not connection.poll(_START_SECONDS):
+    if not pipe.poll(_START_SECONDS):
         raise TimeoutError(f"got no answer of a process in {_START_SECONDS:g} s, expected it to start")
-    return dict(json.loads(connection.recv_bytes()))
+    return dict(json.loads(pipe.recv_bytes()))
 
 
-def _end_with_parent() -> None:
+def _begin(host: Host, pipe: Connection) -> None:
     """Linux: this process is killed with the server of forks, which ends with the process that has started it."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _serve(host: Host, port: int, connection: Connection) -> None:
-    """The process of the store."""
-    _end_with_parent()
     shorten_lookups()
-    host.enter(connection)
-    deadline = time.monotonic() + _START_SECONDS
-    while True:
-        try:
-            store = serve(port, host=host.address)
-            break
-        except RuntimeError:  # the port of the one before is not free yet
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-    say(connection, port=store.port)
+    host.enter(pipe)
+
+
+def _serve(port: int, host: Host, pipe: Connection) -> None:
+    """The process of the store."""
+    _begin(host, pipe)
+    store = serve_again(port, host.address)
+    send(pipe, port=store.port)
     threading.Event().wait()
 
 
-def _work(body: Body, rank: int, host: Host, store: str, steps: Sequence[int], connection: Connection) -> None:
+def _work(body: Body, rank: int, store: str, steps: Sequence[int], host: Host, pipe: Connection) -> None:
     """The process of a worker."""
-    _end_with_parent()
-    shorten_lookups()
-    host.enter(connection)
-
-    def at_event(membership: Membership, step: int) -> None:
-        say(connection, step=step)
-        connection.recv_bytes()
-
-    worker = Worker(rank, store, steps, at_event)
+    _begin(host, pipe)
+    worker = Worker(rank, store, steps, asker(pipe))
     try:
-        say(connection, result=body(worker))
+        send(pipe, result=body(worker))
     except Exception:  # noqa: BLE001 - raised by `Chaos.run`, in the process that has started this one
-        say(connection, error=traceback.format_exc())
+        send(pipe, error=traceback.format_exc())
         raise SystemExit(1) from None
     finally:
         if worker.joined is not None:  # such a process calls no `atexit` functions
-            break_off(worker.joined)
+            worker.joined.release()

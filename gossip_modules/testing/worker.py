@@ -1,17 +1,12 @@
-"""Worker: what the training loop of a user gets of `Chaos`, on threads and in processes alike."""
+"""Worker: the handle of a training loop that `Chaos` runs, on threads and in processes alike."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..membership.membership import Membership
 from ..membership.participant import Change
-
-
-class Killed(BaseException):
-    """Ends the loop of a worker that is a thread, as SIGKILL ends a process; no `except Exception` catches it."""
 
 
 class Worker:
@@ -20,13 +15,11 @@ class Worker:
     Args:
         rank: its number, in the order of their start.
         store: "host:port" of the job's store.
-        steps: that have events for it, or for nobody in particular.
-        at_event: called with the membership and the step when training comes to one of these, or is past it.
+        steps: with events for it, or for no worker in particular.
+        at_event: called with the step when training comes to one of these, or is past it.
     """
 
-    def __init__(
-        self, rank: int, store: str, steps: Sequence[int], at_event: Callable[[Membership, int], None]
-    ) -> None:
+    def __init__(self, rank: int, store: str, steps: Sequence[int], at_event: Callable[[int], None]) -> None:
         self.rank, self.store = rank, store
         self._steps = sorted(steps, reverse=True)
         self._at_event = at_event
@@ -48,44 +41,24 @@ class Worker:
         self.joined = _ChaosMembership(self.store, at_step=self._at_step, **options)
         return self.joined
 
-    def _at_step(self, membership: Membership, step: int) -> None:
-        is_due = False
+    def _at_step(self, step: int) -> None:
+        is_due = bool(self._steps) and self._steps[-1] <= step
         while self._steps and self._steps[-1] <= step:
             self._steps.pop()
-            is_due = True
         if is_due:
-            self._at_event(membership, step)
+            self._at_event(step)
 
 
 class _ChaosMembership(Membership):
-    """A membership that says of each training step that it begins."""
+    """A membership that reports each training step that begins."""
 
-    def __init__(self, store: str, *, at_step: Callable[[Membership, int], None], **options: Any) -> None:
+    def __init__(self, store: str, *, at_step: Callable[[int], None], **options: Any) -> None:
         super().__init__(store, **options)
         self._begins = at_step
 
     def at_step(self) -> Change | None:
         """See `Membership`."""
-        was_told = self._is_ahead
         change = super().at_step()
-        if not was_told and self._participant is not None:
-            self._begins(self, self._participant.step)
+        if self.job.participant is not None:
+            self._begins(self.job.participant.step)
         return change
-
-
-def break_off(membership: Membership) -> None:
-    """What the end of a process does: connections close, and nobody is told."""
-    membership._closed.set()
-    membership._wake.set()
-    membership._release_all()
-
-
-@contextlib.contextmanager
-def standing_still(membership: Membership) -> Iterator[None]:
-    """Within, no thread of this worker's membership does anything, as in a process that is stopped.
-
-    All of them need one of the two locks for whatever they do, and no thread of another worker does.
-    """
-    beats = membership._heartbeats
-    with membership._lock, contextlib.nullcontext() if beats is None else beats._lock:
-        yield

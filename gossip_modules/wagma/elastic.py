@@ -173,30 +173,30 @@ class GroupParticipant(ModelParticipant):
         self.wrapper._averager.transport = transport
 
     def peers(self, rank: int, world_size: int) -> Iterable[int]:
-        """See `Participant`."""
+        """See `ModelParticipant`."""
         out_peers, in_peers = control_peers(rank, world_size)
         return {*out_peers, *in_peers}
 
     def links(self, rank: int, world_size: int) -> Iterable[int]:
-        """See `Participant`."""
+        """See `ModelParticipant`."""
         return ()
 
     @property
     def is_cut_off(self) -> bool:
-        """See `Participant`."""
+        """See `ModelParticipant`."""
         return bool(self.wrapper._engine.is_cut_off)
 
     def skipped(self) -> int:
-        """See `Participant`."""
+        """See `ModelParticipant`."""
         return int(self.wrapper._engine.skipped())
 
     @property
     def step(self) -> int:
-        """See `Participant`."""
+        """See `ModelParticipant`."""
         return int(self.wrapper._engine.t)
 
     def advance(self, num_steps: int) -> None:
-        """See `Participant`."""
+        """See `ModelParticipant`."""
         self.wrapper._engine.t += num_steps
 
     def _go_to(self, t: int, step: int) -> None:

@@ -206,7 +206,7 @@ class GroupAverageDataParallel(GossipWrapper):
         self._averager = GlobalAverage(self._transport)
         self._elastic = GroupParticipant(self, membership)
         try:
-            membership.attach(self._elastic, self._elastic.describe())
+            membership.attach(self._elastic)
         except BaseException:
             engine.close()
             raise

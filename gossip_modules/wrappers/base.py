@@ -309,7 +309,7 @@ class GossipWrapper(OldNames, AveragingMixin):
             if engine is not None:  # [Note: after infinities]
                 engine.step = step
                 if self._elastic is not None:
-                    self._elastic.membership._is_again = True
+                    self._elastic.membership.repeat_step()
             raise
 
     def _round(self) -> None:

@@ -20,7 +20,7 @@ from ..flat.selection import Selection
 from ..membership.links import alone
 from ..membership.lockstep import LockstepParticipant, check_elastic
 from ..membership.membership import Membership
-from ..membership.node.participant import NodeParticipant
+from ..membership.node import NodeParticipant
 from ..mixing_manager.base import MixingManager
 from ..old_calls import foreign_arguments
 from ..rounds.mixer import Mixer
@@ -36,7 +36,7 @@ from .defaults import Choices
 from .foreign_arguments import DDP_ARGUMENTS, SGP_ARGUMENTS
 from .join import Shadow, notify_others
 from .links import Links
-from .node import MemberNode, Node, check_node_size, count_nodes, make_node, meet_siblings
+from .node import MemberNode, Node, check_node_size, count_nodes, make_node, meet_node
 
 
 class GossipDataParallel(GossipWrapper, Joinable):
@@ -198,7 +198,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
                 self._node.close()
             raise
         if self._elastic is not None:
-            self._elastic.membership.attach(self._elastic, self._elastic.describe())
+            self._elastic.membership.attach(self._elastic)
 
     def _enter_world(self, chosen: Choices, links: Links, g: int, *, init_sync: bool) -> tuple[MixingManager, Mixer]:
         """Take part in a world of ranks that stays; g: the processes of a node."""
@@ -255,8 +255,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         if self._elastic is None:
             return make_node(self.module, links, g, **options)
         device, what = self._buffer.vector.raw.device, self._elastic.describe()
-        siblings = meet_siblings(self._elastic.membership, links, g, description=what, device=device)
-        return MemberNode(self.module, siblings, **options)
+        processes = meet_node(self._elastic.membership, links, g, description=what, device=device)
+        return MemberNode(self.module, processes, **options)
 
     def _begin(self, mixer: Mixer, mixing: MixingManager, schedule: Schedule | ConsensusControl) -> None:
         """Be ready for the first step."""

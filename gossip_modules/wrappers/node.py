@@ -16,8 +16,7 @@ from ..engine.engine import FollowingEngine, LockstepEngine
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..membership.membership import Membership
-from ..membership.node.collectives import NodeCollectives
-from ..membership.node.siblings import PATIENCE, Siblings
+from ..membership.node import PATIENCE, NodeCollectives, NodeProcesses
 from ..old_calls import levels_to_user
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
@@ -134,46 +133,46 @@ class MemberNode(Node):
 
     Args:
         module: as for `Node`.
-        siblings: the processes of the node.
+        processes: the processes of the node.
         options: as for `Node`.
     """
 
     is_whole = True
     _engine: LockstepEngine
 
-    def __init__(self, module: nn.Module, siblings: Siblings, **options: Any) -> None:
-        self.siblings = siblings
-        super().__init__(module, siblings.data, siblings.control, **options)
+    def __init__(self, module: nn.Module, processes: NodeProcesses, **options: Any) -> None:
+        self.processes = processes
+        super().__init__(module, processes.data, processes.control, **options)
 
     def engine_of(self, engine: LockstepEngine) -> LockstepEngine:
         """See `Node`: the first process runs the rounds of all."""
-        self._engine = engine if self.siblings.leads else FollowingEngine(engine)
+        self._engine = engine if self.processes.leads else FollowingEngine(engine)
         return self._engine
 
     def averager(self, engine: LockstepEngine) -> GlobalAverage:
         """See `Node`."""
-        collectives: Any = NodeCollectives(self.siblings)  # all that an average needs of a transport
+        collectives: Any = NodeCollectives(self.processes)  # all that an average needs of a transport
         return GlobalAverage(collectives, sums_weights=engine.gossiper.is_weighted)
 
     def run(self, act: Callable[[], bool]) -> bool:
-        """See `Node` and `Siblings.run`."""
+        """See `Node` and `NodeProcesses.run`."""
         rounds: Any = self._engine
-        return self.siblings.run(act, rounds)
+        return self.processes.run(act, rounds)
 
     def shard(self, vector: FlatVector) -> FlatVector:
         """See `Node`: the vector itself."""
         return vector
 
     def gather(self, vector: FlatVector) -> None:
-        """vector, and its weight, <- those of the first process, in place; at a safe point `Siblings` sees to it."""
-        if self.siblings.is_apart:
+        """vector, and its weight, <- those of the first process, in place; not at a safe point."""
+        if self.processes.is_apart:
             return
         tensors = [vector.raw, *self._engine.shared(vector)]
         if self._engine.gossiper.is_weighted:
             tensors.append(vector.push_sum_weight)
         for x in tensors:
             self.transport.broadcast(x, source=0, what="sharing the model in the node")
-        if not self.siblings.leads:
+        if not self.processes.leads:
             self._engine.take_shared(vector)
 
 
@@ -200,9 +199,9 @@ def _connect(
     return transport, replace(links, comm_device="cpu", backend="gloo").connect(CPU, ranks=members)
 
 
-def meet_siblings(
+def meet_node(
     membership: Membership, links: Links, nprocs_per_node: int, *, description: Mapping[str, str], device: torch.device
-) -> Siblings:
+) -> NodeProcesses:
     """The processes of this node, all of which call it.
 
     Args:
@@ -231,8 +230,8 @@ def meet_siblings(
         data.close()
         control.close()
         raise
-    siblings = membership.siblings = Siblings(membership, control, data)
-    return siblings
+    processes = membership.node = NodeProcesses(membership, control, data)
+    return processes
 
 
 def count_nodes(links: Links, nprocs_per_node: int) -> int:

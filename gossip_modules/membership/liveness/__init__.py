@@ -1,1 +1,1 @@
-"""Liveness: connections that say whether a process has ended, beside heartbeats, which say whether it runs."""
+"""Liveness: connections that show whether a process has ended, and heartbeats that show whether it runs."""

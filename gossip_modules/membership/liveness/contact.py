@@ -1,12 +1,19 @@
-"""Contact: where a worker is reached, and the number by which others know that it is this worker."""
+"""Contact: the address of a worker, the secret by which others identify it, and how it is asked for a sign of life."""
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import hashlib
 import hmac
+import selectors
+import socket
 import struct
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+
+from ...transport.bounded_listener import BACKLOG
 
 Address = tuple[str, int]
 SECRET_BYTES = 16
@@ -14,7 +21,7 @@ PACKET = struct.Struct("!8sQ16s")  # the job, the worker that it is about, and a
 _NUM_PUBLIC = 16  # bytes of a packet that are no secret
 
 
-class Packet(Enum):
+class Packet(enum.Enum):
     """The messages of liveness; the code of one kind is of no use for another."""
 
     HEARTBEAT = b"heartbeat"  # a datagram: this worker runs
@@ -24,7 +31,7 @@ class Packet(Enum):
 
 @dataclass(frozen=True)
 class Contact:
-    """Where a worker is reached, and how others know it.
+    """The address of a worker, and the secret by which others identify it.
 
     [Note: secrets of workers] Each worker draws a random number, which the others read in the roster. A packet has a
     code of it (HMAC-SHA256) and not the number, so that a stranger who connects to a worker learns nothing with which
@@ -47,7 +54,7 @@ class Contact:
 
 
 def is_packet(heard: bytes, expected: bytes) -> bool | None:
-    """Whether `heard` begins with the packet that is expected; None: it may, once more of it has come."""
+    """Whether `heard` begins with the expected packet; None: it may, once more of it has come."""
     if not expected[:_NUM_PUBLIC].startswith(heard[:_NUM_PUBLIC]):
         return False
     return hmac.compare_digest(heard[: PACKET.size], expected) if len(heard) >= PACKET.size else None
@@ -56,3 +63,87 @@ def is_packet(heard: bytes, expected: bytes) -> bool | None:
 def digest(job: str) -> bytes:
     """Eight bytes that stand for a job in packets."""
     return hashlib.sha256(job.encode()).digest()[:8]
+
+
+class LifeSign(enum.Enum):
+    """The result of a probe."""
+
+    LIVES = "lives"
+    ENDED = "has ended"  # its machine refuses the connection, or another program has its port
+    SILENT = "is silent"  # it is stopped, or its machine is out of reach
+
+
+def probe(contacts: Mapping[int, Contact], *, job: bytes, seconds: float) -> dict[int, LifeSign]:
+    """Connect to the listeners of workers of a job; returns when one has answered, or all are known to have ended.
+
+    Args:
+        contacts: of the workers, by id.
+        job: see `digest`.
+        seconds: the longest wait.
+
+    Returns:
+        The signs of life, by id.
+    """
+    signs, received = dict.fromkeys(contacts, LifeSign.SILENT), dict.fromkeys(contacts, b"")
+    deadline = time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as connections:
+        for worker, contact in contacts.items():
+            if (connection := connect(contact.address)) is not None:
+                selector.register(connections.enter_context(connection), selectors.EVENT_READ, worker)
+        while selector.get_map() and LifeSign.LIVES not in signs.values() and time.monotonic() < deadline:
+            for key, _ in selector.select(max(deadline - time.monotonic(), 0.0)):
+                worker, other = key.data, key.fileobj
+                assert isinstance(other, socket.socket)
+                try:
+                    data = other.recv(64)
+                except ConnectionRefusedError:
+                    data = b""
+                except OSError:  # no route, or no answer: nothing shows that the process has ended
+                    selector.unregister(other)
+                    continue
+                received[worker] += data
+                is_greeting = is_packet(received[worker], contacts[worker].packet(Packet.GREETING, job))
+                if is_greeting:
+                    signs[worker] = LifeSign.LIVES
+                elif not data or is_greeting is False:
+                    signs[worker] = LifeSign.ENDED
+                    selector.unregister(other)
+    return signs
+
+
+def open_listener(host: str) -> tuple[socket.socket, socket.socket]:
+    """A socket for datagrams and one that listens, on the same port of an address of this machine.
+
+    Raises:
+        OSError: `host` is no address of this machine, or there is no such port.
+    """
+    while True:
+        with contextlib.ExitStack() as held:
+            datagrams = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            listener = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            datagrams.bind((host, 0))
+            with contextlib.suppress(OSError):  # another process listens there
+                listener.bind(datagrams.getsockname())
+                listener.listen(BACKLOG)
+                listener.setblocking(False)
+                datagrams.setblocking(False)
+                held.pop_all()
+                return datagrams, listener
+
+
+def connect(address: Address) -> socket.socket | None:
+    """A connection that is on its way; None: there is no route to that address.
+
+    Raises:
+        OSError: this process has no descriptor left.
+    """
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    try:
+        connection.connect(address)
+    except BlockingIOError:
+        pass
+    except OSError:
+        connection.close()
+        return None
+    return connection

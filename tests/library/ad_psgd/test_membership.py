@@ -55,7 +55,7 @@ class Averaging:
         model = BilatGossipDataParallel(net, membership=membership, gossip_buffers=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
         membership.track(optimizer=optimizer)
-        is_new = membership.is_waiting_at_the_door
+        is_new = membership.generation == 0
         first = membership.join()
         if is_new:
             self.write("joined", worker.rank, mean_of(net))

@@ -146,7 +146,7 @@ def test_a_worker_that_stands_still_holds_no_average_up() -> None:
     stopped, *others = sorted(workers, key=lambda worker: worker.membership.rank)  # type: ignore[union-attr]
     stopped.is_paused.set()
     for worker in (others[0], others[2]):
-        worker.membership._silent(stopped.membership.id, 9.0)  # type: ignore[union-attr]
+        worker.membership.worker.generations.on_silent(stopped.membership.id, 9.0)  # type: ignore[union-attr]
     job.until_live(others)
     averages_again(job, others)
     stopped.is_paused.clear()

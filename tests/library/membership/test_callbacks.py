@@ -77,7 +77,7 @@ def test_who_catches_the_error_of_a_callback_takes_that_step(uses_steps: bool, e
             wrapper = GossipDataParallel(model_of(k), membership=member)
             has_begun.set()
             last = follow(member, wrapper, caught.setdefault(k, []), uses_steps=uses_steps)
-            clocks[k] = member._clock, wrapper._engine.t, last
+            clocks[k] = member.worker.generations.clock, wrapper._engine.t, last
             wrapper.flush()
             both.wait(30.0)
             wrapper.close()

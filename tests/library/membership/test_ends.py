@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules import GossipDataParallel, Membership
-from gossip_modules.membership import limits
-from gossip_modules.membership.donor import transfer
+from gossip_modules import GossipDataParallel
+from gossip_modules.membership import donor, limits
+from gossip_modules.membership.donor import Donor
+from gossip_modules.membership.joining import Joining
 from tests.harness.ranks import assert_no_gossip_threads
-from tests.library.membership.events.stores import serve
+from tests.library.membership.stores import serve
 from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, member_of, model_of
 
 __all__ = ["_no_thread_stays"]
@@ -60,23 +61,23 @@ def test_who_leaves_at_the_door_takes_no_step(place: str, monkeypatch: pytest.Mo
     wrapper = GossipDataParallel(model_of(), membership=member)
     end = threading.Event()
     if place == "donor":
-        monkeypatch.setattr(Membership, "_take_snapshots", lambda _: None)
+        monkeypatch.setattr(Donor, "take_snapshots", lambda _: None)
     elif place == "state":
-        monkeypatch.setattr(transfer, "send", lambda group, state, **_: end.wait(SECONDS))
+        monkeypatch.setattr(donor, "send", lambda group, state, **_: end.wait(SECONDS))
     else:
-        monkeypatch.setattr(Membership, "_say_loaded", lambda *_: None)
+        monkeypatch.setattr(Joining, "say_loaded", lambda *_: None)
     steps: list[list[int]] = []
     thread = threading.Thread(target=lambda: steps.append(list(member.steps(1 << 30))))
     thread.start()
-    job.until(lambda: member.id in member._roster.joiners, "it is at the door")
+    job.until(lambda: member.id in member.worker.roster.joiners, "it is at the door")
     if place == "state":
-        job.until(lambda: member._receiving is not None, "it waits for the state")
+        job.until(lambda: member.worker.receiving is not None, "it waits for the state")
     member.leave()
     thread.join(SECONDS / 2)
     end.set()
     assert steps == [[]]
     wrapper.close()
-    job.until(lambda: member.id not in worker.membership._roster.joiners, "it has said so")  # type: ignore[union-attr]
+    job.until(lambda: member.id not in worker.membership.worker.roster.joiners, "it has said so")  # type: ignore[union-attr]
     close(job.end())
 
 
@@ -127,10 +128,10 @@ limits.CONNECT = 600.0
 member = Membership(sys.argv[1], min_workers=1, timeout=600.0)
 wrapper = GossipDataParallel(nn.Linear(2, 1), membership=member)
 never = {"id": 1, "number": -1, "host": "elsewhere", "pid": 1, "address": ["127.0.0.1", 1]}
-come = {"event": "come", "member": never, "description": member._description, "min_workers": 1}
+come = {"event": "come", "member": never, "description": member.job.description, "min_workers": 1}
 for event in (come, {"event": "loaded", "id": 1, "attempt": 0}):
-    member._log.append(event)
-member._log.arrive("2/1")
+    member.job.store.update([event])
+member.job.store.arrive("2/1")
 while not any(thread.name.startswith("connecting") for thread in threading.enumerate()):
     time.sleep(0.01)
 if sys.argv[2] == "closed":

@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,18 +16,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import GossipDataParallel, MatchaGraph, Membership
+from gossip_modules import GossipDataParallel, MatchaGraph
 from gossip_modules.engine.engine import LockstepEngine
 from gossip_modules.flat.vector import FlatVector
+from gossip_modules.membership import donor as donor_module
 from gossip_modules.membership import joining, limits
 from gossip_modules.membership import membership as membership_module
-from gossip_modules.membership.donor import giving, transfer
-from gossip_modules.membership.heartbeats import Heartbeats
-from gossip_modules.membership.liveness.background_log import log
-from gossip_modules.membership.liveness.probe import LifeSign
+from gossip_modules.membership.background_log import log
+from gossip_modules.membership.donor import Donor
+from gossip_modules.membership.generations import Generations
+from gossip_modules.membership.liveness.contact import LifeSign
+from gossip_modules.membership.liveness.monitor import LivenessMonitor
 from gossip_modules.membership.view import Joiner, View
-from gossip_modules.transport.deadline import Deadline
-from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, die, member_of, model_of
+from gossip_modules.membership.worker import LocalWorker
+from tests.library.membership.test_membership import (
+    SECONDS,
+    Job,
+    _no_thread_stays,
+    close,
+    die,
+    member_of,
+    model_of,
+    receive_state,
+)
 
 __all__ = ["_no_thread_stays"]
 
@@ -98,7 +110,9 @@ def test_a_founder_that_dies_before_the_beginning_is_waited_for_again(monkeypatc
     store = dist.HashStore()
     job = Job(store, min_workers=3)
     (first,) = job.start(1)
-    job.until(lambda: first.membership is not None and len(first.membership._roster.founders) == 1, "the first came")
+    job.until(
+        lambda: first.membership is not None and len(first.membership.worker.roster.founders) == 1, "the first came"
+    )
     first.is_killed.set()
     assert first.membership is not None
     die(first.membership)
@@ -137,8 +151,8 @@ def test_a_host_is_that_of_heartbeats_and_links(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", staticmethod(create_device))
     member = member_of(dist.HashStore(), min_workers=1, host="127.0.0.1")
     wrapper = GossipDataParallel(nn.Linear(2, 1), membership=member)
-    assert member._heartbeats is not None
-    assert (set(asked), member._heartbeats.address[0]) == ({"127.0.0.1"}, "127.0.0.1")
+    assert member.worker.liveness is not None
+    assert (set(asked), member.worker.liveness.contact.address[0]) == ({"127.0.0.1"}, "127.0.0.1")
     wrapper.close()
     with pytest.raises(ValueError, match=r"got host='192.0.2.1', which is no address of this machine"):
         member_of(dist.HashStore(), min_workers=1, host="192.0.2.1")
@@ -170,17 +184,21 @@ def test_what_a_worker_got_that_dies_before_it_joins_goes_back_to_its_donor(
     donors = [worker.membership for worker in workers if worker.membership is not None]
     member = member_of(job.store, min_workers=2)
     wrapper = GossipDataParallel(model_of(), membership=member)
-    assert member._receive_state(Deadline(SECONDS)) is not None
+    receive_state(member)
     for donor in donors:  # of one that says nothing, nobody knows: the donor waits until its timeout
-        with donor._lock:
-            donor._given = {key: (until if is_loaded else 0.0, state) for key, (until, state) in donor._given.items()}
+        with donor.worker.lock:
+            donor.worker.donor.given = {
+                key: (until if is_loaded else 0.0, state) for key, (until, state) in donor.worker.donor.given.items()
+            }
     if is_loaded:
-        member._log.append({"event": "loaded", "id": member.id, "attempt": 0})
+        member.job.store.update([{"event": "loaded", "id": member.id, "attempt": 0}])
     die(member)
     wrapper.close()
     if is_loaded:
         job.until(lambda: all(donor.generation > 1 for donor in donors), "they go on without it")
-    job.until(lambda: not any(donor._given or donor._unclaimed for donor in donors), "nothing is owed")
+    job.until(
+        lambda: not any(donor.worker.donor.given or donor.worker.donor.unclaimed for donor in donors), "nothing is owed"
+    )
     alive = job.end()
     assert sum(worker.weight for worker in alive) == pytest.approx(2.0, rel=1e-5)
     close(alive)
@@ -195,20 +213,23 @@ def test_who_vanishes_before_it_gets_the_state_is_forgotten(sign: LifeSign, monk
     members = [worker.membership for worker in workers if worker.membership is not None]
     monkeypatch.setattr(limits, "CONNECT", 1.0 if sign is LifeSign.ENDED else 0.2)
     if sign is LifeSign.SILENT:  # its machine has no power
-        monkeypatch.setattr(giving, "probe", lambda addresses, **_: dict.fromkeys(addresses, sign))
+        monkeypatch.setattr(donor_module, "probe", lambda addresses, **_: dict.fromkeys(addresses, sign))
     attempts: list[tuple[int, bool]] = []
-    give_up = Membership._give_up
+    give_up = Donor._give_up
 
-    def record(donor: Membership, joiner: Joiner, *, is_gone: bool = False, **options: Any) -> None:
+    def record(donor: Donor, joiner: Joiner, *, is_gone: bool = False, **options: Any) -> None:
         attempts.append((joiner.attempt, is_gone))
         give_up(donor, joiner, is_gone=is_gone, **options)
 
-    monkeypatch.setattr(Membership, "_give_up", record)
+    monkeypatch.setattr(Donor, "_give_up", record)
     member = member_of(job.store, min_workers=2)
     wrapper = GossipDataParallel(model_of(), membership=member)
     die(member)
     wrapper.close()
-    job.until(lambda: all(m._roster.next_number == 3 and not m._roster.joiners for m in members), "it is forgotten")
+    job.until(
+        lambda: all(m.worker.roster.next_number == 3 and not m.worker.roster.joiners for m in members),
+        "it is forgotten",
+    )
     assert attempts == ([(0, True)] if sign is LifeSign.ENDED else [(0, False), (1, False), (2, True)])
     close(job.end())
 
@@ -219,13 +240,13 @@ def test_who_dies_while_it_loads_the_state_is_forgotten() -> None:
     job.until_live(workers)
     donors = [worker.membership for worker in workers if worker.membership is not None]
     for donor in donors:
-        donor.timeout = timedelta(seconds=1)
+        donor.job.timeout = timedelta(seconds=1)
     member = member_of(job.store, min_workers=2)
     wrapper = GossipDataParallel(model_of(), membership=member)
-    assert member._receive_state(Deadline(SECONDS)) is not None
+    receive_state(member)
     die(member)
     wrapper.close()
-    job.until(lambda: not any(donor._roster.joiners for donor in donors), "it is forgotten")
+    job.until(lambda: not any(donor.worker.roster.joiners for donor in donors), "it is forgotten")
     close(job.end())
 
 
@@ -236,7 +257,7 @@ def test_who_joins_is_not_thrown_out_by_a_donor_that_waited_for_it_before(monkey
     workers = job.start(1)
     job.until_live(workers)
     late = [threading.Event() for _ in range(3)]
-    meet, give_up = joining.gloo_backend, Membership._give_up
+    meet, give_up = joining.gloo_backend, Donor._give_up
 
     def fail_at_first(*args: Any, **options: Any) -> dist.ProcessGroup:
         if num_failures[0] < len(late):
@@ -244,14 +265,14 @@ def test_who_joins_is_not_thrown_out_by_a_donor_that_waited_for_it_before(monkey
             raise RuntimeError("as told")
         return meet(*args, **options)
 
-    def note(donor: Membership, joiner: Joiner, **options: Any) -> None:
+    def note(donor: Donor, joiner: Joiner, **options: Any) -> None:
         give_up(donor, joiner, **options)
         if joiner.attempt < len(late):
             late[joiner.attempt].set()
 
     num_failures = [0]
     monkeypatch.setattr(joining, "gloo_backend", fail_at_first)
-    monkeypatch.setattr(Membership, "_give_up", note)
+    monkeypatch.setattr(Donor, "_give_up", note)
     (newcomer,) = job.start(1)
     job.until_live([*workers, newcomer])
     assert newcomer.membership is not None
@@ -269,13 +290,13 @@ def test_who_cannot_be_asked_whether_it_lives_joins(monkeypatch: pytest.MonkeyPa
     job = Job(dist.HashStore(), min_workers=1)
     workers = job.start(1)
     job.until_live(workers)
-    begin = Heartbeats.__init__
+    begin = LivenessMonitor.__init__
 
-    def elsewhere(self: Heartbeats, *args: Any, **options: Any) -> None:
+    def elsewhere(self: LivenessMonitor, *args: Any, **options: Any) -> None:
         begin(self, *args, **options)
-        self.address = ("127.0.0.1", 1)
+        self.contact = replace(self.contact, address=("127.0.0.1", 1))
 
-    monkeypatch.setattr(Heartbeats, "__init__", elsewhere)
+    monkeypatch.setattr(LivenessMonitor, "__init__", elsewhere)
     (newcomer,) = job.start(1)
     job.until_live([*workers, newcomer])
     close(job.end())
@@ -286,7 +307,7 @@ def test_a_donor_that_dies_in_the_middle_is_replaced_at_once(monkeypatch: pytest
     job = Job(dist.HashStore(), min_workers=2)
     workers = job.start(2)
     job.until_live(workers)
-    is_receiving, may_end, receive = threading.Event(), threading.Event(), transfer.receive
+    is_receiving, may_end, receive = threading.Event(), threading.Event(), donor_module.receive
 
     class HalfReceived:
         def wait(self, timeout: timedelta) -> None:
@@ -298,10 +319,10 @@ def test_a_donor_that_dies_in_the_middle_is_replaced_at_once(monkeypatch: pytest
             options["waits"].wait(HalfReceived(), options["deadline"].left_for_gloo)
         return receive(group, **options)
 
-    monkeypatch.setattr(transfer, "receive", receive_half)
+    monkeypatch.setattr(donor_module, "receive", receive_half)
     (newcomer,) = job.start(1)
     job.until(is_receiving.is_set, "it gets the state")
-    donor = next(worker for worker in workers if worker.membership is not None and worker.membership._given)
+    donor = next(worker for worker in workers if worker.membership is not None and worker.membership.worker.donor.given)
     donor.is_killed.set()
     survivor = workers[1 - workers.index(donor)]
     job.until_live([survivor, newcomer])
@@ -363,32 +384,32 @@ def test_a_donor_whose_state_cannot_be_copied_trains_on(
 def test_who_came_late_to_its_first_generation_stays_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """That it did not come to form the first one is read when that has begun."""
     monkeypatch.setattr(limits, "FORMING", 0.1)
-    say, form = Membership._say, Membership._form
-    said: list[tuple[Membership, Mapping[str, Any]]] = []
+    say, form = LocalWorker.say, Generations._form
+    said: list[tuple[LocalWorker, Mapping[str, Any]]] = []
     is_accused = threading.Event()
 
-    def say_by(self: Membership, event: Mapping[str, Any]) -> None:
-        if event["event"] == "accuse":
+    def say_by(self: LocalWorker, event: Mapping[str, Any]) -> None:
+        if event["event"] == "report":
             said.append((self, event))
             is_accused.set()
         else:
             say(self, event)
 
-    def form_by(self: Membership, view: View) -> None:
-        if self._is_newcomer and self._active is None:
+    def form_by(self: Generations, view: View) -> None:
+        if not self.worker.is_founder and self.active is None:
             is_accused.wait(SECONDS)
         form(self, view)
 
-    monkeypatch.setattr(Membership, "_say", say_by)
-    monkeypatch.setattr(Membership, "_form", form_by)
+    monkeypatch.setattr(LocalWorker, "say", say_by)
+    monkeypatch.setattr(Generations, "_form", form_by)
     job = Job(dist.HashStore(), min_workers=2)
     workers = job.start(2)
     job.until_live(workers)
     (newcomer,) = job.start(1, seed=1)
     job.until_live([*workers, newcomer])
     assert said
-    for member, event in said:
-        member._log.append(event)
+    for by, event in said:
+        by.job.store.update([event])
     (another,) = job.start(1, seed=2)
     job.until_live([*workers, newcomer, another])
     for worker in (*workers, newcomer):
@@ -401,8 +422,8 @@ def test_who_is_alone_has_weight_one() -> None:
     wrapper = GossipDataParallel(nn.Linear(2, 1), membership=member)
     wrapper._buffer.vector.push_sum_weight.fill_(0.001)
     before = wrapper._buffer.vector.raw.clone()
-    assert member._participant is not None
-    member._participant.at_step()  # type: ignore[attr-defined]
+    assert member.job.participant is not None
+    member.job.participant.at_step()
     assert wrapper._buffer.vector.push_sum_weight.item() == 1.0
     assert torch.equal(wrapper._buffer.vector.raw, before), "its estimate stays"
     wrapper.close()
@@ -433,12 +454,12 @@ def test_who_is_closed_while_it_joins_says_so(monkeypatch: pytest.MonkeyPatch) -
     job = Job(dist.HashStore(), min_workers=1)
     (worker,) = job.start(1)
     job.until_live([worker])
-    monkeypatch.setattr(Membership, "_take_snapshots", lambda _: None)
+    monkeypatch.setattr(Donor, "take_snapshots", lambda _: None)
     (newcomer,) = job.start(1)
-    job.until(lambda: newcomer.membership is not None and newcomer.membership._is_newcomer, "it is at the door")
+    job.until_queued(newcomer)
     newcomer.is_killed.set()  # its error is expected
     assert newcomer.membership is not None
     newcomer.membership.close()
     job.until(lambda: newcomer.error is not None, "it ends")
-    assert "the membership was closed" in str(newcomer.error)
+    assert re.search("membership (was closed|that is closed)", str(newcomer.error))
     close(job.end())

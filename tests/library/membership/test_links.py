@@ -293,7 +293,10 @@ def test_waits_for_a_peer_are_those_of_its_last_rounds() -> None:
     transport = alone(TIMEOUT)
     for seconds in (100.0, *[1.0, 2.0, 3.0, 6.0] * 16):
         transport.waited({0: seconds})
-    assert transport.waits_for() == {0: (2.5, 1.0)}  # 64 rounds; distances from the median: 1.5, 0.5, 0.5, 3.5
+    assert transport.wait_stats() == {
+        "wait_median/0": 2.5,
+        "wait_mad/0": 1.0,
+    }  # 64 rounds; distances from the median: 1.5, 0.5, 0.5, 3.5
     transport.close()
 
 

@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -20,11 +20,12 @@ from gossip_modules import GossipDataParallel, Membership, RingGraph
 from gossip_modules.extend import PushSum
 from gossip_modules.graph_manager import BaseGraph
 from gossip_modules.membership import limits
-from gossip_modules.membership.liveness.background_log import log
+from gossip_modules.membership.background_log import log
+from gossip_modules.membership.joining import Joining
 from gossip_modules.membership.participant import Change
 from gossip_modules.transport.deadline import Deadline
 from tests.harness.ranks import assert_no_gossip_threads, at_the_end
-from tests.library.membership.events.stores import serve
+from tests.library.membership.stores import serve
 
 SECONDS = 60.0  # of any wait: nothing here should take as long
 PATIENT = 20.0  # of silence, so that a loaded machine declares nobody dead
@@ -53,9 +54,16 @@ def model_of(seed: int = 0) -> nn.Module:
 
 def die(membership: Membership) -> None:
     """As at the end of a process: connections close, and nobody is told."""
-    membership._closed.set()
-    membership._wake.set()
-    membership._release_all()
+    membership.release()
+
+
+def receive_state(member: Membership) -> Mapping[str, Any]:
+    """The state that a donor gives to a worker in the join queue."""
+    joiner = member.worker.joiner
+    assert joiner is not None
+    state = Joining(member.worker)._receive_state(joiner, Deadline(SECONDS))
+    assert state is not None
+    return state
 
 
 class Job:
@@ -92,6 +100,19 @@ class Job:
             return len(set(views)) == 1 and len(views[0]) == len(workers)
 
         self.until(is_so, f"got {[worker.members for worker in workers]}, expected one generation of {len(workers)}")
+
+    def until_store_has_gone(self) -> None:
+        """Until all that live have noticed it."""
+        members = [w.membership for w in self.workers if w.membership is not None and not w.is_killed.is_set()]
+        self.until(lambda: not any(member.job.store.is_connected for member in members), "the store has gone")
+
+    def until_queued(self, worker: Worker) -> None:
+        """Until a worker is in the join queue."""
+        self.until(lambda: worker.membership is not None and worker.membership.worker.joiner is not None, "it has come")
+
+    def until_founder(self, worker: Worker) -> None:
+        """Until a worker waits for others to found the job."""
+        self.until(lambda: worker.membership is not None and worker.membership.worker.is_founder, "it has come")
 
     def end(self) -> list[Worker]:
         """Stop all that live at one step, far enough ahead for all."""
@@ -220,9 +241,8 @@ def test_workers_die_and_come_and_nobody_raises(options: dict[str, Any]) -> None
     close(alive)
 
 
-def test_weights_and_the_store_stay_as_they_are_whoever_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_the_store_stay_as_they_are_whoever_comes_and_goes() -> None:
     """The optimizer steps on z w: weights that only fell would make the steps of z ever longer."""
-    monkeypatch.setattr(limits, "LOG_EVENTS", 8)
     job = Job(dist.HashStore(), min_workers=2)
     workers = job.start(2)
     job.until_live(workers)
@@ -246,10 +266,8 @@ def test_a_worker_that_dies_at_the_door_holds_nobody_up(monkeypatch: pytest.Monk
     job.until_live(workers)
     member = member_of(job.store, min_workers=2)
     wrapper = GossipDataParallel(model_of(), membership=member)
-    received = member._receive_state(Deadline(SECONDS))
-    assert received is not None
-    member._load(received[1])
-    member._log.append({"event": "loaded", "id": member.id, "attempt": 0})
+    Joining(member.worker)._load(receive_state(member))
+    member.job.store.update([{"event": "loaded", "id": member.id, "attempt": 0}])
     die(member)
     wrapper.close()
     workers[0].is_killed.set()
@@ -316,13 +334,13 @@ def test_who_was_cut_off_joins_again_by_itself() -> None:
     stopped.is_paused.set()
     for worker in (stopped, *others):
         assert worker.membership is not None
-        beats = worker.membership._heartbeats
+        beats = worker.membership.worker.liveness
         assert beats is not None
         if worker is stopped:
             beats.close()
         else:  # the others go on to allow each other more
             beats._peers[stopped.membership.id].gaps.clear()  # type: ignore[union-attr]
-            worker.membership._silent(stopped.membership.id, 9.0)  # type: ignore[union-attr]
+            worker.membership.worker.generations.on_silent(stopped.membership.id, 9.0)  # type: ignore[union-attr]
     job.until_live(others)
     stopped.is_paused.clear()
     stopped.may_go_on.set()
@@ -340,7 +358,9 @@ def test_the_store_may_go_and_come_back_empty() -> None:
     workers = job.start(3)
     job.until_live(workers)
     del server
-    job.until(lambda: not any(w.membership._log.is_connected for w in workers if w.membership), "the store has gone")
+    job.until(
+        lambda: not any(w.membership.job.store.is_connected for w in workers if w.membership), "the store has gone"
+    )
     steps = [worker.step for worker in workers]
     workers[0].is_killed.set()
     job.until(lambda: all(w.step > s + 20 for w, s in zip(workers[1:], steps[1:], strict=True)), "training goes on")
@@ -397,7 +417,9 @@ def test_too_few_workers_is_an_error_with_their_number() -> None:
 def test_founders_that_ask_for_more_workers_are_heeded(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(dist.HashStore(), min_workers=2)
     (first,) = job.start(1)
-    job.until(lambda: first.membership is not None and len(first.membership._roster.founders) == 1, "the first came")
+    job.until(
+        lambda: first.membership is not None and len(first.membership.worker.roster.founders) == 1, "the first came"
+    )
     other = Membership(job.store, min_workers=3, timeout=1.5)
     with pytest.raises(TimeoutError, match="expected min_workers=3"):
         GossipDataParallel(model_of(), membership=other)

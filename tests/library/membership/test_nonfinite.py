@@ -16,8 +16,8 @@ from gossip_modules import GossipDataParallel, Membership
 from gossip_modules.membership.participant import Change
 from tests.harness.problems import loss_of, mlp, sgd
 from tests.harness.ranks import run_ranks
-from tests.library.membership.node.test_nodes import PER_NODE, Nodes
 from tests.library.membership.test_membership import SECONDS, _no_thread_stays, member_of
+from tests.library.membership.test_nodes import PER_NODE, Nodes
 
 __all__ = ["_no_thread_stays"]
 
@@ -75,10 +75,10 @@ def train_into_a_generation(
     raised: list[int] = []
     for step in steps:
         if step == 2:
-            if member.siblings is None or member.siblings.leads:
-                member._say({"event": "again", "by": member.id, "generation": 1})
-                await_(lambda: bool(member._due), "they form another generation")
-                first_steps.append(member._due[0][0].start)
+            if member.node is None or member.node.leads:
+                member.worker.say({"event": "again", "by": member.id, "generation": 1})
+                await_(lambda: bool(member.worker.generations.due), "they form another generation")
+                first_steps.append(member.worker.generations.due[0][0].start)
             everyone.wait(SECONDS)
         seen.append(step)
         try:
@@ -94,7 +94,7 @@ def train_into_a_generation(
         "raised": raised,
         "begun": [(change.generation, change.step) for change in changes],
         "counts": (model._engine.t, model._engine.step),
-        "clock": member._clock if member.siblings is None or member.siblings.leads else NUM_STEPS - 1,
+        "clock": member.worker.generations.clock if member.node is None or member.node.leads else NUM_STEPS - 1,
         "is_turned": model._engine.gossiper.transport is model._transport,
         "is_finite": all(bool(parameter.isfinite().all()) for parameter in model.parameters()),
     }
@@ -156,12 +156,12 @@ def test_a_worker_joins_where_its_donor_had_infinities_in_flight() -> None:
                 if is_founder and step == 2 and not raised:
                     send_infinities(model, optimizer, group.rank(), step)
                     may_come.set()
-                    await_(lambda: bool(member._snapshots), "somebody is to get the state")
+                    await_(lambda: bool(member.worker.donor.snapshots), "somebody is to get the state")
                 else:
                     training_step(model, optimizer, group.rank(), step)
             except FloatingPointError:
                 raised.append(step)
-        clock, begun = member._clock, changes[-1].step
+        clock, begun = member.worker.generations.clock, changes[-1].step
         model.close()
         return raised, clock, begun
 
@@ -199,6 +199,6 @@ def test_a_step_is_counted_once_where_infinities_were_in_flight(what: Callable[[
             raised.append(step)
         weights.append(model._buffer.vector.push_sum_weight.clone())
     assert raised == [3]
-    assert (member._clock, model._engine.step) == (4, 5)
+    assert (member.worker.generations.clock, model._engine.step) == (4, 5)
     assert weights[-1].item() == 1.0
     model.close()

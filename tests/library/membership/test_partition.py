@@ -9,17 +9,20 @@ import pytest
 import torch.distributed as dist
 
 from gossip_modules import Membership
-from gossip_modules.membership import limits, watching
-from gossip_modules.membership.events import event_log
-from gossip_modules.membership.liveness import door
-from gossip_modules.membership.liveness.background_log import log
-from gossip_modules.membership.liveness.probe import LifeSign, probe
+from gossip_modules.membership import joining, limits, shared_roster
+from gossip_modules.membership import worker as worker_module
+from gossip_modules.membership.background_log import log
+from gossip_modules.membership.generations import Generations
+from gossip_modules.membership.joining import Joining
+from gossip_modules.membership.liveness.contact import LifeSign, probe
+from gossip_modules.membership.view import Joiner
+from gossip_modules.membership.worker import LocalWorker
 from gossip_modules.transport.deadline import Deadline
-from tests.library.membership.events.stores import serve
+from tests.library.membership.stores import serve
 from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close
 
 __all__ = ["_no_thread_stays"]
-FORM = Membership._form
+FORM = Generations._form
 
 
 def exclude(stopped: Worker, others: list[Worker]) -> None:
@@ -27,7 +30,7 @@ def exclude(stopped: Worker, others: list[Worker]) -> None:
     for worker in others:
         assert stopped.membership is not None
         assert worker.membership is not None
-        worker.membership._silent(stopped.membership.id, 9.0)
+        worker.membership.worker.generations.on_silent(stopped.membership.id, 9.0)
 
 
 @pytest.mark.parametrize("fails", ["nobody in reach", "no donor gives"])
@@ -36,7 +39,7 @@ def test_a_minority_trains_on_alone_and_joins_again(
 ) -> None:
     """It reads in the store that the others go on, and cannot reach them; then it can."""
     monkeypatch.setattr(limits, "RETRY", 0.0)
-    monkeypatch.setattr(limits, "KNOCK", 0.0)
+    monkeypatch.setattr(limits, "QUERY", 0.0)
     job = Job(dist.HashStore(), min_workers=3)
     workers = job.start(3)
     job.until_live(workers)
@@ -44,23 +47,25 @@ def test_a_minority_trains_on_alone_and_joins_again(
     member = stopped.membership
     assert member is not None
     if fails == "nobody in reach":
-        monkeypatch.setattr(watching, "probe", lambda ids, **_: dict.fromkeys(ids, LifeSign.SILENT))
+        monkeypatch.setattr(worker_module, "probe", lambda ids, **_: dict.fromkeys(ids, LifeSign.SILENT))
     else:
-        receive = member._receive_state
+        receive = Joining._receive_state
 
-        def times_out(deadline: Deadline) -> Any:
-            receive(deadline)
+        def times_out(self: Joining, joiner: Joiner, deadline: Deadline) -> Any:
+            receive(self, joiner, deadline)
             raise TimeoutError("no donor has given the state of training within 60 s")
 
-        monkeypatch.setattr(member, "_receive_state", times_out)
+        monkeypatch.setattr(Joining, "_receive_state", times_out)
     with caplog.at_level(logging.WARNING, logger="gossip_modules.membership"):
         exclude(stopped, others)
         job.until_live(others)
-        job.until(lambda: member._is_cut_off, "it notices that it is alone")
+        job.until(lambda: member.worker.is_cut_off, "it notices that it is alone")
         step = stopped.step
         job.until(lambda: stopped.step > step + 5, "it trains on")
-        job.until(lambda: member._is_cut_off and member.stats()["live"] == 1, "it is alone, but while it tries to join")
-        monkeypatch.setattr(watching, "probe", probe)
+        job.until(
+            lambda: member.worker.is_cut_off and member.stats()["live"] == 1, "it is alone, but while it tries to join"
+        )
+        monkeypatch.setattr(worker_module, "probe", probe)
         if fails != "nobody in reach":
             monkeypatch.undo()
         job.until_live(workers)
@@ -86,7 +91,7 @@ def test_a_job_whose_workers_have_all_died_begins_anew_under_its_name(
         job.until_live(again)
         assert log.flush(60.0)
     assert [worker.first for worker in again] == [0, 0]
-    assert any("nobody lives, so it begins anew under this name: worker" in r.getMessage() for r in caplog.records)
+    assert any("no worker lives, so it begins anew under this name: worker" in r.getMessage() for r in caplog.records)
     close(job.end())
 
 
@@ -101,7 +106,7 @@ def test_a_job_is_not_begun_anew_while_a_member_answers_in_the_log(monkeypatch: 
         asked.append(len(ids))
         return dict.fromkeys(ids, LifeSign.ENDED)
 
-    monkeypatch.setattr(door, "probe", ended)
+    monkeypatch.setattr(joining, "probe", ended)
     newcomer, *_ = job.start(1)
     job.until_live([*workers, newcomer])
     assert asked
@@ -110,7 +115,7 @@ def test_a_job_is_not_begun_anew_while_a_member_answers_in_the_log(monkeypatch: 
 
 
 def test_who_waits_at_the_door_when_the_last_dies_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "KNOCK", 0.1)
+    monkeypatch.setattr(limits, "QUERY", 0.1)
     store = dist.HashStore()
     (founder,) = Job(store, min_workers=1).start(1)
     founder.job.until_live([founder])
@@ -119,10 +124,10 @@ def test_who_waits_at_the_door_when_the_last_dies_begins_anew(monkeypatch: pytes
     monkeypatch.setattr(limits, "ENDED", 0.1)
     job = Job(store, min_workers=1)
     (newcomer,) = job.start(1)
-    job.until(lambda: newcomer.membership is not None and newcomer.membership._is_newcomer, "it is at the door")
+    job.until_queued(newcomer)
     founder.is_killed.set()
     assert isinstance(founder.membership, Membership)
-    founder.membership._heartbeats.close()  # type: ignore[union-attr]
+    founder.membership.worker.liveness.close()  # type: ignore[union-attr]
     job.until_live([newcomer])
     assert newcomer.first == 0
     founder.may_go_on.set()
@@ -141,14 +146,14 @@ def test_nobody_is_taken_for_ended_who_lives(has_ended: bool, monkeypatch: pytes
     assert first is not None
     assert stopped is not None
     said: list[dict[str, Any]] = []
-    monkeypatch.setattr(stopped, "_say", said.append)
+    monkeypatch.setattr(stopped.worker, "say", said.append)
     if has_ended:
         by_rank[0].is_killed.set()
         by_rank[0].thread.join()
     else:
-        stopped._ended(first.id)
-    job.until(lambda: any(event["event"] == "accuse" for event in said), "it accuses")
-    assert next(event["is_sure"] for event in said if event["event"] == "accuse") == has_ended
+        stopped.worker.generations.on_ended(first.id)
+    job.until(lambda: any(event["event"] == "report" for event in said), "it reports")
+    assert next(event["is_sure"] for event in said if event["event"] == "report") == has_ended
     monkeypatch.undo()
     for worker in workers:
         worker.is_killed.set()
@@ -158,13 +163,13 @@ def test_nobody_is_taken_for_ended_who_lives(has_ended: bool, monkeypatch: pytes
 
 def num_sure(member: Membership, *, by: list[Membership]) -> int:
     """How often these have said that a process has ended; who dies a little later says so of the others too."""
-    return sum(a.is_sure and a.by in {m.id for m in by} for a in member._roster.accusations)
+    return sum(a.is_sure and a.by in {m.id for m in by} for a in member.worker.roster.reports)
 
 
 @pytest.mark.parametrize("is_forgotten", [True, False])
 def test_a_few_go_on_where_most_have_ended(is_forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """That their connections closed was seen by nobody, or is forgotten with the store: it is found out anew."""
-    monkeypatch.setattr(event_log, "_RECONNECT_SECONDS", 0.05)
+    monkeypatch.setattr(shared_roster, "_RECONNECT_SECONDS", 0.05)
     server = serve()
     port = server.port
     job = Job(f"127.0.0.1:{port}", min_workers=5)
@@ -174,19 +179,19 @@ def test_a_few_go_on_where_most_have_ended(is_forgotten: bool, monkeypatch: pyte
     members = [w.membership for w in others if w.membership]
     with monkeypatch.context() as patch:
         patch.setattr(limits, "RETRY", 1000.0 if is_forgotten else 0.2)
-        accuse = Membership._accuse
+        report = LocalWorker.report
         if is_forgotten:
-            patch.setattr(Membership, "_form", lambda *_: None)
+            patch.setattr(Generations, "_form", lambda *_: None)
         else:
-            patch.setattr(Membership, "_accuse", lambda *a, **_: accuse(*a, may_have_ended=False))
+            patch.setattr(LocalWorker, "report", lambda *a, **_: report(*a, may_have_ended=False))
         for w in ended:
             w.is_killed.set()
         if is_forgotten:
             for member in members:
                 job.until(lambda m=member: num_sure(m, by=members) == 6, "all know")  # type: ignore[misc]
             del server
-            job.until(lambda: not any(member._log.is_connected for member in members), "the store has gone")
-            patch.setattr(Membership, "_form", FORM)
+            job.until_store_has_gone()
+            patch.setattr(Generations, "_form", FORM)
             server = serve(port)
         job.until_live(others)
     (newcomer,) = job.start(1)

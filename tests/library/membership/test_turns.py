@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gossip_modules import GossipDataParallel
+from gossip_modules.membership.joining import go_on_alone
 from gossip_modules.membership.participant import Change
 from gossip_modules.testing import Chaos, Join
 from gossip_modules.testing.worker import Worker
@@ -107,8 +108,6 @@ def test_a_worker_that_cannot_join_again_counts_on() -> None:
         turns.append(member.turn(step))
         wrapper(torch.ones(2, 4)).sum().backward()
         if step == 2:
-            member._go_on_alone(
-                member._require_view(), member.number, member._clock, TimeoutError("nobody answers"), 0.0
-            )
+            go_on_alone(member.worker, member.view, member.number, member.worker.generations.clock, 0.0)
     wrapper.close()
     assert turns == [0, 1, 2, 3, 4, 5]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gossip_modules.testing.network.router import Condition, Router
+from gossip_modules.testing.network import Condition, Router
 
 A, B, C = "10.77.1.1", "10.77.1.2", "10.77.1.3"
 SECONDS = 20.0

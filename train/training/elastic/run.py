@@ -114,7 +114,7 @@ class ElasticRun:
         if saved is not None:
             self.state.load_optimizer(saved)
         self.membership.track(optimizer=optimizer, scaler=self.state.scaler, history=self.history, pace=self.pace)
-        self.is_founder = not self.membership.is_waiting_at_the_door
+        self.is_founder = self.membership.generation > 0
         self.stream: Iterator[Sequence[MicroBatch]] | None = None
         self.log: RunLog | None = None
 

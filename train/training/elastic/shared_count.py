@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 
-from gossip_modules.membership.liveness.address import connect_store
+from gossip_modules.membership.address import connect_store
 from gossip_modules.transport.stores import BoundedStore
 
 _PERIOD_SECONDS = 0.05  # between two exchanges with the store

@@ -51,7 +51,7 @@ def run_elastic(config: RunConfig, make_task: Callable[[Any, World], Task]) -> i
             try:
                 return training.train()
             except (ConnectionError, TimeoutError):
-                if training.has_begun or not _has_ended(config):  # it may end while this worker waits at the door
+                if training.has_begun or not _has_ended(config):  # it may end while this worker waits to join
                     raise
                 return 0
             finally:

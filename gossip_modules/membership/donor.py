@@ -1,0 +1,226 @@
+"""Donor: gives the state of training to workers that join, as tensors, and JSON for the rest; no pickle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..transport import threads
+from ..transport.deadline import Deadline
+from ..transport.gloo import gloo_backend
+from ..transport.state_tree import bytes_of, copied, decode, encode, pack, unpack
+from ..transport.threads import Waits
+from . import limits
+from .background_log import log
+from .liveness.contact import LifeSign, digest, probe
+from .view import Joiner
+
+if TYPE_CHECKING:
+    from .worker import LocalWorker
+
+_LOOK_SECONDS = 1.0
+CHUNK_BYTES = 4 << 20
+_MAX_HEADER = 64 << 20
+
+
+class Donor:
+    """The part of a `LocalWorker` that gives the state of training.
+
+    [Note: given weights] A donor remembers the half of its push-sum weight that it has given away, until the roster
+    shows that the worker is in a generation. A worker that dies before, or gets another state from another donor,
+    brings nothing: then the donor takes it back, and no weight is lost.
+
+    [Note: joiners that do not come] A worker that waits for a donor, or loads the state, has no connection that closes
+    when it dies. It would take one of `max_workers` places for ever, and copies of the state. So where it has not come,
+    or not loaded in `timeout`, its donor asks its machine. It is forgotten where that refuses, and where it is silent
+    after more attempts than there are members. A refusal alone is not believed, as firewalls refuse too; and a worker
+    that lives comes again: [Note: coming again].
+
+    Args:
+        worker: whose part it is; its lock guards all this.
+
+    Attributes:
+        snapshots: joiners that the training thread is to copy the state for.
+        given: by `Joiner.key`, copies that a joiner may bring, and until when.
+        unclaimed: copies that no joiner will bring.
+    """
+
+    def __init__(self, worker: LocalWorker) -> None:
+        self.worker, self.job = worker, worker.job
+        self.snapshots: list[Joiner] = []
+        self.given: dict[tuple[int, int], tuple[float, Mapping[str, Any]]] = {}
+        self.unclaimed: list[Mapping[str, Any]] = []
+        self._serving: set[tuple[int, int]] = set()
+
+    @property
+    def must_act(self) -> bool:
+        """Whether the training thread is to call `take_back` and `take_snapshots`."""
+        return bool(self.snapshots or self.unclaimed)
+
+    def act(self) -> None:
+        """By the watcher, under the lock: note joiners that need the state, and copies that no joiner will bring."""
+        roster = self.worker.roster
+        for key, (until, state) in list(self.given.items()):
+            joiner = roster.joiners.get(key[0])
+            has_come = roster.view is not None and roster.view.has(key[0])
+            may_come = joiner is not None and joiner.key == key and not joiner.refusal
+            if has_come or not (may_come and (joiner.is_loaded or time.monotonic() < until)):  # type: ignore[union-attr]
+                del self.given[key]
+                self.unclaimed += [] if has_come else [state]
+        self._serving &= {joiner.key for joiner in roster.joiners.values()}
+        for joiner in roster.joiners.values():
+            if joiner.donor == self.worker.id and not joiner.is_loaded and joiner.key not in self._serving:
+                self._serving.add(joiner.key)
+                self.snapshots.append(joiner)
+
+    def take_snapshots(self) -> None:
+        """Copy the state for joiners. A copy that fails is no error of training, which goes on."""
+        participant, clock = self.job.participant, self.worker.generations.clock
+        with self.worker.lock:
+            joiners = [x for x in self.snapshots if self.worker.roster.joiners.get(x.member.id) == x]
+            self.snapshots = []
+        for joiner in joiners:
+            model: Mapping[str, Any] | None = None
+            try:
+                model = participant.give()
+                tracked = {name: copied(value.state_dict()) for name, value in self.job.tracked.items()}
+                encode(tracked)
+                encode(model)
+            except Exception as error:  # noqa: BLE001 (of memory, or of the user's objects: another donor gives)
+                if model is not None:
+                    participant.take_back(model)
+                self._decline(joiner, error)
+                continue
+            with self.worker.lock:
+                self.given[joiner.key] = time.monotonic() + self.job.timeout.total_seconds(), model
+            threads.start(
+                self._serve, joiner, {"model": model, "tracked": tracked, "clock": clock}, name="gossip-donor"
+            )
+
+    def take_back(self) -> None:
+        """Take back what no joiner will bring."""
+        with self.worker.lock:
+            unclaimed, self.unclaimed = self.unclaimed, []
+        for state in unclaimed:
+            self.job.participant.take_back(state)
+
+    def _decline(self, joiner: Joiner, error: Exception) -> None:
+        """Leave a worker to another donor, or refuse it where as many have tried as there are members.
+
+        A value of a type that cannot be sent is the same on all.
+        """
+        log.warning("job %s: %s did not get the state of training: %r", self.job.name, joiner.member, error)
+        view = self.worker.generations.active
+        is_same_on_all = isinstance(error, TypeError) or view is None or joiner.attempt + 1 >= len(view.members)
+        self._give_up(joiner, why=f"{type(error).__name__}: {error}" if is_same_on_all else "")
+
+    def _give_up(self, joiner: Joiner, *, why: str = "", is_gone: bool = False) -> None:
+        if is_gone:
+            log.warning("job %s: %s does not come for the state of training: forgotten", self.job.name, joiner.member)
+        event = {"event": "gave up", "id": joiner.member.id, "attempt": joiner.attempt, "by": self.worker.id}
+        self.worker.say({**event, "why": why, "is_gone": is_gone})
+
+    def _serve(self, joiner: Joiner, state: Mapping[str, Any]) -> None:
+        """In a thread of its own: send the state to a joiner; see [Note: joiners that do not come]."""
+        name, store = meeting_of(joiner), self.job.store
+        try:
+            store.arrive(name)
+            with store.lent_store(name) as lent:
+                group = gloo_backend(lent, 0, 2, timedelta(seconds=limits.CONNECT), host=self.job.link_host)
+            send(group, state, timeout=self.job.timeout)
+            store.forget([f"arrived/{name}", f"{name}/0/0", f"{name}/0/1"])
+        except (RuntimeError, OSError) as error:
+            log.warning("job %s: %s did not get the state of training: %s", self.job.name, joiner.member, error)
+            view, sign = self.worker.roster.view, self._sign_of(joiner)
+            is_gone = sign is LifeSign.SILENT and view is not None and joiner.attempt >= len(view.members)
+            self._give_up(joiner, is_gone=is_gone or sign is LifeSign.ENDED)
+            return
+        until = time.monotonic() + self.job.timeout.total_seconds()
+        while self._is_loading(joiner):
+            if time.monotonic() > until and self._sign_of(joiner) is not LifeSign.LIVES:
+                self._give_up(joiner, is_gone=True)
+                return
+
+    def _is_loading(self, joiner: Joiner) -> bool:
+        """Whether a worker has got the state, and does not report within a second that it has loaded it."""
+        worker = self.worker
+        with worker.moved:
+            is_over = worker.moved.wait_for(
+                lambda: self.job.closed.is_set() or worker.roster.joiners.get(joiner.member.id) != joiner, _LOOK_SECONDS
+            )
+        return not is_over
+
+    def _sign_of(self, joiner: Joiner) -> LifeSign:
+        try:
+            signs = probe({joiner.member.id: joiner.member.contact}, job=digest(self.job.name), seconds=limits.PROBE)
+        except OSError:  # no descriptor is left here: nothing shows that it has ended
+            return LifeSign.LIVES
+        return signs[joiner.member.id]
+
+
+def meeting_of(joiner: Joiner) -> str:
+    """The name in the store under which a donor and a joining worker meet."""
+    return "/".join(["give", *map(str, joiner.key)])
+
+
+def send(group: dist.ProcessGroup, state: Any, *, timeout: timedelta) -> int:
+    """Send a state to rank 1 of a group of two, in chunks; returns the bytes sent.
+
+    Raises:
+        RuntimeError: the other rank is gone, or late.
+        TypeError: see `encode`.
+    """
+    text, tensors = pack(state)
+    contents = (bytes_of(x.detach().cpu()) for x in tensors)
+    total = 0
+    for chunk in (torch.tensor([text.numel()], device="cpu"), text, *(chunk for x in contents for chunk in _chunks(x))):
+        group.send([chunk], 1, 0).wait(timeout)
+        total += chunk.nbytes
+    return total
+
+
+def receive(
+    group: dist.ProcessGroup, *, deadline: Deadline, max_bytes: int = 1 << 40, waits: Waits | None = None
+) -> Any:
+    """The state that rank 0 sends.
+
+    Args:
+        group: of two ranks.
+        deadline: of all waits; each piece that has come extends it by the time that it took.
+        max_bytes: of the state.
+        waits: by which another thread ends the wait for it.
+
+    Raises:
+        RuntimeError: the other rank is gone, or late.
+        ValueError: it has sent anything else.
+    """
+
+    def await_chunk(chunk: Tensor) -> None:
+        work, before = group.recv([chunk], 0, 0), deadline.passed
+        if waits is None:
+            work.wait(deadline.left_for_gloo)
+        else:
+            waits.wait(work, deadline.left_for_gloo)
+        deadline.extend(deadline.passed - before)
+
+    size = torch.zeros(1, dtype=torch.int64, device="cpu")
+    await_chunk(size)
+    if not 0 < int(size) <= _MAX_HEADER:
+        raise ValueError(f"got a state with a header of {int(size)} bytes, expected 1 to {_MAX_HEADER}")
+    text = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    await_chunk(text)
+    header, tensors = unpack(text, max_bytes=max_bytes)
+    for x in tensors:
+        for chunk in _chunks(bytes_of(x)):
+            await_chunk(chunk)
+    return decode(header, tensors)
+
+
+def _chunks(x: Tensor) -> tuple[Tensor, ...]:
+    return x.split(CHUNK_BYTES) if x.numel() else ()

@@ -1,1 +1,0 @@
-"""What a donor does for a worker that joins."""

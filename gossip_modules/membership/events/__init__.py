@@ -1,1 +1,0 @@
-"""What workers say to each other in the store, and what follows from it: who is in which generation."""

@@ -1,0 +1,363 @@
+"""LivenessMonitor: heartbeats and connections that show whether a process is stopped, cut off or has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import math
+import os
+import secrets
+import selectors
+import socket
+import statistics
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import ParamSpec
+
+from ...transport.bounded_listener import HANDSHAKE_SECONDS, MIN_CONNECTIONS, BoundedListener
+from ..background_log import log
+from .contact import PACKET, SECRET_BYTES, Contact, Packet, connect, digest, is_packet, open_listener
+
+P = ParamSpec("P")
+_WELCOME, _LEAVING = b"+", b"."
+_NUM_GAPS, _MIN_GAPS = 64, 8  # of one peer that are kept, and that a deadline needs
+_GRACE = 2  # intervals from the end of a connection to the report: the worker's last message may be on its way
+_LATE_SELF = 4  # intervals: a worker that was late itself does not judge others
+_MAX_DATAGRAMS = 256  # that are read before the next beat
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A watched worker, and the connection to its listener; only the thread of `LivenessMonitor` uses `socket`."""
+
+    contact: Contact
+    heartbeat: bytes  # its datagrams
+    greeting: bytes  # of its listener
+    last: float  # when it was heard
+    deadline: float  # seconds of silence, as of the last beat
+    was_heard: bool = False
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_GAPS))
+    must_connect: bool = True
+    socket: socket.socket | None = None
+    was_greeted: bool = False  # on this connection or the one before
+    received: bytes = b""  # on this connection
+    closed_at: float | None = None  # without notice
+
+    @property
+    def due(self) -> float:
+        """When it has been silent for too long, if it sends nothing until then."""
+        return self.last + self.deadline if self.was_heard else math.inf
+
+
+@dataclass(eq=False)
+class _Inbound:
+    """A connection to the listener of this worker; see `Connection` of `BoundedListener`."""
+
+    socket: socket.socket
+    host: str
+    since: float
+    received: bytes = b""
+    has_asked: bool = False
+
+
+class LivenessMonitor:
+    """Tells when a watched worker is silent for too long, or when its process has ended.
+
+    Each worker sends a datagram to each watched worker every `interval`. A worker that is slow (it writes a
+    checkpoint, it evaluates) sends on, from a thread of its own; one that is stopped or cut off does not. The deadline
+    of a worker is the median of the times between its datagrams plus six times their median absolute deviation, and at
+    least `floor`. A worker that was never heard, as on a network that carries no UDP, is never silent: then only the
+    timeout of its links is left. A datagram counts that comes from the address of the worker, with a code that
+    strangers cannot make: see [Note: secrets of workers].
+
+    Each worker also keeps a connection to the listener of each watched worker, which closes when the process ends. A
+    worker that leaves in order announces it there, and is not reported.
+
+    [Note: forked children] The connections of Gloo are inherited by processes that are forked, such as the workers of a
+    DataLoader, and stay open until the last of these has ended. These connections are closed in the child, so that they
+    close with the parent.
+
+    [Note: strangers at a listener] A listener greets each connection. A worker of the job answers with a packet that
+    strangers cannot make, and is welcomed: this connection is kept. All others are bounded in number, by
+    `BoundedListener`, and in time, by HANDSHAKE_SECONDS. A connection that is closed between greeting and welcome may
+    have been closed to make room for another one, so it does not show that a process has ended; the watcher connects
+    again, and if the machine refuses that, the process has ended.
+
+    Args:
+        worker: the id of this worker.
+        job: the name of the job; packets of others are dropped.
+        host: the address of this machine at which this worker is reached; it listens and sends there only.
+        on_silent: called by the thread with a worker that is silent for too long, and the seconds; once. If it is a
+            method, the thread ends with its object: a worker that is freed without `close` must not seem alive.
+        on_ended: called by the thread with a worker whose process has ended; once.
+        interval: seconds between two datagrams.
+        floor: seconds of silence that are always allowed.
+
+    Attributes:
+        contact: of this worker.
+        has_met: whether a worker has ever greeted this one.
+        is_leaving: whether `close` announces that this worker leaves in order.
+        lock: the thread does nothing while another one holds it.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        *,
+        job: str,
+        host: str,
+        on_silent: Callable[[int, float], None],
+        on_ended: Callable[[int], None],
+        interval: float = 0.05,
+        floor: float = 0.2,
+    ) -> None:
+        self._socket, listener = open_listener(host)
+        self.contact = Contact(worker, (host, self._socket.getsockname()[1]), secrets.token_bytes(SECRET_BYTES))
+        self._job, self._interval, self._floor = digest(job), interval, floor
+        self.lock = threading.Lock()  # of `_peers`
+        self._peers: dict[int, _Peer] = {}
+        self._connected: set[_Peer] = set()
+        self._strangers: set[_Inbound] = set()  # not welcomed yet
+        self._watchers: set[_Inbound] = set()
+        self._on_silent, self._on_ended = _weak(on_silent), _weak(on_ended)
+        self.has_met = self.is_leaving = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ, self._receive)
+        self._listener: BoundedListener[_Inbound] = BoundedListener(
+            listener,
+            self._selector,
+            data=lambda: self._listener.accept(),
+            connections=self._strangers,
+            max_connections=lambda: MIN_CONNECTIONS,
+            admit=self._greet,
+            close=self._disconnect,
+        )
+        self._last_beat = time.monotonic()
+        self._is_closed = threading.Event()
+        _all.add(self)
+        self._thread = threading.Thread(target=self._run, name="gossip-liveness", daemon=True)
+        self._thread.start()
+
+    def watch(self, contacts: Mapping[int, Contact]) -> None:
+        """Watch these workers, by id, and no others; the state of those that are watched already is kept."""
+        with self.lock:
+            self._peers = {worker: self._peers.get(worker) or self._peer(of) for worker, of in contacts.items()}
+
+    def forget(self, worker: int) -> None:
+        """Watch it no more."""
+        with self.lock:
+            self._peers.pop(worker, None)
+
+    def deadline(self, worker: int) -> float:
+        """The seconds of silence that are allowed."""
+        peer = self._peers.get(worker)
+        return self._floor if peer is None else peer.deadline
+
+    def close(self) -> None:
+        """End the thread and close all connections; idempotent."""
+        self._is_closed.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+    def close_in_child(self) -> None:
+        """Close this process's copies of all sockets; see [Note: forked children]."""
+        inbound = [caller.socket for caller in (*self._strangers, *self._watchers)]
+        outbound = [peer.socket for peer in self._connected if peer.socket is not None]
+        for held in (self._listener.socket, *inbound, *outbound):
+            with contextlib.suppress(OSError):
+                held.close()
+
+    def _peer(self, contact: Contact) -> _Peer:
+        heartbeat, greeting = (contact.packet(kind, self._job) for kind in (Packet.HEARTBEAT, Packet.GREETING))
+        return _Peer(contact, heartbeat, greeting, time.monotonic(), self._deadline(()))
+
+    def _deadline(self, gaps: deque[float] | tuple[float, ...]) -> float:
+        if len(gaps) < _MIN_GAPS:
+            return max(self._floor, 10 * self._interval)
+        median = statistics.median(gaps)
+        return max(self._floor, median + 6 * statistics.median(abs(gap - median) for gap in gaps))
+
+    def _run(self) -> None:
+        with self._selector:
+            while not self._is_closed.is_set() and self._on_silent() is not None:
+                try:
+                    self._turn()
+                except Exception:  # noqa: BLE001 (without it, this worker would seem dead, and all others alive)
+                    log.exception("the liveness of a worker goes on after an error")
+                    self._is_closed.wait(self._interval)
+            for caller in (*self._strangers, *self._watchers):
+                if self.is_leaving:
+                    with contextlib.suppress(OSError):
+                        caller.socket.send(_LEAVING)
+                self._disconnect(caller)
+            for peer in tuple(self._connected):
+                self._drop(peer)
+        self._listener.socket.close()
+        self._socket.close()
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(max(self._next_turn() - time.monotonic(), 0.0)):
+            key.data()
+        now = time.monotonic()
+        if now - self._last_beat >= self._interval:
+            late_by, self._last_beat = now - self._last_beat - self._interval, now
+            self._beat(now, late_by=late_by)
+        with self.lock:
+            silent = {worker: now - peer.last for worker, peer in self._peers.items() if peer.due < now}
+        for worker, seconds in silent.items():
+            self._tell(self._on_silent, worker, seconds)
+
+    def _next_turn(self) -> float:
+        """When the next beat is due, or the deadline of a worker."""
+        with self.lock:
+            return min([self._last_beat + self._interval, *(peer.due for peer in self._peers.values())])
+
+    def _tell(self, callback: Callable[[], Callable[..., None] | None], worker: int, *seconds: float) -> None:
+        self.forget(worker)
+        if (function := callback()) is not None:
+            function(worker, *seconds)
+
+    def _beat(self, now: float, *, late_by: float) -> None:
+        with self.lock:
+            peers = dict(self._peers)
+            for peer in peers.values():
+                if late_by > _LATE_SELF * self._interval:  # this process stood still: others may have sent meanwhile
+                    peer.last = now
+                peer.deadline = self._deadline(peer.gaps)
+        heartbeat = self.contact.packet(Packet.HEARTBEAT, self._job)
+        for peer in peers.values():
+            with contextlib.suppress(OSError):  # no route, or a full buffer: as if it were lost on its way
+                self._socket.sendto(heartbeat, peer.contact.address)
+        if self._listener.is_due():
+            for caller in [caller for caller in self._strangers if caller.since <= now - HANDSHAKE_SECONDS]:
+                self._disconnect(caller)
+        for peer in self._connected - set(peers.values()):
+            self._drop(peer)
+        for peer in peers.values():
+            if peer.must_connect:
+                with contextlib.suppress(OSError):  # no descriptor is left: the next beat tries again
+                    self._connect(peer)
+        for worker, peer in peers.items():
+            if peer.closed_at is not None and peer.closed_at <= now - _GRACE * self._interval:
+                self._tell(self._on_ended, worker)
+
+    def _receive(self) -> None:
+        now = time.monotonic()
+        for _ in range(_MAX_DATAGRAMS):
+            try:
+                packet, source = self._socket.recvfrom(64)
+            except BlockingIOError:
+                return
+            except OSError:  # an earlier datagram found no listener, or no route
+                continue
+            if len(packet) != PACKET.size:
+                continue
+            _, sender, _ = PACKET.unpack(packet)
+            with self.lock:
+                peer = self._peers.get(sender)
+                if peer is None or source != peer.contact.address or not hmac.compare_digest(packet, peer.heartbeat):
+                    continue
+                if peer.was_heard:
+                    peer.gaps.append(now - peer.last)
+                peer.last, peer.was_heard = now, True
+
+    # Connections to others.
+
+    def _connect(self, peer: _Peer) -> None:
+        peer.socket = connect(peer.contact.address)
+        peer.must_connect, peer.received = False, b""
+        if peer.socket is not None:
+            self._connected.add(peer)
+            self._selector.register(peer.socket, selectors.EVENT_READ, partial(self._read, peer))
+
+    def _read(self, peer: _Peer) -> None:
+        if peer.socket is None:
+            return
+        try:
+            data = peer.socket.recv(64)
+        except BlockingIOError:
+            return
+        except ConnectionRefusedError:
+            peer.closed_at = time.monotonic() if peer.was_greeted else None
+            self._drop(peer)
+            return
+        except OSError:  # reset, or no route
+            data = b""
+        had_greeting, peer.received = len(peer.received) >= PACKET.size, peer.received + data
+        is_greeting, rest = is_packet(peer.received, peer.greeting), peer.received[PACKET.size :]
+        if is_greeting and not had_greeting:
+            self.has_met = peer.was_greeted = True
+            with contextlib.suppress(OSError):  # it has closed: that is read next
+                peer.socket.send(peer.contact.packet(Packet.WATCH, self._job))
+        if not data:
+            peer.must_connect = bool(is_greeting) and not rest
+            peer.closed_at = time.monotonic() if is_greeting and rest == _WELCOME else None
+        if not data or is_greeting is False or rest not in (b"", _WELCOME):
+            self._drop(peer)
+
+    def _drop(self, peer: _Peer) -> None:
+        self._connected.discard(peer)
+        if peer.socket is not None:
+            self._selector.unregister(peer.socket)
+            peer.socket.close()
+            peer.socket = None
+
+    # Connections of others.
+
+    def _greet(self, other: socket.socket, host: str) -> None:
+        caller = _Inbound(other, host, time.monotonic())
+        self._strangers.add(caller)
+        self._selector.register(other, selectors.EVENT_READ, partial(self._hear, caller))
+        with contextlib.suppress(OSError):  # it has gone: that is read next
+            other.send(self.contact.packet(Packet.GREETING, self._job))
+
+    def _hear(self, caller: _Inbound) -> None:
+        """A caller sends the answer to the greeting, and nothing after that; or it has gone."""
+        if caller not in self._strangers:
+            if caller in self._watchers:
+                self._disconnect(caller)
+            return
+        try:
+            data = caller.socket.recv(64)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        caller.received += data
+        is_watcher = is_packet(caller.received, self.contact.packet(Packet.WATCH, self._job))
+        if not data or is_watcher is False or len(caller.received) > PACKET.size:
+            self._disconnect(caller)
+        elif is_watcher:
+            self._strangers.discard(caller)
+            self._watchers.add(caller)
+            caller.has_asked = True
+            with contextlib.suppress(OSError):  # it has gone: that is read next
+                caller.socket.send(_WELCOME)
+
+    def _disconnect(self, caller: _Inbound) -> None:
+        self._strangers.discard(caller)
+        self._watchers.discard(caller)
+        self._selector.unregister(caller.socket)
+        caller.socket.close()
+
+
+def _weak(function: Callable[P, None]) -> Callable[[], Callable[P, None] | None]:
+    """A reference to a function; one to a method does not keep its object."""
+    return weakref.WeakMethod(function) if isinstance(function, MethodType) else lambda: function
+
+
+_all: weakref.WeakSet[LivenessMonitor] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for liveness in list(_all):
+        liveness.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

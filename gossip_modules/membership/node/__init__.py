@@ -1,1 +1,0 @@
-"""Several processes that are one worker of a membership."""

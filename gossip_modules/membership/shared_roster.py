@@ -1,0 +1,234 @@
+"""SharedRoster: the roster of a job in a key-value store, which may go and come back empty."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..transport.deadline import Deadline
+from ..transport.stores import BoundedStore, EndableStore
+from .address import connect_store, store_address
+from .background_log import log
+from .roster import GARBAGE, Roster
+
+_RECONNECT_SECONDS = 1.0
+_FRESH_SECONDS = 1.0  # after which the roster is read again, even where its version is the same
+_BACK_OFF_SECONDS = 0.002  # times the number of attempts to write the roster
+
+
+class SharedRoster:
+    """The roster of a job, as one value in a key-value store.
+
+    [Note: compare and set] To add events, a worker applies them to the roster that it knows, and writes the result if
+    the store still has that roster. Otherwise another worker was first: it applies them to the new one, and tries
+    again. So all events have one order, and the store never holds more than one roster. Readers poll a version number,
+    which writers increase. A writer may die before it does, so readers also look once a second.
+
+    [Note: store that came back] A store that was started again is empty, and has another epoch. The next update of each
+    worker posts its own roster as an event ("know") before any other. The first one restores the job.
+
+    Args:
+        store: a key-value store that the workers share; or "host:port", of one that `membership.serve` runs, or
+            "file:path", of a file with that address.
+        name: of the job, so that several may use one store.
+        timeout: of all requests of one update.
+        on_partition: see `Membership`.
+
+    Attributes:
+        roster: as last read or written; it is not changed but replaced.
+        num_epochs: of the store, that this worker has met.
+        ended: set when this worker has closed: waits in lent stores end.
+
+    Raises:
+        ConnectionError: the store does not answer within `timeout`.
+        ValueError: an address of another form.
+    """
+
+    def __init__(
+        self, store: dist.Store | str, *, name: str, timeout: timedelta, on_partition: str = "majority"
+    ) -> None:
+        self.name, self.timeout, self._given, self._on_partition = name, timeout, store, on_partition
+        self.ended = threading.Event()
+        self.roster = Roster(on_partition=on_partition)
+        self._text = ""  # of `roster`, in the store
+        self._version, self._read_at = -1, 0.0
+        self._must_restore = False
+        self._last_attempt = time.monotonic()
+        self._epoch, self.num_epochs = "", 0
+        self._store: BoundedStore | None = None
+        self._lock = threading.Lock()  # of `_clients`
+        self._updating = threading.Lock()  # of all else
+        self._clients: list[dist.Store] = []  # see [Note: lent clients]
+        self._connect_first()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the last request was answered."""
+        return self._store is not None
+
+    @property
+    def address(self) -> str:
+        """The address of the store."""
+        given = self._given
+        return store_address(given) if isinstance(given, str) else BoundedStore(given).address
+
+    def update(self, events: Sequence[Mapping[str, Any]] = ()) -> bool:
+        """Apply events to the roster in the store, and read it; False: the store cannot be reached now."""
+        with self._updating:
+            if self._store is None and not self._reconnect():
+                return False
+            try:
+                self._update(self._store, events, Deadline(self.timeout))  # type: ignore[arg-type]
+            except ConnectionError:
+                self._store = None
+                return False
+            return True
+
+    def _update(self, store: BoundedStore, events: Sequence[Mapping[str, Any]], deadline: Deadline) -> None:
+        if events or self._must_restore:
+            self._write(store, events, deadline)
+            return
+        version = store.add(self._key("version"), 0, what="reading the roster", timeout=deadline.left_for_gloo)
+        if version == self._version and time.monotonic() - self._read_at < _FRESH_SECONDS:
+            return
+        value = store.get(self._key("roster"), what="reading the roster", timeout=deadline.left_for_gloo)
+        text = (value or b"").decode(errors="replace")
+        if text != self._text:
+            self.roster, self._text = self._parsed(text), text
+        self._version, self._read_at = version, time.monotonic()
+
+    def _write(self, store: BoundedStore, events: Sequence[Mapping[str, Any]], deadline: Deadline) -> None:
+        """See [Note: compare and set]."""
+        known = [{"event": "know", "roster": self.roster.dumps()}] if self._must_restore else []
+        text = "" if self._must_restore else self._text
+        for num_attempts in itertools.count(1):
+            roster = self._parsed(text)
+            for event in (*known, *events):
+                roster.apply(event)
+            new, limit = roster.dumps(), deadline.left_for_gloo
+            was = store.compare_set(self._key("roster"), text, new, what="writing the roster", timeout=limit)
+            found = was.decode(errors="replace")
+            if found == new:
+                break
+            if deadline.is_over:
+                raise ConnectionError(f"other workers write the roster of job {self.name!r} again and again")
+            text = found
+            time.sleep(random.uniform(0.0, _BACK_OFF_SECONDS * num_attempts))
+        if new != text:
+            store.add(self._key("version"), 1, what="writing the roster", timeout=deadline.left_for_gloo)
+        self.roster, self._text, self._must_restore = roster, new, False
+
+    def _parsed(self, text: str) -> Roster:
+        if text:
+            try:
+                return Roster.loads(text, on_partition=self._on_partition)
+            except GARBAGE as error:
+                log.warning("job %s: the store has no roster of a job (%r): ignored", self.name, error)
+        return Roster(on_partition=self._on_partition)
+
+    @contextlib.contextmanager
+    def lent_store(
+        self, prefix: str, *, limit: timedelta | None = None, is_void: Callable[[], bool] = lambda: False
+    ) -> Iterator[dist.Store]:
+        """A store for the addresses of one group that is made inside, by one thread; connects within `limit`.
+
+        [Note: lent clients] A client of a TCPStore that waits lets no other thread ask, so each group that is made
+        needs one of its own. They are kept: for each new client a server looks up the name of its host, which may take
+        seconds, in which it answers nobody.
+        """
+        given = self._given
+        if not isinstance(given, (str, dist.TCPStore)):
+            yield self._endable(prefix, given, is_void)
+            return
+        epoch = self._epoch
+        with self._lock:
+            client = self._clients.pop() if self._clients else None
+        if client is None:
+            address = given if isinstance(given, str) else f"{given.host}:{given.port}"
+            within = Deadline(self._within(limit))
+            client = connect_store(address, self.timeout, was_lost=not self.is_connected, deadline=within)
+        yield self._endable(prefix, client, is_void)
+        with self._lock:  # one that has failed is not kept
+            if epoch == self._epoch:
+                self._clients.append(client)
+
+    def _endable(self, prefix: str, store: dist.Store, is_void: Callable[[], bool]) -> dist.Store:
+        own = dist.PrefixStore(self._key(prefix), store)
+        return EndableStore(own, self.ended, timeout=self.timeout, is_void=is_void)
+
+    def arrive(self, name: str) -> None:
+        """Note in the store that this worker has come to a meeting.
+
+        Raises:
+            ConnectionError: the store cannot be reached now.
+        """
+        self._asked.set(self._key(f"arrived/{name}"), "1", what="meeting others")
+
+    def has_arrived(self, name: str, *, limit: timedelta | None = None) -> bool:
+        """Whether a worker has noted this; within `limit` at most, where that is shorter. Raises as `arrive`."""
+        timeout = self._within(limit)
+        return self._asked.check(self._key(f"arrived/{name}"), what="meeting others", timeout=timeout)
+
+    def _within(self, limit: timedelta | None) -> timedelta:
+        return self.timeout if limit is None else min(limit, self.timeout)
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Delete keys of `arrive` and of groups over `lent_store` that are not needed any more."""
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            for key in keys:
+                self._asked.delete(self._key(key), what="cleaning up")
+
+    def _key(self, key: str) -> str:
+        return f"gossip/{self.name}/{key}"
+
+    @property
+    def _asked(self) -> BoundedStore:
+        if self._store is None:
+            raise ConnectionError(f"the store of the job at {self.address} cannot be reached")
+        return self._store
+
+    def _connect_first(self) -> None:
+        """Try again where the store ends meanwhile: another one may begin in time."""
+        deadline = Deadline(self.timeout)
+        while True:
+            try:
+                return self._connect(deadline)
+            except ConnectionError:
+                if deadline.is_over or not isinstance(self._given, str):
+                    raise
+            time.sleep(0.05)
+
+    def _reconnect(self) -> bool:
+        now = time.monotonic()
+        if now - self._last_attempt < _RECONNECT_SECONDS:
+            return False
+        self._last_attempt = now
+        try:
+            self._connect(Deadline(self.timeout))
+        except (ConnectionError, dist.DistError, RuntimeError):
+            return False
+        return True
+
+    def _connect(self, deadline: Deadline) -> None:
+        given = self._given
+        if isinstance(given, str):
+            given = connect_store(given, self.timeout, was_lost=self.num_epochs > 0, deadline=deadline)
+        store = BoundedStore(given, timeout=self.timeout)
+        mine, left = secrets.token_hex(8), deadline.left_for_gloo
+        epoch = store.compare_set(self._key("epoch"), "", mine, what="joining the job", timeout=left).decode()
+        if epoch != self._epoch:
+            self._must_restore = self.roster.view is not None
+            self.num_epochs, self._epoch = self.num_epochs + 1, epoch
+            self._text, self._version = "", -1
+            with self._lock:
+                self._clients.clear()
+        self._store = store

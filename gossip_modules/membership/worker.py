@@ -1,0 +1,329 @@
+"""LocalWorker: one start of a worker in its job, and the state that its threads share."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ..transport import threads
+from ..transport.deadline import Deadline
+from ..transport.threads import Waits
+from . import limits
+from .background_log import log
+from .donor import Donor
+from .generations import Generations
+from .liveness.contact import LifeSign, digest, probe
+from .liveness.monitor import LivenessMonitor
+from .roster import Roster
+from .shared_roster import SharedRoster
+from .view import Joiner, Member, View
+
+if TYPE_CHECKING:
+    from .participant import Change, ModelParticipant
+
+
+@dataclass
+class JobState:
+    """The settings of a membership, and the state that a worker keeps when it joins its job again.
+
+    Attributes:
+        store: of the roster.
+        name, timeout, min_workers: see `Membership`.
+        host: the address at which others reach this worker.
+        link_host: the same for Gloo; None: its own choice.
+        liveness_options: `interval` and `floor` of `LivenessMonitor`.
+        description: the options that all workers must agree on.
+        tracked: see `Membership.track`.
+        participant: the interface to the wrapper; None before the model is wrapped.
+        untold: changes of generation that the user's callbacks have not received.
+        steps_before: see [Note: clock] of `Generations`.
+        num_joins, num_deaths: since the start.
+        is_leaving: whether `Membership.leave` was called.
+        has_met: whether a listener of another worker was ever in reach.
+        has_warned: of a loopback address.
+        wake: set when the watcher has something to do.
+    """
+
+    store: SharedRoster
+    timeout: timedelta
+    min_workers: int
+    host: str
+    link_host: str | None
+    liveness_options: dict[str, float]
+    description: dict[str, str]
+    tracked: dict[str, Any] = field(default_factory=dict)
+    participant: ModelParticipant = None  # type: ignore[assignment]
+    untold: list[Change] = field(default_factory=list)
+    steps_before: int = 0
+    num_joins: int = 0
+    num_deaths: int = 0
+    is_leaving: bool = False
+    has_met: bool = False
+    has_warned: bool = False
+    wake: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def name(self) -> str:
+        return self.store.name
+
+    @property
+    def closed(self) -> threading.Event:
+        """Set when the membership is closed."""
+        return self.store.ended
+
+
+class LocalWorker:
+    """One start of a worker: its identity, its view of the job, and the events that it posts.
+
+    [Note: lock of a worker] `lock` guards the state of this object and of its parts, and `moved` is notified when the
+    roster, or the generations that are due, have changed. A thread that holds it waits for nothing else. The watcher
+    calls `turn` again and again; all other threads post events by `say`.
+
+    [Note: coming again] A worker may lose its place before its first generation: it was stopped, or out of reach, while
+    that formed, or the store came back without it. The watcher then posts "come" again, with another attempt, so that
+    events about earlier attempts are void.
+
+    Args:
+        job: see `JobState`.
+
+    Attributes:
+        id: of this start.
+        roster: as last read.
+        unsent: events to post.
+        coming: the event "come"; None before this worker comes.
+        attempt: the latest attempt of this worker in the join queue; -1: it was never there.
+        num_comings: how often it has come.
+        is_founder: whether it begins with the model of the first worker, and not with a donor's.
+        loaded: the `Joiner.key` of the state that it has loaded, which the watcher posts; None: it has none.
+        receiving: the attempt of the donor that sends the state now, and the waits for it.
+        is_excluded: whether the job goes on without this worker.
+        can_rejoin: whether an excluded worker has reached another one.
+        is_cut_off: whether it has reached none.
+        has_stopped: see [Note: errors that end a loop].
+        next_probe: when an excluded worker looks for others again.
+    """
+
+    def __init__(self, job: JobState) -> None:
+        self.job = job
+        self.id = time.time_ns() // 1000 * 1000 + random.SystemRandom().randrange(1000)
+        self.lock = threading.RLock()
+        self.moved = threading.Condition(self.lock)
+        self.roster = Roster()
+        self.unsent: list[Mapping[str, Any]] = []
+        self.coming: Mapping[str, Any] | None = None
+        self.attempt, self.num_comings = -1, 0
+        self.is_founder = False
+        self.loaded: tuple[int, int] | None = None
+        self.receiving: tuple[int, Waits] | None = None
+        self.is_excluded = self.can_rejoin = self.is_cut_off = self.has_stopped = False
+        self.next_probe, self._next_doubt = 0.0, 0.0
+        self._num_queries, self._num_epochs = 0, job.store.num_epochs
+        self.liveness: LivenessMonitor | None = None
+        self.generations = Generations(self)
+        self.donor = Donor(self)
+
+    @property
+    def joiner(self) -> Joiner | None:
+        """This worker in the join queue."""
+        return self.roster.joiners.get(self.id)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether it is in the generation that trains, or in the one that is being formed."""
+        return any(member.id == self.id for member in self.roster.present())
+
+    def start_liveness(self) -> LivenessMonitor:
+        generations, options = self.generations, self.job.liveness_options
+        told = {"on_silent": generations.on_silent, "on_ended": generations.on_ended}
+        self.liveness = LivenessMonitor(self.id, job=self.job.name, host=self.job.host, **told, **options)  # type: ignore[arg-type]
+        return self.liveness
+
+    def say(self, event: Mapping[str, Any]) -> None:
+        """Have the watcher post an event."""
+        with self.lock:
+            self.unsent.append(event)
+        self.job.wake.set()
+
+    def wait_until(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
+        """Wait for `condition`, `leave`, the end of the membership or the deadline; returns the condition."""
+        with self.moved:
+            while not (condition() or self.job.closed.is_set() or self.job.is_leaving or deadline.is_over):
+                self.moved.wait(min(limits.POLL, deadline.left))  # `leave` notifies nobody: a signal may call it
+            return condition()
+
+    def known_members(self) -> list[Member]:
+        views: tuple[View | None, ...] = (self.generations.active, self.roster.forming, self.roster.view)
+        return [member for view in views if view is not None for member in view.members]
+
+    def lost(self) -> tuple[int, ...]:
+        """See `Membership.lost`; of this process."""
+        transport = self.generations.transport
+        return () if transport is None else tuple(sorted(transport.names[i] for i in transport.lost))
+
+    def stats(self) -> dict[str, float]:
+        """See `Membership.stats`; of this process."""
+        view, deadlines = self.generations.active, [0.0]
+        if view is not None and self.liveness is not None:
+            deadlines += [self.liveness.deadline(worker) for worker in view.ids if worker != self.id]
+        return {
+            "generation": 0 if view is None else view.generation,
+            "live": 0 if view is None else len(view.members) - len(self.lost()),
+            "joins": self.job.num_joins,
+            "deaths": self.job.num_deaths,
+            "deadline": max(deadlines),
+        }
+
+    def release(self) -> None:
+        """Close all connections."""
+        if self.liveness is not None:
+            self.liveness.close()
+        if (receiving := self.receiving) is not None:
+            receiving[1].close()
+        self.generations.close()
+
+    # Reports of failures.
+
+    def report(self, worker: int, why: str, *, may_have_ended: bool, generation: int = 0) -> None:
+        """Report that a worker has failed; generation: see `FailureReport`."""
+        number = next((member.number for member in self.known_members() if member.id == worker), -1)
+        log.warning("job %s: rounds go on without worker %s: %s", self.job.name, number, why)
+        if may_have_ended:
+            threads.start(self._report_if_ended, worker, why, name="gossip-report")
+        else:
+            self._post_report(worker, why, is_sure=False, generation=generation)
+
+    def _post_report(self, worker: int, why: str, *, is_sure: bool, generation: int = 0) -> None:
+        about = {"of": worker, "why": why, "is_sure": is_sure, "generation": generation}
+        self.say({"event": "report", "by": self.id, **about})
+
+    def _report_if_ended(self, worker: int, why: str, is_reported: bool = False) -> None:
+        """In a thread of its own: report a worker, and whether its process has ended.
+
+        Workers that have given this one up have closed their connections with it, and live. If all of them counted as
+        ended, this worker would be the majority. So it asks their machines; only a refused connection shows that a
+        process has ended.
+
+        Args:
+            worker: whose connection has closed, or that was reported.
+            why: the reason, for logs.
+            is_reported: whether it was reported before; then it is only reported again if it has ended.
+        """
+        contacts = {member.id: member.contact for member in self.known_members() if member.id == worker}
+        has_ended = False
+        with contextlib.suppress(OSError):  # no descriptor is left here: nothing shows that it has ended
+            signs = probe(contacts, job=digest(self.job.name), seconds=limits.PROBE)
+            has_ended = signs.get(worker) is LifeSign.ENDED
+        if has_ended or not is_reported:
+            self._post_report(worker, why, is_sure=has_ended)
+
+    # The watcher.
+
+    def turn(self) -> float:
+        """Post events, read the roster, and act on it; returns the seconds until the next turn."""
+        with self.lock:
+            unsent, self.unsent = self.unsent, []
+        has_answer = self.job.store.update(unsent)
+        with self.moved:
+            if has_answer:
+                self._take(self.job.store.roster)
+            else:
+                self.unsent[:0] = unsent
+            self.generations.act()
+            self.donor.act()
+            self.moved.notify_all()
+            receiving, joiner = self.receiving, self.joiner  # the training thread ends it without the lock
+            attempt = -1 if joiner is None or joiner.refusal else joiner.attempt
+            if receiving is not None and (self.job.is_leaving or receiving[0] != attempt):
+                receiving[1].close()
+        self.generations.tidy()
+        self._ask_whether_reported_have_ended()
+        self._seek()
+        with self.lock:
+            is_busy = self.roster.forming is not None or bool(self.unsent) or self.generations.active is None
+        return limits.BUSY_POLL if is_busy and has_answer else limits.POLL
+
+    def _take(self, roster: Roster) -> None:
+        """Under the lock: take over what the store has."""
+        before, self.roster, generations = self.roster, roster, self.generations
+        if self.coming is not None and self.id in roster.founders:
+            self.is_founder = True
+            asked = self.coming["min_workers"]
+            if roster.num_founders > max(asked, before.num_founders if self.id in before.founders else 0):
+                log.warning(
+                    "job %s: got min_workers=%d, and %d of another worker: the first generation has so many; give all "
+                    "the same",
+                    self.job.name,
+                    asked,
+                    roster.num_founders,
+                )
+        if (joiner := self.joiner) is not None:
+            self.attempt, self.is_founder = joiner.attempt, False
+            if joiner.key == self.loaded and not joiner.is_loaded:  # not posted yet, or lost with the store
+                self.unsent.append({"event": "loaded", "id": self.id, "attempt": joiner.attempt})
+        if self._num_epochs != self.job.store.num_epochs:
+            self._num_epochs = self.job.store.num_epochs
+            generations.begin_epoch()
+        if self._must_come():
+            if self.num_comings and generations.active is None:
+                log.warning("job %s: this worker has lost its place before it began, and comes again", self.job.name)
+            self.num_comings += 1
+            self.unsent.append({**self.coming, "attempt": self.attempt + 1})  # type: ignore[dict-item]
+        if roster.num_queries != self._num_queries and self.is_member:
+            self.unsent.append({"event": "reply", "id": self.id})
+        self._num_queries = roster.num_queries
+
+    def _must_come(self) -> bool:
+        """See [Note: coming again]."""
+        has_begun = self.generations.active is not None or bool(self.generations.due)
+        return not (self.coming is None or has_begun or self.is_job_over or self.roster.has_place(self.id))
+
+    @property
+    def is_job_over(self) -> bool:
+        """Whether the job has ended while this worker was in its join queue."""
+        return self.attempt >= 0 and not self.roster.founders and not self.roster.present()
+
+    def _ask_whether_reported_have_ended(self) -> None:
+        """Once a second, ask the machines of reported workers that may live.
+
+        Where too few workers remain to go on without them, each that was stopped or cut off counts while it may live.
+        """
+        now = time.monotonic()
+        with self.lock:
+            reports = self.roster.reports
+            sure = {report.of for report in reports if report.is_sure}
+            doubted = {r.of: r.why for r in reports if r.of not in sure and r.of != self.id}
+            if self.is_excluded or not (doubted and self.is_member) or now < self._next_doubt:
+                return
+        self._next_doubt = now + limits.RETRY
+        for worker, why in doubted.items():
+            threads.start(self._report_if_ended, worker, why, True, name="gossip-report")
+
+    def _seek(self) -> None:
+        """Excluded from the job: look for a worker to join again. Until then this one trains on by itself."""
+        now = time.monotonic()
+        if not self.is_excluded or self.can_rejoin or now < self.next_probe:
+            return
+        with self.lock:
+            view = self.roster.view
+        self.next_probe = now + limits.RETRY
+        contacts = {} if view is None else {member.id: member.contact for member in view.members}
+        signs = probe(contacts, job=digest(self.job.name), seconds=limits.PROBE)
+        self.note_meetings()  # where there were none, perhaps no listener is in any worker's reach
+        self.can_rejoin = LifeSign.LIVES in signs.values() or (bool(signs) and not self.job.has_met)
+        if not (self.can_rejoin or self.is_cut_off):
+            self.is_cut_off = True
+            log.warning(
+                "job %s: the others go on without this worker, which reaches none of them: it trains on without them, "
+                "and joins again when it reaches one",
+                self.job.name,
+            )
+
+    def note_meetings(self) -> None:
+        """Keep whether this worker has ever reached another one."""
+        self.job.has_met = self.job.has_met or (self.liveness is not None and self.liveness.has_met)

@@ -1,0 +1,170 @@
+"""SharedRoster: one order of events for all, whatever becomes of the workers and of the store."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from gossip_modules.membership import shared_roster
+from gossip_modules.membership.address import connect_store
+from gossip_modules.membership.shared_roster import SharedRoster
+from gossip_modules.transport.stores import BoundedStore
+from tests.library.membership.stores import serve
+from tests.library.membership.test_roster import come, ids, job, report
+from tests.library.transport.clock import Clock
+
+TIMEOUT = timedelta(seconds=20)
+KEY = "gossip/job/roster"
+
+
+def numbers(shared: SharedRoster) -> list[int]:
+    """The founders, in their order."""
+    assert shared.update()
+    return list(shared.roster.founders)
+
+
+def test_all_read_the_same_events_in_one_order() -> None:
+    store = dist.HashStore()
+    first, second = (SharedRoster(store, name="job", timeout=TIMEOUT) for _ in range(2))
+    for i, shared in enumerate((first, second, first)):
+        assert shared.update([come(i)])
+    assert numbers(first) == numbers(second) == [0, 1, 2]
+    assert first.roster.dumps() == second.roster.dumps()
+    before = first.roster
+    assert numbers(first) == [0, 1, 2]
+    assert first.roster is before, "nothing has changed"
+    assert numbers(SharedRoster(store, name="another job", timeout=TIMEOUT)) == []
+
+
+def test_no_event_is_lost_where_many_write_at_once() -> None:
+    store = dist.HashStore()
+
+    def write(worker: int) -> None:
+        shared = SharedRoster(store, name="job", timeout=TIMEOUT)
+        for i in range(10):
+            assert shared.update([come(10 * worker + i, min_workers=1000)])
+
+    threads = [threading.Thread(target=write, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(numbers(SharedRoster(store, name="job", timeout=TIMEOUT))) == list(range(40))
+
+
+def test_the_store_holds_one_roster_however_long_the_job_lasts() -> None:
+    store = dist.HashStore()
+    shared = SharedRoster(store, name="job", timeout=TIMEOUT)
+    for _ in range(40):
+        assert shared.update([{"event": "query", "id": 0}])
+    assert store.num_keys() == 3  # epoch, version, roster
+
+
+def test_a_writer_that_dies_before_it_counts_the_version_up_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, store = Clock.begin(monkeypatch), dist.HashStore()
+    monkeypatch.setattr(shared_roster.time, "monotonic", lambda: clock.now)
+    reader = SharedRoster(store, name="job", timeout=TIMEOUT)
+    assert numbers(reader) == []
+    store.set(KEY, job(3).dumps())
+    assert reader.update()
+    assert reader.roster.view is None
+    clock.now += 2.0
+    assert reader.update()
+    assert ids(reader.roster) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("garbage", ["not json", "[1, 2]", "3", "{}", "[" * 200_000])
+def test_garbage_is_no_roster(garbage: str) -> None:
+    store = dist.HashStore()
+    shared = SharedRoster(store, name="job", timeout=TIMEOUT)
+    store.set(KEY, garbage)
+    assert numbers(shared) == []
+    assert shared.update([come(1)])
+    assert numbers(SharedRoster(store, name="job", timeout=TIMEOUT)) == [1]
+
+
+def test_a_store_that_came_back_gets_the_roster() -> None:
+    server = serve()
+    port = server.port
+    shared = SharedRoster(f"127.0.0.1:{port}", name="job", timeout=TIMEOUT)
+    assert shared.update([come(i, min_workers=2) for i in range(2)])
+    assert shared.roster.forming is not None
+    generation = shared.roster.forming.generation
+    ready = {"event": "ready", "generation": generation, "step": 0, "weight": 1.0}
+    assert shared.update([{**ready, "id": i} for i in range(2)])
+    assert ids(shared.roster) == (0, 1)
+    del server
+    assert not shared.update([report(0, 1)])
+    assert not shared.is_connected
+    server = serve(port)
+    early = SharedRoster(f"127.0.0.1:{port}", name="job", timeout=TIMEOUT)
+    assert early.update([come(8)])  # a worker that comes now, and knows nothing
+    assert list(early.roster.founders) == [8]
+    shared._last_attempt = 0.0  # it is time to connect again
+    assert shared.update()
+    assert ids(shared.roster) == (0, 1)
+    assert early.update()
+    assert ids(early.roster) == (0, 1)
+    assert not early.roster.has_place(8)
+    assert shared.num_epochs == 2
+    del server
+
+
+def test_a_worker_that_comes_while_the_store_is_started_again_meets_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ends between the connection and the answer to the first request."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ask, failures = BoundedStore.compare_set, [ConnectionError("Connection reset by peer")] * 2
+
+    def compare_set(self: BoundedStore, *arguments: Any, **options: Any) -> bytes:
+        if failures:
+            raise failures.pop()
+        return ask(self, *arguments, **options)
+
+    monkeypatch.setattr(BoundedStore, "compare_set", compare_set)
+    shared = SharedRoster(f"127.0.0.1:{server.port}", name="job", timeout=TIMEOUT)
+    assert not failures
+    assert shared.num_epochs == 1
+    assert shared.update([come(1)])
+    failures.append(ConnectionError("Connection reset by peer"))
+    client = connect_store(f"127.0.0.1:{server.port}", TIMEOUT)
+    monkeypatch.setattr(shared_roster, "connect_store", lambda *_, **__: client)  # in the time that is left it may fail
+    with pytest.raises(ConnectionError, match="reset by peer"):
+        SharedRoster(f"127.0.0.1:{server.port}", name="job", timeout=timedelta(0))
+
+
+def test_the_requests_of_one_update_share_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close()` makes it in the training thread: a store that answers late, twice, would hold it up for two."""
+    shared, clock = SharedRoster(dist.HashStore(), name="job", timeout=timedelta(seconds=10)), Clock.begin(monkeypatch)
+    given: list[float] = []
+
+    class Late:
+        def compare_set(self, key: str, expected: str, value: str, *, timeout: timedelta, **_: Any) -> bytes:
+            self.add(timeout=timeout)
+            return value.encode()
+
+        def add(self, *_: Any, timeout: timedelta, **__: Any) -> int:
+            given.append(timeout.total_seconds())
+            clock.now += 0.6 * given[-1]
+            return 1
+
+    shared._store = Late()  # type: ignore[assignment]
+    assert shared.update([come(1)])
+    assert given == pytest.approx([10.0, 4.0])
+
+
+def test_a_writer_that_others_are_always_ahead_of_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = SharedRoster(dist.HashStore(), name="job", timeout=timedelta(seconds=0.1))
+    rosters = [job(2).dumps(), job(3).dumps()]
+
+    def compare_set(*_: Any, **__: Any) -> bytes:
+        rosters.reverse()
+        return rosters[0].encode()
+
+    monkeypatch.setattr(BoundedStore, "compare_set", compare_set)
+    assert not shared.update([come(9)])
