@@ -18,7 +18,7 @@ from torch import Tensor
 from ..transport import threads
 from ..transport.base import Pending
 from ..transport.deadline import Deadline
-from ..transport.exchange import LATE, LinkClosedError, PointToPoint, Staging, fail
+from ..transport.exchange import LATE, LinkClosedError, PointToPoint, fail
 from ..transport.gloo import CPU, at_once, gloo_backend, gloo_group
 from ..transport.process_group import PROBE_TAG, ProcessGroupTransport
 from ..transport.threads import Waits
@@ -59,12 +59,16 @@ class LinkTransport(PointToPoint):
         *,
         on_lost: Callable[[int, str, bool], None],
     ) -> None:
-        self.rank, self.world_size, self.device = whole.rank, whole.world_size, whole.device
-        self.timeout, self.names, self.backend = whole.timeout, whole.names, whole.backend
         self._whole, self._links = whole, dict(links)
-        self._staging = Staging(self.device)
-        self._use = whole._use
-        self._group = None
+        super().__init__(
+            rank=whole.rank,
+            world_size=whole.world_size,
+            device=whole.device,
+            timeout=whole.timeout,
+            names=whole.names,
+            backend=whole.backend,
+            use=whole._use,
+        )
         self._on_lost = on_lost
         self.on_broken: Callable[[], None] | None = None
         self._is_whole_broken = False

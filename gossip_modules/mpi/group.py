@@ -28,7 +28,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     """A process group over an MPI communicator of its own. No operation blocks; `MpiWork` says how to wait for one.
 
     Tensors must be contiguous, on the CPU or a GPU. Messages are sent from and received into their memory directly;
-    those of a GPU go through pinned memory unless MPI is CUDA-aware. float16 and bfloat16 do not exist in MPI and are
+    GPU tensors go through pinned memory unless MPI is CUDA-aware. float16 and bfloat16 do not exist in MPI and are
     reduced as float32.
 
     Args:
@@ -120,7 +120,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._reduce(tensors, opts, root=opts.rootRank)
 
     def _reduce(self, tensors: list[Tensor], opts: Any, *, root: int | None = None) -> MpiWork:
-        """Each tensor <- its reduction over all ranks, on the root, or on all ranks if there is none."""
+        """Each tensor <- its reduction over all ranks, on the root, or on all ranks without a root."""
         kind = opts.reduceOp.op if opts is not None else dist.ReduceOp.SUM
         x = tensors[0] if len(tensors) == 1 else torch.cat([x.view(-1) for x in tensors])
         op = operation(kind, x.dtype)

@@ -92,7 +92,7 @@ def broadcast_state(transport: Transport, state: Any, *, source: int, what: str)
 
 
 def _difference(expected: Mapping[str, str | Sequence[str]], got: Mapping[str, str | Sequence[str]]) -> str:
-    """The first difference, in words; empty when there is none."""
+    """The first difference, in words; empty where nothing differs."""
     for key in dict.fromkeys([*expected, *got]):
         ours, theirs = got.get(key), expected.get(key)
         if ours == theirs:

@@ -1,4 +1,4 @@
-"""What gossip needs of a network, and of bytes on their way."""
+"""The protocol of a network that gossip runs over, and of messages that are under way."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from torch import Tensor
 
 
 class Pending(Protocol):
-    """Bytes on their way."""
+    """The messages of one round, which are under way."""
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when all have arrived and left, or raise TimeoutError or ConnectionError naming the peer.
+        """Return when all messages have been received and sent, or raise an error that names the peer.
 
         Args:
             timeout: None = the transport's own.
+
+        Raises:
+            TimeoutError, ConnectionError: a peer is late or gone.
         """
 
     def arrivals(self) -> Iterator[int]:
         """As `wait()`, chunk by chunk: yields 0, 1, ... as the tensors of that index may be touched again.
 
-        That is when those of all in-peers have arrived and those to all out-peers have left, since who mixes in place
-        writes over what was sent. On NCCL, which orders streams, all are yielded at once.
+        Then they were received from all in-peers and sent to all out-peers, since mixing in place writes over tensors
+        that were sent. On NCCL, which orders streams, all are yielded at once.
         """
 
 
 class ElasticPending(Pending, Protocol):
-    """Bytes on their way, over a transport on which rounds go on without peers that fail.
+    """The messages of a round over a transport on which rounds go on without peers that fail.
 
     Attributes:
         lost: peers that have failed, whose messages are not there.
@@ -39,7 +42,7 @@ class ElasticPending(Pending, Protocol):
 
 
 def is_elastic(transport: Transport) -> bool:
-    """Whether its rounds go on without peers that fail: what it gives is an `ElasticPending`."""
+    """Whether its rounds go on without peers that fail: `exchange` returns an `ElasticPending`."""
     return getattr(transport, "is_elastic", False)
 
 
@@ -49,12 +52,12 @@ def lost_peers(transport: Transport) -> Set[int]:
 
 
 def timeout_of(transport: Transport) -> timedelta:
-    """The limit of each of its waits; five minutes where it says none."""
+    """The limit of each of its waits, five minutes by default."""
     return getattr(transport, "timeout", timedelta(minutes=5))
 
 
 class Transport(Protocol):
-    """What gossip needs of a network; ranks are those of the group, tensors are contiguous."""
+    """A network that gossip runs over; ranks count within the group, tensors are contiguous."""
 
     rank: int
     world_size: int
@@ -79,8 +82,8 @@ class Transport(Protocol):
         Args:
             tag: the same at both ends, as are the sizes of the tensors.
             what: names the exchange in errors; "round <tag>" by default.
-            fill: called with 0, 1, ... just before the tensors of that index are sent, and after those before them
-                were: what it writes there is written while they are on the wire.
+            fill: called with 0, 1, ... just before the tensors of that index are sent, to write them: earlier tensors
+                are on the wire meanwhile.
         """
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:

@@ -118,7 +118,7 @@ def group_or_world(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup
 
 
 def _new_group(ranks: Sequence[int] | None, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A new group of these ranks, all of them if None; errors name who is missing, if the default group can."""
+    """A new group of these ranks, all of them if None; errors name missing ranks, if the default group can."""
     world, rank, size = group_or_world(None), dist.get_rank(), dist.get_world_size()
     members = list(range(size)) if ranks is None else list(ranks)
     subset = members if len(members) < size else None

@@ -15,7 +15,7 @@ class Deadline:
 
     [Note: one deadline] A function that waits twice, each time for `timeout`, stands still for twice as long as the
     user has allowed, and functions that call each other multiply that. So the function that begins an operation makes
-    one `Deadline`, and each wait of the operation takes what is `left` of it.
+    one `Deadline`, and each wait of the operation gets the seconds that are `left`.
 
     Args:
         limit: of all waits together, in seconds or as a timedelta.
@@ -57,7 +57,7 @@ class Deadline:
         return clock() >= self._end
 
     def extend(self, seconds: float) -> None:
-        """Allow so many seconds more: in these, what was waited for has come piece by piece."""
+        """Allow so many seconds more, in which a part of a large message has arrived."""
         self._end += seconds
 
 

@@ -30,7 +30,7 @@ _num_bytes = attrgetter("nbytes")  # of a tensor on the wire
 
 
 class Staging:
-    """A buffer for each tensor of another device: pinned memory for those of a GPU, kept from round to round.
+    """A buffer for each tensor of another device, kept from round to round: pinned memory for GPU tensors.
 
     Args:
         device: the device of messages on the wire; a tensor there needs no buffer.
@@ -128,12 +128,12 @@ class PendingExchange:
             is_send: whether it is sent.
         """
         link = self.link
-        if link.backend == "nccl":
-            self._batch.append(dist.P2POp(dist.isend if is_send else dist.irecv, x, link.names[peer], link.group))
-            return
         if peer in self.lost:
             return
         group, rank = link.route(peer)
+        if link.backend == "nccl":
+            self._batch.append(dist.P2POp(dist.isend if is_send else dist.irecv, x, link.names[peer], group))
+            return
         post = group.send if is_send else group.recv
         try:
             work = post([x], rank, link.wire_tag(self.tag, x.nbytes, total_bytes=total_bytes))
@@ -211,41 +211,39 @@ class PendingExchange:
 
 
 class PointToPoint(ABC):
-    """The rounds of a transport: messages between pairs of ranks; see `ProcessGroupTransport`."""
+    """The rounds of a transport: messages between pairs of ranks; see `ProcessGroupTransport`.
 
-    rank: int
-    world_size: int
-    device: torch.device  # where messages live on the wire
-    timeout: timedelta
-    names: Sequence[int]
-    num_bytes_sent: int
-    backend: str
-    _group: dist.ProcessGroup | None
-    _staging: Staging
-    _use: Use
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group.
-
-        Raises:
-            ValueError: it was released by `close()`.
-        """
-        if self._group is None:
-            raise ValueError(
-                f"rank {self.names[self.rank]}: got an operation among ranks {list(self.names)} after close(), which "
-                "has released their process group, expected it before; or pass a process group of your own"
-            )
-        return self._group
+    Args:
+        rank, world_size, device, names: see `Transport`.
+        timeout: for every wait.
+        backend: the name of the library that moves the bytes.
+        use: of the process group.
+    """
 
     is_elastic = False  # see `Transport`
     has_listener = False  # a `Listener` waits for messages without a limit
     board: ChangeBoard | None = None  # see [Note: changes that not all ranks make]
     waits: Waits | None = None  # which can be given up; see [Note: waits that do not end]
 
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout: timedelta,
+        names: Sequence[int],
+        backend: str,
+        use: Use,
+    ) -> None:
+        self.rank, self.world_size, self.names = rank, world_size, names
+        self.device, self.timeout, self.backend = device, timeout, backend
+        self.num_bytes_sent = 0
+        self._use, self._staging = use, Staging(device)
+
+    @abstractmethod
     def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
         """The group that messages to and from a peer go over, and its rank there."""
-        return self.group, peer
 
     def loses(self, peer: int, error: RuntimeError, seconds: float) -> bool:
         """Called when a message to or from a peer has failed; returns whether rounds go on without it."""
@@ -334,8 +332,8 @@ class PointToPoint(ABC):
 
         Args:
             tag: the round.
-            num_bytes: of what is sent at once.
-            total_bytes: of the message that they are a chunk of; None: they are all.
+            num_bytes: of the chunk.
+            total_bytes: of the message to which the chunk belongs; None: the chunk is the message.
         """
         rest = 0 if total_bytes is None else total_bytes - num_bytes
         size = (num_bytes + 31 * rest) % ((1 << SIZE_BITS) - 3)  # a prime: lengths of vectors differ by powers of two
@@ -343,7 +341,7 @@ class PointToPoint(ABC):
 
 
 def fail(error: RuntimeError, *, rank: int, what: str, seconds: float, timeout: timedelta, note: str = "") -> NoReturn:
-    """Raise the error of a backend as one that names the ranks, and the seconds that were waited.
+    """Raise the error of a backend with the names of the ranks, and the seconds of the wait.
 
     Raises:
         TimeoutError: about `timeout` had passed.

@@ -30,8 +30,8 @@ class Note(NamedTuple):
 
     Attributes:
         rank: the rank that failed.
-        blamed: the ranks that it has waited for, and how it has seen them: GONE, SILENT, or what they did not do.
-        what: what it was doing, or, if it is the cause, the reason: "failed: ...".
+        blamed: the ranks that it has waited for, and how it has seen them: GONE, SILENT, or "did not ...".
+        what: its operation, or, if it is the cause, the reason: "failed: ...".
         is_cause: whether it blames no other rank.
     """
 
@@ -46,7 +46,7 @@ class Cause(NamedTuple):
 
     Attributes:
         ranks: these; empty: not known.
-        text: the same in words, or what is known instead; may be empty.
+        text: the same in words, or other facts about the failure; may be empty.
     """
 
     ranks: frozenset[int]

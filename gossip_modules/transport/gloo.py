@@ -42,8 +42,8 @@ def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
         rank: of the caller.
         world_size: the number of ranks.
         timeout: of connecting, and of every wait that gives none.
-        host: a name or address of this machine, at which the other ranks reach it; None: those of the
-            environment variable GLOO_SOCKET_IFNAME, interfaces with commas between them, or what Gloo chooses.
+        host: a name or address of this machine, at which the other ranks reach it; None: the interfaces in the
+            environment variable GLOO_SOCKET_IFNAME, with commas between them, or the choice of Gloo.
 
     Raises:
         RuntimeError: a rank does not come in time.

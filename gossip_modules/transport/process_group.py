@@ -80,17 +80,17 @@ class ProcessGroupTransport(PointToPoint):
         names: Sequence[int] | None = None,
         notes: FailureNotes | None = None,
     ) -> None:
+        super().__init__(
+            rank=group.rank(),
+            world_size=group.size(),
+            device=device,
+            timeout=timeout,
+            names=range(group.size()) if names is None else names,
+            backend=backend_of(group, device),
+            use=Use(group),
+        )
         self._group: dist.ProcessGroup | None = group
-        self.device = device
-        self.timeout = timeout
-        self.rank = group.rank()
-        self.world_size = group.size()
-        self.names = range(self.world_size) if names is None else names
-        self.num_bytes_sent = 0
-        self.backend = backend_of(group, device)
         self.notes = notes
-        self._staging = Staging(device)
-        self._use = Use(group)
         # At the exit of the interpreter groups end with the process.
         self._lost = weakref.finalize(self, self._use.lose)
         self._lost.atexit = False
@@ -104,6 +104,24 @@ class ProcessGroupTransport(PointToPoint):
         )
         other.waits = self.waits
         return other
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            ValueError: it was released by `close()`.
+        """
+        if self._group is None:
+            raise ValueError(
+                f"rank {self.names[self.rank]}: got an operation among ranks {list(self.names)} after close(), which "
+                "has released their process group, expected it before; or pass a process group of your own"
+            )
+        return self._group
+
+    def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
+        """See `PointToPoint`."""
+        return self.group, peer
 
     @property
     def is_closed(self) -> bool:
@@ -160,7 +178,7 @@ class ProcessGroupTransport(PointToPoint):
         Staging.copy_back([(out, gathered)])
 
     def barrier(self, *, what: str) -> None:
-        """Return when every rank has come; blocking. Errors as those of `all_reduce`."""
+        """Return when every rank has come; blocking. Errors as of `all_reduce`."""
         if self.backend == "gloo":
             self._meet(what, time.monotonic())
         else:
@@ -209,7 +227,7 @@ class ProcessGroupTransport(PointToPoint):
     def watch_changes(
         self, *, step: Callable[[], int], tensors: Callable[[], list[str]], end_waits: Callable[[], None] | None = None
     ) -> None:
-        """From now on ranks may change what they exchange: see `ChangeBoard`, which also has the arguments.
+        """Let ranks change the tensors that they exchange: see `ChangeBoard`, which also has the arguments.
 
         end_waits: a bound method; None: `close_connections`.
         """
@@ -267,7 +285,7 @@ class ProcessGroupTransport(PointToPoint):
         peers: Sequence[int] = (),
         blamed: Mapping[int, str] | None = None,
     ) -> NoReturn:
-        """Raise the error of a backend as one that names the ranks that were waited for, and the first that failed.
+        """Raise the error of a backend with the names of the late ranks, and of the rank that failed first.
 
         See [Note: who failed first].
 

@@ -23,7 +23,7 @@ _MAKES = {name: factory for factory, name in _FACTORIES.items()}  # by which a d
 def encode(state: Any) -> tuple[Any, list[Tensor]]:
     """A tree of dicts, lists, tuples, numbers, strings and tensors as JSON values, and its tensors, as they are.
 
-    An OrderedDict, a Counter, a torch.Size and a defaultdict of plain values stay what they are.
+    An OrderedDict, a Counter, a torch.Size and a defaultdict of plain values keep their types.
 
     Raises:
         TypeError: a value of another type, also one derived from these; or a tensor that is not plain, such as a sparse

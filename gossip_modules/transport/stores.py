@@ -23,13 +23,13 @@ _REQUEST = timedelta(seconds=0.4)  # of records
 
 
 class BoundedStore:
-    """The requests of this process to one store, each with a limit of time and an error that says what was asked.
+    """The requests of this process to one store, each with a limit of time and an error that names the request.
 
     [Note: store requests] The client of a TCPStore waits for ever when the process that serves it is stopped or cut
-    off, whatever its timeout. So a daemon thread sends the requests to a TCPStore, one after the other, and who asks
+    off, whatever its timeout. So a daemon thread sends the requests to a TCPStore, one after the other, and the caller
     waits for that thread. A request that was given up stays with the thread, and is carried out if the store answers
-    again; until then others fail as soon as it has been there for as long as they would wait. Stores without a server,
-    in memory or in a file, are asked directly.
+    again; until then a later request fails when the earlier one has been under way for the timeout of the later one.
+    Stores without a server, in memory or in a file, are asked directly.
 
     Args:
         store: of any kind.
@@ -56,7 +56,7 @@ class BoundedStore:
             key: of the number.
             amount: may be 0.
             what: is done, for errors: "adding 1 to the progress of the job".
-            timeout: None: that of the constructor.
+            timeout: None: as in the constructor.
 
         Raises:
             ConnectionError: the store has failed, or has not answered in time.
@@ -72,7 +72,7 @@ class BoundedStore:
         return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None, what, timeout)
 
     def compare_set(self, key: str, expected: str, value: str, *, what: str, timeout: timedelta | None = None) -> bytes:
-        """Put `value` under `key` if `expected` is there ("": nothing); what is there afterwards. See `add`."""
+        """Put `value` under `key` if `expected` is there ("": nothing); returns the value afterwards. See `add`."""
         return self._ask(lambda: self._store.compare_set(key, expected, value), what, timeout)
 
     def delete(self, key: str, *, what: str, timeout: timedelta | None = None) -> None:

@@ -80,8 +80,8 @@ def result_of(reply: Reply, *, timeout: float | None = None) -> Any:
 class Waits:
     """Waits that another thread can end.
 
-    [Note: waits that do not end] When a connection closes, Gloo ends the waits for messages of which no byte has moved
-    yet. A message that is half sent or half received is in none of the lists that it goes through, nor is a message
+    [Note: waits that do not end] When a connection closes, Gloo ends the waits for messages that have not begun to
+    move. A message that is half sent or half received is in none of the lists that it goes through, nor is a message
     that was posted while the connection was closing. A wait for such a message lasts for its whole timeout, whatever
     becomes of the connection, and cannot be interrupted. So a thread of its own makes each wait, and stays in it when
     the wait is given up; no byte is written to its buffer any more, as the connection is closed. A thread whose wait
