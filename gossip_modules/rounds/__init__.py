@@ -1,4 +1,4 @@
-"""What an algorithm is written with: the base classes, its memory, its requests and vectors."""
+"""The parts that you write an algorithm with: the base classes, the memory, the requests and the vectors."""
 
 from .algorithm import Algorithm
 from .memory import Memory

@@ -1,4 +1,4 @@
-"""Algorithm: the base of all methods that run in rounds. An algorithm writes its settings and one round."""
+"""Algorithm, the base class of all methods that run in rounds, and Over, an algorithm composed of two others."""
 
 from __future__ import annotations
 
@@ -22,52 +22,58 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Algorithm(ABC):
-    """What a round makes of the models of the ranks.
+    """A method of decentralised training: its settings, and one round as a generator.
 
-    An algorithm is a frozen dataclass: its fields are its settings, so that one object may serve several wrappers. Its
-    `round` is a generator that asks with `yield` and goes on with the answer: `Mix(x)`, `Average(x)`, `Share(message)`,
-    `Exchange(messages)`, `Gather(message)`. What it keeps from round to round is in its `Memory`. It knows nothing of
-    processes, threads, devices, checkpoints or workers that fail; drivers do.
+    An algorithm is a frozen dataclass whose fields are its settings, so that one object may serve several wrappers.
+    `round` yields requests (`Mix(x)`, `Average(x)`, `Share(message)`, `Exchange(messages)`, `Gather(message)`) and
+    goes on with the replies. The state from round to round is in a `Memory`. An algorithm has no code for processes,
+    threads, devices, checkpoints or failed workers; drivers handle these.
 
-    A round is a transaction: it changes `v.x` and the vectors of its memory only after the last answer. Where a peer is
-    lost, or an answer is refused, the driver closes the generator, and all is as before the round. Vectors of
-    `m.scratch` are free at all times. `v.x` is written once, or only added to, as the last thing; `Mix(v.x)`, if there
-    is one, is the last request.
+    A round is a transaction. It changes `v.x` and the vectors of its memory only after the last reply. If a peer is
+    lost or a reply is refused, the driver closes the generator, and model and memory are as before the round. A round
+    may change vectors of `m.scratch` at any time. It writes `v.x` once, or only adds to it, as its last action.
+    `Mix(v.x)`, if there is one, is the last request.
 
     Attributes:
-        short_name: the name that `algorithm=` and `--recipe` take, a word in lower case.
-        title, summary, paper: for help and documentation: the name in tables, a sentence about what it does, and the
-            publication.
-        is_plain: whether a round is `yield Mix(v.x)` and nothing else, which drivers do without a generator.
-        needs_current: whether a round must be about the model of the last step, so that it cannot overlap training.
-        mixes_several: whether a round asks for more than one `Mix`, which must all be by W(t) then: not by the rounds
-            of another algorithm, whose memory is of one vector.
-        keeps_models: whether it keeps models of peers from round to round, so that it would undo exact averages
-            in between, and cannot overlap either.
-        is_skippable: whether a rank may leave a round out after it has received the answers. False where peers count on
-            what it remembers of the round.
+        short_name: the name that `algorithm=` and `--recipe` accept, a word in lower case.
+        title, summary, paper: the name in tables, a description of one sentence, and the publication, for help and
+            documentation.
+        is_plain: whether a round is `yield Mix(v.x)` and nothing else. Drivers then run it without a generator.
+        needs_current: whether a round needs the model as the last step has left it. Such a round cannot overlap
+            training.
+        mixes_several: whether a round yields more than one `Mix`. All of them are then answered by W(t). The rounds of
+            an inner algorithm cannot answer them, because its memory belongs to one vector.
+        keeps_models: whether the algorithm keeps models of peers from round to round. It would undo exact averages in
+            between, and it cannot overlap training.
+        is_skippable: whether a rank may leave a round out after it has received the replies. False if peers rely on the
+            state that the round would have changed on this rank.
         needs_symmetric_weights: whether W(t) must be symmetric, on an undirected graph.
         needs_doubly_stochastic: whether W(t) must keep the mean.
         needs_static_graph: whether W(t) must be symmetric and never change.
-        needs_sgd: whether it reads and writes the momentum of the user's optimizer, which must be `torch.optim.SGD`.
-        takes_nesterov: whether that may have nesterov=True.
-        needs_gradients: with `needs_sgd`, whether a parameter without a gradient must be stepped by its momentum too.
-        follows_rate: whether its memory has vectors in units of the learning rate.
-        takes_push_sum: whether models may carry a push-sum weight, as where it mixes v.x and nothing else.
-        averages_exactly: whether rounds average over all ranks, rather than mix on a graph.
-        has_own_times: whether it says itself when its rounds are, so that it cannot answer each `Mix` of another one.
-        takes_wire_dtype: whether a narrow wire rounds what it mixes or averages. False where all messages are its own.
-        is_whole: whether a round leaves nothing out for later, as compressed ones do.
-        needs_whole_rounds: whether differences of ranks may grow where a round that mixes leaves something out.
-        writes_early: whether a round changes x or memory before its last answer, so that it is no transaction.
-        needs_inner_rate: whether `inner_rate` is to be asked.
-        keeps_links: whether it keeps something of each link that must be the same at both of its ends.
-        is_elastic: whether a round goes on without peers that fail, so that a membership may run it.
-        checks_messages: whether ranks number their messages, and compare before each one what they have sent each other
-            so far. False where that would take longer than it is worth, as where messages are models.
+        needs_sgd: whether the algorithm reads and writes the momentum of the user's optimizer, which must be
+            `torch.optim.SGD`.
+        takes_nesterov: whether that optimizer may have nesterov=True.
+        needs_gradients: with `needs_sgd`, whether the optimizer must also step parameters without a gradient; their
+            gradient is then zero.
+        follows_rate: whether the memory has vectors in units of the learning rate.
+        takes_push_sum: whether models may carry a push-sum weight, for example because a round only mixes v.x.
+        averages_exactly: whether rounds average over all ranks instead of mixing on a graph.
+        has_own_times: whether the algorithm decides at which steps its rounds run. Such an algorithm cannot be the
+            inner one of `Over`.
+        takes_wire_dtype: whether `wire_dtype=` applies to the vectors that the algorithm mixes or averages. False if
+            all its messages are its own.
+        is_whole: whether a round sends whole vectors. Compressed rounds leave a rest for later rounds.
+        needs_whole_rounds: whether differences between ranks may grow if the inner algorithm is not `is_whole`.
+        writes_early: whether a round changes x or the memory before its last reply, so that it is not a transaction.
+        needs_inner_rate: whether drivers call `inner_rate` after each optimizer step.
+        keeps_links: whether the memory has a state for each link, which must be equal at both ends.
+        is_elastic: whether a round continues without peers that fail. A membership needs such rounds.
+        checks_messages: whether each message has a header with its number and a digest of all earlier messages. False
+            where the check costs too much, for example because messages are whole models.
         takes_rows: whether a round works on the models of all ranks at once, stacked as the rows of one tensor [n, d].
-            False where it has a message for each peer, or looks into its messages.
-        has_equal_memory: whether all ranks keep the same vectors: a rank that misses a round takes those of others.
+            False if it sends each peer a message of its own, or reads the bytes of messages.
+        has_equal_memory: whether all ranks keep the same vectors. A rank that misses a round then takes the vectors of
+            another rank.
     """
 
     short_name: ClassVar[str] = ""
@@ -102,34 +108,36 @@ class Algorithm(ABC):
 
     @abstractmethod
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
-        """One round of one rank, after k optimizer steps; see the class."""
+        """Run one round of one rank, after k optimizer steps; see the class."""
 
     def is_due(self, k: int) -> bool:
-        """Whether there is a round after k optimizer steps; the same on all ranks."""
+        """Whether a round runs after k optimizer steps; equal on all ranks."""
         return True
 
     def averages_at(self, k: int) -> bool:
-        """Whether the round after k optimizer steps is one of those that average exactly, if the algorithm does."""
+        """Whether a round that averages exactly over all ranks runs after k optimizer steps."""
         return self.averages_exactly and self.is_due(k)
 
     @property
     def mixes(self) -> bool:
-        """Whether it ever mixes on a graph, so that graph and weights matter."""
+        """Whether some rounds mix on a graph, so that graph and weights matter."""
         return not self.averages_exactly
 
     @property
     def can_recover(self) -> bool:
-        """Whether it has a `recover`, which makes a model finite, so that no round is ever left out."""
+        """Whether the class overrides `recover`, which makes a model finite. No round is left out then."""
         return type(self).recover is not Algorithm.recover
 
     def begin(self, v: Vectors, m: Memory) -> None:
-        """Called once, where training begins: declare here what is to start as the model is then."""
+        """Declare the vectors that start as copies of the model; called once, when training begins."""
 
     def recover(self, v: Vectors, m: Memory) -> None:
-        """Where it `can_recover`: go back to a finite model, as v.x has infinities or NaN that are to be skipped."""
+        """Replace v.x, which has infinities or NaN, by a finite model; called if on_nonfinite="skip"."""
 
     def inner_rate(self, optimizer: Optimizer) -> float:
-        """The learning rate of a step that the model's own optimizer has just taken; `v.inner_rate` is the last one.
+        """Return the learning rate of the step that an optimizer of the model has just taken.
+
+        `v.inner_rate` is the last rate that this method returned.
 
         Args:
             optimizer: holds some of the model's parameters.
@@ -138,65 +146,69 @@ class Algorithm(ABC):
 
     @property
     def name(self) -> str:
-        """The name of the class, in checkpoints."""
+        """The name of the algorithm in checkpoints."""
         return type(self).__name__
 
     @property
     def parts(self) -> tuple[Algorithm, ...]:
-        """The algorithms that this one is made of: itself; see `Over`."""
+        """The algorithms that this one is composed of, the outermost first; see `Over`."""
         return (self,)
 
     def over(self, inner: Algorithm) -> Over:
-        """This algorithm, with `Mix` answered by the rounds of another one: `GASLoC().over(PowerGossip())`."""
+        """Compose this algorithm with an inner one whose rounds answer `Mix`: `GASLoC().over(PowerGossip())`."""
         return Over(self, inner)
 
     def default_graph(self, world_size: int) -> GraphManager | None:
-        """The graph where the user names neither graph nor weights; None: the wrapper's own default."""
+        """The graph if the user names neither graph nor weights; None: the default of the wrapper."""
         return None
 
     def default_mixing(self, world_size: int) -> MixingManager | None:
-        """The weights where the user names neither graph nor weights; None: those of the graph."""
+        """The weights if the user names neither graph nor weights; None: the default weights of the graph."""
         return None
 
     def step_size_on(self, mixing: MixingManager) -> float:
-        """The consensus step size gamma of this algorithm, whose rounds mix by about I + gamma (W - I)."""
+        """The consensus step size gamma: rounds of this algorithm mix by about I + gamma (W - I)."""
         return 1.0
 
     def check(self, mixing: MixingManager) -> None:
-        """Raise ValueError where the algorithm is wrong with these weights."""
+        """Raise ValueError if the algorithm does not work with these weights."""
         check_weights(self, mixing)
 
     def check_step(self, mixing: MixingManager, step: SGDStep) -> None:
-        """Raise ValueError where it is wrong with these weights and the rates of the first step of SGD."""
+        """Raise ValueError if the algorithm does not work with these weights and the rates of the first step of SGD."""
 
     def for_membership(self) -> Algorithm:
-        """The algorithm that runs among the workers of a membership, where peers fail, come and go; itself if it can.
+        """Return the algorithm to run in a membership, whose workers fail, join and leave: itself, or a variant.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the algorithm cannot run in a membership.
         """
         if not self.is_elastic:
             raise ValueError(
-                f"got {self} with a membership, expected an algorithm whose rounds go on without peers that fail, "
-                "which declares is_elastic = True; take another one, such as DPSGD()"
+                f"got {self} with a membership, expected an algorithm with is_elastic = True, whose rounds go on "
+                "without peers that fail; take another one, such as DPSGD()"
             )
         return self
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
-        """What all ranks must agree on. dtypes: of the parameters, in float32 at least."""
+        """Describe the settings that ranks compare when the model is wrapped.
+
+        Args:
+            dtypes: the dtypes of the parameters, widened to float32 at least.
+        """
         return str(self)
 
 
 @dataclass(frozen=True)
 class Over(Algorithm):
-    """An algorithm whose vectors are mixed by the rounds of another one; see `Algorithm.over`.
+    """A composition: rounds of an inner algorithm mix the vectors of an outer one; see `Algorithm.over`.
 
-    The round of the outer algorithm runs as it is, and each of its `Mix(x)` is a round of the inner algorithm about x,
-    with a memory of its own, `m.inner`. So a composition is an algorithm like any other, for all drivers.
+    The round of the outer algorithm runs unchanged. Each of its `Mix(x)` becomes a round of the inner algorithm about
+    x, with the memory `m.inner`. The composition is itself an algorithm, so all drivers run it.
 
     Args:
-        outer: asks for `Mix`.
-        inner: answers.
+        outer: the algorithm that yields `Mix`.
+        inner: the algorithm whose rounds answer `Mix`; may be an `Over` too.
     """
 
     outer: Algorithm
@@ -206,26 +218,26 @@ class Over(Algorithm):
         outer, inner = self.outer, self.inner
         if not isinstance(inner, Algorithm):
             raise ValueError(
-                f"got {inner!r} below {outer}, expected an algorithm whose rounds mix; pass an object of its class, "
-                "such as PowerGossip()"
+                f"got {inner!r} as the inner algorithm of {outer}, expected an algorithm whose rounds mix; pass an "
+                "object of its class, such as PowerGossip()"
             )
         if not (outer.mixes and outer.takes_wire_dtype):
             raise ValueError(
-                f"got {self}, expected one of them: the first one asks for no `Mix`, so that the second one would have "
-                "no rounds"
+                f"got {self}, expected one of them: the outer algorithm never yields `Mix`, so the inner one would "
+                "have no rounds"
             )
         first = inner.parts[0]
         if first.has_own_times:
             raise ValueError(
-                f"got {self}, expected one of them: the second one moves an anchor at times of its own, which is no "
-                "mixing for each round of the first one"
+                f"got {self}, expected one of them: the inner algorithm moves an anchor at its own times, so it cannot "
+                "mix in each round of the outer one"
             )
         if first.needs_current and not first.keeps_models and (first.needs_sgd or not outer.takes_push_sum):
-            raise ValueError(f"got {self}, expected one of them: both say what is made of the steps of a rank")
+            raise ValueError(f"got {self}, expected one of them: both change the optimizer steps of a rank")
         if outer.mixes_several and not first.is_plain:
             raise ValueError(
-                f"got {self}, expected plain gossip below the first one: it mixes two vectors in a round, and the "
-                "second one keeps what it has sent of one; take D2 or ExactDiffusion"
+                f"got {self}, expected plain gossip: the outer algorithm mixes two vectors in a round, and the inner "
+                "one keeps the state of one vector; take D2 or ExactDiffusion"
             )
         for names, combine in ((_IF_ANY, any), (_IF_ALL, all)):
             for name in names:
@@ -240,11 +252,11 @@ class Over(Algorithm):
 
     @property
     def parts(self) -> tuple[Algorithm, ...]:
-        """The algorithms, each over the next."""
+        """The algorithms of the composition, the outermost first."""
         return (self.outer, *self.inner.parts)
 
     def over(self, inner: Algorithm) -> Over:
-        """See `Algorithm`: the last one is over it."""
+        """See `Algorithm`; the new algorithm becomes the innermost one."""
         return Over(self.outer, self.inner.over(inner))
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
@@ -298,7 +310,7 @@ class Over(Algorithm):
         return self.inner.step_size_on(mixing)
 
     def relaxed(self, mixing: MixingManager) -> MixingManager:
-        """About the weights that answers to `Mix` are made by."""
+        """The weights by which a round of the inner algorithm mixes, up to compression."""
         step_size = self.inner.step_size_on(mixing)
         return mixing if step_size == 1.0 else RelaxedMixing(mixing, step_size)
 
@@ -309,15 +321,15 @@ class Over(Algorithm):
         if outer.averages_exactly and outer.mixes and inner.keeps_models:
             raise ValueError(
                 f"got {inner} between the exact averages of {outer}, expected an algorithm that keeps no models of "
-                "peers: it would relay those from before an average, and undo it; leave it out, or pass gossip_every=0"
+                "peers: it would relay models from before an average, and undo it; leave it out, or pass gossip_every=0"
             )
         if outer.needs_whole_rounds and not (inner.is_whole or inner.keeps_models):
             raise ValueError(
-                f"got {inner} with {outer}, expected plain gossip: its memory repeats what a round has changed, and "
-                "differences that compressed rounds leave out may grow by it from round to round; leave the inner "
-                "algorithm out. NoLoCo and GASLoC: or pass momentum=0 (NoLoCo: and pull <= 1), take "
-                "GASLoC(optimizer=...), or compress exact averages: SparseLoCo(). An algorithm of your own that leaves "
-                "nothing out declares is_whole = True"
+                f"got {inner} with {outer}, expected plain gossip: the memory of the outer algorithm repeats the "
+                "changes of earlier rounds, so differences that compressed rounds leave out may grow from round to "
+                "round; leave the inner algorithm out. With NoLoCo and GASLoC you can also pass momentum=0 (NoLoCo: "
+                "and pull <= 1), take GASLoC(optimizer=...), or compress exact averages: SparseLoCo(). If you wrote "
+                "the inner algorithm and its rounds leave nothing out, declare is_whole = True"
             )
         outer.check(self.relaxed(mixing))
 
@@ -368,7 +380,7 @@ _OF_OUTER = ("averages_exactly", "has_equal_memory", "has_own_times", "takes_wir
 
 
 def next_request(generator: Round, reply: object) -> Request | None:
-    """The next request of a round that gets this reply to the last one; None: the round has ended."""
+    """Send a reply into a round and return its next request; None: the round has ended."""
     try:
         return generator.send(reply)
     except StopIteration:
@@ -376,7 +388,11 @@ def next_request(generator: Round, reply: object) -> Request | None:
 
 
 def combined(*parts: object) -> tuple[Algorithm | None, list[object]]:
-    """The algorithms among the parts as one, each over the next; and the other parts, None in place of algorithms."""
+    """Compose the algorithms among the parts, each over the next.
+
+    Returns:
+        The composition, None if no part is an algorithm; and the list of parts with None in place of algorithms.
+    """
     found: Algorithm | None = None
     others: list[object] = []
     for part in reversed(parts):
@@ -387,7 +403,7 @@ def combined(*parts: object) -> tuple[Algorithm | None, list[object]]:
 
 
 def check_weights(algorithm: Algorithm, mixing: MixingManager) -> None:
-    """Raise ValueError where the weights lack what the algorithm declares that it needs."""
+    """Raise ValueError if the weights lack a property that the algorithm declares."""
     name = type(algorithm).__name__
     needs_symmetry = algorithm.needs_symmetric_weights or algorithm.needs_static_graph
     if needs_symmetry and not (mixing.graph.is_symmetric and mixing.is_symmetric):

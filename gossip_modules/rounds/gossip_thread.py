@@ -1,4 +1,4 @@
-"""The thread that rounds run on while training computes."""
+"""GossipThread: the thread on which rounds run while training computes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from datetime import timedelta
 from typing import TypeAlias
 
 _Jobs: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], float], Future[float]] | None]"
-_NUM_WAITS = 10  # of a round, at most; each of them is bounded by the timeout of the transport, and names its peer
+_NUM_WAITS = 10  # a round has at most so many waits; each ends at the timeout of the transport and names its peer
 _LOOK_SECONDS = 1.0
 
 
 class GossipThread:
-    """One daemon thread that runs jobs in order; a future carries the result or the exception.
+    """One daemon thread that runs jobs in order. A future carries the result or the exception of each job.
 
-    Not a ThreadPoolExecutor, whose thread keeps a failed program from ending until the last wait times out. An idle
-    thread is joined on close and at interpreter exit, where a thread inside C++ code would abort the process.
+    This is not a ThreadPoolExecutor, whose thread keeps a failed program from ending until the last wait times out.
+    `close` and the exit of the interpreter join an idle thread, because a thread that runs C++ code at exit would abort
+    the process.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,14 +34,14 @@ class GossipThread:
         self._end = weakref.finalize(self, _end, self._jobs, thread)
 
     def submit(self, job: Callable[[], float], future: Future[float] | None = None) -> Future[float]:
-        """Run `job` after those submitted before it.
+        """Run `job` after all jobs that were submitted before it.
 
         Args:
-            job: runs once, however often it is submitted with the same future.
-            future: of its result; None: a new one.
+            job: the function to run; it runs once, even if you submit it several times with the same future.
+            future: the future of the result; None: a new one.
 
         Raises:
-            RuntimeError: after `close()`, as nothing would run the job.
+            RuntimeError: the thread is closed, so nothing would run the job.
         """
         if not self._end.alive:
             raise RuntimeError(f"got a job for the thread {self._thread.name} after its close(), expected none")
@@ -49,15 +50,15 @@ class GossipThread:
         return future
 
     def result(self, future: Future[float], *, what: Callable[[], str], timeout: timedelta) -> float:
-        """Wait for a job that was submitted; its result, or the exception that it raised.
+        """Wait for a submitted job. Returns its result, or raises its exception.
 
         Args:
-            future: of `submit`.
-            what: says what the job does, and the ranks that it waits for; called for the error.
-            timeout: of one wait of the job.
+            future: the future that `submit` returned.
+            what: returns a description of the job and of the ranks that it waits for; called for the error.
+            timeout: the timeout of one wait of the job.
 
         Raises:
-            TimeoutError: the thread has ended without the job, or runs it for longer than its waits may take.
+            TimeoutError: the thread ended without the job, or the job runs longer than its waits may take together.
         """
         limit = _NUM_WAITS * timeout.total_seconds()
         start = time.monotonic()
@@ -73,7 +74,10 @@ class GossipThread:
         return future.result()
 
     def close(self) -> None:
-        """No more jobs. Waits for the thread for a second at most: a job may be waiting for a peer. Idempotent."""
+        """End the thread after the jobs submitted so far. Waits at most a second, as a job may wait for a peer.
+
+        Idempotent.
+        """
         self._end()
 
 
@@ -85,7 +89,7 @@ def _work(jobs: _Jobs) -> None:
                 future.set_result(job())
             except BaseException as error:  # noqa: BLE001 (the future raises it in the training thread)
                 future.set_exception(error)
-        del item, job, future  # nothing of a finished job may stay alive until the next
+        del item, job, future  # the objects of a finished job must not stay alive until the next job
 
 
 def _end(jobs: _Jobs, thread: threading.Thread) -> None:

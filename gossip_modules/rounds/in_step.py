@@ -1,4 +1,4 @@
-"""InStep: the rounds of n ranks in one process as n generators in step, for algorithms that look at their peers."""
+"""InStep: runs the rounds of n ranks in one process as n generators in step, for algorithms that look at peers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class InStep:
-    """The rounds of n ranks as n generators in step, each on its row; the driver answers all of them at once.
+    """The rounds of n ranks as n generators, each on its own row; the driver answers all of them at once.
 
     Args:
-        driver: answers.
+        driver: the driver that answers requests.
     """
 
     def __init__(self, driver: Stacked) -> None:
@@ -40,7 +40,13 @@ class InStep:
             self._driver.algorithm.begin(v, memory)
 
     def run(self, x: Vector, k: int, sgd: SGDStep | None) -> None:
-        """One round of all ranks. x: the models, [n, d], mutated; a `Snapshot` becomes the correction."""
+        """Run one round of all ranks.
+
+        Args:
+            x: the models, [n, d], mutated; a `Snapshot` becomes the correction.
+            k: the optimizer steps before the round.
+            sgd: the step of SGD since the last round; None: there was none.
+        """
         algorithm, ranks = self._driver.algorithm, self._vectors(x, sgd)
         self._run([algorithm.round(v, memory, k) for v, memory in zip(ranks, self.memories, strict=True)])
         for memory in self.memories:
@@ -51,7 +57,7 @@ class InStep:
             x.is_correction = True
 
     def _run(self, rounds: Sequence[Round]) -> None:
-        """The rounds of all ranks, to their end."""
+        """Run the rounds of all ranks to their end."""
         replies: Sequence[Any] = [None] * len(rounds)
         while requests := [r for r in map(next_request, rounds, replies) if r is not None]:
             assert len({type(request) for request in requests}) == 1, f"ranks ask for different things: {requests}"
@@ -102,7 +108,7 @@ class RowMail:
     """The messages of one rank; see `Mail`.
 
     Args:
-        mixing: the weights of all ranks, if there is a graph.
+        mixing: the weights of all ranks; None: there is no graph.
     """
 
     def __init__(self, mixing: MixingManager | None) -> None:
@@ -111,7 +117,7 @@ class RowMail:
         self._room: dict[object, MessageBuffer] = {}
 
     def begin_round(self, rank: int, t: int) -> None:
-        """Round t of that rank."""
+        """Begin round t of the rank."""
         self._weights = None if self._mixing is None else self._mixing.weights(rank, t)
 
     @property
@@ -149,12 +155,17 @@ class RowMail:
         return Message(None, self._room[place])
 
     def row_of(self, messages: Sequence[Message], rank: int) -> Received:
-        """The reply to `Share`. messages: of all ranks."""
+        """Return the reply to `Share`.
+
+        Args:
+            messages: the messages of all ranks.
+            rank: the rank that gets the reply.
+        """
         own = messages[rank]
         row = [(weight, _copy(messages[j], own.code)) for j, weight in self.weights.inp.items()]
         return Received([(self.weights.own - 1, own), *row], [rank, *self.weights.inp])
 
 
 def _copy(message: Message, code: Code | None) -> Message:
-    """A message as it has arrived: its sender may write the next one into the same memory."""
+    """Copy a message, as its sender may write the next one into the same memory."""
     return Message(code, MessageBuffer(message.buffer.sizes, message.buffer.raw.clone()))

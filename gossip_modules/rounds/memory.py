@@ -1,4 +1,4 @@
-"""Memory: everything that an algorithm keeps from one round to the next, with its whole life cycle."""
+"""Memory: the state of an algorithm from one round to the next, with checkpoints, moves and resets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .vector import Vector, widened
 
 
 class Kept(Protocol):
-    """An object that an algorithm keeps besides vectors, such as the factors of links."""
+    """An object with a state that `Memory.keep` keeps beside vectors."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -34,32 +34,32 @@ _T = TypeVar("_T")
 
 
 class _Entry(NamedTuple):
-    """A vector, and the arguments of `Memory.vector` that it was declared with."""
+    """A vector, and the arguments of `Memory.vector` that declared it."""
 
     vector: Vector
     policy: Mapping[str, Any]
 
 
 class Memory:
-    """What an algorithm keeps of one model: vectors, optimizers, and other objects, each by a name.
+    """The state of an algorithm for one model: named vectors, optimizers, links and other objects.
 
-    An algorithm declares a thing where it first uses it, and gets the same one from then on. The rest happens here, for
-    all algorithms: checkpoints, other devices, layers that are frozen or added, exact averages, new generations of a
-    membership, and workers that join.
+    An algorithm declares an entry where it first uses it, and gets the same object in later rounds. The memory handles
+    checkpoints, other devices, frozen and added layers, exact averages, new generations of a membership, and joining
+    workers, for all algorithms alike.
 
-    [Note: Sums over workers] A worker that dies takes with it what it keeps, and one that joins brings a copy of what
-    another one keeps too. Where an algorithm holds only while a vector has a certain sum over the ranks, that vector
-    starts anew with each generation (`generation="reset"`), at the same step on all workers: what it has learnt of the
-    differences between their data is learnt again. A checkpoint that is loaded under a membership, and the state for a
-    worker that joins, leave such vectors out. In the rounds between a death and the next generation the sum is wrong by
-    the share of the dead worker, about the size of a step.
+    [Note: Sums over workers] A worker that dies takes its vectors with it, and a worker that joins brings a copy of the
+    vectors of another worker. Some algorithms need a vector whose sum over the ranks has a certain value. Such a vector
+    restarts with each generation (`generation="reset"`), at the same step on all workers. It then adapts again to the
+    differences between the data of the workers. A checkpoint that is loaded under a membership, and the state for a
+    joining worker, leave such vectors out. Between a death and the next generation the sum is wrong by the share of the
+    dead worker, about the size of a step.
 
-    Vectors have float32 at least where the model is narrower, and no buffers. Where other tensors are trained than
-    before, the values of tensors that are still trained stay, and new tensors begin as declared.
+    Vectors have float32 at least, also for narrower models, and no buffers. If the set of trained tensors changes,
+    tensors that are still trained keep their values, and new tensors start as declared.
 
     Attributes:
-        num_rounds: rounds that have ended so far.
-        weights: the graph and its weights.
+        num_rounds: the number of rounds that have ended so far.
+        weights: a description of the graph and its weights.
     """
 
     def __init__(self, weights: str = "") -> None:
@@ -92,18 +92,20 @@ class Memory:
         in_units_of_rate: bool = False,
         of_weights: bool = False,
     ) -> Vector:
-        """The vector of that name.
+        """Return the vector with this name; the first call creates it.
 
         Args:
-            name: of the vector.
-            start: its values at first: zeros, or those of the model.
-            average: whether it stays after an exact average of all models, starts anew, or starts anew only where the
-                user has asked for the average, in a world whose ranks stay.
-            generation: whether it stays or starts anew where workers come or go; see [Note: Sums over workers].
-            join: whether a worker that joins gets the vector of its donor, or starts anew.
-            in_units_of_rate: whether it is made of steps, so that it is scaled where the learning rate changes.
-            of_weights: whether it is a sum over rounds with the same peers and weights, so that a checkpoint with
-                others is refused.
+            name: the name of the vector, also in checkpoints.
+            start: the first values: zeros, or the values of the model.
+            average: "keep" keeps the vector after an exact average of all models, "reset" restarts it, and "on_request"
+                restarts it only if the user asked for the average and no workers come or go.
+            generation: whether the vector is kept or restarts when workers join or leave; see
+                [Note: Sums over workers].
+            join: whether a joining worker gets the vector of its donor, or starts a new one.
+            in_units_of_rate: whether the vector is a sum of optimizer steps. It is then scaled when the learning rate
+                changes.
+            of_weights: whether the vector is a sum over rounds with the same peers and weights. A checkpoint with other
+                peers or weights is then refused.
         """
         entry = self._entries.get(name)
         if entry is None:
@@ -126,11 +128,20 @@ class Memory:
 
     @property
     def momentum(self) -> Vector:
-        """The momentum of the user's SGD, where the algorithm `needs_sgd`; after a round it is the optimizer's."""
+        """The momentum of the user's SGD, if the algorithm `needs_sgd`; written into the optimizer after a round."""
         return self.vector("momentum", average="on_request")
 
     def optimizer(self, name: str, make: Callable[[Sequence[Tensor]], Optimizer], of: Vector) -> Optimizer | None:
-        """The optimizer of that name, which `make` makes of the parts of a vector; None: the vector is empty."""
+        """Return the optimizer with this name; the first call creates it.
+
+        Args:
+            name: the name of the optimizer, also in checkpoints.
+            make: makes the optimizer from the parts of the vector.
+            of: the vector that the optimizer steps.
+
+        Returns:
+            The optimizer; None if the vector is empty.
+        """
         if name not in self._optimizers:
             if not of.parts:
                 return None
@@ -140,7 +151,7 @@ class Memory:
         return self._optimizers[name].optimizer
 
     def keep(self, name: str, make: Callable[[], _K]) -> _K:
-        """The object of that name, which `make` makes; it has `state_dict` and `load_state_dict`."""
+        """Return the object with this name; the first call creates it with `make`."""
         if name not in self._objects:
             self._objects[name] = make()
             if (state := self._loaded.get("objects", {}).pop(name, None)) is not None:
@@ -148,11 +159,11 @@ class Memory:
         return self._objects[name]  # type: ignore[return-value]
 
     def has(self, name: str) -> bool:
-        """Whether there is a vector of that name, or one in the checkpoint that was loaded."""
+        """Whether a vector with this name exists here or in the checkpoint that was loaded."""
         return name in self._entries or name in self._loaded.get("vectors", {})
 
     def forget(self, name: str) -> None:
-        """Keep the vector of that name no longer; it need not be there."""
+        """Drop the vector with this name, if it exists."""
         self._entries.pop(name, None)
         self._loaded.get("vectors", {}).pop(name, None)
 
@@ -163,12 +174,12 @@ class Memory:
         *,
         unpack: Callable[[Tensor], dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
-        """What is kept of the link to a peer. Both ends of a link begin again together.
+        """Return the state of the link to a peer; the first call creates it. Both ends of a link restart together.
 
         Args:
-            peer: at the other end.
-            make: what is there at first: numbers, tensors and lists of tensors, by name. Tensors keep their shapes.
-            unpack: makes it of the bytes that a checkpoint of 0.1.0 has.
+            peer: the rank at the other end.
+            make: returns the first state: numbers, tensors and lists of tensors, by name. Tensors keep their shapes.
+            unpack: converts the bytes in a checkpoint of version 0.1.0.
         """
         if peer not in self._links:
             link = make()
@@ -180,9 +191,9 @@ class Memory:
         return self._links[peer]
 
     def cached(self, key: object, make: Callable[[], _T]) -> _T:
-        """What `make` makes of the tensors that are trained, their device, the rank and the weights of its peers.
+        """Return a value that depends on the trained tensors, their device, the rank and the weights only.
 
-        It is made once, and again when one of these changes. Nothing of it is in a checkpoint.
+        `make` is called once, and again after one of these has changed. Checkpoints do not contain the value.
         """
         if key not in self._cached:
             self._cached[key] = make()
@@ -190,19 +201,19 @@ class Memory:
 
     @property
     def inner(self) -> Memory:
-        """The memory of the algorithm that this one is over; see `Over`."""
+        """The memory of the inner algorithm; see `Over`."""
         if self._inner is None:
             self._inner = Memory(self.weights)
         return self._inner
 
     def zeros(self) -> list[Tensor]:
-        """The parts of a new vector."""
+        """Return zeros with the shapes of the parts of a vector of this memory."""
         return [
             torch.zeros_like(x, dtype=x.dtype if x.element_size() >= 4 else torch.float32) for x in self._model.parts
         ]
 
     def scratch(self, name: str = "sent") -> Vector:
-        """A vector that is kept only for its memory: of any values at the beginning of a round; it can be mixed."""
+        """Return a vector whose values are undefined at the beginning of a round. `Mix` accepts it."""
         if name not in self._scratch:
             x = self._model
             if x.flat is None:
@@ -215,11 +226,11 @@ class Memory:
     # For drivers.
 
     def fit(self, x: Vector, *, who: object = None) -> None:
-        """Be of the tensors of x, on its device; called before each round.
+        """Adapt all entries to the trained tensors and the device of x; called before each round.
 
         Args:
             x: the model.
-            who: the algorithm, for a warning where it meets new tensors; None: nobody is warned.
+            who: the algorithm, for the warning about changed tensors; None: no warning.
         """
         self._x, devices = x, [part.device for part in x.parts]
         if x.flat is not None and x.flat.layout is self._scratch_layout and devices == self._devices:
@@ -240,8 +251,8 @@ class Memory:
         starts_anew = (has_new and bool(self._entries)) or bool(self._objects or self._links)
         if who is not None and not is_moved and starts_anew:
             warnings.warn(
-                f"{who}: other tensors are trained than before; vectors that it keeps of tensors that are still "
-                "trained stay, and all else starts anew",
+                f"{who}: other tensors are trained than before; the algorithm keeps its vectors for tensors that are "
+                "still trained, and starts anew with all else",
                 stacklevel=2,
             )
         is_same = is_moved and layout == old._layout  # on another device
@@ -252,10 +263,10 @@ class Memory:
         self.carry([old])
 
     def carry(self, old: Sequence[Memory]) -> None:
-        """Begin with the values that other memories have of the tensors of this one, such as those of other fragments.
+        """Copy the values that other memories hold for the tensors of this one, for example after a new cut.
 
         Args:
-            old: the memories that were kept before; together they have each of their tensors once.
+            old: the memories of all fragments before; together they have each of their tensors once.
         """
         self.num_rounds = old[0].num_rounds
         for name, entry in old[0]._entries.items():
@@ -276,11 +287,11 @@ class Memory:
         return runs(places_of(self._layout), parts)
 
     def release(self) -> None:
-        """The round is over, and so is the vector that it was about."""
+        """Drop the reference to the model of the last round."""
         self._x = None
 
     def new_tensors(self, x: FlatVector) -> list[Tensor]:
-        """The parameters of x that this memory has not kept anything of so far; views."""
+        """Return views of the parameters of x for which this memory has no values yet."""
         if x.layout is self._seen:
             return []
         known = places_of(self._layout) if self._entries else self._loaded.get("places")
@@ -290,7 +301,7 @@ class Memory:
         return new
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict(joins=True)` of another rank; the vectors that no other rank has stay."""
+        """Take over `state_dict(joins=True)` of another rank. Vectors with `join="zero"` keep their values."""
         own = {n: [x.clone() for x in e.vector.parts] for n, e in self._entries.items() if e.policy["join"] == "zero"}
         own = own if state.get("places") == places_of(self._layout) else {}
         inner = self._inner
@@ -298,7 +309,7 @@ class Memory:
         self._inner = inner
 
     def scale(self, rates: Rates | None) -> None:
-        """Scale vectors that are in units of the learning rate to these rates; see `RateUnits`."""
+        """Scale the vectors in units of the learning rate to these rates; see `RateUnits`."""
         self._units.put_back()
         if rates is not None:
             for name, policy in self._loaded.get("policies", {}).items():
@@ -310,21 +321,22 @@ class Memory:
             self._inner.scale(rates)
 
     def end_round(self) -> None:
-        """A round has ended."""
+        """Count a round that has ended."""
         self.num_rounds += 1
         self.put_back()
 
     def put_back(self) -> None:
-        """A round is over, whether it has ended or not: see `RateUnits.put_back`."""
+        """Restore scaled vectors after a round or a cancelled round; see `RateUnits.put_back`."""
         if self._units.kept:
             self._units.put_back()
         if self._inner is not None:
             self._inner.put_back()
 
     def forget_models(self, *, is_asked: bool = True) -> None:
-        """All models have become equal: vectors that are declared so start anew.
+        """Restart vectors as declared by `average`, because all models have become equal.
 
-        is_asked: whether the user has asked for the average, in a world whose ranks stay; links start anew then too.
+        Args:
+            is_asked: whether the user asked for the average and no workers come or go. Links then restart too.
         """
         if is_asked:
             self._links = {}
@@ -334,41 +346,46 @@ class Memory:
         self.forget_inner_models(is_asked=is_asked)
 
     def forget_inner_models(self, *, is_asked: bool = False) -> None:
-        """As `forget_models`, for the memory of the inner algorithm alone."""
+        """Do the same as `forget_models` for the memory of the inner algorithm alone."""
         if self._inner is not None:
             self._inner.forget_models(is_asked=is_asked)
 
     def begin_generation(self, weights: str) -> None:
-        """Workers have come or gone: vectors that are declared so start anew; see [Note: Sums over workers]."""
+        """Restart vectors as declared by `generation`: workers have joined or left. See [Note: Sums over workers]."""
         self._cached, self.weights = {}, weights
         self._reset(lambda policy: policy["generation"] == "reset")
         if self._inner is not None:
             self._inner.begin_generation(weights)
 
     def forget_peer(self, peer: int) -> None:
-        """Nothing is kept of the link to a peer any more."""
+        """Drop the state of the link to a peer."""
         self._links.pop(peer, None)
         if self._inner is not None:
             self._inner.forget_peer(peer)
 
     def renumber_links(self, ranks: Mapping[int, int]) -> None:
-        """Keep these links only. ranks: the new rank of each peer, by its old one."""
+        """Keep these links only, under new ranks.
+
+        Args:
+            ranks: the new rank of each peer, by its old rank.
+        """
         self._links = {ranks[peer]: link for peer, link in self._links.items() if peer in ranks}
         if self._inner is not None:
             self._inner.renumber_links(ranks)
 
     def reset(self) -> None:
-        """As before the first round."""
+        """Return to the state before the first round."""
         x, devices, layout = self._x, self._devices, self._layout
         self.__init__(self.weights)  # type: ignore[misc]
         self._x, self._devices, self._layout = x, devices, layout
 
     def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
-        """Everything that is kept; shares memory with this object.
+        """Return the whole state; shares memory with this object.
 
         Args:
-            joins: whether it is for a worker that joins, which gets what is declared so.
-            has_links: whether it has what is kept of links, which is of no use to a worker with other peers.
+            joins: whether the state is for a joining worker. It then leaves out vectors with `join="zero"` or
+                `generation="reset"`.
+            has_links: whether the state contains links. A worker with other peers cannot use them.
         """
         self._units.put_back()
         policies = {**self._loaded.get("policies", {}), **{name: e.policy for name, e in self._entries.items()}}
@@ -403,7 +420,7 @@ class Memory:
         return {name: value for name, value in state.items() if value or name == "num_rounds"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict()` gave; copies it. The next round uses it, and checks its shapes."""
+        """Load a copy of a state of `state_dict()`. The next round checks its shapes and uses it."""
         self.reset()
         self._loaded = copy.deepcopy({name: state[name] for name in _LOADED if name in state})
         self.num_rounds = state.get("num_rounds", 0)
@@ -412,7 +429,7 @@ class Memory:
             self.inner.load_state_dict(state["inner"])
 
     def parts_of(self, name: str) -> Sequence[Tensor]:
-        """The parts of a vector, as far as one of that name is kept; shares memory."""
+        """Return the parts of the vector with this name, empty if there is no such vector; shares memory."""
         if name in self._entries:
             return self._entries[name].vector.parts
         return self._loaded.get("vectors", {}).get(name, ())
@@ -425,7 +442,7 @@ class Memory:
         return self._x
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_x": None, "_scratch": {}, "_cached": {}}  # a copy has a model of its own
+        return {**self.__dict__, "_x": None, "_scratch": {}, "_cached": {}}  # a copy belongs to another model
 
     def _reset(self, is_reset: Callable[[Mapping[str, Any]], bool]) -> None:
         gone = [name for name, entry in self._entries.items() if is_reset(entry.policy)]
@@ -454,10 +471,10 @@ class Memory:
             )
 
     def _copy(self, name: str, vector: Vector, state: Sequence[Tensor]) -> None:
-        if (theirs := self._loaded.get("places")) is not None:  # of a donor, which may have trained other tensors
+        if (theirs := self._loaded.get("places")) is not None:  # the donor may have trained other tensors
             carry(runs(theirs, state), self._runs(vector.parts))
             return
-        if self._loaded.get("has_buffers") and len(state) == len(vector.parts):  # those of 0.1.0 end in buffers
+        if self._loaded.get("has_buffers") and len(state) == len(vector.parts):  # vectors of 0.1.0 end in buffers
             state = [x[: part.numel()] for x, part in zip(state, vector.parts, strict=True)]
         state, parts = ([x for x in side if x.numel()] for side in (state, vector.parts))
         found, own = [x.numel() for x in state], [x.numel() for x in parts]
@@ -470,7 +487,7 @@ class Memory:
             mine.copy_(theirs)
 
     def _fitting(self, state: Mapping[str, Any], of: Vector) -> Mapping[str, Any]:
-        """The state of the optimizer of a donor, which may have trained other tensors, as that of one of `of`."""
+        """Convert the state of a donor's optimizer, which may have trained other tensors, to the tensors of `of`."""
         theirs, mine = self._loaded.get("places"), places_of(self._layout)
         if theirs is None or theirs == mine:
             return state
@@ -491,7 +508,7 @@ class Memory:
 
 
 def _moved(kept: Any, device: torch.device) -> Any:
-    """Numbers, tensors, and containers of these, with the tensors on the device."""
+    """Move the tensors in a structure of numbers, tensors, dicts and lists to the device."""
     if isinstance(kept, Tensor):
         return kept.to(device)
     if isinstance(kept, dict):
@@ -509,7 +526,7 @@ def _check_link(link: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
 
 def _shapes(kept: Any) -> Any:
-    """The same, with the shape of a tensor in its place, and the type of a number."""
+    """Replace each tensor in a structure by its shape, and each number by the name of its type."""
     if isinstance(kept, Tensor):
         return tuple(kept.shape)
     if isinstance(kept, Mapping):

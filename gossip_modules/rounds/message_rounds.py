@@ -1,4 +1,4 @@
-"""MessageRounds: encoded messages to the peers of a round and from them, compared by their numbers and digests."""
+"""MessageRounds: exchanges encoded messages with the peers of a round, and compares their numbers and digests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Header:
     """The 8 bytes that are sent ahead of a message: its number and a checksum, both modulo 2**32.
 
     Args:
-        number: the number of the message among those of its sender.
+        number: the number of the message, counted by its sender.
         checksum: a number that the receiver computes as well and compares.
         device: the device of the 8 bytes.
     """
@@ -91,25 +91,29 @@ class MessageCheck:
         return lost
 
     def differing(self, transport: Transport, expected: Mapping[int, tuple[int, int]], *, t: int) -> Set[int]:
-        """The peers with which this rank does not hold the same, see [Note: links anew]; arguments as for `post`."""
+        """Return the peers whose number or checksum differs, and failed peers; arguments as for `post`."""
         self.post(transport, expected, t=t)
         lost = self._arrive(transport)
         pairs = self._headers.items()
         return {peer for peer, (mine, theirs) in pairs if peer in lost or mine.read() != theirs.read()}
 
     def _arrive(self, transport: Transport) -> Set[int]:
-        """Wait for the headers; the peers that have failed."""
+        """Wait for the headers; returns the peers that have failed."""
         pending, self._pending = self._pending, None
         assert pending is not None, "a header is posted with every message"
         pending.wait()
         return cast("ElasticPending", pending).lost if is_elastic(transport) else frozenset()
 
     def forget(self, peer: int) -> None:
-        """Begin a new digest with a peer."""
+        """Drop the digest of a peer, so that the next message starts a new one."""
         self._digests.pop(peer, None)
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Keep the digests of these peers only, under new ranks. ranks: the new rank of each, by its old one."""
+        """Keep the digests of these peers only, under new ranks.
+
+        Args:
+            ranks: the new rank of each peer, by its old rank.
+        """
         self._digests = {ranks[peer]: digest for peer, digest in self._digests.items() if peer in ranks}
 
     def add(self, peer: int, messages: Iterable[MessageBuffer]) -> None:
@@ -122,7 +126,7 @@ class MessageCheck:
         return {"peers": list(self._digests), "digests": list(self._digests.values())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the digests out of a state that holds them beside other things; an empty state has none."""
+        """Load the digests from a state, which may hold other entries too; an empty state resets them."""
         self._digests = dict(zip(state.get("peers", ()), state.get("digests", ()), strict=True))
 
 
@@ -139,25 +143,26 @@ def _require_equal(transport: Transport, peer: int, mine: tuple[int, int], their
         raise RuntimeError(
             f"{who}: rank {names[peer]} sent digest {theirs[1]} before message number {mine[0]}, expected {mine[1]}: "
             f"the two ranks have exchanged other messages or hold different states; {remedy}, and check the machines "
-            "if this comes back"
+            "if the error repeats"
         )
 
 
 class MessageRounds:
-    """Sends the messages of an algorithm, with the buffers of the model in front of them, and receives those of peers.
+    """Exchanges the messages of an algorithm with peers, with the buffers of the model in front of each message.
 
-    Messages are numbered and compared by digests: see [Note: out of step] of `MessageCheck`. A peer that fails is left
-    out of the round: see [Note: lost peers] of `Neighbours`.
+    Messages are numbered, and digests compare them: see [Note: out of step] of `MessageCheck`. A round goes on without
+    peers that fail: see [Note: lost peers] of `Neighbours`.
 
-    [Note: links anew] What is kept of the link to a peer that fails is dropped. If the peer lives all the same, it may
-    have dropped nothing, or have applied a message more. So at the first round over a link after the transport has
-    changed, both ends compare the number and the digest of its messages. Where these are equal, both keep what they
-    have; otherwise both drop it, and begin anew in this round. Links are known by the names of their ends. Checkpoints
-    of jobs with a membership have nothing of it: a worker that loads one may have other peers.
+    [Note: links anew] If a peer fails, this rank drops the state of the link to it. The peer may be alive all the same;
+    it may then have kept its state, or applied one more message. So when the transport has changed, both ends of a link
+    compare the number and the digest of its messages before the first round over it. If they are equal, both ends keep
+    the state of the link. Otherwise both drop it and start a new one in this round. Links are identified by the names
+    of their ends. Checkpoints of jobs with a membership contain no links, since the worker that loads one may have
+    other peers.
 
     Args:
-        memory: forgets links, or knows them under other ranks, when messages do.
-        has_links: whether the algorithm keeps something that must be the same at both ends of a link.
+        memory: the memory with the links of the algorithm, which are dropped and renumbered along with the messages.
+        has_links: whether the algorithm keeps a state that must be equal at both ends of a link.
         is_checked: whether numbers and digests are compared.
     """
 
@@ -165,23 +170,23 @@ class MessageRounds:
         self.has_links = has_links
         self._kept, self._is_checked = memory, is_checked
         self._message_check = MessageCheck()
-        self._numbers: dict[int, int] = {}  # of messages to each peer
+        self._numbers: dict[int, int] = {}  # the number of the next message to each peer
         self._buffers: dict[int, tuple[MessageBuffer, MessageBuffer]] = {}  # outgoing and incoming, by peer
-        self._lost: set[int] = set()  # of this transport's peers
-        self._compared: set[int] = set()  # those with which the state of the link was, on this transport
+        self._lost: set[int] = set()  # peers that have failed on this transport
+        self._compared: set[int] = set()  # peers with which the link was compared on this transport
         self._phase = 0
         self._checksums: Mapping[int, int] = {}
         self._inboxes: Mapping[int, Message] = {}
         self._pending: Pending | None = None
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
-        """Talk to these peers from now on."""
+        """Set the peers and the transport."""
         self.mixing, self.transport, self._is_elastic = mixing, transport, is_elastic(transport)
         self._row = Neighbours(mixing, transport)
 
     @property
     def sources(self) -> Sequence[int]:
-        """The peers of the last round that has begun."""
+        """The in-peers of the last round that has begun."""
         return self._row.in_peers
 
     @property
@@ -190,17 +195,17 @@ class MessageRounds:
         return self._row.buffer_weights.own
 
     def begin_round(self, x: Vector, t: int) -> None:
-        """Round t is about x; nothing is sent."""
+        """Begin round t for the vector x; sends nothing."""
         self._x, self._t, self._phase = x, t, 0
         self._is_planned = False
 
     def release(self) -> None:
-        """The vector of the last round is needed no more."""
+        """Drop the reference to the vector of the last round."""
         self._x = Vector(())
 
     @property
     def peers(self) -> Sequence[int]:
-        """The peers of the round that are there. The first look of a round compares links, see [Note: links anew]."""
+        """The live peers of the round. The first access in a round compares links: see [Note: links anew]."""
         if not self._is_planned:
             assert self._x.flat is not None, "messages carry the buffers of a flat vector"
             self._row.begin(self._t, self._x.flat.push_sum_weight)
@@ -208,7 +213,7 @@ class MessageRounds:
         return self._peers
 
     def _live_peers(self) -> tuple[int, ...]:
-        """Those of the round that have not failed; begins anew with some, see [Note: links anew]."""
+        """Return the peers of the round that have not failed, and restart links that differ: [Note: links anew]."""
         peers = tuple(peer for peer in self._row.in_peers if peer not in self._lost)
         new = [peer for peer in peers if peer not in self._compared] if self.has_links and self._is_elastic else []
         self._compared.update(new)
@@ -219,7 +224,7 @@ class MessageRounds:
         return peers
 
     def room_for(self, code: Code, x: Vector, *, key: object = "own") -> Message:
-        """A message of that code for vectors like x; its memory is used again for the next one of that key."""
+        """Return a message for vectors like x. The next message with the same key reuses its memory."""
         flat = self._x.flat
         assert flat is not None, "messages carry the buffers of a flat vector"
         shapes = tuple((part.dtype, part.numel()) for part in x.parts)
@@ -237,7 +242,7 @@ class MessageRounds:
         return [(torch.uint8, size) for size in num_bytes]
 
     def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
-        """See `Vectors.message`; in the first exchange of a round the buffers of the model are in front."""
+        """See `Vectors.message`. In the first exchange of a round the message begins with the buffers of the model."""
         flat = self._x.flat
         assert flat is not None, "messages carry the buffers of a flat vector"
         others = [(b.dtype, b.numel()) for b in flat.buffers] if self._phase == 0 else []
@@ -246,12 +251,17 @@ class MessageRounds:
     def _room(self, sizes: tuple[tuple[torch.dtype, int], ...], key: object) -> MessageBuffer:
         flat = self._x.flat
         assert flat is not None, "messages carry the buffers of a flat vector"
-        if not self._is_checked:  # messages are models, whose memory is free for training between rounds
+        if not self._is_checked:  # messages are whole models, whose memory training may use between rounds
             return MessageBuffer(sizes, flat.raw.device)
         return self._kept.cached((key, sizes), lambda: MessageBuffer(sizes, flat.raw.device))
 
     def row_of(self, message: Message, replies: Mapping[int, Message]) -> Received:
-        """See `Share`. message: went to all peers. replies: of the peers."""
+        """Return the reply to `Share`.
+
+        Args:
+            message: the message that was sent to all peers.
+            replies: the messages of the peers.
+        """
         weights, inp, names = self._row.weights, self._row.weights.inp, self.transport.names
         row = [(weights.own - 1, message), *((inp[j], reply) for j, reply in replies.items())]
         return Received(row, [names[j] for j in (self.transport.rank, *replies)])
@@ -259,7 +269,13 @@ class MessageRounds:
     def post(
         self, messages: Mapping[int, Message], buffers: Sequence[Tensor], *, checksums: Mapping[int, int] | None = None
     ) -> None:
-        """See `Exchange`; `wait` comes next. buffers: of the model, sent in the first exchange of a round."""
+        """Send messages and post the receives of the replies; call `wait` next. See `Exchange`.
+
+        Args:
+            messages: the message for each peer.
+            buffers: the buffers of the model, sent in the first exchange of a round.
+            checksums: see `Exchange`.
+        """
         num_others = len(buffers) if self._phase == 0 else 0
         for message in {id(m): m for m in messages.values()}.values():
             for field, mine in zip(message.buffer.fields[:num_others], buffers, strict=False):
@@ -278,7 +294,11 @@ class MessageRounds:
         )
 
     def wait(self, buffers: Sequence[Tensor]) -> dict[int, Message]:
-        """The replies to what was posted. buffers: of the model, mutated in the first exchange of a round."""
+        """Wait for the replies to the posted messages, and return them.
+
+        Args:
+            buffers: the buffers of the model, mutated in the first exchange of a round.
+        """
         self._wait()
         for j in self._buffers:
             self._numbers[j] = self._numbers.get(j, 0) + 1
@@ -291,9 +311,13 @@ class MessageRounds:
         return replies
 
     def gather(self, message: Message, buffers: Sequence[Tensor]) -> Received:
-        """See `Gather`. buffers: of the model, sent along; mutated to their mean over all ranks.
+        """Send a message to all ranks and return the messages of all ranks; see `Gather`.
 
-        On an elastic transport a second collective tells each rank that all have the messages, as in `ElasticAverage`.
+        On an elastic transport a second collective confirms that all ranks have the messages, as in `ElasticAverage`.
+
+        Args:
+            message: the message of this rank.
+            buffers: the buffers of the model, sent along; mutated to their mean over all ranks.
         """
         num_others = len(message.buffer.fields) - len(message.fields)
         for field, own in zip(message.buffer.fields[:num_others], buffers, strict=True):
@@ -334,7 +358,10 @@ class MessageRounds:
                 self._message_check.add(peer, buffers)
 
     def _message_number(self, peer: int) -> int:
-        """Of the next message. Workers of a membership have exchanged more or fewer messages, so the round counts."""
+        """Return the number of the next message.
+
+        Workers of a membership may have exchanged different numbers of messages, so they use the number of the round.
+        """
         if self._is_elastic and not self.has_links:
             return self._t * _PHASES + self._phase
         return self._numbers.get(peer, 0)
@@ -351,14 +378,14 @@ class MessageRounds:
                 add_(b, other, alpha=alpha)
                 add_(b, own, alpha=-alpha)
 
-    # Peers that fail, and transports that change.
+    # Failed peers and changed transports.
 
     def link_age(self, peer: int) -> int:
-        """A number that is the same at both ends of a link that is kept, and 0 where nothing is."""
+        """Return the number of messages over a link, equal at both ends; 0 if no state is kept for it."""
         return self._numbers.get(peer, 0)
 
     def _leave_out(self, lost: Set[int]) -> None:
-        """[Note: lost peers]; a peer that fails again is another one for what is kept."""
+        """Go on without these peers and drop their links: see [Note: lost peers]."""
         self._row.leave_out(lost)
         for peer in lost:
             self._buffers.pop(peer, None)
@@ -370,7 +397,7 @@ class MessageRounds:
         self._message_check.forget(peer)
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
-        """See `Mixer`; links are kept by the names of their ends."""
+        """See `Mixer`; links to peers whose names are still there are kept."""
         names, ranks = self.transport.names, {name: rank for rank, name in enumerate(transport.names)}
         for peer in self._lost:
             self._forget(peer)

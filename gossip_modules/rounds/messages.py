@@ -1,4 +1,4 @@
-"""Message: an encoded vector on its way to peers, and the messages that have come."""
+"""Message: an encoded vector, and Received: the messages of a round with their weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..flat.layout import align
 from .vector import Vector
 
 _ALIGNMENT = 8  # bytes; a tensor of any dtype may start there
-_MIN_BYTES = 4096  # of parameters; below it latency decides what a round costs, and no warning is given
-_MAX_EXACT = 0.5  # of the parameters' bytes; above it a 16-bit wire saves more than compressing the rest
+_MIN_BYTES = 4096  # for fewer bytes of parameters latency decides the cost of a round, and no warning is given
+_MAX_EXACT = 0.5  # above this share of exact bytes a 16-bit wire saves more than compressing the rest
 
 
 class MessageBuffer:
@@ -24,7 +24,7 @@ class MessageBuffer:
 
     Args:
         sizes: the dtype and the number of elements of each field.
-        memory: the device of new memory, or memory to use, uint8 [number of bytes].
+        memory: the device for new memory, or the memory to use, uint8 [number of bytes].
 
     Attributes:
         raw: the whole message, uint8 [number of bytes]; zero at first.
@@ -48,14 +48,14 @@ class MessageBuffer:
 
 
 def warn_of_little(name: str, *, exact: int, compressed: int, num_compressed_bytes: int, remedy: str) -> None:
-    """Warn where compression saves little or nothing; a model that is mostly matrices gets no warning.
+    """Warn if compression saves little or nothing.
 
     Args:
-        name: of the gossiper.
-        exact: the bytes of parameters that are sent as they are.
-        compressed: those of the others.
-        num_compressed_bytes: of the message of the latter; 0: not known.
-        remedy: where most is sent exactly.
+        name: the name of the algorithm or the compressor.
+        exact: the bytes of the parameters that are sent uncompressed.
+        compressed: the bytes of the parameters that are compressed.
+        num_compressed_bytes: the bytes of their compressed message; 0: not known.
+        remedy: the remedy to name if most parameters are sent uncompressed.
     """
     if exact + compressed < _MIN_BYTES:
         return
@@ -74,16 +74,16 @@ def warn_of_little(name: str, *, exact: int, compressed: int, num_compressed_byt
 
 
 class Message:
-    """What a code makes of a vector: one uint8 tensor for each of its parts. Or fields that the algorithm fills itself.
+    """An encoded vector, one uint8 tensor for each of its parts; or fields that the algorithm fills itself.
 
     Args:
-        code: writes and reads the bytes; None: the algorithm does.
-        buffer: the memory of the bytes.
-        num_others: fields of the buffer before those of the algorithm, which are the driver's.
+        code: the code that writes and reads the bytes; None: the algorithm fills the fields.
+        buffer: the memory of the message.
+        num_others: the number of fields at the beginning of the buffer that belong to the driver.
 
     Attributes:
-        fields: the tensors that are sent, in memory that the next message of the same key, or the next one of the same
-            peer, is written to.
+        fields: the tensors of the algorithm. The next message with the same key, or from the same peer, overwrites
+            their memory.
     """
 
     def __init__(self, code: Code | None, buffer: MessageBuffer, num_others: int = 0) -> None:
@@ -96,7 +96,12 @@ class Message:
         return self.buffer.raw[self.buffer.starts[self._num_others] :]
 
     def write(self, x: Vector, t: int) -> Message:
-        """self <- C(x). t: the round, of which random choices are a function."""
+        """self <- C(x).
+
+        Args:
+            x: the vector to encode.
+            t: the round; random choices are a function of it.
+        """
         assert self.code is not None, "the algorithm fills the fields of this message"
         for part, field in zip(x.parts, self.fields, strict=True):
             if part.numel():
@@ -104,7 +109,7 @@ class Message:
         return self
 
     def add_to(self, x: Vector, alpha: float = 1.0) -> None:
-        """x <- x + alpha C: what the bytes mean is added."""
+        """x <- x + alpha C, where C is the decoded message."""
         assert self.code is not None, "the algorithm reads the fields of this message"
         code = cast("Compressor", self.code)
         for part, field in zip(x.parts, self.fields, strict=True):
@@ -113,13 +118,13 @@ class Message:
 
 
 class Received:
-    """The messages of a round as a row of W(t) - I: first this rank's own with W_ii - 1, then those of its peers.
+    """The messages of a round as a row of W(t) - I: the own message with W_ii - 1, then the messages of the peers.
 
     Iterating gives pairs of weight and message.
 
     Args:
         row: the pairs.
-        names: of the ranks that have sent the messages, for errors.
+        names: the names of the ranks that sent the messages, for errors.
     """
 
     def __init__(self, row: Sequence[tuple[float, Message]], names: Sequence[object] = ()) -> None:

@@ -1,4 +1,4 @@
-"""One round of mixing in two halves: the base of all algorithms, and the exact global average."""
+"""Mixer: one round of communication in two halves, start and finish; and the exact average over all ranks."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _T = TypeVar("_T", Tensor, FlatVector)
 
 
 class NonfiniteRound(Exception):
-    """A round has ended without effect: see `Mixer.refuse_nonfinite`."""
+    """A round ended without effect: see `Mixer.refuse_nonfinite`."""
 
 
 class Mixer(ABC):
-    """One way of mixing vectors over the ranks: s <- W(t) s, in two halves so that work fits between them.
+    """The interface of engines to rounds: s <- W(t) s, in two halves, so that other work can run between them.
 
-    `start(s, t)` posts round t. Then either `finish(s)` or `difference(s)` waits and decodes. `s` belongs to the
-    mixer from start to then: it must be neither changed nor freed.
+    `start(s, t)` posts round t. Then either `finish(s)` or `difference(s)` waits and decodes. Do not change or free `s`
+    between the two calls.
     """
 
     _is_bound: bool = False
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
-        """Say whom to talk to. Called once, by the wrapper or by the user.
+        """Set the weights and the transport. The wrapper, or the user, calls it once.
 
         Raises:
-            ValueError: `mixing` does not suit this algorithm, or it is bound already.
+            ValueError: the weights do not suit this mixer, their graph has another number of ranks than the transport,
+                or the mixer is bound already.
         """
         if self._is_bound:
             raise ValueError(
-                f"got {self}, which belongs to another wrapper (or was bound before), expected a new one: a gossiper "
-                f"has the messages and the state of one model; make another {type(self).__name__} with the same "
-                "arguments"
+                f"got {self}, which belongs to another wrapper (or was bound before), expected a new one: it holds "
+                f"the messages and the state of one model; make another {type(self).__name__} with the same arguments"
             )
         self.check(mixing)
         if mixing.graph.world_size != transport.world_size:
@@ -53,31 +53,32 @@ class Mixer(ABC):
         self._is_bound = True
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
-        """Talk to other ranks from now on, with what is kept of the algorithm. No round may be in flight.
+        """Change the weights and the transport, and keep the state. No round may be in flight.
 
         Raises:
-            ValueError: as `bind`.
+            ValueError: see `bind`.
         """
         self._is_bound = False
         self.bind(mixing, transport)
 
     def check(self, mixing: MixingManager) -> None:
-        """Raise ValueError when the algorithm is wrong with these weights."""
+        """Raise ValueError if the weights do not suit this mixer."""
 
     @property
     def is_weighted(self) -> bool:
-        """Whether the push-sum weight leaves one, so that the estimate is x / w."""
+        """Whether the push-sum weight w may differ from one, so that the estimate is x / w."""
         return False
 
     keeps_models: bool = False
-    """Whether models of peers are kept from round to round, so that neither overlap nor exact averages fit between."""
+    """Whether the mixer keeps models of peers from round to round. It excludes overlap and exact averages in between.
+    """
 
     is_skippable: bool = True
-    """Whether a round may be left out after it was received: not where its messages have changed the state."""
+    """Whether a rank may leave a round out after it has received the messages. False if messages change the state."""
 
     @property
     def own_buffer_weight(self) -> float:
-        """W_ii of the last round that was started, for buffers; 1 = buffers are corrected as parameters are.
+        """W_ii of the last started round, for buffers; 1: buffers are corrected in the same way as parameters.
 
         See [Note: late buffers] of `OverlapEngine`.
         """
@@ -85,17 +86,21 @@ class Mixer(ABC):
 
     @property
     def sources(self) -> Sequence[int]:
-        """The ranks of the group that this one has heard in the last round that was started."""
+        """The ranks from which this one receives in the last started round."""
         return range(self.transport.world_size)
 
     has_news: bool = False
-    """Whether `begin` will exchange something with other ranks, so that x must be finite."""
+    """Whether the next `begin` exchanges messages with other ranks, so that x must be finite."""
 
     can_recover: bool = False
-    """Whether `recover` makes a model finite, so that no round is ever left out."""
+    """Whether `recover` makes a model finite. No round is left out then."""
 
     def begin(self, x: FlatVector, k: int = 0) -> bool:
-        """Training is at x, at a safe point after k optimizer steps; the first call is where it begins.
+        """Prepare a round at a safe point; the first call is at the beginning of training.
+
+        Args:
+            x: the model.
+            k: the number of optimizer steps so far.
 
         Returns:
             Whether x was written.
@@ -103,70 +108,87 @@ class Mixer(ABC):
         return False
 
     def recover(self, x: FlatVector) -> None:
-        """Where it `can_recover`: x <- a finite model, as it has infinities or NaN that are to be skipped."""
+        """x <- a finite model in place of one with infinities or NaN, if the mixer `can_recover`."""
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether there is something that `flush()` would apply."""
+        """Whether `flush()` would apply rounds that the mixer itself has in flight."""
         return False
 
     def flush(self, x: FlatVector) -> bool:
-        """x <- x + all that the mixer itself has in flight; whether x was written."""
+        """Wait for all rounds that the mixer itself has in flight, and apply them to x.
+
+        Returns:
+            Whether x was written.
+        """
         return False
 
     def is_due(self, k: int) -> bool:
-        """Whether there is a round after k optimizer steps; asked once for each of them, the same on all ranks."""
+        """Whether a round runs after k optimizer steps; called once for each k, equal on all ranks."""
         return True
 
     def forget_models(self) -> None:
-        """The user has let all ranks take one model: start anew what is kept of other models."""
+        """Restart the state that depends on models: the user has set all ranks to one model."""
         self.reset()
 
     def end_average(self) -> None:
-        """All ranks have taken one model in place of a round: start anew what such a round makes wrong."""
+        """Restart the state that an exact average in place of a round makes wrong."""
 
     def refuse_nonfinite(self, agree: Callable[[bool], bool]) -> None:
-        """Let rounds end with `NonfiniteRound`, all as before, where an answer to one holds infinities or NaN.
+        """Make rounds raise `NonfiniteRound`, without any effect, if a reply has infinities or NaN.
 
-        agree: whether it is finite for all processes of a node, given whether it is here.
+        Args:
+            agree: returns whether the reply is finite on all processes of a node, given whether it is finite on this
+                one.
         """
 
     def shared(self, x: FlatVector) -> Sequence[Tensor]:
-        """What a round has written beside x, the model, and all processes of a node must have."""
+        """Return the tensors that a round writes beside the model x, and that all processes of a node need."""
         return ()
 
     def take_shared(self, x: FlatVector) -> None:
-        """What `shared` gives was written by another process, whose round it was."""
+        """Apply the tensors of `shared` after another process, which ran the round, has sent them."""
 
     def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
-        """Watch the optimizers of the model, as far as the algorithm needs it; once, after `bind`.
+        """Watch the optimizers of the model, if the algorithm needs their steps; called once, after `bind`.
 
-        is_whole: whether this process has the whole model, and not a shard of it.
+        Args:
+            buffer: the buffer with the parameters of the model.
+            is_whole: whether this process has the whole model instead of a shard.
         """
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
-        """What all ranks must agree on. dtypes: of the parameters, in float32 at least."""
+        """Describe the settings that ranks compare when the model is wrapped.
+
+        Args:
+            dtypes: the dtypes of the parameters, widened to float32 at least.
+        """
         return str(self)
 
     def close(self) -> None:
-        """Let go of everything outside; idempotent."""
+        """Release threads and hooks; idempotent."""
 
     @abstractmethod
     def start(self, s: FlatVector, t: int) -> None:
-        """Post round t without waiting. s: the vector that is mixed, with its push-sum weight."""
+        """Post round t without waiting.
+
+        Args:
+            s: the vector to mix, with its push-sum weight.
+            t: the number of the round.
+        """
 
     def chunks(self, s: FlatVector) -> Sequence[FlatVector]:
-        """What s is sent as, one after the other; s itself where it is sent whole. The same on all ranks."""
+        """Return the chunks in which s is sent, in order; s itself if it is sent whole. Equal on all ranks."""
         return (s,)
 
     def start_filling(self, s: FlatVector, t: int, fill: Callable[[int], None]) -> None:
-        """As `start`, for an s that is not there yet.
+        """Do the same as `start` for a vector whose elements are not written yet.
 
         Args:
-            s: its weight is there.
-            t: the round.
-            fill: `fill(k)` writes chunk k of `chunks(s)`; called once for each, in their order, just before it is sent
-                where s is sent in chunks. Calls with larger numbers (the weight's) may follow; they mean nothing.
+            s: the vector; its push-sum weight is already written.
+            t: the number of the round.
+            fill: `fill(k)` writes chunk k of `chunks(s)`. It is called once for each chunk, in order, just before the
+                chunk is sent. Calls with larger numbers, for the weight, may follow and have no effect.
         """
         for k in range(len(self.chunks(s))):
             fill(k)
@@ -174,16 +196,16 @@ class Mixer(ABC):
 
     @abstractmethod
     def finish(self, s: FlatVector) -> None:
-        """Wait, then s <- W(t) s. In place; the fast way when nothing changed meanwhile.
+        """Wait, then s <- W(t) s in place. Faster than `difference` if s is the model itself.
 
         Raises:
-            TimeoutError, ConnectionError: naming the peer and the round.
+            TimeoutError, ConnectionError: a peer failed; the error names the peer and the round.
         """
 
     def difference(self, s: FlatVector) -> float:
-        """Wait, then s <- c with alpha * c = (W(t) - I) s; returns alpha. In place; unless overridden by way of a copy.
+        """Wait, then s <- c with alpha * c = (W(t) - I) s in place; returns alpha. This default takes a copy of s.
 
-        This is the correction of the law x <- x + (W - I) s, for x that has moved on since s was taken. Raises as
+        c is the correction in x <- x + (W - I) s, for an x that has changed since s was taken. Raises the errors of
         `finish()`.
         """
         before = s.clone()
@@ -192,21 +214,21 @@ class Mixer(ABC):
         return 1.0
 
     def mix(self, x: _T, t: int) -> _T:
-        """x <- W(t) x: one whole round on any contiguous tensor, or on a vector that keeps its push-sum weight."""
+        """x <- W(t) x: one whole round on a contiguous tensor, or on a flat vector with its push-sum weight."""
         s = x if isinstance(x, FlatVector) else FlatVector.over(x)
         self.start(s, t)
         self.finish(s)
         return x
 
     def average(self, x: Tensor, *, num_rounds: int) -> Tensor:
-        """Distributed averaging: the estimate of mean_i x_i after rounds 0, 1, ..., num_rounds - 1.
+        """Estimate mean_i x_i by the rounds 0, 1, ..., num_rounds - 1 (distributed averaging).
 
         Args:
-            x: this rank's value, any shape, floating point or complex; not changed.
-            num_rounds: how many rounds; the error falls with `mixing.spectral_gap()`.
+            x: the value of this rank, any shape, floating point or complex; not changed.
+            num_rounds: the number of rounds. The error falls with `mixing.spectral_gap()`.
 
         Returns:
-            A tensor like x, de-biased by the push-sum weight.
+            A tensor like x, divided by the push-sum weight.
         """
         result = x.detach().clone(memory_format=torch.contiguous_format)
         s = FlatVector.over(result)
@@ -216,20 +238,20 @@ class Mixer(ABC):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """What the algorithm keeps from round to round; tensors and plain values only."""
+        """Return the state from round to round, as tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict()` gave."""
+        """Load a state of `state_dict()`."""
         if state:
             raise ValueError(f"got state {sorted(state)} of another algorithm, expected none for {self}")
 
     def reset(self) -> None:
-        """Start anew, as without any state."""
+        """Drop all state."""
         self.load_state_dict({})
 
     def state_for_newcomer(self) -> dict[str, Any]:
-        """What a worker that joins goes on from: nothing of links to peers."""
+        """Return the state for a joining worker, without links to peers."""
         return {}
 
     def __repr__(self) -> str:
@@ -237,12 +259,12 @@ class Mixer(ABC):
 
 
 class GlobalAverage(Mixer):
-    """x_i <- mean_j x_j exactly, by all-reduce: W = J. The weight becomes one, since weights sum to the world size.
+    """x_i <- mean_j x_j exactly, by an all-reduce: W = J. The push-sum weight becomes one.
 
     Args:
-        transport: over the ranks.
-        sums_weights: whether weights may have another sum, since rounds were left out: the mean of x is then divided by
-            that of the weights.
+        transport: the transport over the ranks.
+        sums_weights: whether the push-sum weights may have another sum than the world size, because rounds were left
+            out. The mean of x is then divided by the mean of the weights.
     """
 
     def __init__(self, transport: Transport, *, sums_weights: bool = False) -> None:
@@ -251,7 +273,7 @@ class GlobalAverage(Mixer):
         self._round = 0
 
     has_failed: bool = False
-    """Whether the last one has not taken effect."""
+    """Whether the last average took no effect."""
 
     @property
     def own_buffer_weight(self) -> float:
@@ -259,11 +281,11 @@ class GlobalAverage(Mixer):
         return 1 / self.transport.world_size
 
     def start(self, s: FlatVector, t: int) -> None:
-        """See `Mixer`. The all-reduce itself blocks, in `finish` or `difference`."""
+        """See `Mixer`. The all-reduce runs in `finish` or `difference`, and blocks."""
         self._round = t
 
     def finish(self, s: FlatVector) -> None:
-        """See `Mixer`. Where it fails on an elastic transport, whose ranks go on, s is as before; costs a copy."""
+        """See `Mixer`. On an elastic transport a copy of s is taken, and restored if the all-reduce fails."""
         before = s.clone() if is_elastic(self.transport) else None
         try:
             self._sum(s)
@@ -289,17 +311,17 @@ class GlobalAverage(Mixer):
 
 
 class ElasticAverage(GlobalAverage):
-    """`GlobalAverage` on an elastic transport: where a rank fails in it, those who live keep what they have.
+    """`GlobalAverage` on an elastic transport: if a rank fails during the average, the other ranks keep their vectors.
 
-    All ranks tell each other before it that they have come, and after it that they have the result: without a word
-    from each of the others a rank goes back to what it had. So it takes effect on all or on none, unless a rank dies
-    while it says the latter; then some may have averaged, and the next average makes all equal again. Costs a copy of
-    the vector.
+    After the all-reduce, a second one confirms that all ranks have the result. A rank without this confirmation
+    restores its vector. So the average takes effect on all ranks or on none, unless a rank dies during the
+    confirmation. Then some ranks may have averaged, and the next average makes all equal again. Takes a copy of the
+    vector.
     """
 
     @property
     def own_buffer_weight(self) -> float:
-        """See `Mixer`; 1 where nothing was averaged."""
+        """See `Mixer`; 1 if the average took no effect."""
         return 1.0 if self.has_failed else super().own_buffer_weight
 
     def finish(self, s: FlatVector) -> None:

@@ -1,4 +1,4 @@
-"""States of 0.1.0 as this version has them."""
+"""Conversion of checkpoints of version 0.1.0 to the states of this version."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _POLICIES: Mapping[str, Mapping[str, Any]] = {
     "DeepSqueeze": {"error": _policy(average="on_request", join="zero")},
     "DecentLaM": {"last": _LAST, "momentum": _policy(average="on_request")},
 }
-"""The arguments of `Memory.vector` for the vectors that 0.1.0 had."""
+"""The arguments of `Memory.vector` for the vectors in checkpoints of 0.1.0."""
 _HAVE_MESSAGES = ("Choco", "DeepSqueeze", "Moniqua", "Sparta", "PowerGossip", "RelaySGD")
 """Algorithms whose state was empty before the first round."""
 
 
 def converted(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a lockstep engine, of this version or of 0.1.0; shares memory."""
+    """Convert the state of a lockstep engine, of this version or of 0.1.0; shares memory."""
     if "anchor" in state:
         return _of_outer_steps(state)
     if "carried" not in state:
@@ -50,11 +50,11 @@ def converted(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _STEPPED = {"SlowMo": ("u", "u", 1), "NoLoCo": ("momentum_buffer", "momentum", -1), "GASLoC": ("y", "y", 1)}
-"""The state of the outer optimizers of 0.1.0 that is a vector by now, and its sign, by the methods."""
+"""For each method, the state of the outer optimizer in 0.1.0, its vector in this version, and the sign between them."""
 
 
 def _of_outer_steps(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an engine of outer steps."""
+    """Convert the state of an engine of outer steps of 0.1.0."""
     name, anchor = str(state["engine"]).removesuffix(" engine"), state["anchor"]
     anchors = anchor.get("fragments", [anchor] if anchor else [])
     taken = state.get("stamps", [0] * len(anchors))
@@ -88,11 +88,11 @@ def _memory_of(name: str, anchor: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renewed(state: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
-    """The state of the rounds of algorithms, of this version or of 0.1.0; shares memory.
+    """Convert the state of the rounds of composed algorithms, of this version or of 0.1.0; shares memory.
 
     Args:
-        state: of the first algorithm; in 0.1.0 the state of the next one is in it, as `mixer`.
-        names: of the algorithms, each over the next.
+        state: the state of the outermost algorithm; in 0.1.0 its entry `mixer` is the state of the next one.
+        names: the names of the algorithms, the outermost first.
     """
     name, *inner_names = names
     if "mixer" in state:
@@ -118,7 +118,7 @@ def renewed(state: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]
 
 
 def _links_renewed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of PowerGossip or RelaySGD of 0.1.0, as rounds have it; shares memory."""
+    """Convert the state of PowerGossip or RelaySGD of 0.1.0; shares memory."""
     name = state["algorithm"]
     if name == "RelaySGD":
         links: dict[int, Any] = dict(state["received"])  # bytes, which the algorithm unpacks

@@ -1,4 +1,4 @@
-"""OptimizerWatch: what an algorithm learns of the steps of the user's optimizer, and what it writes back."""
+"""OptimizerWatch: reads the steps of the user's optimizer for an algorithm, and writes its momentum back."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .requests import SGDStep
 
 
 class OptimizerWatch:
-    """Watches the optimizer of one model, as far as an algorithm asks for it.
+    """Watches the optimizers of one model, as far as an algorithm declares that it needs their steps.
 
     Args:
-        algorithm: says what it needs.
-        buffer: has the parameters of the model.
+        algorithm: the algorithm, with `needs_sgd`, `follows_rate` and `needs_inner_rate`.
+        buffer: the buffer with the parameters of the model.
     """
 
     def __init__(self, algorithm: Algorithm, buffer: FlatBuffer) -> None:
         steppers = [k for k, part in enumerate(algorithm.parts) if part.needs_sgd]
-        self._depth = steppers[0] if steppers else 0  # of the memory that has the momentum
+        self._depth = steppers[0] if steppers else 0  # the momentum is in the memory so many levels inside
         self._momentum = SGDMomentum(buffer, algorithm.parts[self._depth]) if steppers else None
         self._rates = StepRates(buffer) if algorithm.follows_rate else None
         self._inner = InnerRate(algorithm, buffer) if algorithm.needs_inner_rate else None
@@ -41,7 +41,7 @@ class OptimizerWatch:
 
     @property
     def step(self) -> SGDStep | None:
-        """The step of SGD since the last round."""
+        """The step of SGD since the last round; None: there was none."""
         return None if self._momentum is None else self._momentum.step
 
     def before_round(self, memory: Memory) -> None:
@@ -57,25 +57,34 @@ class OptimizerWatch:
             self._momentum.write(self.memory_of(memory).momentum.parts)
 
     def memory_of(self, memory: Memory) -> Memory:
-        """The memory that has the momentum: of the algorithm that needs SGD, which another one may be over."""
+        """Return the memory with the momentum: the memory of the algorithm that needs SGD."""
         for _ in range(self._depth):
             memory = memory.inner
         return memory
 
     def forget(self, memory: Memory) -> None:
-        """There was no step since the last round. Where the memory has no momentum, the optimizer keeps its own."""
+        """Forget the last step, and write the momentum of the memory into the optimizer, if there is one."""
         if self._momentum is not None:
             self._momentum.step = None
             self._momentum.write(self.memory_of(memory).parts_of("momentum"))
 
     def state_dict(self, *, joins: bool = False) -> dict[str, Any]:
-        """The step and the rates since the last round. joins: for a worker that joins, which has taken no step."""
+        """Return the step and the rates since the last round.
+
+        Args:
+            joins: whether the state is for a joining worker, which has taken no step.
+        """
         step = None if joins or self.step is None else list(self.step)
         rates = None if self._rates is None else self._rates.state_dict()
         return {"sgd_step": step, "step_rates": rates, "inner_rate": self.inner_rate}
 
     def load_state_dict(self, state: Mapping[str, Any], memory: Memory) -> None:
-        """Take back what `state_dict()` gave; nothing = start anew. memory: see `forget`."""
+        """Load a state of `state_dict()`; an empty state resets.
+
+        Args:
+            state: the state.
+            memory: the memory of the outermost algorithm.
+        """
         if self._rates is not None:
             self._rates.load_state_dict(state.get("step_rates") or {})
         if self._inner is not None:
@@ -85,24 +94,24 @@ class OptimizerWatch:
             self._momentum.step = SGDStep(*step)
 
     def close(self) -> None:
-        """Watch no longer; idempotent."""
+        """Stop watching; idempotent."""
         for listener in (self._momentum, self._rates, self._inner):
             if listener is not None:
                 listener.close()
 
 
 class InnerRate(Stepped):
-    """What an algorithm asks for when an optimizer of the model has stepped, before a scheduler changes it.
+    """Reads `Algorithm.inner_rate` after each step of an optimizer of the model.
 
-    A round runs at the forward after the steps that it is about, when the scheduler has set the rate of the next one
-    already.
+    A round runs in the forward after the optimizer step. At that time a scheduler has already set the rate of the next
+    step, so the rate is read directly after the step.
 
     Args:
-        algorithm: see `Algorithm.inner_rate`.
-        buffer: has the parameters of the model.
+        algorithm: the algorithm whose `inner_rate` is called.
+        buffer: the buffer with the parameters of the model.
 
     Attributes:
-        rate: that of the last step; None: no optimizer of torch's has stepped.
+        rate: the rate of the last step; None: no torch optimizer has stepped.
     """
 
     def __init__(self, algorithm: Algorithm, buffer: FlatBuffer) -> None:
@@ -121,37 +130,38 @@ class InnerRate(Stepped):
 
 
 class StepRates(Stepped):
-    """The learning rates that the optimizers of a model have stepped with since the last round.
+    """The learning rates of the optimizer steps since the last round.
 
-    [Note: Rates of ranks] All ranks must scale what they carry by the same factor in the same round, since its sum over
-    ranks would change otherwise. A GradScaler may leave a step out on one rank alone. So the rates of the next step are
-    read after each round, before the forward, and hold where no step follows; the optimizers are looked for at the
-    first round, before their first step. Of several steps the mean is taken, which one step less does not change.
+    [Note: Rates of ranks] All ranks must scale their vectors by the same factor in the same round, since the sum of the
+    vectors over ranks would change otherwise. A GradScaler may skip a step on one rank alone. So the rates of the next
+    step are read after each round, before the forward, and hold if no step follows. Existing optimizers are found at
+    the first round, before their first step. After several steps the rates are their mean, which stays equal if one of
+    several equal steps is skipped.
 
-    Reading costs a look at each group of parameters. A learning rate that is a tensor is read as a number.
+    Reading looks at each parameter group. A learning rate that is a tensor is read as a number.
 
     Args:
-        buffer: has the parameters.
+        buffer: the buffer with the parameters of the model.
     """
 
     def __init__(self, buffer: FlatBuffer) -> None:
         self._buffer = buffer
         self._steppers: weakref.WeakKeyDictionary[Optimizer, _Stepper] = weakref.WeakKeyDictionary()
-        self._parameters: list[Tensor] = []  # those of the buffer that the steppers know
-        self._loaded: tuple[Rates | None, int] = (None, 0)  # of optimizers that are not known yet
+        self._parameters: list[Tensor] = []  # the parameters of the buffer for which the steppers were made
+        self._loaded: tuple[Rates | None, int] = (None, 0)  # the loaded rates, for optimizers that are not known yet
         self._merged: tuple[tuple[Any, ...], Rates | None] = ((), None)
         self._has_looked = False
         self._num_counted = 0
         super().__init__()
 
     def since_round(self) -> Rates | None:
-        """The rates since the last round; None: no optimizer is known, or none that has rates."""
+        """Return the rates since the last round; None: no optimizer with a learning rate is known."""
         if not self._has_looked:
             self._look()
         return self._rates()
 
     def end_round(self) -> None:
-        """Begin anew: the rates are those of the next step."""
+        """Restart: read the rates of the next step."""
         for optimizer, stepper in self._known():
             stepper.expect(optimizer)
         self._loaded = (self._rates(), 0)
@@ -175,8 +185,8 @@ class StepRates(Stepped):
         return self._merged[1]
 
     def _known(self) -> list[tuple[Optimizer, _Stepper]]:
-        """The optimizers of the model; of two that have one parameter, the one that has stepped last is the last."""
-        if self._parameters is not self._buffer.parameters:  # others are trained now
+        """Return the optimizers of the model, in the order of their last steps."""
+        if self._parameters is not self._buffer.parameters:  # other parameters are trained now
             self._steppers.clear()
             self._parameters = self._buffer.parameters
         ours = [(optimizer, stepper) for optimizer, stepper in self._steppers.items() if stepper.has_any]
@@ -185,7 +195,7 @@ class StepRates(Stepped):
     # See `Stepped`.
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """See `Stepped`; walks over the parameters where the optimizer is new, or has new ones."""
+        """See `Stepped`; visits all parameters if the optimizer is new or has new parameters."""
         self._known()
         stepper = self._steppers.get(optimizer)
         if stepper is None or not stepper.is_current(optimizer):
@@ -198,26 +208,26 @@ class StepRates(Stepped):
     def after_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         self._num_counted += 1
-        if optimizer not in self._steppers:  # a state was loaded since it was known
+        if optimizer not in self._steppers:  # a state was loaded since the last step
             self.is_stepped_by(optimizer)
         self._steppers[optimizer].count(optimizer, self._num_counted)
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """The rates since the last round, and the number of steps."""
+        """Return the rates since the last round, and the number of steps."""
         num_steps = max((stepper.num_steps for _, stepper in self._known()), default=self._loaded[1])
         return {"rates": self._rates(), "num_steps": num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict()` gave."""
+        """Load a state of `state_dict()`."""
         self._loaded = state.get("rates"), state.get("num_steps", 0)
         self._steppers.clear()
         self._has_looked = False
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "_loaded": tuple(self.state_dict().values()), "_merged": ((), None)}
-        # A copy has optimizers of its own.
+        # A copy belongs to other optimizers.
         return {**state, "_steppers": weakref.WeakKeyDictionary(), "_parameters": [], "_has_looked": False}
 
 
@@ -225,10 +235,10 @@ class _Stepper:
     """The rates of one optimizer since the last round.
 
     Args:
-        optimizer: looked at as it is now.
-        ours: the names of the parameters that count, by id.
-        rates: those since the last round so far, where they are known.
-        num_steps: the steps that it has taken with them.
+        optimizer: the optimizer, with its present parameter groups.
+        ours: the names of the parameters of the model, by id.
+        rates: the rates since the last round so far, if they are known.
+        num_steps: the number of steps with these rates.
     """
 
     def __init__(self, optimizer: Optimizer, ours: Mapping[int, str], rates: Rates | None, num_steps: int) -> None:
@@ -243,15 +253,20 @@ class _Stepper:
                 self.rates[k] = rate
 
     def is_current(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer has the parameters that it had."""
+        """Whether the parameter groups have their old sizes."""
         return self._sizes == _sizes(optimizer)
 
     def expect(self, optimizer: Optimizer) -> None:
-        """Begin anew: the rates are those of the next step."""
+        """Restart: read the rates of the next step."""
         self.rates, self.num_steps = list(_rates_of(optimizer)), 0
 
     def count(self, optimizer: Optimizer, number: int) -> None:
-        """The optimizer has stepped: rates <- their mean over the steps, which leaves equal ones as they are."""
+        """Count a step of the optimizer: rates <- their mean over the steps. Equal rates stay exactly equal.
+
+        Args:
+            optimizer: the optimizer, after its step.
+            number: the number of the step among the steps of all optimizers.
+        """
         self.last = number
         self.num_steps += 1
         for k, now in enumerate(_rates_of(optimizer)):
@@ -275,19 +290,19 @@ def _rates_of(optimizer: Optimizer) -> Iterator[float | None]:
 
 
 class SGDMomentum(Stepped):
-    """The `momentum_buffer` of every parameter of one model as views of one vector.
+    """Makes the `momentum_buffer` of every parameter of a model a view of one vector.
 
-    Hooks on optimizer steps find the optimizer: before a step its buffers are made views of the vector, if they are
-    not, and after it the rates are noted. A step that moves nothing counts as none: one with a learning rate of 0, or
-    one that GradScaler leaves out.
+    Hooks on optimizer steps find the optimizer. Before a step they make its buffers views of the vector; after the step
+    they record the rates. A step that changes nothing does not count: a step with a learning rate of 0, or a step that
+    a GradScaler skips.
 
     Args:
-        buffer: has the parameters.
-        algorithm: says which optimizers it takes.
+        buffer: the buffer with the parameters of the model.
+        algorithm: the algorithm that needs SGD.
 
     Raises:
         ValueError: (optimizer steps) see `check`.
-        RuntimeError: (optimizer steps) a second step without a round between.
+        RuntimeError: (optimizer steps) a second step without a round in between.
     """
 
     def __init__(self, buffer: FlatBuffer, algorithm: Algorithm) -> None:
@@ -296,17 +311,21 @@ class SGDMomentum(Stepped):
         self.step: SGDStep | None = None  # since the last round
         self._vector: FlatVector | None = None
         self._places: list[tuple[Tensor, Tensor]] = []  # each parameter and its view of the vector
-        self._next: Sequence[Tensor] = ()  # what the vector is to start from, by dtype
+        self._next: Sequence[Tensor] = ()  # the last written momentum, by dtype; a new vector starts from it
         super().__init__()
 
     def write(self, momentum: Sequence[Tensor]) -> None:
-        """The buffers of the optimizer <- `momentum`, a flat tensor for each dtype, now and where they come to be."""
+        """The buffers of the optimizer <- `momentum`, now if they exist, else when they are made.
+
+        Args:
+            momentum: a flat tensor for each dtype.
+        """
         self._next = momentum
         if self._vector is not None and self._vector.layout == self.buffer.vector.layout:
             self._copy_next(self._vector)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise ValueError where the optimizer is none that the algorithm knows how to change."""
+        """Raise ValueError if the algorithm does not support the optimizer or its settings."""
         extra = "" if self.takes_nesterov else ", without nesterov"
         expected = f"one torch.optim.SGD with momentum{extra}, without dampening and maximize, over all parameters"
         name = f"{self.name}: got {type(optimizer).__name__}"
@@ -382,4 +401,4 @@ class SGDMomentum(Stepped):
                 mine.copy_(momentum)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_vector": None, "_places": []}  # a copy has an optimizer of its own
+        return {**self.__dict__, "_vector": None, "_places": []}  # a copy belongs to another optimizer

@@ -1,4 +1,4 @@
-"""The outer optimizer: made by the method or by a function of the user's, checked, and described for other ranks."""
+"""The outer optimizer: made by the method or by a function of the user, checked, and described for other ranks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,32 @@ from torch.optim import Optimizer
 from .vector import Vector
 
 MakeOptimizer: TypeAlias = Callable[[Sequence[Tensor]], Optimizer]
-"""Makes an optimizer of parameters, such as `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`."""
+"""A function that makes an optimizer, such as `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`."""
 
 
 def settings_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:
-    """Of each group of parameters, all but these; copies."""
+    """Return copies of the settings of each parameter group, without the parameters."""
     groups = [] if optimizer is None else optimizer.param_groups
     return [{name: copy.deepcopy(value) for name, value in group.items() if name != "params"} for group in groups]
 
 
 def described(optimizer: Optimizer) -> str:
-    """Its type, and what it is made with, as ranks compare it."""
+    """Describe the type and the settings of an optimizer, for the comparison between ranks."""
     groups = [{name: _readable(value) for name, value in group.items()} for group in settings_of(optimizer)]
     return f"{type(optimizer).__name__} with {groups}"
 
 
 def described_with(settings: str, make: MakeOptimizer, dtypes: Sequence[torch.dtype]) -> str:
-    """Settings with the optimizer that a function makes of an element of each dtype; ValueError where it makes none."""
+    """Describe settings together with the optimizer that a function makes.
+
+    Args:
+        settings: the description of the other settings.
+        make: the function; called with one element of each dtype.
+        dtypes: the dtypes of the parameters.
+
+    Raises:
+        ValueError: the function does not make an optimizer of its argument.
+    """
     if not dtypes:  # nothing is trained
         return settings
     return f"{settings}, {described(made_optimizer(make, [torch.zeros(1, dtype=d, device='cpu') for d in dtypes]))}"
@@ -45,7 +54,7 @@ def are_same(one: object, other: object) -> bool:
 
 
 def made_optimizer(make_optimizer: MakeOptimizer, parameters: Sequence[Tensor]) -> Optimizer:
-    """The outer optimizer; raises ValueError where there is none that can step these parameters."""
+    """Call the function and check the optimizer; raises ValueError if it cannot step these parameters."""
     example = "such as `lambda parameters: torch.optim.Adam(parameters, lr=0.3)`"
     try:
         optimizer: object = make_optimizer(parameters)
@@ -77,7 +86,7 @@ def made_optimizer(make_optimizer: MakeOptimizer, parameters: Sequence[Tensor]) 
 
 
 def _readable(value: object) -> object:
-    """A setting that is the same text on all ranks: a function, or another object, is its type."""
+    """Convert a setting to a value with the same text on all ranks; other objects become the name of their type."""
     if isinstance(value, Tensor):
         return value.tolist() if value.numel() == 1 else f"a tensor {tuple(value.shape)}"
     if isinstance(value, list | tuple):
@@ -86,7 +95,13 @@ def _readable(value: object) -> object:
 
 
 def step(optimizer: Optimizer | None, x: Vector, gradient: Vector) -> None:
-    """x <- a step of the optimizer with that gradient; None: x has no elements."""
+    """x <- a step of the optimizer with this gradient.
+
+    Args:
+        optimizer: the optimizer of x; None: x has no elements.
+        x: the vector, mutated.
+        gradient: the gradient, with the shape of x.
+    """
     if optimizer is None:
         return
     for parameter, grad in zip(x.parts, gradient.parts, strict=True):
@@ -99,10 +114,10 @@ def step(optimizer: Optimizer | None, x: Vector, gradient: Vector) -> None:
 
 
 class OuterOptimizer:
-    """An optimizer of a vector that an algorithm keeps.
+    """An optimizer of a vector of a memory.
 
     Args:
-        make: makes it of the parts of the vector.
+        make: the function that makes the optimizer from the parts of the vector.
         of: the vector.
     """
 
@@ -112,23 +127,23 @@ class OuterOptimizer:
         self._made_with = settings_of(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state, with its class and what it was made with; shares memory."""
+        """Return the state of the optimizer, with its class and its first settings; shares memory."""
         return {"kind": type(self.optimizer).__name__, "made_with": self._made_with, **self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of an optimizer of the same class; copies it.
+        """Load a copy of the state of an optimizer of the same class.
 
-        Settings that the optimizer is made with, such as its rates, stay as they are now. Settings that had changed
-        since the other one was made go on: a rate under a scheduler, or a count of steps.
+        Settings that the function sets, such as the rates, keep their present values. Settings that had changed before
+        the state was saved are loaded, such as a rate under a scheduler or a count of steps.
 
         Raises:
-            ValueError: it is the state of another class.
+            ValueError: the state belongs to an optimizer of another class.
         """
         kind = type(self.optimizer).__name__
         if state.get("kind", kind) != kind:
             raise ValueError(
-                f"got the state of the outer optimizer {state['kind']}, expected that of {kind}; wrap with the "
-                "optimizer= of when it was saved, or load the model alone: module.load_state_dict"
+                f"got the state of the outer optimizer {state['kind']}, expected the state of {kind}; wrap with the "
+                "optimizer= of the saved model, or load the model alone: module.load_state_dict"
             )
         groups = self.optimizer.state_dict()["param_groups"]
         for group, theirs, made_with in zip(groups, state["param_groups"], state.get("made_with", []), strict=False):
@@ -140,7 +155,7 @@ class OuterOptimizer:
         self.optimizer.load_state_dict({"state": copy.deepcopy(state["state"]), "param_groups": groups})
 
     def go_on_as(self, other: OuterOptimizer) -> None:
-        """Counters and settings <- those of an optimizer of other tensors; not its state for each element."""
+        """Copy counters and settings from an optimizer of other tensors, without its state for each element."""
         for group, before in zip(self.optimizer.param_groups, other.optimizer.param_groups, strict=False):
             group |= {name: copy.deepcopy(value) for name, value in before.items() if name != "params"}
         states, vectors = other.optimizer.state, other.vector_states()
@@ -149,12 +164,12 @@ class OuterOptimizer:
             self.optimizer.state[part].update(copy.deepcopy(counters))
 
     def vector_states(self) -> list[str]:
-        """The names of the state that the optimizer keeps for each element."""
+        """Return the names of the states that the optimizer keeps for each element."""
         found = ((name, value, p) for p in self.of.parts for name, value in self.optimizer.state.get(p, {}).items())
         return list({name: 0 for name, value, p in found if isinstance(value, Tensor) and value.shape == p.shape})
 
     def state_of(self, name: str) -> list[Tensor]:
-        """That state of each part; zeros where there is none yet."""
+        """Return the state with this name for each part; missing states are created as zeros."""
         for part in self.of.parts:
             if not isinstance(self.optimizer.state[part].get(name), Tensor):
                 self.optimizer.state[part][name] = torch.zeros_like(part)

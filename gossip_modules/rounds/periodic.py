@@ -1,4 +1,4 @@
-"""Periodic: an algorithm whose rounds run every H steps, in pieces of the model and under training if it is told so."""
+"""Periodic: algorithms with a round every H steps, optionally by fragments of the model and under training."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from .algorithm import Algorithm
 class Periodic(Algorithm):
     """An algorithm with a round every `sync_every` optimizer steps.
 
-    [Note: Fragments and delays] Fragment p of P has its rounds at the steps p H / P, p H / P + H, ..., with a memory of
-    its own, as if it were a model. With a delay the round is resumed `delay` steps after it began: until then its first
-    request is answered in a thread, under training, and then `v.x` is the model as it is by that time.
+    [Note: Fragments and delays] Fragment p of P has rounds at the steps p H / P, p H / P + H, ..., with its own memory,
+    as if it were a model. With a delay, a thread answers the first request of a round under training, and the round
+    resumes `delay` steps after it began. `v.x` is then the model at that later step.
 
     Args:
         sync_every: H, the number of optimizer steps from one round to the next, at least 1.
-        fragments: the parts of the model that have rounds at different times, evenly spread over the H steps: their
-            number, for equal runs in the order of the module; or for each a list of names of modules or parameters,
-            which have each trained tensor once. Where there are more than H, several have theirs in one step, one after
-            the other.
-        delay: tau, the number of optimizer steps for which a round travels in a thread, less than H; 0: training waits
-            for it.
-        own_weight: alpha, what a rank keeps of its model where a round ends: x <- alpha x + (1 - alpha) phi;
-            0 <= alpha < 1. None: 1/2 with a delay, else 0. At 0 the steps taken under way are lost.
-        anchor_device: "cpu" keeps the memory of the algorithm in the host's memory, and rounds are computed there: see
-            [Note: Memory of the host] of `Pieces`. None: beside the model. Ranks may differ in it.
+        fragments: the parts of the model that have rounds at different steps, evenly spread over the H steps. A number
+            cuts the model into equal runs in the order of the module. Or pass a list of names of modules or parameters
+            for each fragment, with each trained tensor in exactly one. If there are more than H fragments, several have
+            rounds in one step, one after the other.
+        delay: tau, the number of optimizer steps for which a round runs in a thread, less than H; 0: training waits
+            for the round.
+        own_weight: alpha, the weight of the rank's own model at the end of a round: x <- alpha x + (1 - alpha) phi;
+            0 <= alpha < 1. None: 1/2 with a delay, else 0. At 0 the steps during the delay are lost.
+        anchor_device: "cpu" keeps the memory of the algorithm in host memory and computes rounds there: see
+            [Note: Memory of the host] of `Pieces`. None: the device of the model. Ranks may choose differently.
 
     Raises:
-        ValueError: one of these is out of its range.
+        ValueError: an argument is out of its range.
     """
 
     sync_every: int
@@ -71,7 +71,7 @@ class Periodic(Algorithm):
         if isinstance(self.delay, bool) or not isinstance(self.delay, int) or not 0 <= self.delay <= most:
             raise ValueError(
                 f"{name}: got delay={self.delay!r} with sync_every={self.sync_every}, expected 0 <= delay <= {most} "
-                "optimizer steps, since an outer step must be over when that fragment takes its next"
+                "optimizer steps, since an outer step must end before the fragment takes its next one"
             )
         if not (is_number(self.kept) and 0 <= self.kept < 1):
             raise ValueError(
@@ -102,13 +102,13 @@ class Periodic(Algorithm):
         return self.averages_exactly and bool(self.starting_at(k))
 
     def starting_at(self, k: int) -> list[int]:
-        """The fragments that begin a round after k optimizer steps."""
+        """Return the fragments that begin a round after k optimizer steps."""
         return [
             p for p in range(self.num_fragments) if k >= self._first(p) and (k - self._first(p)) % self.sync_every == 0
         ]
 
     def number_of(self, fragment: int, k: int) -> int:
-        """The number of rounds of that fragment before step k, at which it begins one."""
+        """Return the number of rounds of a fragment before step k, at which it begins a round."""
         return (k - self._first(fragment)) // self.sync_every
 
     def _first(self, fragment: int) -> int:
@@ -116,14 +116,14 @@ class Periodic(Algorithm):
 
 
 def is_number(value: object) -> bool:
-    """Whether it is one: not a string, None or True."""
+    """Whether the value is a real number; booleans are not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 Fragments: TypeAlias = int | Sequence[Sequence[str]]
-"""How a model is cut: into so many equal runs of its elements, or into the modules named, a list for each fragment."""
+"""The cut of a model into fragments: a number of equal runs of its elements, or a list of module names for each."""
 
-_GRAIN = 64  # elements: where equal runs are cut
+_GRAIN = 64  # equal runs are cut at multiples of so many elements
 
 
 class Range(NamedTuple):
@@ -136,11 +136,11 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Fragment:
-    """Which elements of a flat vector, and what they are side by side.
+    """Some elements of a flat vector, and their layout side by side.
 
     Args:
-        ranges: in ascending order, without neighbours that touch.
-        layout: their layout side by side, in the dtypes of the vector; one segment for each that has some.
+        ranges: the elements, in ascending order; neighbouring ranges do not touch.
+        layout: the layout of a vector of these elements alone, one segment for each dtype with elements.
     """
 
     ranges: tuple[Range, ...]
@@ -148,7 +148,7 @@ class Fragment:
 
     @classmethod
     def of(cls, layout: FlatLayout, ranges: Iterable[Range]) -> Fragment:
-        """The fragment of these elements of vectors of that layout."""
+        """Make the fragment of these elements of vectors with this layout."""
         merged: list[Range] = []
         for new in sorted(ranges):
             if merged and merged[-1].segment == new.segment and merged[-1].last == new.first:
@@ -163,19 +163,19 @@ class Fragment:
         return cls(tuple(merged), FlatLayout.of(sizes))
 
     def read(self, x: FlatVector, device: torch.device) -> FlatVector:
-        """A copy of the elements in x."""
+        """Return a copy of the elements of x."""
         own = FlatVector.zeros(self.layout, device)
         for place, part in self.pairs(x, own):
             part.copy_(place)
         return own
 
     def write(self, own: FlatVector, x: FlatVector) -> None:
-        """The elements in x <- a vector of this fragment alone."""
+        """The elements of x <- a vector of this fragment alone."""
         for place, part in self.pairs(x, own):
             place.copy_(part)
 
     def pairs(self, x: FlatVector, own: FlatVector) -> list[tuple[Tensor, Tensor]]:
-        """Each range in x beside the same elements in `own`, a vector of this fragment alone; views."""
+        """Return views of each range in x and of the same elements in `own`, a vector of this fragment alone."""
         segments, offsets = iter(own.segments), dict.fromkeys((r.segment for r in self.ranges), 0)
         flat = {k: next(segments) for k in offsets}
         pairs = []
@@ -187,19 +187,19 @@ class Fragment:
 
 
 def cut(layout: FlatLayout, fragments: Fragments, places: Sequence[TensorPlace] | None) -> list[Fragment]:
-    """The fragments of a model, which have each of its elements once.
+    """Cut a model into fragments. Each element is in exactly one.
 
     Args:
-        layout: of the flat vector.
-        fragments: how it is cut; see `Periodic`.
-        places: of the model's tensors in the vector, in the model's order; None: not known, equal runs are then those
-            of the vector.
+        layout: the layout of the flat vector.
+        fragments: the argument of `Periodic`.
+        places: the places of the tensors in the vector, in the order of the model; None: not known, so equal runs
+            follow the order of the vector.
 
     Raises:
-        ValueError: a tensor that is in no fragment, or in two of them.
+        ValueError: a tensor is in no fragment, or in several.
     """
     if not isinstance(fragments, int):
-        assert places is not None, "modules are named, and nobody knows where they are"
+        assert places is not None, "fragments are names of modules, but the places of the tensors are not known"
         return [Fragment.of(layout, ranges) for ranges in _by_name(places, fragments)]
     if places is None:
         places = [TensorPlace("", k, 0, segment.numel) for k, segment in enumerate(layout.segments)]
@@ -207,7 +207,7 @@ def cut(layout: FlatLayout, fragments: Fragments, places: Sequence[TensorPlace] 
 
 
 def is_fragments(fragments: object) -> bool:
-    """Whether it says how a model is cut: their number, or a list of names for each; one list of names is neither."""
+    """Whether a value is a number of fragments, or a list with a list of names for each fragment."""
     if isinstance(fragments, int):
         return not isinstance(fragments, bool) and fragments >= 1
     return _is_list(fragments) and all(
@@ -216,10 +216,10 @@ def is_fragments(fragments: object) -> bool:
 
 
 def check_names(fragments: Fragments, module: nn.Module) -> None:
-    """Raise ValueError where fragments name what the model does not have.
+    """Raise ValueError if fragments have names that the model does not have.
 
     Args:
-        fragments: how it is cut; see `Periodic`.
+        fragments: the argument of `Periodic`.
         module: the model.
     """
     if isinstance(fragments, int):
@@ -227,13 +227,13 @@ def check_names(fragments: Fragments, module: nn.Module) -> None:
     known = [name for name, _ in (*module.named_modules(), *module.named_parameters(), *module.named_buffers()) if name]
     if unknown := [name for names in fragments for name in names if name not in known]:
         raise ValueError(
-            f"got fragments={fragments!r}, of which {unknown} are names of no module, parameter or buffer of the "
-            f"model, expected names such as {[name for name, _ in module.named_children()]}; see module.named_modules()"
+            f"got fragments={fragments!r}, but {unknown} are names of no module, parameter or buffer of the model, "
+            f"expected names such as {[name for name, _ in module.named_children()]}; see module.named_modules()"
         )
 
 
 def _evenly(places: Sequence[TensorPlace], num_fragments: int) -> list[list[Range]]:
-    """Runs of equally many elements, in the order of the places."""
+    """Return runs of equally many elements, in the order of the places."""
     total = sum(place.last - place.first for place in places)
     stops = [min(-(-total * p // num_fragments // _GRAIN) * _GRAIN, total) for p in range(num_fragments)] + [total]
     cuts: list[list[Range]] = [[] for _ in range(num_fragments)]
@@ -249,20 +249,20 @@ def _evenly(places: Sequence[TensorPlace], num_fragments: int) -> list[list[Rang
 
 
 def _by_name(places: Sequence[TensorPlace], fragments: Sequence[Sequence[str]]) -> list[list[Range]]:
-    """The tensors of the modules that each fragment names."""
+    """Return the tensors of the named modules of each fragment."""
     cuts: list[list[Range]] = [[] for _ in fragments]
     for place in places:
         owners = [p for p, names in enumerate(fragments) if any(f"{place.name}.".startswith(f"{n}.") for n in names)]
         if len(owners) != 1:
             raise ValueError(
-                f"got fragments={fragments!r}, of which {len(owners)} have '{place.name}', expected each trained "
-                "tensor in exactly one; name whole modules, as in [['embed', 'layers.0'], ['layers.1', 'head']], "
-                "or give the number of fragments"
+                f"got fragments={fragments!r}, {len(owners)} of them with '{place.name}', expected each trained tensor "
+                "in exactly one; name whole modules, as in [['embed', 'layers.0'], ['layers.1', 'head']], or give the "
+                "number of fragments"
             )
         cuts[owners[0]].append(Range(*place[1:]))
     return cuts
 
 
 def _is_list(x: object) -> TypeGuard[Sequence[Any]]:
-    """Whether it is a list or its like, with something in it; a string is not."""
+    """Whether a value is a sequence with elements; a string is not."""
     return isinstance(x, Sequence) and not isinstance(x, str) and len(x) > 0

@@ -1,4 +1,4 @@
-"""Pieces: rounds of parts of a model at different times, which may travel under training."""
+"""Pieces: runs the rounds of fragments of a model at different steps, optionally in a thread under training."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .rounds import Rounds, average_, rounds_of
 from .runs import places_of, tensors_beyond
 from .vector import Vector, widened
 
-_OTHERS = "what it keeps of tensors that are still trained stays, and new ones start anew"
+_OTHERS = "the algorithm keeps its state for tensors that are still trained, and starts new ones anew"
 
 
 @dataclass
 class _TravellingRound:
-    """A round that travels: of which fragment, the step at which it is due, and the answer to its first request."""
+    """A round in the gossip thread: its fragment, the step at which it is due, and the future of its first reply."""
 
     fragment: int
     due: int
@@ -41,33 +41,32 @@ class _TravellingRound:
 class Pieces(Mixer):
     """Runs the rounds of a `Periodic` algorithm for each fragment of the model; see [Note: Fragments and delays].
 
-    A round with a delay is begun on the training thread, answered on the gossip thread, and ended on the training
-    thread at the step when it is due, which waits for it. The gossip thread takes one after the other, in the order of
-    the steps, which is the same on all ranks. Meanwhile the vector that is mixed belongs to the gossip thread and the
-    rest of the memory to the training thread, so that nothing is locked.
+    A round with a delay begins on the training thread. The gossip thread answers its first request. The round ends on
+    the training thread at the step when it is due, which waits for the reply. The gossip thread answers one round after
+    the other, in the order of the steps, which is equal on all ranks. Meanwhile the gossip thread owns the vector that
+    is mixed, and the training thread owns the rest of the memory, so no lock is needed.
 
-    [Note: Memory of the host] With anchor_device="cpu" the algorithm gets a copy of the model in the host's memory, so
-    that all it keeps is there, and rounds are computed there; the result is copied back. Both copies are in the current
-    stream and through pageable memory, so that the host waits for the first and may change its vectors after the
-    second.
+    [Note: Memory of the host] With anchor_device="cpu" the algorithm gets a copy of the model in host memory. So its
+    memory is there too, and rounds are computed there; the result is copied back. Both copies run in the current stream
+    and through pageable memory. So the host waits for the first copy, and may change its vectors after the second.
 
-    A step that has a round of the algorithm but begins none of a fragment has plain gossip of the whole model.
+    In a step where the algorithm has a round but no fragment begins one, plain gossip mixes the whole model.
 
     Args:
-        rounds: of the first fragment; not bound yet.
+        rounds: the rounds of the first fragment; not bound yet.
     """
 
     def __init__(self, rounds: Rounds) -> None:
         self.algorithm, self.rounds = rounds.algorithm, [rounds]
         self.times = times_of(rounds.algorithm)
         self.keeps_models, self.can_recover = rounds.keeps_models, rounds.can_recover
-        # Where rounds travel, no model may come into one that is not finite.
+        # With a delay, a model that is not finite must not enter a round, since the round cannot be left out later.
         self.is_skippable = rounds.is_skippable and not self.times.delay
         self._k = self._t = 0  # the optimizer steps before the round, and its number
         self._device = None if self.times.anchor_device is None else torch.device(self.times.anchor_device)
-        self._buffer: FlatBuffer | None = None  # says where the tensors of the model are in the vector
+        self._buffer: FlatBuffer | None = None  # knows the places of the tensors in the vector
         self._fragments: list[Fragment] = []
-        self._layout: FlatLayout | None = None  # of the vector that they are fragments of
+        self._layout: FlatLayout | None = None  # of the whole vector
         self._flights: list[_TravellingRound] = []  # in the order in which they began
         self._thread: GossipThread | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -113,10 +112,11 @@ class Pieces(Mixer):
         return self.rounds[0].sources
 
     def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
-        """See `Mixer`; also says where the tensors of the model are.
+        """See `Mixer`; also reads the places of the tensors of the model.
 
         Raises:
-            ValueError: fragments are names, which the shards of a model do not have, or which the model does not have.
+            ValueError: fragments are names that the model does not have, or the vector is a shard of a model, whose
+                tensors have no names.
         """
         if is_whole:
             check_names(self.times.fragments, buffer.module)
@@ -134,7 +134,7 @@ class Pieces(Mixer):
     # Rounds.
 
     def begin(self, x: FlatVector, k: int = 0) -> bool:
-        """See `Mixer`: what has begun so far and is due now is ended."""
+        """See `Mixer`; ends the rounds that are due."""
         has_changed = self._cut(x)
         starting = self.times.starting_at(k)
         for p, rounds in enumerate(self.rounds):
@@ -147,18 +147,18 @@ class Pieces(Mixer):
         return has_changed
 
     def recover(self, x: FlatVector) -> None:
-        """See `Mixer`: all fragments, since one that is not finite makes the gradients of all so."""
+        """See `Mixer`; recovers all fragments, since one that is not finite makes all gradients not finite."""
         for p, rounds in enumerate(self.rounds):
             with self._part(p, x) as part:
                 rounds.recover(part)
 
     def finish(self, s: FlatVector) -> None:
-        """See `Mixer`; with a delay rounds are begun."""
+        """See `Mixer`; with a delay it begins rounds."""
         starting = self.times.starting_at(self._k)
         if not starting:
             self.rounds[0].plain.mix(s, self._t)
         for p in starting:
-            t = self.times.number_of(p, self._k)  # so that each fragment meets every matrix of a graph that changes
+            t = self.times.number_of(p, self._k)  # so that each fragment uses every matrix of a graph that changes
             if self.times.delay:
                 self._depart(p, s, t)
             else:
@@ -166,18 +166,18 @@ class Pieces(Mixer):
                     self.rounds[p].blocking(part, t, self._k)
 
     def _depart(self, p: int, x: FlatVector, t: int) -> None:
-        """Begin a round of fragment p, and hand its first request to the gossip thread."""
+        """Begin a round of fragment p, and pass its first request to the gossip thread."""
         rounds = self.rounds[p]
         with self._part(p, x) as part:
             job = rounds.depart(part, t, self._k)
             if part is not x:
                 rounds.release()
-        # A memory of the host travels by way of the GPU where messages do: not in the stream of training.
+        # Vectors in host memory are sent through the GPU if messages are, and not in the stream of training.
         device = x.raw.device if self._device is None else self.transport.device
         if device.type == "cuda":
             if self._stream is None or self._stream.device != device:
                 self._stream = torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))  # what is mixed is written before it is sent
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # the vector is written before it is sent
         stream = self._stream if device.type == "cuda" else None
 
         def run() -> float:
@@ -190,7 +190,7 @@ class Pieces(Mixer):
         self._flights.append(_TravellingRound(p, self._k + self.times.delay, self._thread.submit(run)))
 
     def _arrive(self, x: FlatVector) -> None:
-        """Wait for the first round that travels, and end it."""
+        """Wait for the oldest round in the gossip thread, and end it."""
         flight = self._flights[0]
         names, rank = self.transport.names, self.transport.rank
 
@@ -200,15 +200,15 @@ class Pieces(Mixer):
 
         try:
             with record_function("gossip.wait"):
-                assert self._thread is not None, "what travels is in the thread"
+                assert self._thread is not None, "the thread runs all rounds in flight"
                 self._thread.result(flight.future, what=what, timeout=timeout_of(self.transport))
-        except Exception:  # of the round; an interrupt instead leaves it in flight, done or not
+        except Exception:  # an error of the round; an interrupt leaves the round in flight
             self._flights.clear()
             for rounds in self.rounds:
                 rounds.give_up()
             raise
         self._flights.pop(0)
-        if self._stream is not None:  # what is mixed is there before it is read
+        if self._stream is not None:  # the vector has arrived before it is read
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         with self._part(flight.fragment, x) as part:
             self.rounds[flight.fragment].arrive(part, kept=self.times.kept)
@@ -229,7 +229,7 @@ class Pieces(Mixer):
 
     @contextlib.contextmanager
     def _part(self, p: int, x: FlatVector) -> Iterator[FlatVector]:
-        """Fragment p of x, on the device of the memory; what is written to it goes back to x."""
+        """A context with fragment p of x, on the device of the memory; changes are written back to x."""
         is_whole = len(self.rounds) == 1 and self._device in (None, x.raw.device)
         part = x if is_whole else self._fragments[p].read(x, self._device or x.raw.device)
         part.push_sum_weight = x.push_sum_weight
@@ -239,7 +239,7 @@ class Pieces(Mixer):
             self.rounds[p].release()
 
     def _cut(self, x: FlatVector) -> bool:
-        """Be of the tensors of x; whether x was written."""
+        """Cut x into fragments if its tensors have changed; returns whether x was written."""
         if x.layout is self._layout:
             return False
         places = None if self._buffer is None else self._buffer.places()
@@ -253,7 +253,10 @@ class Pieces(Mixer):
         return has_changed
 
     def _move(self, before: FlatLayout, fragments: list[Fragment], x: FlatVector) -> bool:
-        """Other tensors are trained: new tensors begin at their average, and the memory of others stays."""
+        """Move the memories to a new cut, because other tensors are trained; returns whether x was written.
+
+        New tensors become their average over ranks if the algorithm has an equal memory.
+        """
         new = tensors_beyond(places_of(widened(before, has_buffers=False)), x)
         warnings.warn(f"{self.algorithm}: other tensors are trained than before; {_OTHERS}", stacklevel=2)
         if new and self.algorithm.has_equal_memory:
@@ -307,13 +310,13 @@ class Pieces(Mixer):
         if len(states) != len(self.rounds) and state.get("algorithm") == self.algorithm.name:
             raise ValueError(
                 f"got the state of {len(states)} fragments, expected {len(self.rounds)}; wrap with the fragments= of "
-                "when it was saved, or load the model alone: module.load_state_dict"
+                "the saved model, or load the model alone: module.load_state_dict"
             )
         for rounds, own in zip(self.rounds, states, strict=False):
             rounds.load_state_dict(own)
 
     def close(self) -> None:
-        """See `Mixer`. What travels is left to end: other ranks wait for it."""
+        """See `Mixer`. Rounds in the thread may end by themselves, since other ranks wait for them."""
         if self._thread is not None:
             self._thread.close()
             self._thread = None
@@ -323,18 +326,18 @@ class Pieces(Mixer):
             rounds.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        assert not self._flights, "flush() before copying: a round travels"
+        assert not self._flights, "flush() before copying: a round is in flight"
         return {**self.__dict__, "_thread": None, "_stream": None}
 
 
 def times_of(algorithm: Algorithm) -> Periodic:
-    """The settings of fragments and delays, where the algorithm, or the one that is over others, has these."""
+    """Return the outermost algorithm, which has the settings of fragments and delays."""
     outer = algorithm.parts[0]
     assert isinstance(outer, Periodic), "fragments and delays are settings of periodic algorithms"
     return outer
 
 
 def mixer_of(algorithm: Algorithm, plain: Mixer) -> Mixer:
-    """What runs the rounds of an algorithm, in pieces where it says so; not bound yet."""
+    """Make the mixer that runs the rounds of an algorithm, by fragments if it has these; not bound yet."""
     made, outer = rounds_of(algorithm, plain), algorithm.parts[0]
     return Pieces(made) if isinstance(made, Rounds) and isinstance(outer, Periodic) and outer.is_in_pieces else made

@@ -24,37 +24,39 @@ Messages: TypeAlias = Mapping[int, Sequence[Tensor]]  # by rank
 class PushPull(Mixer):
     """x_i <- sum_j W_ij x_j: plain gossip averaging, as in D-PSGD.
 
-    Rows of W must sum to one, so that agreement is kept; where columns do too (doubly stochastic W), so is the mean.
+    The rows of W must sum to one, so that equal models stay equal. If the columns sum to one too (doubly stochastic W),
+    the mean of the models is kept.
 
-    [Note: narrow wire] With `wire_dtype` the numbers that travel are rounded, s' = round(s), and the law is applied to
-    what was sent: x <- x + (W - I) s'. Every rank gives away exactly what its peers add, so the mean is kept to the
-    rounding of x, not of the wire, and no rank drifts. Ranks agree up to the resolution of the wire.
+    [Note: narrow wire] With `wire_dtype` the sent numbers are rounded, s' = round(s), and rounds apply the rounded
+    numbers: x <- x + (W - I) s'. Every rank gives away exactly the numbers that its peers add. So the mean is kept up
+    to the rounding of x, not of the wire, and no rank drifts. Ranks agree up to the resolution of the wire.
 
-    A message longer than `chunk_bytes` goes in chunks ([Note: chunks]), of which each is mixed while the next one is on
-    its way, with the bits of the whole. A narrow wire sends whole messages, and a GPU's own wire too.
+    A message longer than `chunk_bytes` is sent in chunks ([Note: chunks]). Each chunk is mixed while the next one is in
+    transfer; the result has the same bits as with whole messages. Messages with a narrow wire, and messages between
+    GPUs, are sent whole.
 
     Args:
-        wire_dtype: torch.bfloat16 or torch.float16, for segments that are wider; None sends what is there. Costs one
+        wire_dtype: torch.bfloat16 or torch.float16, for wider segments; None: models are sent unrounded. Takes one
             narrow copy of the model. float16 saturates at 65,504.
-        chunk_bytes: of a chunk at most, a multiple of 256; the same on all ranks.
+        chunk_bytes: the largest size of a chunk, a multiple of 256; equal on all ranks.
 
     Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv 1705.09056,
     Algorithm 1.
 
     Example (under `torchrun --nproc-per-node 4`, see README):
-        >>> gossiper = PushPull()
-        >>> gossiper.bind(UniformMixing(RingGraph(4, peers_per_itr=2)), connect())
-        >>> mean = gossiper.average(torch.randn(10), num_rounds=50)
+        >>> mixer = PushPull()
+        >>> mixer.bind(UniformMixing(RingGraph(4, peers_per_itr=2)), connect())
+        >>> mean = mixer.average(torch.randn(10), num_rounds=50)
     """
 
-    sends_shares: bool = False  # columns of W sum to one, and not rows: see [Note: lost peers] of `Neighbours`
-    received: Sequence[FlatVector] = ()  # the messages of the in-peers, in their order
+    sends_shares: bool = False  # whether columns of W sum to one instead of rows: [Note: lost peers] of `Neighbours`
+    received: Sequence[FlatVector] = ()  # the messages of the in-peers, in the order of the in-peers
 
     @foreign_arguments(GOSSIPER_ARGUMENTS)
     def __init__(self, *, wire_dtype: torch.dtype | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
         if wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(
-                f"got wire_dtype={wire_dtype}, expected None, torch.bfloat16 or torch.float16; None sends what is there"
+                f"got wire_dtype={wire_dtype}, expected None, torch.bfloat16 or torch.float16; None does not round"
             )
         check_chunk_bytes(chunk_bytes)
         self.wire_dtype = wire_dtype
@@ -68,7 +70,7 @@ class PushPull(Mixer):
         super().bind(mixing, transport)
         self._row = Neighbours(mixing, transport, sends_shares=self.sends_shares)
         self._sends_weight, self._is_elastic = self.is_weighted, is_elastic(transport)
-        # 0: messages go whole. A function of what all ranks agree on, so all cut alike.
+        # 0: messages are sent whole. All ranks compute the same number, since they agree on its inputs.
         self._cut_bytes = self.chunk_bytes if self.wire_dtype is None and transport.device.type == "cpu" else 0
 
     def check(self, mixing: MixingManager) -> None:
@@ -101,7 +103,7 @@ class PushPull(Mixer):
             super().start_filling(s, t, fill)
 
     def finish(self, s: FlatVector) -> None:
-        """See `Mixer`. If a round in chunks breaks off, s is as before, to rounding."""
+        """See `Mixer`. If a round in chunks fails, s is as before, up to rounding."""
         if self._mix_arriving(s) is None:
             self._wait()
             self.decode(s, self._row.weights)
@@ -117,9 +119,9 @@ class PushPull(Mixer):
     # Whole messages.
 
     def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
-        """The tensors that each out-peer gets, and the tensors that the message of each in-peer fills.
+        """Return the tensors to send to each out-peer, and the tensors to receive from each in-peer.
 
-        The message is the vector itself, so nothing is copied, and s may be filled later; or a narrow copy of it.
+        The message is s itself, so nothing is copied and s may be filled later; or it is a narrow copy of s.
         """
         sent = s if self.wire_dtype is None else self._narrow(s)
         if self._inbox and (self._inbox[0].layout != sent.layout or self._inbox[0].raw.device != sent.raw.device):
@@ -133,7 +135,7 @@ class PushPull(Mixer):
         return dict.fromkeys(out_peers, message), dict(zip(in_peers, inbox, strict=True))
 
     def decode(self, s: FlatVector, weights: MixingWeights) -> None:
-        """x_i <- W_ii x_i + sum_j W_ij x_j; buffers may have weights of their own. See also [Note: narrow wire]."""
+        """x_i <- W_ii x_i + sum_j W_ij x_j; buffers may have other weights. See also [Note: narrow wire]."""
         if self._row.buffer_weights == weights:
             self._mix(s, self._sent, self.received, weights)
             return
@@ -144,7 +146,7 @@ class PushPull(Mixer):
     def decode_difference(self, s: FlatVector, weights: MixingWeights) -> float:
         """s <- c with alpha * c = (W - I) s; returns alpha.
 
-        Costs one pass more where buffers have weights of their own, since no factor is common.
+        If buffers have other weights there is no common factor, and the computation takes one more pass over s.
         """
         if self._sent is not None:  # `decode` does not read s
             s.raw.zero_()
@@ -160,14 +162,14 @@ class PushPull(Mixer):
         return 1.0
 
     def _post(self, s: FlatVector, t: int, fill: Callable[[int], None] | None = None) -> None:
-        """Post round t. fill: see `Mixer.start_filling`."""
+        """Post round t; for `fill` see `Mixer.start_filling`."""
         assert self._pending is None, "a round is in flight: finish() it before the next start()"
         row = self._row
         row.begin(t, s.push_sum_weight)
         sends, recvs = self.encode(s, row.out_peers, row.in_peers)
         if row.keeps_all:  # [Note: weights that run dry]
             sends = {peer: tuple(map(torch.zeros_like, message)) for peer, message in sends.items()}
-        if fill is not None and not (sends or recvs):  # nothing travels that could be filled on its way
+        if fill is not None and not (sends or recvs):  # no exchange would call `fill`
             for k in range(len(self.chunks(s))):
                 fill(k)
         if self._is_cut(s):
@@ -192,30 +194,30 @@ class PushPull(Mixer):
         return 0 < self._cut_bytes < s.layout.num_bytes
 
     def _mix_arriving(self, s: FlatVector, *, is_difference: bool = False) -> float | None:
-        """Mix chunks as they arrive; returns alpha of `difference`. None: the whole is to be waited for."""
+        """Mix chunks as they arrive; returns the alpha of `difference`, or None if whole messages are needed."""
         weights = self._row.weights
-        # Buffers with weights of their own wait for the whole; and what keeps nothing of s could not be put back.
-        # Without a round in flight the error is raised where whole messages are waited for.
+        # Buffers with other weights need the whole message. A row with a zero factor for s could not be undone.
+        # Without a round in flight, `_wait` raises the error.
         waits = self._row.buffer_weights != weights or weights.own == is_difference or self._pending is None
         if waits or not self._is_cut(s):
             return None
-        with contextlib.suppress(PeersLost):  # then s is as before, and whole messages are mixed
+        with contextlib.suppress(PeersLost):  # s is as before, and the caller mixes whole messages
             arrivals, num_bytes = self._arrivals(s), self._cut_bytes
             return mix_(s, self.received, weights, arrivals, num_bytes=num_bytes, is_difference=is_difference)
         return None
 
     def _arrivals(self, s: FlatVector) -> Iterable[int]:
-        """The chunks that may be mixed, one after the other."""
+        """Yield the chunks in the order in which they may be mixed."""
         pending = self._pending
         assert pending is not None, "`_mix_arriving` has looked"
-        is_alone = not (self._row.out_peers or self._row.in_peers)  # then nothing is sent that could arrive
+        is_alone = not (self._row.out_peers or self._row.in_peers)  # no message is sent or received
         if is_alone or not self._is_elastic:
             self._pending = None
             return range(len(self.chunks(s))) if is_alone else pending.arrivals()
         return self._arrivals_while_all_live(cast("ElasticPending", pending))
 
     def _arrivals_while_all_live(self, pending: ElasticPending) -> Iterator[int]:
-        """As `Pending.arrivals`; raises PeersLost, and leaves the round in flight, where a peer fails."""
+        """Do the same as `Pending.arrivals`; if a peer fails, raise PeersLost and leave the round in flight."""
         for k in chain(pending.arrivals(), (None,)):
             if pending.lost:
                 raise PeersLost
@@ -228,7 +230,7 @@ class PushPull(Mixer):
     def _mix(
         self, s: FlatVector, sent: FlatVector | None, messages: Sequence[FlatVector], weights: MixingWeights
     ) -> None:
-        """s <- s + (W - I) s, with what was sent in the place of s if it was rounded."""
+        """s <- s + (W - I) s', where s' is the rounded s that was sent; s' = s without a narrow wire."""
         coefficients = list(weights.inp.values())
         if sent is None:
             s.combine_(weights.own, messages, coefficients)
@@ -239,7 +241,7 @@ class PushPull(Mixer):
                 s.push_sum_weight.add_(message.push_sum_weight, alpha=weight)
 
     def _narrow(self, s: FlatVector) -> FlatVector:
-        """A copy of s in the dtype of the wire; numbers beyond its range become its largest."""
+        """Return a copy of s in the dtype of the wire, clamped to its range."""
         assert self.wire_dtype is not None
         cast = Cast(self.wire_dtype)
         layout = s.layout.with_dtypes(lambda dtype: cast.dtype if dtype.itemsize > 2 else dtype)
@@ -262,22 +264,23 @@ class PushPull(Mixer):
 class PushSum(PushPull):
     """Push-sum: x_i <- sum_j P_ij x_j and w_i <- sum_j P_ij w_j; the estimate of the mean is x_i / w_i.
 
-    Columns of P must sum to one, so that the total of x and of w is kept, on any directed graph. A round:
+    The columns of P must sum to one, so that the sums of x and of w over ranks are kept, on any directed graph. A
+    round:
 
         send (x_i, w_i) to the out-peers                  # `PushPull.encode`; w only where P is not doubly stochastic
         x_i <- P_ii x_i + sum over in-peers j of P_ij x_j     # `PushPull.decode`, which mixes w_i by the same row
         w_i <- P_ii w_i + sum over in-peers j of P_ij w_j
-        z_i = x_i / w_i                                   # `Debias`: what the module computes with
+        z_i = x_i / w_i                                   # `Debias`: the parameters that the module computes with
 
-    Where P(t) is doubly stochastic w stays one: then it does not travel and nothing is ever divided by it.
+    If P(t) is doubly stochastic, w stays one. Then w is not sent, and no division takes place.
 
     Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792,
     Algorithm 1; Kempe et al., "Gossip-Based Computation of Aggregate Information", FOCS 2003.
 
     Example (under `torchrun --nproc-per-node 4`, see README):
-        >>> gossiper = PushSum()
-        >>> gossiper.bind(UniformMixing(NPeerDynamicDirectedExponentialGraph(4)), connect())
-        >>> mean = gossiper.average(torch.randn(10), num_rounds=2)  # exact: 4 is a power of two
+        >>> mixer = PushSum()
+        >>> mixer.bind(UniformMixing(NPeerDynamicDirectedExponentialGraph(4)), connect())
+        >>> mean = mixer.average(torch.randn(10), num_rounds=2)  # exact: 4 is a power of two
     """
 
     sends_shares = True
@@ -292,16 +295,16 @@ class PushSum(PushPull):
 
     @property
     def is_weighted(self) -> bool:
-        """See `Mixer`: only where W(t) is not doubly stochastic, or loses rows and columns with ranks that die."""
+        """See `Mixer`; True if W(t) is not doubly stochastic, or may lose rows and columns with ranks that die."""
         return is_elastic(self.transport) or not self.mixing.is_doubly_stochastic
 
 
-_MAX_PLANS = 4096  # that are kept: of graphs with a longer period each round is planned anew
+_MAX_PLANS = 4096  # the number of plans to keep; graphs with a longer period plan each round again
 _LEAST_WEIGHT = 1 / 4  # see [Note: weights that run dry]
 
 
 class Plan(NamedTuple):
-    """What one rank does in a round: whom it sends to, whom it hears, and its row of W(t), that for buffers apart."""
+    """The part of one rank in a round: its out-peers, its in-peers, and its rows of W(t) for parameters and buffers."""
 
     out_peers: tuple[int, ...]
     in_peers: tuple[int, ...]
@@ -310,28 +313,28 @@ class Plan(NamedTuple):
 
 
 class Neighbours:
-    """The peers of a rank and its row of W(t), round by round, as far as the peers are there.
+    """The live peers of a rank and its row of W(t), round by round.
 
-    [Note: lost peers] On an elastic transport a peer may fail in a round, or have failed before. The round goes on
-    without it: what would have travelled over that link stays with who has it. Where rows sum to one (D-PSGD) the rank
-    gives the weight of the lost message to its own vector, W_ii += W_ij; as a symmetric W has the same change at both
-    ends, the mean of those who live is kept. In push-sum, where columns sum to one, a rank takes back the share that it
-    would have sent, P_ii += P_ji, of x and of w, so that their sums are kept. Nothing is lost but what the dead rank
-    held.
+    [Note: lost peers] On an elastic transport a peer may fail during a round or before it. The round goes on without
+    this peer, and each rank keeps the values that it would have sent over the link. If rows sum to one (D-PSGD), the
+    rank adds the weight of the lost message to its own weight, W_ii += W_ij. A symmetric W changes equally at both
+    ends, so the mean over the live ranks is kept. In push-sum columns sum to one. A rank then takes back the share that
+    it would have sent, P_ii += P_ji, of x and of w, so that their sums are kept. Only the values of the dead rank are
+    lost.
 
-    [Note: weights that run dry] A directed graph with holes may lead to a few ranks only, and then the weights of the
-    others halve in every round until a new graph is there. The optimizer steps on x = z w, so a step of their z would
-    double in every round. A rank that has lost peers and whose weight is less than `_LEAST_WEIGHT` keeps it: it sends
-    zeros, and takes back the shares of all its out-peers. Sums are kept as before.
+    [Note: weights that run dry] A directed graph with failed ranks may lead to a few ranks only. Until there is a new
+    graph, the weights of the other ranks then halve in every round. The optimizer steps x = z w, so its step of their z
+    would double in every round. So a rank that has lost peers and whose weight is less than `_LEAST_WEIGHT` keeps its
+    weight: it sends zeros, and takes back the shares of all its out-peers. Sums are kept as before.
 
     Args:
         mixing: the weights and their graph.
-        transport: over the ranks.
-        sends_shares: whether columns of W sum to one, and not rows: see [Note: lost peers].
+        transport: the transport over the ranks.
+        sends_shares: whether columns of W sum to one instead of rows: see [Note: lost peers].
 
     Attributes:
         t: the round.
-        out_peers, in_peers, weights, buffer_weights: see `Plan`; of the last round that has begun.
+        out_peers, in_peers, weights, buffer_weights: the `Plan` of the last round that has begun, without lost peers.
         keeps_all: whether the rank sends zeros: see [Note: weights that run dry].
     """
 
@@ -344,7 +347,12 @@ class Neighbours:
         self.keeps_all = False
 
     def begin(self, t: int, weight: Tensor) -> None:
-        """Round t; its plan is kept where it comes again. weight: the push-sum weight of the rank."""
+        """Begin round t; plans of periodic graphs are kept for later rounds.
+
+        Args:
+            t: the number of the round.
+            weight: the push-sum weight of the rank.
+        """
         plan = self._plans.get(t % self._period) if self._period else None
         if plan is None:
             rank, graph, mixing = self._transport.rank, self._mixing.graph, self._mixing
@@ -359,7 +367,7 @@ class Neighbours:
             self._take_back(self.out_peers)
 
     def leave_out(self, lost: Set[int]) -> list[int]:
-        """[Note: lost peers] Go on without these peers; returns which of the in-peers are kept, by their order."""
+        """Go on without these peers: see [Note: lost peers]. Returns the indices of the in-peers that remain."""
         kept = [k for k, peer in enumerate(self.in_peers) if peer not in lost]
         if self._sends_shares and not self.keeps_all:
             self._take_back([peer for peer in self.out_peers if peer in lost])
@@ -372,7 +380,7 @@ class Neighbours:
         return MixingWeights(row.own + lost_here, {peer: w for peer, w in row.inp.items() if peer not in lost})
 
     def _take_back(self, peers: Iterable[int]) -> None:
-        """The shares of these out-peers stay here."""
+        """Keep the shares of these out-peers on this rank."""
         rows = ((self.weights, self._mixing.weights), (self.buffer_weights, self._mixing.buffer_weights))
         self.weights, self.buffer_weights = (
             MixingWeights(row.own + sum(row_of(peer, self.t).inp[self._transport.rank] for peer in peers), row.inp)
@@ -381,18 +389,18 @@ class Neighbours:
 
 
 class PeersLost(Exception):
-    """A peer has failed while chunks were mixed, which are unmixed then: the round goes on without it."""
+    """A peer failed while chunks were mixed. The mixed chunks are undone, and the round goes on without the peer."""
 
 
 def cut_messages(
     messages: Mapping[int, Sequence[Tensor]], layout: FlatLayout, *, num_bytes: int
 ) -> Mapping[int, Sequence[Tensor]]:
-    """The messages with chunks of at most `num_bytes` in the place of their first tensor.
+    """Replace the first tensor of each message by chunks of at most `num_bytes`.
 
     Args:
-        messages: by rank; the first tensor of each is the bytes of a vector.
-        layout: of these vectors.
-        num_bytes: of a chunk at most.
+        messages: the messages by rank. The first tensor of each is the bytes of a vector.
+        layout: the layout of these vectors.
+        num_bytes: the largest size of a chunk.
     """
     places = layout.chunks(num_bytes)
     return {peer: (*(raw[a:b] for a, b in places), *rest) for peer, (raw, *rest) in messages.items()}
@@ -409,18 +417,18 @@ def mix_(
 ) -> float:
     """s <- own * s + sum_j inp[j] * messages[j], chunk by chunk as they arrive, the push-sum weight last.
 
-    If the round breaks off s is as before, to rounding: chunks that were mixed are unmixed.
+    If the round fails, s is as before, up to rounding: mixed chunks are undone.
 
     Args:
-        s: mutated; what is still under way is not touched.
-        messages: in the order of `weights.inp`.
-        weights: this rank's row; own is not 0.
-        arrivals: yields k when chunk k of s has left and those of the messages are there.
-        num_bytes: of a chunk at most, as for `cut_messages`.
-        is_difference: s <- c with alpha * c = (own - 1) * s + sum_j inp[j] * messages[j]; own is not 1.
+        s: the vector, mutated. Chunks in transfer are not touched.
+        messages: the messages in the order of `weights.inp`.
+        weights: the row of this rank; own is not 0.
+        arrivals: yields k when chunk k of s has been sent and chunk k of each message has arrived.
+        num_bytes: the largest size of a chunk, as for `cut_messages`.
+        is_difference: compute s <- c with alpha * c = (own - 1) * s + sum_j inp[j] * messages[j]; own is not 1.
 
     Returns:
-        alpha.
+        alpha; 1 without `is_difference`.
     """
     own, coefficients = weights.own - is_difference, list(weights.inp.values())
     alpha = s.factor(coefficients) if is_difference else None
@@ -429,7 +437,7 @@ def mix_(
         for chunk, others in _arriving(s, messages, arrivals, num_bytes):
             chunk.combine_segments_(own, others, coefficients, alpha=alpha)
             mixed.append((chunk, others))
-    except BaseException:  # also Control-C: who catches it must not find s torn, or chunks without their weight
+    except BaseException:  # also Control-C: s must not stay half mixed, or mixed without its weight
         for chunk, others in mixed:
             chunk.combine_segments_((alpha or 1.0) / own, others, [-weight / own for weight in coefficients])
         raise
@@ -440,7 +448,10 @@ def mix_(
 def _arriving(
     s: FlatVector, messages: Sequence[FlatVector], arrivals: Iterable[int], num_bytes: int
 ) -> Iterator[tuple[FlatVector, list[FlatVector]]]:
-    """Each chunk of s with those of the messages, when they are there; the weights are, at the end."""
+    """Yield each chunk of s with the same chunk of each message, when all have arrived.
+
+    After the last chunk the push-sum weights have arrived too.
+    """
     chunks, others = s.chunks(num_bytes), [message.chunks(num_bytes) for message in messages]
     for k in arrivals:
         if k < len(chunks):

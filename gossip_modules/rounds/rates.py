@@ -1,4 +1,4 @@
-"""RateUnits: vectors that are made of steps follow the learning rate."""
+"""RateUnits: scales vectors that are sums of optimizer steps when the learning rate changes."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from ..flat.layout import FlatLayout
 from .vector import Vector
 
 Rates: TypeAlias = float | Mapping[str, float]
-"""One learning rate of all parameters, or those of some of them, by name."""
+"""One learning rate for all parameters, or a rate for each of some parameters, by name."""
 
 
 class RateUnits:
-    """The learning rate in whose units vectors are.
+    """The learning rate that is the unit of vectors.
 
-    [Note: Units of the learning rate] A vector that is made of steps is as large as the learning rate of these steps.
-    Before a round it is scaled to the rate of the steps that the round is about, each parameter by its own. A step at a
-    rate of zero moves nothing, so the round after it uses zeros, and the vector stays as it was. Where the rate is more
-    than 1 / sqrt(eps) times the one before (3,000 times in float32), a vector of that size is rounding: it starts from
-    zero.
+    [Note: Units of the learning rate] A vector that is a sum of optimizer steps is proportional to their learning rate.
+    Before a round it is scaled to the rate of the latest steps, each parameter by its own rate. A step at a rate of
+    zero changes nothing, so the round after it uses zeros and afterwards the vector gets its old values back. If a rate
+    is more than 1 / sqrt(eps) times the one before (3,000 times in float32), rounding errors would dominate the scaled
+    vector, so it restarts at zero.
 
     Attributes:
-        rates: the units; never zero. None: nobody knows them.
+        rates: the units, never zero; None: not known.
+        kept: during a round at rate zero, the parts of vectors that it uses as zeros, with their values.
     """
 
     def __init__(self) -> None:
         self.rates: Rates | None = None
-        self.kept: list[tuple[Tensor, Tensor]] = []  # during a round: parts of vectors, and their values after it
+        self.kept: list[tuple[Tensor, Tensor]] = []
 
     def scale(self, vectors: Sequence[Vector], rates: Rates, layout: FlatLayout | None) -> None:
-        """The vectors <- themselves in units of these rates.
+        """Scale vectors to units of these rates.
 
         Args:
-            vectors: mutated.
-            rates: one for all parameters, or by name.
-            layout: has the places of the parameters; None: there is one rate.
+            vectors: the vectors, mutated.
+            rates: one rate for all parameters, or rates by name.
+            layout: the layout with the places of the parameters; needed for rates by name.
         """
         before = self.rates
         if rates == before:
@@ -60,7 +61,7 @@ class RateUnits:
         self.rates = merged(now)
 
     def put_back(self) -> None:
-        """Where the rate was zero in the last round, vectors <- their values before it."""
+        """Restore the values of vectors that a round at rate zero used as zeros."""
         for x, before in self.kept:
             x.copy_(before)
         self.kept = []
@@ -77,12 +78,12 @@ class RateUnits:
 
 
 def rate_of(rates: Rates | None, name: str) -> float | None:
-    """The rate of the parameter of that name, where it is known."""
+    """Return the rate of the parameter with this name; None: not known."""
     return rates.get(name) if isinstance(rates, Mapping) else rates
 
 
 def merged(rates: Mapping[str, float | None]) -> Rates | None:
-    """The rates that are known: one number where all parameters have one; None where there are none."""
+    """Return the known rates, as one number if all parameters have the same rate; None if no rate is known."""
     known = {name: rate for name, rate in rates.items() if rate is not None}
     values = set(known.values())
     if len(known) == len(rates) and len(values) == 1:

@@ -1,4 +1,4 @@
-"""The four questions that an algorithm may ask in a round; a driver answers."""
+"""The requests that the round of an algorithm may yield to its driver, and the arguments of a round."""
 
 from __future__ import annotations
 
@@ -16,30 +16,34 @@ from .vector import Vector
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """x <- W(t) x, in place. Buffers of the model are mixed along. Mixing the model itself is the end of a round."""
+    """x <- W(t) x, in place. The buffers of the model are mixed too. `Mix(v.x)` is the last request of a round."""
 
     x: Vector
 
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """x <- its mean over all ranks, in place. Buffers of the model are averaged along."""
+    """x <- its mean over all ranks, in place. The buffers of the model are averaged too."""
 
     x: Vector
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The message goes to all peers. The reply is a `Received`: the messages by the row of W(t) - I."""
+    """Send a message to all peers. The reply is a `Received` with the messages, weighted by the row of W(t) - I."""
 
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Each peer of the round gets a message of its own. The reply has the messages of the peers, by rank.
+    """Send each peer of the round its own message. The reply is a dict with the messages of the peers, by rank.
 
-    A peer that fails has none there. checksums: by peer, a number that both ends of a link must have in common.
+    The reply has no entry for a peer that fails.
+
+    Args:
+        messages: the message for each peer.
+        checksums: by peer, a number that must be equal at both ends of the link.
     """
 
     messages: Mapping[int, Message]
@@ -48,14 +52,14 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """The message goes to all ranks. The reply is a `Received`: the messages of all, weighted by 1, in order."""
+    """Send a message to all ranks. The reply is a `Received` with the messages of all ranks in order, weighted by 1."""
 
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """A round of another algorithm about x, in the place of `Mix(x)`: the driver runs it to its end. See `Over`."""
+    """Run a round of the inner algorithm on x to its end, in the place of `Mix(x)`. See `Over`."""
 
     x: Vector
     round: Round
@@ -66,11 +70,11 @@ Round: TypeAlias = Generator[Request, Any, None]
 
 
 class RoundLost(Exception):
-    """Thrown into a round whose average has failed, as a worker has died: x and memory stay as they were."""
+    """A driver throws it into a round whose average failed because a worker died: x and memory stay unchanged."""
 
 
 class Mail(Protocol):
-    """The part of a driver that makes messages; see `Vectors` for what each member is."""
+    """The part of a driver that makes messages; `Vectors` documents the members."""
 
     @property
     def peers(self) -> Sequence[int]: ...
@@ -102,15 +106,15 @@ class SGDStep(NamedTuple):
 
 
 class Vectors:
-    """The model of a rank and the facts of a round, for the algorithm; a driver makes it.
+    """The model of a rank and the description of a round; a driver passes it to `Algorithm.round`.
 
     Attributes:
-        x: the model; after the last answer the result is written to it.
-        t: the number of the round among those with an exchange: W(t) is the matrix of this round.
-        rank: of this rank among those that mix.
+        x: the model. The round writes its result to it after the last reply.
+        t: the number of the round; W(t) is its matrix. Only rounds with communication count.
+        rank: this rank.
         num_ranks: the number of ranks that mix.
-        step: the step of the user's SGD since the last round, where the algorithm `needs_sgd`; None: there was none.
-        inner_rate: the learning rate of the last step of the user's optimizer, where the algorithm asks for it.
+        step: the step of the user's SGD since the last round, if the algorithm `needs_sgd`; None: there was no step.
+        inner_rate: the learning rate of the last step of the user's optimizer, if the algorithm `needs_inner_rate`.
     """
 
     def __init__(
@@ -128,33 +132,39 @@ class Vectors:
         self.step, self.inner_rate = step, inner_rate
 
     def about(self, x: Vector, m: Memory) -> Vectors:
-        """The same round, of another vector, with a memory of its own."""
+        """Return the description of the same round for another vector with its own memory."""
         step = self.step if m.num_rounds else None
         return Vectors(x, self._mail, self.t, self.rank, self.num_ranks, step=step, inner_rate=self.inner_rate)
 
     def encode(self, code: Code, x: Vector, *, key: object = "own") -> Message:
-        """C(x) as a message. key: messages of other keys may be under way at the same time."""
+        """Return C(x) as a message.
+
+        Args:
+            code: the code or compressor C.
+            x: the vector.
+            key: a name for the memory of the message. Messages with different keys may be in flight together.
+        """
         return self._mail.room_for(code, x, key=key).write(x, self.t)
 
     def message(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
-        """A message of fields that the algorithm fills.
+        """Return a message whose fields the algorithm fills.
 
         Args:
-            sizes: the dtype and the number of elements of each field; those of the peer's message are the same.
-            key: messages of other keys may be under way at the same time.
+            sizes: the dtype and the number of elements of each field, equal to the sizes of the peer's message.
+            key: a name for the memory of the message. Messages with different keys may be in flight together.
         """
         return self._mail.room_for_fields(sizes, key=key)
 
     @property
     def mixing(self) -> MixingManager:
-        """The graph and its weights, of all rounds and ranks."""
+        """The weights of all rounds and ranks, with their graph."""
         return self._mail.mixing
 
     @property
     def peers(self) -> Sequence[int]:
-        """The peers of this round that are there, for `Exchange`."""
+        """The live peers of this round, for `Exchange`."""
         return self._mail.peers
 
     def weight_of(self, peer: int) -> float:
-        """W_ij(t), the weight that this rank gives to what a peer sends."""
+        """Return W_ij(t), the weight that this rank gives to the message of a peer."""
         return self._mail.weight_of(peer)

@@ -1,4 +1,4 @@
-"""Rounds: runs the rounds of an algorithm over a transport, and answers what it asks for."""
+"""Rounds: runs the rounds of an algorithm over a transport, and answers its requests."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from .vector import Snapshot, Vector
 
 
 class Rounds(Mixer):
-    """Makes a mixer of an algorithm: s <- one round of it, blocking; or the correction of that round.
+    """A mixer that runs the rounds of an algorithm, blocking: s <- the result of a round, or its correction.
 
-    `Mix(x)` is answered by plain gossip, `Average(x)` by an all-reduce; messages go by `MessageRounds`.
+    Plain gossip answers `Mix(x)`, an all-reduce answers `Average(x)`, and `MessageRounds` exchanges messages.
 
-    Where new tensors are trained, they become their average over all ranks before they enter an equal memory.
+    If the algorithm has equal memories on all ranks, newly trained tensors become their average over all ranks before
+    the memory includes them.
 
     Args:
-        algorithm: what a round does.
-        plain: answers `Mix`; not bound yet.
+        algorithm: the algorithm.
+        plain: the mixer that answers `Mix`; not bound yet.
     """
 
     def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
@@ -45,26 +46,26 @@ class Rounds(Mixer):
         self.keeps_models, self.can_recover = algorithm.keeps_models, algorithm.can_recover
         self.is_skippable = algorithm.is_skippable and not algorithm.can_recover
         self._k = self._t = 0  # the optimizer steps before the round, and its number
-        self._is_torn = False  # whether a round has ended while it was writing what its messages had said
-        self._is_cut_off = False  # whether messages of a round have not come, and may still be on their way
+        self._is_torn = False  # whether a round failed while it was applying messages
+        self._is_cut_off = False  # whether a round failed while messages were in transfer
         self.memory = Memory()
         self.messages = MessageRounds(
             self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
         )
-        self.watch: OptimizerWatch | None = None  # of the optimizer of the model, where the algorithm needs to know
+        self.watch: OptimizerWatch | None = None  # if the algorithm needs the steps of the model's optimizer
         self._has_checked_step = False
-        self._agree_finite: Callable[[bool], bool] | None = None  # where answers are looked at
-        self.has_failed = False  # whether the last round took no effect, as a worker had died
+        self._agree_finite: Callable[[bool], bool] | None = None  # if replies are checked, see `refuse_nonfinite`
+        self.has_failed = False  # whether the last round took no effect, because a worker died
         self.stamps = Stamps()
         self._alpha: float | None = None
         self._has_begun = False
         self._own_buffer_weight = 1.0
         self._averages = False  # whether the round that runs averages exactly
         self._buffers: list[Tensor] = []
-        self._v: Vectors | None = None  # of the round that runs
+        self._v: Vectors | None = None  # the argument of the round that runs
         self._generator: Round | None = None
         self._request: Request | None = None
-        self._replies: list[Any] = []  # to the request of a round that has departed
+        self._replies: list[Any] = []  # the reply to the first request of a round that has departed
 
     # See `Mixer`.
 
@@ -84,13 +85,13 @@ class Rounds(Mixer):
         if self.is_weighted and self.algorithm.averages_exactly and is_elastic(transport):
             raise ValueError(
                 f"got push_sum=True between the exact averages of {self.algorithm} with a membership, expected "
-                "push_sum=False: where workers die and join, push-sum weights have no known sum, by which such a round "
-                "would average models"
+                "push_sum=False: when workers die and join, the sum of the push-sum weights is not known, and an exact "
+                "average needs it"
             )
         if self.algorithm.writes_early and self.algorithm.averages_exactly and is_elastic(transport):
             raise ValueError(
-                f"got {self.algorithm} with a membership, expected an algorithm that waits for its averages: the "
-                "anchor has moved before an average comes, which may fail; e.g. StreamingDiLoCo"
+                f"got {self.algorithm} with a membership, expected an algorithm that waits for its averages: this one "
+                "moves the anchor before the average, which may fail; take StreamingDiLoCo, for example"
             )
         self.messages.bind(mixing, transport)
         self.memory.weights = repr(mixing)
@@ -98,13 +99,13 @@ class Rounds(Mixer):
         self.stamps.begin_generation(is_needed=self._must_agree)
 
     def sibling(self) -> Rounds:
-        """The rounds of another part of the same model, with a memory of their own, over the same plain gossip."""
+        """Make the rounds of another fragment of the same model, with their own memory, over the same plain gossip."""
         other = Rounds(self.algorithm, self.plain)
         other._join(self.mixing, self.transport)
         return other
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
-        """See `Mixer`. The algorithm has looked at the worlds that may be: no survivor may end in a step by another."""
+        """See `Mixer`. The weights for all numbers of workers were checked when the model was wrapped."""
         self.mixing, self.transport = mixing, transport
         self.plain.rebind(mixing, transport)
         self.messages.rebind(mixing, transport)
@@ -155,14 +156,14 @@ class Rounds(Mixer):
         self._run(Vector.of(s))
 
     def difference(self, s: FlatVector) -> float:
-        """See `Mixer`; without a copy of s, but where the algorithm keeps models, which are never mixed late."""
+        """See `Mixer`; takes a copy of s only if the algorithm keeps models."""
         if self.algorithm.keeps_models:
             return super().difference(s)
         snapshot = Snapshot(s.parameters, s)
         sent_buffers = [b.clone() for b in s.buffers]
         weight = s.push_sum_weight.clone()
         self._run(snapshot)
-        if self._alpha is not None:  # the mixer has made the correction of the whole vector
+        if self._alpha is not None:  # the mixer has computed the correction of the whole vector
             return self._alpha
         if not snapshot.is_correction:
             snapshot.zero_()
@@ -180,11 +181,11 @@ class Rounds(Mixer):
         if self.algorithm.needs_sgd or self.algorithm.follows_rate or self.algorithm.needs_inner_rate:
             self.watch = OptimizerWatch(self.algorithm, buffer)
 
-    # Beside rounds.
+    # Before rounds.
 
     @property
     def has_begun(self) -> bool:
-        """Whether the algorithm knows where training begins."""
+        """Whether `Algorithm.begin` was called."""
         return self._has_begun
 
     def begin(self, x: FlatVector, k: int = 0) -> bool:
@@ -192,10 +193,18 @@ class Rounds(Mixer):
         return self.begin_part(x, is_due=self.has_news and self.algorithm.averages_at(k), k=k)
 
     def begin_part(self, x: FlatVector, *, is_due: bool, k: int) -> bool:
-        """As `begin`. is_due: whether a round of x that averages is due now.
+        """Do the same as `begin`, for a fragment.
 
-        The rates of the first step of SGD are looked at before anything has changed; on an elastic transport they are
-        not: one worker would end the training of others by its rates.
+        The rates of the first step of SGD are checked before anything changes. On an elastic transport they are not
+        checked, since the rates of one worker would end the training of all.
+
+        Args:
+            x: the fragment, mutated.
+            is_due: whether a round that averages x is due now.
+            k: the number of optimizer steps so far.
+
+        Returns:
+            Whether x was written.
         """
         has_changed = False
         step = None if self.watch is None else self.watch.step
@@ -215,8 +224,8 @@ class Rounds(Mixer):
                 has_changed = True
         if self.algorithm.has_equal_memory and self.stamps.is_agreed and (new := self.memory.new_tensors(x)):
             warnings.warn(
-                f"{self.algorithm}: other tensors are trained than before, so its memory begins at the average of all "
-                f"models in those that are new ({sum(map(torch.numel, new))} elements)",
+                f"{self.algorithm}: other tensors are trained than before; the new ones "
+                f"({sum(map(torch.numel, new))} elements) become their average over all ranks",
                 stacklevel=2,
             )
             if average_(new, x, self.averager):
@@ -225,7 +234,7 @@ class Rounds(Mixer):
         return has_changed
 
     def recover(self, x: FlatVector) -> None:
-        """See `Mixer`; buffers that are not finite become those of the last round."""
+        """See `Mixer`; buffers that are not finite get their values after the last round."""
         self.algorithm.recover(self._vectors(Vector.of(x)), self.memory)
         if self.is_weighted:
             for part in x.parameters:
@@ -234,7 +243,7 @@ class Rounds(Mixer):
             own.copy_(torch.where(own.isfinite(), own, kept.to(own)))
 
     def _agree(self, x: FlatVector) -> bool:
-        """Take the newest memory; returns whether x was written."""
+        """Take the newest memory of all ranks; returns whether x was written."""
         if not self.stamps.agree(self.memory, self.transport, who=self.algorithm):
             return False
         self.algorithm.recover(self._vectors(Vector.of(x)), self.memory)
@@ -249,21 +258,22 @@ class Rounds(Mixer):
         return Vectors(x, self.messages, t=self._t, rank=rank, num_ranks=num_ranks)
 
     def _run(self, x: Vector) -> None:
-        """One round, blocking."""
+        """Run one round, blocking."""
         self._open(x)
         while self._request is not None:
             self._go_on(self._answer(self._request))
         self._end(x, 0.0)
 
     def blocking(self, x: FlatVector, t: int, k: int) -> None:
-        """x <- round t of it, after k optimizer steps."""
+        """Run round t on x, after k optimizer steps."""
         self._t, self._k = t, k
         self._run(Vector.of(x))
 
     def depart(self, x: FlatVector, t: int, k: int) -> Callable[[], float]:
-        """Begin round t, after k optimizer steps; a job is returned that answers the first request, in any thread.
+        """Begin round t, after k optimizer steps. You may then change and free x.
 
-        x may be changed and freed after that.
+        Returns:
+            A job that answers the first request, in any thread.
         """
         self._t, self._k = t, k
         vector = Vector.of(x)
@@ -284,7 +294,12 @@ class Rounds(Mixer):
         return answer
 
     def arrive(self, x: FlatVector, *, kept: float) -> None:
-        """End the round that departed, at the model as it is now; kept: what the model keeps of its own buffers."""
+        """End the round that departed.
+
+        Args:
+            x: the present model, mutated.
+            kept: the weight of its own buffers: b <- kept b + (1 - kept) mixed b.
+        """
         v = self._v
         if self._request is not None and v is not None:
             snapshot, reply = v.x, self._replies.pop()
@@ -301,16 +316,16 @@ class Rounds(Mixer):
         self._end(Vector.of(x), kept)
 
     def give_up(self) -> None:
-        """End the round that departed without its result."""
+        """Cancel the round that departed."""
         self._close()
 
     def release(self) -> None:
-        """Nothing of the vector that the round was about is needed any more."""
+        """Drop the references to the vector of the last round."""
         self.memory.release()
         self.messages.release()
 
     def _open(self, x: Vector) -> None:
-        """Up to the first request."""
+        """Run a round up to its first request."""
         assert x.flat is not None, "rounds mix flat vectors"
         if self._is_torn or self._is_cut_off:
             raise RuntimeError(
@@ -320,7 +335,7 @@ class Rounds(Mixer):
         self._alpha, self._own_buffer_weight, self.has_failed = None, 1.0, False
         self._averages = averages = self.algorithm.averages_at(self._k)
         if averages and not self.stamps.is_agreed and not isinstance(x, Snapshot):
-            self._agree(x.flat)  # it fails at once, and so asks for another generation
+            self._agree(x.flat)  # the failure of a worker here leads to another generation
         if averages and not self.stamps.is_agreed:
             self.has_failed, self.stamps.lost = True, self._k
             return
@@ -334,7 +349,7 @@ class Rounds(Mixer):
         self._go_on(None)
 
     def _go_on(self, reply: Any) -> None:
-        """To the next request, or to the end of the round."""
+        """Send a reply into the round, which runs to its next request or to its end."""
         assert self._generator is not None, "a round is open"
         try:
             if reply is RoundLost:
@@ -354,7 +369,7 @@ class Rounds(Mixer):
                 request = self._next_request(generator, self._answer(request))
 
     def _next_request(self, generator: Round, reply: Any) -> Request | None:
-        # Peers have the same messages: if this rank does not write what they say, they no longer agree.
+        # Peers apply the same messages: if this rank fails to apply them, the ranks no longer agree.
         self._is_torn = isinstance(reply, Received | dict) and not self.algorithm.is_skippable
         request = next_request(generator, reply)
         self._is_torn = False
@@ -367,7 +382,7 @@ class Rounds(Mixer):
         self._generator = self._request = self._v = None
 
     def _end(self, x: Vector, kept: float) -> None:
-        """The round has ended. kept: what x keeps of its own buffers."""
+        """Finish a round; for `kept` see `arrive`."""
         is_open = self._generator is not None
         if is_open and not self.has_failed:
             self.memory.end_round()
@@ -438,7 +453,7 @@ class Rounds(Mixer):
         return replies
 
     def _set_weight(self, v: Vectors) -> None:
-        """After an exact average of all ranks their weights are one."""
+        """Set the push-sum weight to one after an exact average over all ranks."""
         if v.x.flat is not None and not (isinstance(v.x, Snapshot) and v.x.is_correction):
             v.x.flat.push_sum_weight.fill_(1.0)
 
@@ -492,12 +507,12 @@ class Rounds(Mixer):
             self.watch.forget(self.memory)
 
     def close(self) -> None:
-        """See `Mixer`; keeps what `state_dict()` gives."""
+        """See `Mixer`; keeps the state."""
         if self.watch is not None:
             self.watch.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Mixer`; shares memory. Without any memory after a round that ended while it was writing."""
+        """See `Mixer`; shares memory. After a round that failed while it applied messages, the state is empty."""
         if self._is_torn:
             return {"algorithm": self.algorithm.name}
         return {
@@ -510,13 +525,13 @@ class Rounds(Mixer):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Mixer`. Under a membership what workers must keep the sum of starts anew: see `Memory`."""
+        """See `Mixer`. Under a membership some vectors restart: see [Note: Sums over workers] of `Memory`."""
         names = [part.name for part in self.algorithm.parts]
         state = renewed(state, names)
         if state.get("algorithm") != names[0]:
             raise ValueError(
                 f"got the state of {state.get('algorithm', 'another algorithm')}, expected the state of {names[0]}; "
-                "wrap as when it was saved, or load the model alone: module.load_state_dict"
+                "wrap as for the saved model, or load the model alone: module.load_state_dict"
             )
         self._load(state)
 
@@ -528,7 +543,7 @@ class Rounds(Mixer):
         self._has_begun = self._is_torn = self._is_cut_off = False
         self.stamps.taken, self.stamps.lost = state.get("stamps", (0, 0))
         memory = state.get("memory", {})
-        if is_elastic(self.transport):  # this worker may have other peers than before
+        if is_elastic(self.transport):  # this worker may have other peers than the one that saved the state
             memory = without_links(memory, self.algorithm.parts)
         elif state.get("links"):
             self._check_links(state["links"])
@@ -570,7 +585,7 @@ class Rounds(Mixer):
 
 
 def average_(tensors: Sequence[Tensor], x: FlatVector, averager: GlobalAverage) -> bool:
-    """The tensors, which are views of x, <- their average over all ranks; whether no worker has died in it."""
+    """Replace tensors, which are views of x, by their average over all ranks; returns False if a worker died."""
     vector = FlatVector.pack(tensors)
     vector.push_sum_weight.copy_(x.push_sum_weight)
     averager.mix(vector, 0)
@@ -582,12 +597,12 @@ def average_(tensors: Sequence[Tensor], x: FlatVector, averager: GlobalAverage) 
 
 
 def without_links(memory: Mapping[str, Any], parts: Sequence[Algorithm]) -> dict[str, Any]:
-    """The state of a memory, without what its algorithms, each over the next, keep of links to peers."""
+    """Return the state of a memory without the links of its algorithms, the outermost first."""
     left_out = {"links", "vectors"} if parts[0].keeps_links else {"links"}
     kept = {name: value for name, value in memory.items() if name not in left_out}
     return {**kept, "inner": without_links(kept["inner"], parts[1:])} if "inner" in kept else kept
 
 
 def rounds_of(algorithm: Algorithm, plain: Mixer) -> Mixer:
-    """What runs the rounds of an algorithm, by plain gossip; not bound yet."""
+    """Make the mixer that runs the rounds of an algorithm over plain gossip; not bound yet."""
     return plain if algorithm.is_plain else Rounds(algorithm, plain)

@@ -1,4 +1,4 @@
-"""The rows of W(t) of all n ranks at once: who hears whom in round t, and with what weight, as index arrays."""
+"""Rows: W(t) of all n ranks as index arrays, with the in-peers of each rank in round t and their weights."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 Array: TypeAlias = npt.NDArray[np.float64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
-_MAX_ENTRIES = 1 << 24  # peers of rounds that are kept for when they come around: 256 MiB
+_MAX_ENTRIES = 1 << 24  # peers of kept rounds, at most: 256 MiB
 
 
 class Rows(NamedTuple):
     """W(t) by rows: x_i <- own[i] x_i + sum_k weights[i, k] x_{peers[i, k]}.
 
-    own: float64 [n].
-    peers: int64 [n, p], the in-peers of each rank; a rank with fewer than p of them is filled up with itself.
-    weights: float64 [n, p]; 0 where filled up.
-    is_peer: bool [n, p]; False where filled up.
-    in_degrees, out_degrees: int64 [n].
+    Attributes:
+        own: float64 [n], the weight of each rank for its own model.
+        peers: int64 [n, p], the in-peers of each rank, padded with the rank itself.
+        weights: float64 [n, p], the weights of the in-peers; 0 for padding.
+        is_peer: bool [n, p]; False for padding.
+        in_degrees, out_degrees: int64 [n], the numbers of in-peers and out-peers.
     """
 
     own: Array
@@ -41,14 +42,14 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, own: Array, peers: Indices, weights: Array) -> Rows:
-        """With the degrees that follow from the peers."""
+        """Make rows, and compute the degrees from the peers."""
         n = len(own)
         is_peer = peers != np.arange(n)[:, None]
         out_degrees = np.bincount(peers[is_peer], minlength=n)
         return cls(own, peers, weights, is_peer, is_peer.sum(1), out_degrees)
 
     def mix(self, x: Tensor) -> Tensor:
-        """W(t) x for x [n] or [n, d], in its dtype; x does not change."""
+        """Return W(t) x for x [n] or [n, d], in the dtype of x; x does not change."""
         result = x * column(self.own, x)
         for k in range(self.peers.shape[1]):
             result.addcmul_(x.index_select(0, torch.from_numpy(self.peers[:, k])), column(self.weights[:, k], x))
@@ -56,28 +57,29 @@ class Rows(NamedTuple):
 
     @property
     def mean_out_degree(self) -> float:
-        """Messages that a rank sends, mean over ranks."""
+        """The mean over ranks of the number of messages that a rank sends."""
         return float(self.out_degrees.mean())
 
     def latest(self, seconds: Array) -> Array:
-        """The maximum over each rank and its in-peers: float64 [n] of [n]."""
+        """Return the maximum over each rank and its in-peers: float64 [n] from [n]."""
         return np.maximum(seconds, seconds[self.peers].max(axis=1, initial=-np.inf))
 
 
 def column(weights: Array, like: Tensor | None = None) -> Tensor:
-    """A number for each row: float64 [n, 1], or to be multiplied with a tensor [n, ...] and of its dtype."""
+    """Return weights as a column, float64 [n, 1], or with the dtype and dimensions of a tensor [n, ...]."""
     numbers = torch.from_numpy(np.ascontiguousarray(weights))
     return numbers[:, None] if like is None else numbers.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
 
 
 class StackedMixing:
-    """The rounds of a mixing manager, all ranks at once; equal to its `weights` (tests hold it to them).
+    """The rounds of a mixing manager for all ranks at once; equal to its `weights`, as tests check.
 
-    Never n x n numbers. On a `ShiftGraph` a round is an addition of vectors, on a `MatchaGraph` a choice of stored
-    matchings; other graphs are asked rank by rank, once per distinct round. Rounds that come around are kept.
+    It never stores n x n numbers. On a `ShiftGraph` a round is an addition of vectors, on a `MatchaGraph` a selection
+    of stored matchings. Other graphs are evaluated rank by rank, once for each distinct round. Rounds are kept, as far
+    as memory allows.
 
     Args:
-        mixing: the weights and, in it, the graph.
+        mixing: the weights with their graph.
 
     >>> from gossip_modules.graph_manager import RingGraph
     >>> round = StackedMixing(UniformMixing(RingGraph(4))).round(0)
@@ -92,7 +94,7 @@ class StackedMixing:
         self._num_entries = 0
 
     def round(self, t: int) -> Rows:
-        """W(t)."""
+        """Return the rows of W(t)."""
         key = t % self.mixing.period if self.mixing.period else self.graph.canonical_round(t)
         if key not in self._rounds:
             made = self._make(t)
@@ -104,7 +106,7 @@ class StackedMixing:
 
     @cached_property
     def is_doubly_stochastic(self) -> bool:
-        """See `MixingManager`: then no push-sum weight is needed."""
+        """See `MixingManager`; if True, no push-sum weight is needed."""
         return self.mixing.is_doubly_stochastic
 
     def _make(self, t: int) -> Rows:
@@ -129,7 +131,7 @@ class StackedMixing:
 
     @cached_property
     def _partners(self) -> Indices:
-        """int64 [n, matchings]: whom a rank meets in each matching of a `MatchaGraph`, itself if nobody."""
+        """The partner of each rank in each matching of a `MatchaGraph`, or the rank itself: int64 [n, matchings]."""
         assert isinstance(self.graph, MatchaGraph), "only MATCHA's graph has matchings"
         partners = np.repeat(self._ranks[:, None], len(self.graph.matchings), axis=1)
         for index, matching in enumerate(self.graph.matchings):
@@ -139,13 +141,13 @@ class StackedMixing:
 
 
 def shifted_peers(graph: ShiftGraph, t: int) -> Indices:
-    """The in-peers of all ranks, int64 [n, p]: those of rank 0, the neutral element, added to each rank.
+    """Return the in-peers of all ranks, int64 [n, p]: the in-peers of rank 0, added to each rank.
 
-    Odd ranks of a `MirroredGraph` subtract what even ones add. `graph.add` and `negate` must take arrays, as those of
+    On a `MirroredGraph`, odd ranks subtract instead. `graph.add` and `graph.negate` must accept arrays; the graphs of
     this library do.
     """
     ranks = np.arange(graph.world_size, dtype=np.int64)
-    group: Any = graph  # whose operations are written for ranks, and work on arrays of them alike
+    group: Any = graph  # its operations are typed for single ranks, and also work on arrays of ranks
     columns = []
     for peer in graph.in_peers(0, t):
         column = group.add(ranks, peer)

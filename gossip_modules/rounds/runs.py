@@ -1,4 +1,4 @@
-"""Runs: the elements of a vector by the tensors that they belong to, for vectors of which others are trained by now."""
+"""Runs: views of a vector by tensor names, to copy values between vectors with different trained tensors."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .vector import widened
 
 
 def layout_of(flat: FlatVector) -> FlatLayout:
-    """The layout of the parameters, in float32 at least."""
+    """Return the layout of the parameters, in float32 at least."""
     return widened(flat.layout, has_buffers=False)
 
 
 Places: TypeAlias = list[tuple[str, int, int, int, int]]
-"""The tensors of a vector, or their parts: name, first element in the tensor, part of the vector, first there, size."""
+"""For each tensor or piece of one: its name, first element in the tensor, part of the vector, first there, size."""
 Run: TypeAlias = tuple[str, int, Tensor]
-"""Elements of a tensor: its name, the first element in it, and a view of them."""
+"""Elements of a tensor: the name of the tensor, the first element, and a view of the elements."""
 
 
 def places_of(layout: FlatLayout | None) -> Places | None:
-    """The places of a layout; None: there is none."""
+    """Return the places of a layout; None for no layout."""
     if layout is None:
         return None
     return [
@@ -36,14 +36,14 @@ def places_of(layout: FlatLayout | None) -> Places | None:
 
 
 def runs(places: Places | None, parts: Sequence[Tensor]) -> list[Run]:
-    """The elements of a vector, tensor by tensor; part by part where the tensors are not known."""
+    """Return the elements of a vector, tensor by tensor; part by part if the places are not known."""
     if places is None:
         return [(str(k), 0, part) for k, part in enumerate(parts)]
     return [(name, first, parts[k][start : start + numel]) for name, first, k, start, numel in places]
 
 
 def carry(old: Sequence[Run], new: Sequence[Run]) -> None:
-    """The elements of tensors that both have, in one size, <- the old ones."""
+    """Copy the old values of all tensors that both sides have with the same size."""
     before, after = ([(name, first, len(x)) for name, first, x in side] for side in (old, new))
     if before == after:
         for (*_, x), (*_, y) in zip(new, old, strict=True):
@@ -64,7 +64,7 @@ def carry(old: Sequence[Run], new: Sequence[Run]) -> None:
 
 
 def tensors_beyond(known: Places | None, x: FlatVector) -> list[Tensor]:
-    """The parameters of x that vectors with these places do not have; views."""
+    """Return views of the parameters of x that are not among these places."""
     there = {(name, first): numel for name, first, _, _, numel in known or ()}
     own = runs(places_of(layout_of(x)), x.parameters)
     return [part for name, first, part in own if there.get((name, first)) != len(part)]

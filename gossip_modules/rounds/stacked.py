@@ -1,4 +1,4 @@
-"""Stacked: runs the rounds of an algorithm for all ranks in one process, on models that are the rows of one tensor."""
+"""Stacked: runs the rounds of all ranks in one process, on models that are the rows of one tensor."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .rows import Rows, StackedMixing, column
 from .vector import Snapshot, Vector
 
 HEADER_BYTES = 8
-"""What is sent ahead of a message, see `Header`."""
+"""The size of the header that is sent ahead of a message, see `Header`."""
 Answered: TypeAlias = Rows | None
-"""What a request was answered with: the rows of W(t), or None for an average over all ranks."""
+"""The communication that answered a request: the rows of W(t), or None for all ranks."""
 
 
 class _Begun(NamedTuple):
-    """A round that has asked for something, and the answer."""
+    """A round that has yielded its first request, and the reply."""
 
     generator: Round
     v: Vectors
@@ -39,33 +39,33 @@ class _Begun(NamedTuple):
 class Stacked:
     """The models of n ranks as rows x_i of one tensor; rounds change them as n processes would.
 
-    [Note: rows] `Mix(x)` is W(t) x, `Average(x)` the mean of the rows. A message is the values that its receivers add,
-    for all rows at once. The reply to `Share` has for each column of in-peers a column of weights [n, 1] and the
-    messages of these peers. So the round of an algorithm is one generator over tensors [n, d]. An algorithm that cannot
-    work so (`takes_rows`) runs as n generators in step, one for each row.
+    [Note: rows] `Mix(x)` computes W(t) x, and `Average(x)` the mean of the rows. A message holds the decoded values of
+    all rows at once. The reply to `Share` has, for each column of in-peers, a column of weights [n, 1] and the messages
+    of these peers. So a round is one generator over tensors [n, d]. An algorithm with `takes_rows = False` runs as n
+    generators in step, one for each row.
 
-    With overlap a round reads the models of one step, and what it changes is added at the next step. The fragments of a
-    `Periodic` algorithm are equal runs of columns, each with a memory of its own; a round with a delay ends so many
-    steps after it has begun.
+    With overlap a round reads the models of one step, and its correction is added at the next step. The fragments of a
+    `Periodic` algorithm are equal runs of columns, each with its own memory. A round with a delay ends `delay` steps
+    after it began.
 
     Args:
-        algorithm: what a round does.
-        mixing: W(t); None where the algorithm only averages over all ranks.
-        num_ranks: n; None: that of the graph.
+        algorithm: the algorithm.
+        mixing: W(t); None: the algorithm only averages over all ranks.
+        num_ranks: n; None: the number of ranks of the graph.
         overlap: whether a round takes effect one step later.
-        wire_dtype: torch.bfloat16 or torch.float16 rounds models and other vectors that are mixed, see
-            [Note: narrow wire] of `PushPull`; None: they are sent as they are.
-        shape: of the one tensor that a model is, for algorithms that see matrices; None: a vector.
-        is_fragment: whether the rows are those of a fragment.
+        wire_dtype: torch.bfloat16 or torch.float16 rounds the vectors that are mixed, see [Note: narrow wire] of
+            `PushPull`; None: no rounding.
+        shape: the shape of the model as one tensor, for algorithms that use matrices; None: a vector.
+        is_fragment: whether the rows are a fragment of the models.
 
     Raises:
-        ValueError: the algorithm is wrong with these weights; it must not overlap; or its fragments are named.
+        ValueError: the algorithm does not work with these weights or with overlap, or its fragments are names.
 
     Attributes:
-        weights: push-sum weights, float64 [n, 1]; None: all are one.
-        memory: of all ranks, where the algorithm `takes_rows`.
-        t: rounds with an exchange so far.
-        sent_bytes: payload that a rank has sent so far, mean over ranks, headers of messages included.
+        weights: the push-sum weights, float64 [n, 1]; None: all are one.
+        memory: the memory of all ranks, if the algorithm `takes_rows`.
+        t: the number of rounds with communication so far.
+        sent_bytes: the payload that a rank has sent so far, mean over ranks, with the headers of messages.
 
     Example:
         >>> ring = RingGraph(3, peers_per_itr=2)
@@ -90,7 +90,7 @@ class Stacked:
         if mixing is not None:
             algorithm.check(mixing)
         if overlap and (algorithm.needs_current or algorithm.keeps_models):
-            raise ValueError(f"got overlap=True with {algorithm}, expected overlap=False: it needs the present models")
+            raise ValueError(f"got overlap=True with {algorithm}, expected overlap=False: it needs the current models")
         self.mixing = None if mixing is None else StackedMixing(mixing)
         self.num_ranks = num_ranks or (mixing.graph.world_size if mixing is not None else 1)
         self.overlap, self.shape = overlap, shape
@@ -110,24 +110,22 @@ class Stacked:
         self.times = algorithm.parts[0] if isinstance(algorithm.parts[0], Periodic) else None
         if self.times is not None and (self.times.num_fragments > 1 or self.times.delay) and not is_fragment:
             if not isinstance(self.times.fragments, int):
-                raise ValueError(
-                    f"got {algorithm}, expected fragments=2 or another number: rows have no modules to name"
-                )
+                raise ValueError(f"got {algorithm}, expected fragments=2 or another number: rows have no named modules")
             others: dict[str, Any] = {"wire_dtype": wire_dtype, "shape": shape, "is_fragment": True}
             self.fragments = [Stacked(algorithm, mixing, num_ranks, **others) for _ in range(self.times.fragments)]
 
     @torch.no_grad()
     def step(self, x: Tensor, k: int, action: Action = Action.GOSSIP, *, sgd: SGDStep | None = None) -> list[Answered]:
-        """The safe point after k optimizer steps of each rank: x changes as the schedule and the algorithm say.
+        """Run the safe point after k optimizer steps of each rank.
 
         Args:
             x: the models, float32 or float64 [n, d], mutated.
-            k: optimizer steps so far.
-            action: of the schedule.
+            k: the number of optimizer steps so far.
+            action: the action of the schedule.
             sgd: the step of SGD since the last round; None: there was none.
 
         Returns:
-            What the requests of this step were answered with, in their order; empty where ranks say nothing.
+            The communication that answered each request of this step, in order; empty if there was none.
         """
         self._answered = []
         if not self._has_begun:
@@ -154,23 +152,23 @@ class Stacked:
 
     @torch.no_grad()
     def settle(self, x: Tensor) -> None:
-        """End the rounds that are under way. x: the models, mutated."""
+        """End all rounds in flight, and apply them to the models x."""
         self._arrive(x)
         self._land_until(x, None)
 
     def estimates(self, x: Tensor) -> Tensor:
-        """The models that forward and backward see: x, or with push-sum x / w."""
+        """Return the models for forward and backward: x, or x / w with push-sum."""
         return x if self.weights is None else x / self.weights.to(x.dtype)
 
     @property
     def momentum(self) -> Tensor | None:
-        """The momentum of SGD that the last round has made, [n, d]; None: the algorithm leaves it alone."""
+        """The momentum of SGD after the last round, [n, d]; None: the algorithm does not change it."""
         has_written = self.algorithm.needs_sgd and self.memory.num_rounds
         return self.memory.momentum.parts[0] if has_written else None
 
     @property
     def memories(self) -> Sequence[Memory]:
-        """Of all ranks."""
+        """The memories of all ranks: one memory of stacked vectors, or one for each rank."""
         return [self.memory] if self._in_step is None else self._in_step.memories
 
     # A step.
@@ -185,7 +183,7 @@ class Stacked:
             self.algorithm.begin(self._vectors(Vector([x]), None), self.memory)
 
     def _arrive(self, x: Tensor) -> None:
-        """Add what the round that was under way has changed."""
+        """Add the correction of the overlapped round that is in flight."""
         late, self._late = self._late, None
         if late is not None:
             x += late[0]
@@ -213,14 +211,20 @@ class Stacked:
             self.fragments[p].land(Vector([self._columns(x)[p]]))
 
     def _columns(self, x: Tensor) -> list[Tensor]:
-        """The equal runs of columns that are the fragments; views."""
+        """Return views of the columns of each fragment."""
         stops = [x.shape[1] * p // max(len(self.fragments), 1) for p in range(len(self.fragments) + 1)]
         return [x[:, first:last] for first, last in itertools.pairwise(stops)]
 
     # A round.
 
     def run(self, x: Vector, k: int, sgd: SGDStep | None = None) -> None:
-        """One round of all ranks. x: the models, [n, d], mutated; a `Snapshot` becomes the correction."""
+        """Run one round of all ranks.
+
+        Args:
+            x: the models, [n, d], mutated; a `Snapshot` becomes the correction.
+            k: the number of optimizer steps so far.
+            sgd: the step of SGD since the last round; None: there was none.
+        """
         if self.algorithm.is_plain:
             self.mix(x, is_model=True)
         elif self._in_step is not None:
@@ -232,10 +236,10 @@ class Stacked:
             for memory in self.memories:
                 memory.forget_inner_models()
         if isinstance(x, Snapshot):
-            x.begin_adding()  # where the round has written nothing, the correction is zero
+            x.begin_adding()  # if the round has written nothing, the correction is zero
 
     def launch(self, x: Vector, k: int, sgd: SGDStep | None) -> None:
-        """Begin a round, and answer its first request."""
+        """Begin a round and answer its first request; arguments as for `run`."""
         v = self._vectors(x, sgd)
         if self.algorithm.follows_rate:
             self.memory.scale(None if sgd is None else sgd.lr)
@@ -243,7 +247,7 @@ class Stacked:
         self._flight = _Begun(generator, v, self._answer(next(generator), v))
 
     def land(self, x: Vector) -> None:
-        """End the round that was begun. x: the models as they are now."""
+        """End the round that `launch` began, on the present models x."""
         assert self._flight is not None, "launch() comes first"
         (generator, v, reply), self._flight = self._flight, None
         v.x = x
@@ -280,12 +284,17 @@ class Stacked:
 
     @property
     def rows(self) -> Rows:
-        """W(t) of the present round."""
+        """The rows of W(t) in this round."""
         assert self.mixing is not None, f"{self.algorithm} asks for peers, but there is no graph"
         return self.mixing.round(self.t)
 
     def mix(self, x: Vector, *, is_model: bool = False) -> None:
-        """See `Mix`. is_model: whether push-sum weights are mixed along."""
+        """Answer `Mix`.
+
+        Args:
+            x: the vectors of all ranks, mutated.
+            is_model: whether x is the model, so that the push-sum weights are mixed too.
+        """
         rows, num_bytes = self.rows, 8 if self.weights is not None else 0
         is_snapshot = isinstance(x, Snapshot)
         for part in x.parts:
@@ -305,7 +314,12 @@ class Stacked:
         self.sent_bytes += rows.mean_out_degree * num_bytes
 
     def average(self, x: Vector, *, is_model: bool = False) -> None:
-        """See `Average`. is_model: whether push-sum weights are averaged along."""
+        """Answer `Average`.
+
+        Args:
+            x: the vectors of all ranks, mutated.
+            is_model: whether x is the model, so that the push-sum weights are averaged too.
+        """
         for part in x.parts:
             mean = part.mean(0)
             part.copy_(mean - part if isinstance(x, Snapshot) else mean.expand_as(part))
@@ -316,13 +330,13 @@ class Stacked:
         self._answered.append(None)
 
     def count_message(self, num_bytes: float) -> None:
-        """Each rank has sent a message of so many bytes, on average, to each of its peers."""
+        """Count a message of each rank to each of its peers, of so many bytes on average."""
         self._answered.append(self.rows)
         header = HEADER_BYTES if self.algorithm.checks_messages else 0
         self.sent_bytes += self.rows.mean_out_degree * (num_bytes + header)
 
     def count_gather(self, num_bytes: int) -> None:
-        """Each rank has sent a message of so many bytes to all others."""
+        """Count a message of each rank to all other ranks, of so many bytes."""
         self._answered.append(None)
         self.sent_bytes += (self.num_ranks - 1) * num_bytes
 
@@ -333,10 +347,10 @@ def _mark(x: Vector) -> None:
 
 
 class StackedMail:
-    """Makes messages of all ranks; see `Mail`.
+    """Makes the stacked messages of all ranks; see `Mail`.
 
     Args:
-        mixing: W(t), if there is a graph.
+        mixing: W(t); None: there is no graph.
     """
 
     def __init__(self, mixing: StackedMixing | None) -> None:
@@ -370,11 +384,11 @@ class StackedMail:
 
 
 class StackedMessage(Message):
-    """The messages of all ranks, as the values that they mean: [n, d] for each part of a vector.
+    """The messages of all ranks as decoded values, [n, d] for each part of a vector.
 
     Args:
-        code: of the messages.
-        values: what they mean.
+        code: the code of the messages.
+        values: the decoded values.
     """
 
     def __init__(self, code: Code, values: Sequence[Tensor]) -> None:
@@ -392,7 +406,7 @@ class StackedMessage(Message):
         return self
 
     def add_to(self, x: Vector, alpha: float | Tensor = 1.0) -> None:
-        """See `Message`. alpha: a number, or one for each rank, [n, 1]."""
+        """See `Message`. alpha may also be a column with a number for each rank, [n, 1]."""
         for part, values in zip(x.parts, self.values, strict=True):
             if isinstance(alpha, Tensor):
                 part.addcmul_(values, alpha.to(part.dtype))
@@ -400,7 +414,7 @@ class StackedMessage(Message):
                 part.add_(values, alpha=alpha)
 
     def of(self, ranks: Tensor) -> StackedMessage:
-        """Row i <- the message of rank ranks[i]; of one rank: its message for all."""
+        """Return a message whose row i is the message of rank ranks[i]; a single rank gives one row for all."""
         return StackedMessage(self.code, [values.index_select(0, ranks) for values in self.values])
 
 
@@ -408,8 +422,8 @@ class StackedReceived(Received):
     """The messages of a round on all ranks, see [Note: rows].
 
     Args:
-        rows: W(t).
-        message: of all ranks.
+        rows: the rows of W(t).
+        message: the messages of all ranks.
     """
 
     def __init__(self, rows: Rows, message: StackedMessage) -> None:
@@ -430,11 +444,11 @@ class StackedReceived(Received):
 
 
 class EveryRow(Received):
-    """The messages of all ranks, which every rank has: the reply to `Gather`.
+    """The reply to `Gather`: every rank has the messages of all ranks.
 
     Args:
-        message: of all ranks.
-        num_ranks: how many.
+        message: the messages of all ranks.
+        num_ranks: the number of ranks.
     """
 
     def __init__(self, message: StackedMessage, num_ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Stamps: by which the ranks of a generation come to have one memory."""
+"""Stamps: the steps of the last rounds, by which the workers of a new generation agree on one memory."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from .memory import Memory
 
 
 class Stamps:
-    """The steps of the last rounds of one memory, and whether the memory is that of all ranks.
+    """The steps of the last rounds of a memory, and whether all ranks have agreed on the newest memory.
 
-    [Note: One memory] Where all ranks keep the same vectors (`has_equal_memory`), and workers may die and join, all
-    would train on around different anchors for ever if one of them took a round that another did not take. An average
-    takes effect on all or on none, but for a worker that dies while it says that it has the result (`ElasticAverage`).
-    And a worker that joins has the memory that its donor had some steps before. So a memory has a stamp, the step of
-    the last round that it took. The first step of a generation, the same on all workers, runs
+    [Note: One memory] Some algorithms need equal vectors on all ranks (`has_equal_memory`). Under a membership memories
+    may differ for two reasons. An average takes effect on all ranks or on none, unless a worker dies during the
+    confirmation (`ElasticAverage`). And a joining worker has the memory that its donor had some steps before. Workers
+    would then train around different anchors for ever. So a memory has a stamp, the step of its last round. The first
+    step of a generation, which is equal on all workers, runs
 
-        stamps of all workers, and the steps of rounds that were lost <- all_gather
-        memory <- that of the first rank with the largest stamp; x <- as after a recovery     # of ranks that are behind
-        the last round that was lost                                                    # unless one is due anyway
+        stamps and steps of lost rounds of all workers <- all_gather
+        memory <- memory of the first rank with the largest stamp; x <- recovered model     # on ranks that are behind
+        the last lost round                                                         # unless a round is due anyway
 
-    If that fails too, since another worker dies, the next generation does it. Until then there are no rounds that
-    average, and workers train alone. So the ranks of one generation have the same memory, bit for bit.
+    If this fails because another worker dies, the next generation runs it. Until then no round averages, and workers
+    train alone. So the ranks of one generation have equal memories, bit for bit.
 
     Attributes:
-        taken, lost: the steps of the last rounds that took effect, and that were lost.
-        is_agreed: whether all ranks have the memory of the newest stamp.
-        has_tried: whether that was tried in this generation.
+        taken, lost: the step of the last round that took effect, and of the last round that was lost.
+        is_agreed: whether all ranks have the memory with the newest stamp.
+        has_tried: whether this generation has run the agreement.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,24 @@ class Stamps:
         self.is_agreed = self.has_tried = True
 
     def begin_generation(self, *, is_needed: bool) -> None:
-        """Workers have come or gone. is_needed: whether they must have one memory."""
+        """Begin a generation with other workers.
+
+        Args:
+            is_needed: whether its workers must agree on one memory.
+        """
         self.is_agreed = self.has_tried = not is_needed
 
     def agree(self, memory: Memory, transport: Transport, *, who: object) -> bool:
-        """Take the newest memory, if no worker fails; returns whether it was another one. who: the algorithm."""
+        """Take the newest memory of all workers.
+
+        Args:
+            memory: the memory of this rank, mutated.
+            transport: the transport between the workers.
+            who: the algorithm, for errors.
+
+        Returns:
+            Whether the memory changed. False if a worker failed.
+        """
         self.has_tried, self.is_agreed = True, False
         mine = torch.tensor([self.taken, self.lost], device="cpu")
         everyone = mine.new_empty(transport.world_size * 2)
@@ -56,9 +69,9 @@ class Stamps:
                     memory.take(state)
             self.taken, self.lost, self.is_agreed = newest, int(lost.max()), True
         except (ConnectionError, TimeoutError):
-            return False  # the next generation does it
+            return False  # the next generation runs it
         return is_behind
 
     def state(self) -> list[int]:
-        """For a checkpoint: the two steps."""
+        """Return the two steps, for a checkpoint."""
         return [self.taken, self.lost]

@@ -1,4 +1,4 @@
-"""Vector: the parameters of a model as one point, with the arithmetic that algorithms are written in."""
+"""Vector: the parameters of a model as one vector, with the arithmetic for algorithms."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector, add_
 
 Factor: TypeAlias = float | Tensor
-"""A number; or in the stacked driver a column of numbers, one for each rank."""
+"""A number; in the stacked driver also a column of numbers, one for each rank."""
 
 
 class Vector:
     """The parameters of a model, one flat tensor for each dtype; operations return the vector.
 
-    All are in place but for `plus`. Operations leave the buffers of the model alone: drivers see to them.
+    All operations are in place, except `plus`. They do not change the buffers of the model, which drivers mix.
 
     Args:
-        parts: the tensors, [d] each; with ranks stacked [n, d].
-        flat: the flat vector that the tensors are views of, buffers and push-sum weight included; None: there is none,
-            and the vector cannot be mixed.
+        parts: the tensors, [d] each; [n, d] with stacked ranks.
+        flat: the flat vector that contains the tensors, the buffers and the push-sum weight; None: the vector cannot
+            be mixed.
     """
 
     def __init__(self, parts: Sequence[Tensor], flat: FlatVector | None = None) -> None:
@@ -33,7 +33,7 @@ class Vector:
 
     @classmethod
     def of(cls, flat: FlatVector) -> Vector:
-        """The parameters of a flat vector; shares memory."""
+        """Make a vector of the parameters of a flat vector; shares memory."""
         return cls(flat.parameters, flat)
 
     @property
@@ -44,15 +44,15 @@ class Vector:
 
     @property
     def device(self) -> torch.device:
-        """Of the parts."""
+        """The device of the parts."""
         return self.parts[0].device if self.flat is None else self.flat.raw.device
 
     def begin_adding(self) -> None:
-        """All that the round writes from now on is added to the parts."""
+        """Declare that the round only adds to this vector from now on."""
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[Vector]:
-        """The vector to add several terms to: the parts, or float32 zeros in place of narrow ones, added at the end."""
+        """A context with a vector to add several terms to. Narrow parts sum in float32 and are added at the end."""
         self.begin_adding()
         total = Vector([torch.zeros_like(x, dtype=torch.float32) if x.element_size() < 4 else x for x in self.parts])
         yield total
@@ -73,7 +73,7 @@ class Vector:
         return self
 
     def plus(self, other: Vector) -> Vector:
-        """self + other, in memory of its own; self has float32 at least."""
+        """Return self + other as a new vector; self has float32 at least."""
         return Vector([x.clone() for x in self.parts]).add_(other)
 
     def add_(self, other: Vector, alpha: float = 1.0) -> Vector:
@@ -105,7 +105,7 @@ class Vector:
         return self
 
     def interpolate_(self, other: Vector, own_weight: float) -> Vector:
-        """self <- own_weight self + (1 - own_weight) other, in the dtype of the other."""
+        """self <- own_weight self + (1 - own_weight) other, computed in the dtype of `other`."""
         for x, y in zip(self.parts, other.parts, strict=True):
             x.copy_(torch.lerp(y, x.to(y.dtype), own_weight) if own_weight else y)
         return self
@@ -118,10 +118,10 @@ class Vector:
 
 
 class Snapshot(Vector):
-    """A model that a round reads while training goes on; the first thing written to it turns it into a correction.
+    """A copy of the model that a round reads under training. The first write turns it into a correction.
 
-    So a round needs no second copy of the model: when the algorithm writes its result, the old values are not needed
-    any more, and the vector becomes the difference of the two.
+    So a round needs no second copy of the model: when the algorithm writes its result, the old values are no longer
+    needed, and the vector becomes the difference between new and old values.
     """
 
     def __init__(self, parts: Sequence[Tensor], flat: FlatVector | None = None) -> None:
@@ -145,7 +145,7 @@ class Snapshot(Vector):
         return self.set_(other).mul_(1 - own_weight)
 
     def begin_adding(self) -> None:
-        """What follows is added to the model: the correction is zero so far."""
+        """Turn the vector into a correction of zero, to which the round adds."""
         if not self.is_correction:
             self.is_correction = True
             self.zero_()
@@ -156,11 +156,11 @@ class Snapshot(Vector):
 
 
 def widened(layout: FlatLayout, *, has_buffers: bool) -> FlatLayout:
-    """The layout of vectors of parameters like those of `layout`, in float32 where these are narrower.
+    """Return a layout with the same parameters, in float32 at least.
 
     Args:
-        layout: of a model.
-        has_buffers: whether the vectors have the buffers of the model too.
+        layout: the layout of a model.
+        has_buffers: whether the new layout has the buffers of the model too.
     """
     if has_buffers:
         return layout.with_dtypes(wide)
@@ -169,5 +169,5 @@ def widened(layout: FlatLayout, *, has_buffers: bool) -> FlatLayout:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype, or float32 where it is narrower."""
+    """Return the dtype, or float32 for narrower dtypes."""
     return dtype if dtype.itemsize >= 4 else torch.float32

@@ -151,7 +151,7 @@ def test_a_state_of_another_algorithm_is_refused(name: str) -> None:
         if donor.algorithm.name != rounds.algorithm.name:
             donor.mix(s, 0)
             own, other = rounds.algorithm.name, donor.algorithm.name
-            message = rf"got the state of {other}, expected the state of {own}; wrap as when it was saved"
+            message = rf"got the state of {other}, expected the state of {own}; wrap as for the saved model"
             with pytest.raises(ValueError, match=message):
                 rounds.load_state_dict(donor.state_dict())
             with pytest.raises(ValueError, match=r"got state \[.*\] of another algorithm, expected none for PushPull"):

@@ -288,5 +288,7 @@ def test_a_narrow_wire_takes_the_mean_nowhere(rule: Algorithm) -> None:
 @pytest.mark.parametrize("inner", [Choco(SignNorm(), step_size=0.3), PowerGossip()], ids=lambda x: type(x).__name__)
 def test_compressed_gossip_below_is_refused(rule: Algorithm, inner: Algorithm) -> None:
     """What a compressed round leaves out comes again with what the rule keeps: models of matrices drift apart."""
-    with pytest.raises(ValueError, match=r"expected plain gossip: its memory repeats what a round has changed"):
+    with pytest.raises(
+        ValueError, match=r"expected plain gossip: the memory of the outer algorithm repeats the changes"
+    ):
         solve(lambda: {"algorithm": rule.over(inner), "graph": RING})

@@ -248,12 +248,12 @@ def test_what_is_out_of_range_is_refused(make: Callable[[], object], message: st
 
 def test_fragments_that_do_not_fit_the_model_are_refused() -> None:
     wrapper = GossipDataParallel(mlp(), process_group=solo_group(), algorithm=StreamingDiLoCo(fragments=[["0"], ["1"]]))
-    with pytest.raises(ValueError, match=r"of which 0 have '2.weight', expected each trained tensor in exactly one"):
+    with pytest.raises(ValueError, match=r"0 of them with '2.weight', expected each trained tensor in exactly one"):
         wrapper(torch.zeros(2, 3))
     wrapper.close()
     with pytest.raises(
         ValueError,
-        match=r"of which \['head', '0.w'\] are names of no module, .* expected names such as \['0', '1', '2'\]",
+        match=r"but \['head', '0.w'\] are names of no module, .* expected names such as \['0', '1', '2'\]",
     ):
         GossipDataParallel(mlp(), process_group=solo_group(), algorithm=DiLoCo(fragments=[["0", "head"], ["2", "0.w"]]))
 

@@ -17,7 +17,7 @@ from tests.harness.ranks import CPU
 CHUNK = CHUNK_ALIGNMENT
 
 
-BOTH: tuple[dict[str, Any], ...] = ({}, {"chunk_bytes": CHUNK})  # options of a gossiper: whole, in chunks
+BOTH: tuple[dict[str, Any], ...] = ({}, {"chunk_bytes": CHUNK})  # options of a mixer: whole, in chunks
 
 
 DIGRAPH = NetworkXGraph(nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]))

@@ -51,7 +51,8 @@ def test_compressed_rounds_do_not_go_with_a_momentum_of_what_they_change(
     outer: OuterMethod, make_compressed: Callable[[], Algorithm]
 ) -> None:
     with pytest.raises(
-        ValueError, match=r"got .* with (GASLoC|NoLoCo)\(.*, expected plain gossip: its memory repeats what a"
+        ValueError,
+        match=r"got .* with (GASLoC|NoLoCo)\(.*, expected plain gossip: the memory of the outer algorithm repeats",
     ):
         GossipDataParallel(
             mlp(), process_group=solo_group(), algorithm=outer.over(make_compressed()), graph=RingGraph(1)
@@ -98,7 +99,9 @@ def test_an_algorithm_of_ones_own_that_leaves_nothing_out_declares_it() -> None:
         is_plain = is_whole = False
 
     gossip = partial(GossipDataParallel, process_group=solo_group(), graph=RingGraph(1))
-    with pytest.raises(ValueError, match=r"expected plain gossip: its memory .* declares is_whole = True"):
+    with pytest.raises(
+        ValueError, match=r"expected plain gossip: the memory of the outer algorithm .* declare is_whole = True"
+    ):
         gossip(mlp(), algorithm=GASLoC(4).over(Own()))
     Own.is_whole = True
     gossip(mlp(), algorithm=GASLoC(4).over(Own())).close()

@@ -15,13 +15,13 @@ CHOCO = Choco(SignNorm(), step_size=0.4)
 @pytest.mark.parametrize(
     ("outer", "inner", "message"),
     [
-        (QGDSGDm(), D2(), "both say what is made of the steps"),
-        (GASLoC(), D2(), "both say what is made of the steps"),
-        (SlowMo(gossip_every=1), QGDSGDm(), "both say what is made of the steps"),
-        (GradientTracking(), CHOCO, "expected plain gossip below the first one: it mixes two vectors"),
-        (SlowMo(), CHOCO, "the first one asks for no `Mix`"),
-        (CHOCO, D2(), "the first one asks for no `Mix`"),
-        (D2(), NoLoCo(), "the second one moves an anchor at times of its own"),
+        (QGDSGDm(), D2(), "both change the optimizer steps"),
+        (GASLoC(), D2(), "both change the optimizer steps"),
+        (SlowMo(gossip_every=1), QGDSGDm(), "both change the optimizer steps"),
+        (GradientTracking(), CHOCO, "expected plain gossip: the outer algorithm mixes two vectors"),
+        (SlowMo(), CHOCO, "the outer algorithm never yields `Mix`"),
+        (CHOCO, D2(), "the outer algorithm never yields `Mix`"),
+        (D2(), NoLoCo(), "the inner algorithm moves an anchor at its own times"),
     ],
 )
 def test_an_algorithm_is_refused_below_one_with_which_it_has_no_meaning(

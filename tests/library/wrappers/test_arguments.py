@@ -375,10 +375,12 @@ def test_the_new_line_makes_the_same_algorithm() -> None:
 
 @pytest.mark.parametrize("inner", [gm.PowerGossip, "powergossip", gm.TopK(0.1), None])
 def test_an_algorithm_is_over_an_algorithm_only(inner: Any) -> None:
-    with pytest.raises(ValueError, match=r"below SlowMo\(.*\), expected an algorithm .*such as PowerGossip\(\)$"):
+    with pytest.raises(
+        ValueError, match=r"as the inner algorithm of SlowMo\(.*\), expected an algorithm .*such as PowerGossip\(\)$"
+    ):
         gm.SlowMo(gossip_every=1).over(inner)
 
 
 def test_an_algorithm_that_never_gossips_is_over_none() -> None:
-    with pytest.raises(ValueError, match=r"got DiLoCo.*\.over\(.*the first one asks for no `Mix`"):
+    with pytest.raises(ValueError, match=r"got DiLoCo.*\.over\(.*the outer algorithm never yields `Mix`"):
         gm.GossipDataParallel(nn.Linear(2, 2), algorithm=gm.DiLoCo().over(gm.PowerGossip()), process_group=solo_group())
