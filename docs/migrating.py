@@ -19,13 +19,14 @@ from gossip_modules.old_calls import (  # noqa: E402
     NewName,
     Refused,
 )
-from gossip_modules.wrappers.foreign_arguments import (  # noqa: E402
+from gossip_modules.wrappers.other_names import (  # noqa: E402  # noqa: E402
     AD_PSGD_ARGUMENTS,
     ALL_REDUCE_ARGUMENTS,
+    MISSING,
     SGP_ARGUMENTS,
     WAGMA_ARGUMENTS,
+    WORKING,
 )
-from gossip_modules.wrappers.old_names import MISSING, WORKING  # noqa: E402
 from train.old_options.actions import Action, Gone, Same  # noqa: E402
 from train.old_options.tables import DPWA, MATCHA, POWERGOSSIP, SGP, WAGMA  # noqa: E402
 

@@ -21,12 +21,11 @@ from ..mixing_manager.base import MixingManager
 from ..old_calls import foreign_arguments
 from ..rounds.mixer import GlobalAverage
 from ..transport.process_group import DEFAULT_TIMEOUT
-from ..wrappers.arguments import GraphLike, MixingLike, as_timeout
+from ..wrappers.arguments import GraphLike, Links, MixingLike, as_timeout
 from ..wrappers.base import GossipWrapper, close_when_collected
+from ..wrappers.choices import choose_bipartite_mixing
 from ..wrappers.composition import hold
-from ..wrappers.defaults import choose_bipartite_mixing
-from ..wrappers.foreign_arguments import AD_PSGD_ARGUMENTS, DDP_ARGUMENTS
-from ..wrappers.links import Links
+from ..wrappers.other_names import AD_PSGD_ARGUMENTS, DDP_ARGUMENTS
 from .engine import BilateralEngine
 from .participant import BilateralParticipant
 

@@ -17,7 +17,7 @@ from ..flat.vector import FlatVector
 from ..old_calls import foreign_arguments
 from ..wrappers.base import GossipWrapper
 from ..wrappers.composition import hold
-from ..wrappers.foreign_arguments import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
+from ..wrappers.other_names import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
 from .average_on_demand import AverageOnDemand
 from .config import CURVE_ARGUMENTS, DEFAULT_INTERPOLATION, DEFAULT_MAX_DISTANCE, DEFAULT_TIMEOUT, PairwiseConfig
 from .engine import PairwiseEngine

@@ -14,7 +14,7 @@ from ..graph_manager import named_graphs
 from ..registry import METHODS, Method, name_of
 from ..rounds.algorithm import Algorithm
 from ..schedule import Schedule
-from ..wrappers.algorithm import written
+from ..wrappers.choices import written
 from .written import read
 
 COMPRESSORS: Mapping[str, Callable[..., Compressor]] = {

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..rounds.algorithm import Algorithm
-from ..wrappers.algorithm import written
+from ..wrappers.choices import written
 from .advice import Prediction
 from .choice import Choice
 from .gossip import SimulatedMethod, TooFarApartError

@@ -26,11 +26,10 @@ from ..old_calls import foreign_arguments
 from ..rounds.mixer import GlobalAverage
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
-from ..wrappers.arguments import as_timeout, as_whole, check_flags
+from ..wrappers.arguments import Links, as_timeout, as_whole, check_flags
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import hold
-from ..wrappers.foreign_arguments import DDP_ARGUMENTS, WAGMA_ARGUMENTS
-from ..wrappers.links import Links
+from ..wrappers.other_names import DDP_ARGUMENTS, WAGMA_ARGUMENTS
 from .elastic import ElasticGroupEngine, GroupParticipant, choose_groups
 from .engine import WaitAvoidingEngine
 from .group_average import GroupAverage

@@ -21,9 +21,8 @@ from ..transport.process_group import DEFAULT_TIMEOUT
 from .arguments import as_timeout, check_process_group
 from .averaging import AveragingMixin
 from .composition import check_inside, hold, let_go
-from .foreign_arguments import ALL_REDUCE_ARGUMENTS
 from .gradient_group import NamedReplica, leaving_alone
-from .old_names import OldNames
+from .other_names import ALL_REDUCE_ARGUMENTS, OldNames
 from .state import check_prefix
 
 _GOSSIP_ARGUMENTS: ForeignArguments = {

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from ..consensus_control import ConsensusControl
@@ -20,10 +23,13 @@ from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
 from ..mixing_manager.base import MixingManager
 from ..schedule import Schedule
-from ..transport.deadline import as_timeout as as_timeout  # which `Membership` takes from below
+from ..transport.connect import connect, group_or_world
+from ..transport.deadline import as_timeout as as_timeout
+from ..transport.process_group import DEFAULT_TIMEOUT, ProcessGroupTransport
 
 if TYPE_CHECKING:
     import networkx as nx
+
 
 GraphLike: TypeAlias = "GraphManager | str | Callable[[int], GraphManager | nx.Graph] | nx.Graph"
 MixingLike: TypeAlias = MixingManager | Callable[[GraphManager], MixingManager]
@@ -150,3 +156,47 @@ def _call(make: Callable[..., Any], *args: Any, argument: str, expected: str) ->
 def _is_networkx(graph: object) -> bool:
     networkx = sys.modules.get("networkx")  # whoever made such a graph has imported it
     return networkx is not None and isinstance(graph, networkx.Graph)
+
+
+@dataclass(frozen=True)
+class Links:
+    """How the ranks of a wrapper reach each other, as its arguments say.
+
+    Args:
+        process_group: the group that carries the messages; None = a new group over `ranks`.
+        comm_device: the device of the messages, see `connect`.
+        backend: the backend that the group must have; None = any.
+        timeout: the limit of every wait.
+
+    Raises:
+        ValueError: an argument of another kind.
+    """
+
+    process_group: dist.ProcessGroup | None = None
+    comm_device: torch.device | str | None = None
+    backend: str | None = None
+    timeout: timedelta = DEFAULT_TIMEOUT
+
+    def __post_init__(self) -> None:
+        check_process_group(self.process_group)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and the number of ranks.
+
+        Raises:
+            RuntimeError: torch.distributed is not initialised.
+        """
+        group = group_or_world(self.process_group)
+        return group.rank(), group.size()
+
+    def connect(self, module_device: torch.device, *, ranks: Sequence[int] | None = None) -> ProcessGroupTransport:
+        """A transport over the group that the arguments ask for; see `connect` for what is raised."""
+        return connect(
+            self.process_group,
+            ranks=ranks,
+            module_device=module_device,
+            comm_device=self.comm_device,
+            backend=self.backend,
+            timeout=self.timeout,
+        )

@@ -26,15 +26,13 @@ from ..transport.agreement import broadcast_tensors, check_agreement
 from ..transport.change_board import first_difference
 from ..transport.connect import connect, group_or_world
 from ..transport.process_group import ProcessGroupTransport
-from .arguments import check_flags
+from .arguments import Links, check_flags
 from .averaging import AveragingMixin
 from .composition import check_inside, check_optimizers, check_outside, hold, let_go
 from .debias import Debias
-from .foreign_arguments import DDP_ATTRIBUTES
-from .links import Links
 from .node import Node
-from .old_names import MISSING, OldNames
 from .optimizer_steps import OptimizerSteps, RoundTime
+from .other_names import DDP_ATTRIBUTES, MISSING, OldNames
 from .state import (
     KEY,
     SUFFIX,
@@ -49,7 +47,6 @@ from .state import (
     warn_stateless,
 )
 from .travelling import Travelling
-from .unsynced_steps import UnsyncedSteps
 from .weights.copies import WeightCopies
 from .weights.own import OwnWeights
 
@@ -136,7 +133,6 @@ class GossipWrapper(OldNames, AveragingMixin):
         self._is_seen_current = (
             False  # the buffer, in this forward: a walk over all tensors that a round need not repeat
         )
-        self._unsynced_steps = UnsyncedSteps()
         self._travelling = Travelling()
         when = RoundTime.of(rounds)
         self._buffer = FlatBuffer(module, selection=selection, num_shards=num_shards)
@@ -216,8 +212,6 @@ class GossipWrapper(OldNames, AveragingMixin):
     def _train(self, *, is_current: bool) -> None:
         """A training forward begins."""
         self._has_trained = True
-        if self._unsynced_steps.is_watching:
-            self._unsynced_steps.forget()
         if self._is_averaged:
             return
         self._is_seen_current = is_current and self._elastic is None  # a donor's state may change what is trained
@@ -378,12 +372,8 @@ class GossipWrapper(OldNames, AveragingMixin):
             return
         if self._sync:
             self._steps.end()  # as after eval()
-        if torch.is_grad_enabled() and self._steps.when is RoundTime.FORWARD:
-            try:
-                self._unsynced_steps.check(self._buffer.parameters, name=type(self).__name__)
-            except RuntimeError:
-                self._steps.be_quiet()
-                raise
+        if torch.is_grad_enabled():
+            self._steps.evaluate()
 
     def _warn_alone(self) -> None:
         """Say that a training forward after close() is of this rank alone; once."""
@@ -612,7 +602,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         """The parameters are about to become others for good."""
         self.flush()
         self._own_weights.forget()
-        self._unsynced_steps.forget()
+        self._steps.forget_evaluation()
 
     def get_extra_state(self) -> dict[str, Any]:
         """The round counter, the algorithm's own state, and the rank: plain values and tensors.

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..flat.aliases import has_memory
-from ..flat.instances import instances_of
+from ..flat.aliases import has_memory, instances_of
 from ..flat.step_hooks import holds_any
 from .averaging import AveragingMixin
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
+import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ..consensus_control import ConsensusControl
 from ..engine.engine import LockstepEngine, SyncEngine
@@ -26,17 +28,16 @@ from ..old_calls import foreign_arguments
 from ..rounds.mixer import Mixer
 from ..rounds.vector import widened
 from ..schedule import Schedule
+from ..transport.connect import connect
+from ..transport.exchange import fail
 from ..transport.process_group import DEFAULT_TIMEOUT, ProcessGroupTransport
-from .algorithm import AlgorithmLike, renamed
-from .arguments import GraphLike, MixingLike, as_schedule, as_timeout, as_whole, check_overlap
+from .arguments import GraphLike, Links, MixingLike, as_schedule, as_timeout, as_whole, check_overlap
 from .base import GossipWrapper
+from .choices import AlgorithmLike, Choices, renamed
 from .composition import hold
 from .debias import Debias
-from .defaults import Choices
-from .foreign_arguments import DDP_ARGUMENTS, SGP_ARGUMENTS
-from .join import Shadow, notify_others
-from .links import Links
 from .node import MemberNode, Node, check_node_size, count_nodes, make_node, meet_node
+from .other_names import DDP_ARGUMENTS, SGP_ARGUMENTS
 
 
 class GossipDataParallel(GossipWrapper, Joinable):
@@ -332,10 +333,33 @@ class GossipDataParallel(GossipWrapper, Joinable):
                 stacklevel=2,
             )
 
-    # `with Join([wrapper]):` around a training loop whose ranks have different numbers of batches.
+    # `with Join([wrapper]):` around a training loop whose ranks have different numbers of batches. Inside, every rank
+    # tells the others at the start of each step that it is still there. A rank in the context's exit takes part in one
+    # round per step of the others, with parameters that no gradient moves any more.
 
     def _notify(self) -> None:
-        self._others = notify_others(self, self._others, self._transport.timeout)
+        """Tell the others of another batch.
+
+        Raises:
+            RuntimeError: a rank has run out of data, where `Join` was told to throw then.
+            TimeoutError, ConnectionError: a rank is late or gone; names it.
+        """
+        limit, start = self._transport.timeout, time.monotonic()
+        if self._others is None and dist.get_backend() == "gloo":
+            self._others = connect(dist.group.WORLD, timeout=limit)  # which finds out who fails
+        try:
+            work = Join.notify_join_context(self)
+            if work is not None:
+                work.wait(limit)
+        except RuntimeError as error:
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            if frame.f_code is Join.notify_join_context.__code__:  # which throws as it was told to
+                raise
+            what = f"telling ranks 0 to {dist.get_world_size() - 1} of another batch (Join)"
+            seconds = time.monotonic() - start
+            if self._others is None:
+                fail(error, rank=dist.get_rank(), what=what, seconds=seconds, timeout=limit)
+            self._others.fail(error, what, seconds, timeout=limit)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """See `torch.distributed.algorithms.Joinable`: shadows one round per training step of the others."""
@@ -365,3 +389,23 @@ class GossipDataParallel(GossipWrapper, Joinable):
     def join_process_group(self) -> Any:
         """See `Joinable`: the default group, since ours carries rounds, perhaps from another thread."""
         return dist.group.WORLD
+
+
+class Shadow(JoinHook):
+    """A rank that ran out of data.
+
+    Args:
+        step: takes part in one step of the others.
+        flush: applies everything in flight, when all ranks have run out of data.
+    """
+
+    def __init__(self, step: Callable[[], None], flush: Callable[[], None]) -> None:
+        self._step, self._flush = step, flush
+
+    def main_hook(self) -> None:
+        """See `JoinHook`."""
+        self._step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """See `JoinHook`."""
+        self._flush()

@@ -22,8 +22,8 @@ from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.connect import CPU
 from ..transport.process_group import ProcessGroupTransport
+from .arguments import Links
 from .gradient_group import NamedReplica, leaving_alone
-from .links import Links
 
 
 class Node:

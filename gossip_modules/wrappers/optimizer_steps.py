@@ -88,6 +88,7 @@ class OptimizerSteps(Stepped):
         self._is_watched: bool | None = None  # whether an optimizer of torch holds parameters; None: not known yet
         self._has_warned = self._has_raised = False
         self._gradient = _WatchedGradient()
+        self._unsynced = UnsyncedSteps()
         self.has_ended = False
         super().__init__()
 
@@ -118,6 +119,8 @@ class OptimizerSteps(Stepped):
         Args:
             is_synced: whether the forward is outside `no_sync()`.
         """
+        if self._unsynced.is_watching:
+            self._unsynced.forget()
         is_due = self.is_due
         self._is_last_synced, self.has_ended = is_synced, False
         if self.when is not RoundTime.FORWARD:
@@ -193,9 +196,22 @@ class OptimizerSteps(Stepped):
                 run()
             self._counts[id(optimizer)], self._is_synced = count, True  # the next forward begins a step all the same
 
-    def be_quiet(self) -> None:
-        """The user has been told that steps have no rounds."""
-        self._has_raised = True
+    def evaluate(self) -> None:
+        """A forward in eval mode that autograd records begins.
+
+        Raises:
+            RuntimeError: see `UnsyncedSteps.check`.
+        """
+        if self.when is RoundTime.FORWARD:
+            try:
+                self._unsynced.check(self._buffer.parameters, name=self._name)
+            except RuntimeError:
+                self._has_raised = True  # the user has been told that steps have no rounds
+                raise
+
+    def forget_evaluation(self) -> None:
+        """The parameters are about to become others for good."""
+        self._unsynced.forget()
 
     # See `Stepped`.
 
@@ -426,3 +442,69 @@ def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
             found(tensor)
 
     return call
+
+
+class UnsyncedSteps:
+    """Notices that a model is trained in eval mode, where each rank would train alone without a word.
+
+    A forward in eval mode is an evaluation, even where autograd records it (adversarial examples, saliency maps). It
+    is training where gradients of parameters are computed after it and parameters have changed by the next forward.
+    In a forward of train mode the wrapper calls `forget()`, where `is_watching`.
+
+    Attributes:
+        is_watching: whether a forward in eval mode was the last one, so that there is something to forget.
+    """
+
+    def __init__(self) -> None:
+        self._has_told = False
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_has_told": self._has_told}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self._has_told = state["_has_told"]
+
+    def _forget(self) -> None:
+        self.is_watching = False
+        self._versions: list[int] = []
+        self._has_gradients = False
+        self._handle: torch.utils.hooks.RemovableHandle | None = None
+
+    def forget(self) -> None:
+        """What came before is no more of interest: a forward trains, or a checkpoint is about to be loaded."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._forget()
+
+    def check(self, parameters: Sequence[Tensor], *, name: str) -> None:
+        """A forward in eval mode that autograd records.
+
+        Args:
+            parameters: what the wrapper gossips.
+            name: of the wrapper's class.
+
+        Raises:
+            RuntimeError: since the last such forward, without a round in between, gradients were computed and
+                parameters were stepped. Once for each wrapper.
+        """
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        versions = [parameter._version for parameter in trained]
+        is_step = self._has_gradients and self.is_watching and versions != self._versions
+        self.forget()
+        if self._has_told or not trained:
+            return
+        if is_step:
+            self._has_told = True
+            raise RuntimeError(
+                f"got an optimizer step after a forward in eval mode, which starts no gossip round: expected training "
+                f"forwards in train mode; call model.train() before the training loop, or, to train in eval mode (with "
+                f"frozen BatchNorm statistics, say), wrap with {name}(..., gossip_in_eval_mode=True)"
+            )
+        self.is_watching, self._versions = True, versions
+
+        def note(*_: object) -> None:
+            self._has_gradients = True
+
+        self._handle = torch.autograd.graph.register_multi_grad_hook(trained, note, mode="any")

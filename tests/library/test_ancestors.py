@@ -20,13 +20,14 @@ from torch import nn
 import gossip_modules as gm
 from gossip_modules.dpwa.adapters.pytorch import DpwaPyTorchAdapter
 from gossip_modules.old_calls import GOSSIPER_ARGUMENTS, GRAPH_ARGUMENTS, MATCHA_ARGUMENTS, ForeignArguments, Ignored
-from gossip_modules.wrappers.foreign_arguments import (
+from gossip_modules.wrappers.other_names import (
     AD_PSGD_ARGUMENTS,
     ALL_REDUCE_ARGUMENTS,
+    MISSING,
     SGP_ARGUMENTS,
     WAGMA_ARGUMENTS,
+    WORKING,
 )
-from gossip_modules.wrappers.old_names import MISSING, WORKING
 from tests.harness.ranks import solo_group
 
 IMPORTS: Mapping[str, tuple[str, ...]] = {

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gossip_modules as gm
 from gossip_modules.old_calls import Ignored, NewName, Refused, foreign_arguments
-from gossip_modules.wrappers.foreign_arguments import DDP_ARGUMENTS
+from gossip_modules.wrappers.other_names import DDP_ARGUMENTS
 from tests.harness.ranks import solo_group
 
 

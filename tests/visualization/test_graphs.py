@@ -19,7 +19,7 @@ from gossip_modules.graph_manager.named_graphs import GRAPHS, TREES, named_graph
 from gossip_modules.matcha.__main__ import main as write_plan
 from gossip_modules.methods import METHODS
 from gossip_modules.methods import graphs as method_graphs
-from gossip_modules.wrappers.defaults import choose_bipartite_mixing, choose_mixing
+from gossip_modules.wrappers.choices import choose_bipartite_mixing, choose_mixing
 from train.tasks.images.config import Config
 from visualization import spectra, topology
 from visualization.graphs import MatrixRounds, make_mixing, rounds_of_run

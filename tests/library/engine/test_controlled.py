@@ -15,7 +15,7 @@ from gossip_modules import D2, Choco, ConsensusControl, DiLoCo, GossipDataParall
 from gossip_modules.graph_manager import CompleteGraph
 from gossip_modules.graph_manager.named_graphs import undirected_ring
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
-from gossip_modules.wrappers.defaults import Choices
+from gossip_modules.wrappers.choices import Choices
 from tests.harness.problems import loss_of, mlp
 from tests.harness.ranks import TIMEOUT, run_ranks, solo_group
 from tests.harness.reference import flatten

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, spectral_norm
 
-from gossip_modules.flat.spectral_norm import refresh_spectral_norms, singular_vectors
+from gossip_modules.flat.kept_buffers import refresh_spectral_norms, singular_vectors
 
 
 class Double(nn.Module):

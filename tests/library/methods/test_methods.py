@@ -36,7 +36,7 @@ from gossip_modules.simulate.advice import recipe_options
 from gossip_modules.simulate.codes import message_of
 from gossip_modules.simulate.delays import Network
 from gossip_modules.simulate.methods import make_method, simulate_rounds
-from gossip_modules.wrappers.algorithm import written
+from gossip_modules.wrappers.choices import written
 from tests.harness.quadratics import LEARNING_RATE, START, descended, solve
 from tests.library.simulate.simulations import CLUSTER, LINKS
 from train.command_line import read_command_line

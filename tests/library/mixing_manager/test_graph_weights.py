@@ -27,7 +27,7 @@ from gossip_modules.mixing_manager import (
     default_mixing,
     graph_weights,
 )
-from gossip_modules.wrappers.defaults import choose_mixing
+from gossip_modules.wrappers.choices import choose_mixing
 from tests.harness.problems import loss_of, net, sgd
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Oracle, Snapshot

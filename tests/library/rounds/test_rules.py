@@ -28,7 +28,7 @@ from gossip_modules.engine.engine import SyncEngine
 from gossip_modules.extend import Algorithm, FlatBuffer, Memory, ProcessGroupTransport, PushPull
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rounds import Rounds, rounds_of
-from gossip_modules.wrappers.defaults import Choices
+from gossip_modules.wrappers.choices import Choices
 from tests.harness.problems import adamw, loss_of, mlp, net, train_step
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.harness.reference import flatten

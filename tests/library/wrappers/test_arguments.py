@@ -18,9 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossip_modules as gm
-from gossip_modules.wrappers.algorithm import as_algorithm, renamed
 from gossip_modules.wrappers.arguments import as_graph, as_mixing, as_schedule, as_timeout
-from gossip_modules.wrappers.defaults import choose_mixing
+from gossip_modules.wrappers.choices import as_algorithm, choose_mixing, renamed
 from tests.harness.named_group import NamedGroup
 from tests.harness.problems import loss_of, mlp
 from tests.harness.ranks import TIMEOUT, run_ranks, solo_group
