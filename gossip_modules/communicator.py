@@ -64,7 +64,7 @@ class Communicator:
         return time.perf_counter() - start
 
     def close(self) -> None:
-        """Apply what is in flight and give back connections; idempotent."""
+        """Apply all corrections and give back connections; idempotent."""
         if self.wrapper is not None:
             self.wrapper.close()
 

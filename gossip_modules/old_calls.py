@@ -80,10 +80,10 @@ ForeignArguments: TypeAlias = Mapping[str, "Action | Callable[[Any, Mapping[str,
 def foreign_arguments(
     *tables: ForeignArguments, passed_on_to: Callable[..., Any] | None = None, leading: str = "", trailing: str = ""
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A decorator: the function understands, besides its own arguments, those of `tables`.
+    """A decorator: the function understands the arguments of `tables` too.
 
-    An argument of the function itself is never looked up, and None says nothing, whatever the name. The signature that
-    tools show stays that of the function.
+    An argument of the function itself is never looked up, and None says nothing, whatever the name. Tools still show
+    the signature of the function.
 
     Args:
         tables: of several that have a name, the first one counts.
@@ -125,7 +125,7 @@ def foreign_arguments(
 
 
 def _names(function: Callable[..., Any]) -> tuple[set[str], list[str]]:
-    """The names of the arguments of a function, and those of the positional ones in order."""
+    """The names of the arguments of a function, and of its positional ones in order."""
     parameters = inspect.signature(function).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     return {*positional, *(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)}, positional
@@ -145,7 +145,7 @@ def _check_positional(name: str, args: tuple[Any, ...], positional: list[str]) -
 def _translate(
     name: str, own: set[str], table: ForeignArguments, kwargs: dict[str, Any], positional: Mapping[str, Any]
 ) -> None:
-    """Make the keyword arguments those of the function; in place."""
+    """Let the keyword arguments be arguments of the function; in place."""
     given = {**positional, **kwargs}
     for argument in [argument for argument in kwargs if argument not in own]:
         if argument not in table:

@@ -41,7 +41,7 @@ def check_shared_memory(slots: Sequence[Slot]) -> None:
 
 
 def find_aliases(slots: Sequence[Slot]) -> list[Alias]:
-    """The tensors beside those of `slots` in the same memory, before these move.
+    """Other tensors in the memory of `slots`, before these move.
 
     All objects of Python are looked through, but only where memory has more owners than the tensors of `slots`. Tensors
     that only C++ holds, such as those that autograd has saved, and arrays of numpy keep the old memory.

@@ -27,8 +27,8 @@ class FlatBuffer:
     """The trained tensors of a module as views of one FlatVector: gossip on the vector is gossip on the module.
 
     Trainable parameters and running statistics (BatchNorm) are re-pointed into one contiguous vector with one segment
-    per dtype: matrices first, those of one shape side by side, then parameters of one dimension, then buffers, so that
-    codes of matrices work in few batches. Frozen parameters and all other buffers stay where they are, and so do
+    per dtype: matrices first, matrices of one shape side by side, then parameters of one dimension, then buffers, so
+    that codes of matrices work in few batches. Frozen parameters and all other buffers stay where they are, and so do
     running statistics that hold an infinity or NaN: see [Note: kinds of buffers] of `Selection`. A tensor shared by
     several modules is taken once. Strides are kept, so `channels_last` stays `channels_last`. Other tensors in the same
     memory, such as `weight.detach()`, move too, so that they go on showing the values of the module.
@@ -41,20 +41,22 @@ class FlatBuffer:
 
     Args:
         module: mutated: `.data` of its trained tensors is re-pointed. Values do not change.
-        include_buffers: whether running statistics travel too; a short form of a `selection`.
-        selection: what travels besides, and what is left alone; None = `Selection(gossip_buffers=include_buffers)`.
+        include_buffers: whether running statistics are mixed too; a short form of a `selection`.
+        selection: the buffers that are mixed too, and the tensors that stay local; None =
+            `Selection(gossip_buffers=include_buffers)`.
         num_shards: the vector is padded to this many equal, aligned shards.
 
     Attributes:
-        vector: what the tensors are views of.
+        vector: the tensors are views of it.
         slots: the tensors that view it, with their places in the module.
-        agreed: the signature that all ranks have, as far as is known: that of the constructor, and of each `agree()`.
+        agreed: the signature that all ranks have, as far as is known: the signature at construction, and at each
+            `agree()`.
         parameters: the trained parameters that view it, in their order there.
 
     Raises:
-        ValueError: a selection that names what is not there, a TorchScript module, nothing to train, tensors on several
-            devices, on the meta device, uninitialised or sharded, in memory that other processes or tensors share, or
-            distinct parameters that overlap in memory.
+        ValueError: a selection with a name that is not there, a TorchScript module, nothing to train, tensors on
+            several devices, on the meta device, uninitialised or sharded, in memory that other processes or tensors
+            share, or distinct parameters that overlap in memory.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -132,7 +134,7 @@ class FlatBuffer:
         return self._is_agreed and self._choice.is_current() and self.is_attached()
 
     def agree(self, signature: Sequence[str] | None = None) -> None:
-        """All ranks have vectors of this signature now; None: of that of the vector."""
+        """All ranks have vectors of this signature now; None: the signature of the vector."""
         own = self.signature()
         self.agreed = own if signature is None else list(signature)
         self._is_agreed = self.agreed == own

@@ -22,7 +22,7 @@ class KeptBuffers:
 
     Args:
         module: whose buffers are copied now, so that `restore` can give them back.
-        selection: what travels, and what always stays local.
+        selection: the tensors that are averaged, and those that stay local.
     """
 
     def __init__(self, module: nn.Module, selection: Selection) -> None:
@@ -35,13 +35,13 @@ class KeptBuffers:
     def average_(
         self, sum_over_ranks: Callable[[Tensor], None], *, rank: int, world_size: int, device: torch.device
     ) -> None:
-        """The buffers <- those of the averaged model, in place; collective. Its weights are there already.
+        """The buffers <- their values in the averaged model, in place; collective. Its weights are there already.
 
         Args:
             sum_over_ranks: x <- the sum of x over all ranks, in place.
             rank: this rank.
             world_size: the number of ranks.
-            device: of what is summed.
+            device: of the sums.
 
         Raises:
             ValueError: ranks have other buffers than rank 0; on all ranks, before anything is changed.
@@ -67,7 +67,7 @@ class KeptBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """The buffers <- what they were before `average_`, in place."""
+        """The buffers <- their values before `average_`, in place."""
         for x, value in self._saved:
             x.copy_(value)
 

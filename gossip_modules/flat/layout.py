@@ -1,7 +1,7 @@
 """What lies where in a flat vector: segments of one dtype, made of whole tensors.
 
-Three words mean part of a vector. A *segment* has all elements of one dtype, tensor after tensor. A *chunk* is what is
-sent or mixed at once; see [Note: chunks]. A *shard* is the share of one process; see `FlatVector.shard`.
+Three words mean part of a vector. A *segment* has all elements of one dtype, tensor after tensor. A *chunk* is sent or
+mixed at once; see [Note: chunks]. A *shard* is the share of one process; see `FlatVector.shard`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CHUNK_ALIGNMENT = 256  # bytes from the start of a segment; see [Note: chunks]
 class TensorSpec(NamedTuple):
     """The shape of one tensor of a segment. A buffer is a statistic, which no lossy code may touch.
 
-    The name is there so that vectors of other tensors of the same shapes have another layout: what was kept for one
-    must not be applied to the other. So it is with `first`, the place in its tensor of a part of one.
+    The name is there so that vectors of other tensors of the same shapes have another layout: memory of one must not be
+    applied to the other. So it is with `first`, the place in its tensor of a part of one.
     """
 
     shape: tuple[int, ...]
@@ -123,7 +123,7 @@ class FlatLayout:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, in their order."""
+        """The names of all tensors, in their order."""
         return [spec.name for segment in self.segments for spec in segment.specs]
 
     @lru_cache(maxsize=64)  # noqa: B019 (layouts are few, small and equal by value)
@@ -164,7 +164,7 @@ class FlatLayout:
 
     @lru_cache(maxsize=64)  # noqa: B019 (as above)
     def where(self, *, is_buffer: bool) -> FlatLayout:
-        """The buffers of each segment, or what is none; over the same bytes."""
+        """The buffers of each segment, or the other elements; over the same bytes."""
         halves = []
         for segment in self.segments:
             num_buffers = sum(spec.numel for _, spec in segment.places() if spec.is_buffer)

@@ -54,7 +54,7 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 class FiniteCheck:
-    """`is_finite` for every round, which does not wait for a GPU: there the answer is that of the round before."""
+    """`is_finite` for every round, which does not wait for a GPU: there it answers for the round before."""
 
     def __init__(self) -> None:
         self._flag: Tensor | None = None

@@ -20,7 +20,7 @@ class Samples:
     """Some elements of tensors, and their values at some time: writes through `.data` change no version of a tensor.
 
     Args:
-        tensors: of which the elements are views.
+        tensors: the elements are views of them.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -33,7 +33,7 @@ class Samples:
 
     @torch.no_grad()
     def take(self) -> None:
-        """The values are those of now."""
+        """Keep the present values."""
         for value, view in zip(self.values, self._views, strict=True):
             value.copy_(view)
 

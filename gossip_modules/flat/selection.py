@@ -15,7 +15,7 @@ _STATISTIC = re.compile(r"(^|_)(running|moving)_(mean|var|variance|std)$")
 
 @dataclass(frozen=True)
 class Selection:
-    """What of a module travels, beside its trained parameters, and what is left alone.
+    """The buffers of a module that ranks average like its trained parameters, and the tensors that stay local.
 
     [Note: kinds of buffers] A mean over ranks means something for running statistics, and nothing for singular
     vectors, masks, queues or counters. So the kind of a buffer says what becomes of it:
@@ -26,7 +26,7 @@ class Selection:
     | `var`, `variance` or `std`, of any module                 |            |                               |
     | named by `gossip_buffers=[...]`                           | averaged   | averaged                      |
     | u and v of `spectral_norm`, hook and parametrization      | local      | those of the averaged weight  |
-    | other persistent ones: masks of `prune`, queues, memory   | local      | those of rank 0, whole        |
+    | other persistent ones: masks of `prune`, queues, memory   | local      | the values of rank 0, whole   |
     | banks, counters, codebooks, constants                     |            |                               |
     | not persistent, ignored, and all if `gossip_buffers=False`| local      | local                         |
 
@@ -114,7 +114,7 @@ class Selection:
 
 
 def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
-    """Every buffer once: who has it, under which attribute, and its name in the module."""
+    """Every buffer once: its owner, its attribute there, and its name in the module."""
     seen: set[int] = set()
     for prefix, owner in module.named_modules():
         for attribute, buffer in owner._buffers.items():

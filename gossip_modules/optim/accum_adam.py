@@ -1,4 +1,4 @@
-"""AccumAdam: Adam whose moments are those of gradients accumulated over several steps."""
+"""AccumAdam: Adam with the moments of gradients that are accumulated over several steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "accumulated")
 
 
 class AccumAdam(Optimizer):
-    """AccumAdam: the moments of Adam follow the mean gradient of each `accum_steps` steps, not that of every step.
+    """AccumAdam: the moments of Adam follow the mean gradient of each `accum_steps` steps.
 
     Step t = 1, 2, ... with the gradient g, in the window k = ceil(t / s) of s = `accum_steps` steps:
 
@@ -24,7 +24,7 @@ class AccumAdam(Optimizer):
         where t is a multiple of s:   m = b1 m + (1 - b1) a;   v = b2 v + (1 - b2) a^2;   a = 0
 
     A rank that gossips sees the small batches of its own only; the noise in their squares makes the second moments of
-    Adam too large, and those of the ranks different. The mean of s batches has 1/s of that noise. Both m' and v' have
+    Adam too large, and different among the ranks. The mean of s batches has 1/s of that noise. Both m' and v' have
     the gradient of the step, which is what bounds it: no step is longer than one of Adam can be. With s = 1 it is
     AdamW, and without weight decay Adam.
 

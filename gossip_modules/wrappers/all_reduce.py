@@ -42,7 +42,7 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
 
     Args:
         module: as for DistributedDataParallel.
-        timeout: for the waits of what is added, in seconds or as a timedelta; the gradients' all-reduce has the
+        timeout: for the waits of the added methods, in seconds or as a timedelta; the gradients' all-reduce has the
             process group's own.
         on_nonfinite: what to do about parameters that hold infinities or NaN, which one rank's gradients bring to all.
             "raise": FloatingPointError at the next training forward, on all ranks; "spread": do not look, as

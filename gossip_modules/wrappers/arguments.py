@@ -191,7 +191,7 @@ class Links:
         return group.rank(), group.size()
 
     def connect(self, module_device: torch.device, *, ranks: Sequence[int] | None = None) -> ProcessGroupTransport:
-        """A transport over the group that the arguments ask for; see `connect` for what is raised."""
+        """A transport over the group that the arguments ask for; it raises as `connect` does."""
         return connect(
             self.process_group,
             ranks=ranks,

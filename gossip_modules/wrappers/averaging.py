@@ -131,7 +131,7 @@ class AveragingMixin(ABC):
         Averages floating-point state of its parameter's shape, in any dtype and on any device: momentum buffers, the
         moments of Adam, copies of the parameters such as z of schedule-free optimizers or slow weights. Counters of
         steps stay. Where such state equals the parameters now (float32 masters of a bfloat16 model), the parameters
-        become the average with it. Costs one copy of what is averaged. The papers of the outer optimizers keep the
+        become the average with it. Costs one copy of the averaged state. The papers of the outer optimizers keep the
         state of the inner one on each rank; averaging it too, each moment at a period of its own, is DES-LOC (Iacob et
         al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation Models", 2025, arXiv
         2505.22549).

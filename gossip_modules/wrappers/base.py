@@ -70,7 +70,7 @@ class GossipWrapper(OldNames, AveragingMixin):
 
     [Note: What travels] The vector that ranks exchange has the tensors that are trained at a training forward, or were
     trained since the last round. The first forward after `requires_grad_()`, or after layers have come or gone, makes a
-    new vector on all ranks alike, once they have compared what they train; see `Travelling`. Nothing else does: a
+    new vector on all ranks alike, once they have compared their trained tensors; see `Travelling`. Nothing else does: a
     `flush()`, which one rank may call alone (for `eval()`, or to save), leaves vectors as they are, so that the vectors
     of all ranks still match. An asynchronous wrapper, whose peers may ask for its model at any time, goes on with
     frozen tensors and refuses new ones. A forward with tensors that `functional_call` lends to the module starts no
@@ -144,8 +144,8 @@ class GossipWrapper(OldNames, AveragingMixin):
     def _open(self, links: Links, *, init_sync: bool, ranks: Sequence[int] | None = None) -> ProcessGroupTransport:
         """Connect the ranks; collective.
 
-        Ranks that disagree would make different groups and hang. So they compare what they are about to do over a group
-        that exists, before any group is made.
+        Ranks that disagree would make different groups and hang. So they compare their options over a group that
+        exists, before any group is made.
 
         Args:
             links: how the ranks reach each other.

@@ -69,7 +69,7 @@ def renamed(algorithm: AlgorithmLike, *, outer: AlgorithmLike, rule: AlgorithmLi
     """The algorithm that the arguments of a wrapper name, where older names of `algorithm` may stand beside it.
 
     Args:
-        algorithm: see `as_algorithm`; over that of `gossiper`.
+        algorithm: see `as_algorithm`; over the algorithm of `gossiper`.
         outer, rule, gossiper: the older arguments; None where they were left out.
 
     Warns:
@@ -127,7 +127,7 @@ def choose_mixing(
     """The mixing manager, with its graph.
 
     The default graph is the algorithm's own; else a ring with both neighbours, where it needs symmetric weights; else
-    `default_graph`. The default weights are those of the graph: see `default_mixing`.
+    `default_graph`. The default weights belong to the graph: see `default_mixing`.
 
     Raises:
         ValueError: `mixing` is over another graph than `graph`, or over one of another size.
@@ -157,7 +157,7 @@ def choose_bipartite_mixing(graph: GraphLike | None, mixing: MixingLike | None, 
     turn; half and half.
 
     Raises:
-        ValueError: another graph than that of `mixing`, one that is not bipartite, or has several peers per round.
+        ValueError: `mixing` is over another graph, or the graph is not bipartite, or has several peers per round.
     """
     if graph is None and mixing is None:
         is_even = world_size % 2 == 0 or world_size == 1
@@ -299,5 +299,5 @@ class Choices:
 
     @property
     def _parts(self) -> tuple[Algorithm, ...]:
-        """The algorithms, each over the next; plain gossip is none."""
+        """The algorithms, each over the next; empty for plain gossip."""
         return () if self.algorithm is None or isinstance(self.algorithm, PushPull) else self.algorithm.parts

@@ -24,7 +24,7 @@ def gossip(module: nn.Module, **options: Any) -> GossipModule:
     A forward pre-hook runs the round of each step, so the arithmetic is the same as in `GossipDataParallel`
     bit for bit. Names have no "module." in front. The type of the module becomes a subclass of its class and of
     `GossipModule`, which has the methods of the wrapper, as with `torch.distributed.fsdp.fully_shard`. The name of the
-    type, and `module.__class__`, stay what they were. `Join` needs a wrapper.
+    type, and `module.__class__`, do not change. `Join` needs a wrapper.
 
     Args:
         module: the model, on its device; changed in place.
@@ -249,7 +249,7 @@ def _with_gossip(plain: type[nn.Module]) -> type[GossipModule]:
 
 
 def _plain(cls: type) -> type[nn.Module]:
-    """The class of modules of which `cls` is the subclass with gossip."""
+    """The class of modules whose subclass with gossip is `cls`."""
     plain: type[nn.Module] = cls.__mro__[2]
     return plain
 

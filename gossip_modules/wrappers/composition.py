@@ -55,7 +55,7 @@ def check_inside(module: nn.Module, *, wrapper: str) -> None:
         wrapper: the name of the class that is about to do so.
 
     Raises:
-        ValueError: naming the submodule and what it is; or the parameter that another wrapper keeps; or that this is
+        ValueError: naming the submodule and the tool; or the parameter that another wrapper keeps; or that this is
             no module.
     """
     if not isinstance(module, nn.Module):
@@ -71,13 +71,13 @@ def check_inside(module: nn.Module, *, wrapper: str) -> None:
 
 
 def check_outside(module: nn.Module) -> None:
-    """Refuse what was put around or over a wrapper after it was made.
+    """Refuse other tools that were put around or over a wrapper after it was made.
 
     Args:
         module: the wrapper.
 
     Raises:
-        RuntimeError: naming what it is.
+        RuntimeError: naming the tool.
     """
     name = type(module).__name__
     around = DistributedDataParallel._active_ddp_module

@@ -43,8 +43,8 @@ from .other_names import DDP_ARGUMENTS, SGP_ARGUMENTS
 class GossipDataParallel(GossipWrapper, Joinable):
     """Data-parallel training by gossip: ranks average their models with a few peers, where DDP averages with all.
 
-    `help()` prints this text and every method of `nn.Module`. Of the methods, read `averaged` and `averaged_state_dict`
-    (the average of all ranks), `settle` and `flush` (apply what is in flight), `no_sync`, `consensus_distance`,
+    `help()` prints this text and every method of `nn.Module`. Read the methods `averaged` and `averaged_state_dict`
+    (the average of all ranks), `settle` and `flush` (apply all corrections), `no_sync`, `consensus_distance`,
     `comm_stats` and `close`.
 
     Round t of rank i, at the first training forward of an optimizer step (z is what the module computes with, w the
@@ -103,8 +103,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         comm_device: "cpu" sends GPU parameters through pinned memory; None = the GPU if the group has NCCL.
         init_sync: whether all ranks start from the parameters and buffers of rank 0; with a membership they always do.
         gossip_buffers: whether running statistics (BatchNorm) are averaged like parameters; a sequence of names or
-            patterns = those floating-point buffers in their place. The other buffers of an averaged model are those of
-            rank 0, see `Selection`.
+            patterns = those floating-point buffers in their place. An averaged model has the other buffers of rank 0,
+            see `Selection`.
         ignore: the names of parameters and buffers that always stay local, also at the start, such as "head.bias", or
             patterns, such as "adapter.*"; beside those that the module's `_ddp_params_and_buffers_to_ignore` names.
         gossip_in_eval_mode: whether a forward in eval mode with grad enabled is a training forward, which starts a
@@ -316,7 +316,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         by then. With a membership it does not: which graph it was depends on how many workers there were.
 
         Raises:
-            ValueError: the state is that of a wrapper of another kind.
+            ValueError: the state belongs to a wrapper of another kind.
         """
         if state is not None and "weight" not in state:
             raise ValueError(

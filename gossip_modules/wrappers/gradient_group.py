@@ -98,7 +98,7 @@ class NamedFailure:
         self._timeout = timeout
 
     def expect(self, wait: Callable[[], Any]) -> None:
-        """Inside a backward: wait for what was posted now when all gradients are there, with errors that name."""
+        """Inside a backward: wait for the posted work when all gradients are there, with errors that name ranks."""
         if torch._C._current_graph_task_id() == -1:  # of a rank that has joined others: see `Join`
             return
         start = time.monotonic()

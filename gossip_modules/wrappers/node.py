@@ -164,7 +164,7 @@ class MemberNode(Node):
         return vector
 
     def gather(self, vector: FlatVector) -> None:
-        """vector, and its weight, <- those of the first process, in place; not at a safe point."""
+        """vector and weight <- their values in the first process, in place; not at a safe point."""
         if self.processes.is_apart:
             return
         tensors = [vector.raw, *self._engine.shared(vector)]
@@ -202,13 +202,13 @@ def _connect(
 def meet_node(
     membership: Membership, links: Links, nprocs_per_node: int, *, description: Mapping[str, str], device: torch.device
 ) -> NodeProcesses:
-    """The processes of this node, all of which call it.
+    """The processes of this node; all of them call it.
 
     Args:
         membership: of this process.
         links: inside the node; the limit of its waits is `PATIENCE` times the timeout of the membership.
         nprocs_per_node: how many there are.
-        description: what they must agree on, by name.
+        description: the facts that they must agree on, by name.
         device: of the model.
 
     Raises:

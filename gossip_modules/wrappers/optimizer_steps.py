@@ -58,7 +58,7 @@ class OptimizerSteps(Stepped):
     the round left them, and this thread has stepped no other optimizer. A loop that drops gradients after the next
     forward tells so in the next backward: the round is made up for at the next step then. The hook for this is on one
     parameter, the smallest that has a gradient. A loop that drops gradients between forwards of one step, as methods
-    for many tasks do, looks the same, unless `no_sync()` says so: a warning tells of it.
+    for many tasks do, looks the same, without `no_sync()`: a warning tells of it.
 
     Args:
         buffer: has the parameters.
@@ -154,7 +154,7 @@ class OptimizerSteps(Stepped):
         return 0
 
     def begin(self) -> None:
-        """A round has run: what comes now is of the next step."""
+        """A round has run: the next step begins."""
         if self._num_extra:
             self._warn_of_extra_forwards()
         self._is_due = self._is_synced = self.has_ended = False

@@ -287,7 +287,7 @@ def _block(wrapper: Any) -> Callable[[], None]:
 
 
 def _push_sum_weight(wrapper: Any) -> Tensor:
-    """The push-sum weight, float64 [1], a copy; 1 where there is none."""
+    """The push-sum weight, float64 [1], a copy; 1 for a wrapper without one."""
     buffer = getattr(wrapper, "_buffer", None)
     if buffer is None:
         return torch.ones(1, dtype=torch.float64, device="cpu")

@@ -1,4 +1,4 @@
-"""The state of a wrapper in a state dict, whose keys stay those of the plain module.
+"""The state of a wrapper in a state dict, which keeps the keys of the plain module.
 
 [Note: Where the state is] torch would put `get_extra_state()` under the key "_extra_state". It is in the metadata of
 the state dict instead, which goes with the dict through `torch.save` and `torch.load(weights_only=True)`. So a wrapper
@@ -202,7 +202,7 @@ class Placed(Protocol):
 
 
 class InnerPlace:
-    """A hook of the module inside a wrapper, for state dicts of the wrapper whose keys were cut to those of the module.
+    """A hook of the module in a wrapper, for state dicts of the wrapper whose keys were cut to names of the module.
 
     It removes the key of the rank, which the module does not know. A pickle of the module does not contain the hook,
     and so needs this library no more than before.

@@ -1,1 +1,1 @@
-"""Other weights than those of training: copies that optimizers keep, and averages that evaluation swaps in."""
+"""Weights beside the parameters: swapped ones, copies in optimizers, masters."""

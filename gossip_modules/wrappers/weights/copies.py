@@ -72,7 +72,7 @@ class WeightCopies(Stepped):
         name: the class of the wrapper, for messages.
 
     Attributes:
-        debias: of the wrapper, where it has one: optimizers keep what they step, the numerators.
+        debias: of the wrapper, where it has one: optimizers keep copies of the numerators, which they step.
     """
 
     order = -1  # before `Debias`: at the end of a step storage still holds what the optimizer has written
@@ -174,7 +174,8 @@ class WeightCopies(Stepped):
                     correct_(copy, parameter)
 
     def _was_replaced(self, optimizer: Optimizer, watch: _Watch, name: str) -> bool:
-        """Whether a copy is neither what it was after the last step, nor what the parameters are: both were loaded."""
+        """Whether a copy equals neither its value after the last step nor the parameters, which may be loaded with
+        it."""
         if watch.after is None:
             return False
         copies = [copy for parameter, copy in self._pairs(optimizer, name) if parameter is self._probe]
