@@ -95,13 +95,13 @@ class Generations:
                     worker.unsent = [event for event in worker.unsent if event["event"] != "ready"]
                     self.limit = None
 
-    def drop_late(self, clock: int) -> None:
+    def drop_late(self) -> None:
         """A generation began before this worker knew it, as the store was away: its members form another one."""
         with self.worker.lock:
             late, self.due = self.due, []
             self.retire(*(transport for _, transport in late))
         for view, _ in late:
-            log.warning("job %s: generation %d came too late, at step %d", self.job.name, view.generation, clock)
+            log.warning("job %s: generation %d came too late, at step %d", self.job.name, view.generation, self.clock)
             self._ask_again(view)
 
     def skip_to(self, start: int) -> None:

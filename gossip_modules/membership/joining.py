@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -67,7 +66,7 @@ class Joining:
             TimeoutError, RuntimeError, ValueError, JobFullError: it has no place.
         """
         worker = self.worker
-        member = json.loads(json.dumps(asdict(this_member(worker.start_liveness()))))  # as it is read from the store
+        member = asdict(this_member(worker.start_liveness()))
         with worker.lock:
             min_workers, description = self.job.min_workers, self.job.description
             worker.coming = {"event": "come", "member": member, "description": description, "min_workers": min_workers}

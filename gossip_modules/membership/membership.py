@@ -430,37 +430,14 @@ class Membership:
         return None
 
     def _at_step(self) -> Change | None:
-        worker, generations, participant = self.worker, self.worker.generations, self.job.participant
         self.thread = threading.get_ident()
-        with worker.lock:
-            clock = generations.clock = generations.clock + 1 + participant.skipped()
-            generations.next_is(clock)
-            must_wait = generations.limit is not None and clock >= generations.limit
-            if worker.has_stopped:
-                worker.is_excluded = worker.can_rejoin = True
-        deadline = Deadline(self.timeout)  # [Note: one deadline]
-        if must_wait:
-            generations.wait_for_first_step(clock, deadline)
+        worker, deadline = self.worker, Deadline(self.timeout)  # [Note: one deadline]
+        worker.begin_step(deadline)
         if worker.is_excluded and worker.can_rejoin and not (self.job.is_leaving or deadline.is_over):
             change = rejoin(self, deadline)
             self.worker.generations.next_is(self.worker.generations.clock)
             return change
-        if generations.due and generations.first_step(generations.due[0][0]) < clock:
-            generations.drop_late(clock)
-        due = generations.due[0][0] if generations.due else None
-        begins = due is not None and (participant.is_cut_off or generations.first_step(due) == clock)
-        gives = worker.donor.must_act
-        if begins or gives:
-            generations.settle(participant.flush)
-        if gives:
-            worker.donor.take_back()
-            worker.donor.take_snapshots()
-        if due is None or not begins:
-            return None
-        if participant.is_cut_off:
-            generations.skip_to(due.start)
-            clock = due.start
-        return generations.begin(clock)
+        return worker.act_at_step()
 
     def _as_one(self, act: Callable[[], Change | None]) -> Change | None:
         """Act, in the first process where several are this worker: see `NodeProcesses`."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,16 +24,6 @@ if TYPE_CHECKING:
 PATIENCE = 5  # times the timeout of the membership: the first process waits for other workers while the others wait
 _KINDS = (ValueError, TypeError, FloatingPointError, TimeoutError, ConnectionError, JobFullError, LeftWhileJoiningError)
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
-
-
-class RoundProgress(Protocol):
-    """The counters of an engine that `NodeProcesses.run` shares."""
-
-    def progress(self) -> tuple[float, ...]:
-        """In the first process: how far it has come."""
-
-    def follow(self, progress: Sequence[float]) -> None:
-        """In the others: be as far as this."""
 
 
 class NodeParticipant(LockstepParticipant):
@@ -140,8 +130,8 @@ class NodeProcesses:
         self._call(message)
         self.data.broadcast(x, source=0, what=what)
 
-    def run(self, act: Callable[[], bool], rounds: RoundProgress) -> bool:
-        """The result of `act`, which runs rounds, in the first process; on all.
+    def run(self, act: Callable[[], bool], engine: Any) -> bool:
+        """The result of `act`, which runs rounds of the engine, in the first process; on all.
 
         Raises as `as_one`. At a safe point it acts in this process only.
         """
@@ -153,7 +143,7 @@ class NodeProcesses:
                 result = act()
             except Exception as raised:  # noqa: BLE001 (told to the others, and raised below)
                 error, self._has_failed = raised, True
-        numbers = torch.tensor([error is not None, result, *rounds.progress()], dtype=torch.float64, device="cpu")
+        numbers = torch.tensor([error is not None, result, *engine.progress()], dtype=torch.float64, device="cpu")
         try:
             self.control.broadcast(numbers, source=0, what="a round of the node")
             failed, result, *progress = numbers.tolist()
@@ -162,7 +152,7 @@ class NodeProcesses:
         except (TimeoutError, ConnectionError) as failure:
             raise (error or failure) from failure
         if not self.leads:
-            rounds.follow(progress)
+            engine.follow(progress)
         if failed:
             raise error or self._error_of(text)
         return bool(result)

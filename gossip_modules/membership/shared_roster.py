@@ -83,15 +83,19 @@ class SharedRoster:
 
     def update(self, events: Sequence[Mapping[str, Any]] = ()) -> bool:
         """Apply events to the roster in the store, and read it; False: the store cannot be reached now."""
-        with self._updating:
+        deadline = Deadline(self.timeout)
+        if not self._updating.acquire(timeout=deadline.left):
+            return False
+        try:
             if self._store is None and not self._reconnect():
                 return False
-            try:
-                self._update(self._store, events, Deadline(self.timeout))  # type: ignore[arg-type]
-            except ConnectionError:
-                self._store = None
-                return False
-            return True
+            self._update(self._store, events, deadline)  # type: ignore[arg-type]
+        except ConnectionError:
+            self._store = None
+            return False
+        finally:
+            self._updating.release()
+        return True
 
     def _update(self, store: BoundedStore, events: Sequence[Mapping[str, Any]], deadline: Deadline) -> None:
         if events or self._must_restore:

@@ -187,6 +187,38 @@ class LocalWorker:
             receiving[1].close()
         self.generations.close()
 
+    # A training step.
+
+    def begin_step(self, deadline: Deadline) -> None:
+        """Count the step, and wait where [Note: first step] asks for it."""
+        generations = self.generations
+        with self.lock:
+            clock = generations.clock = generations.clock + 1 + self.job.participant.skipped()
+            generations.next_is(clock)
+            must_wait = generations.limit is not None and clock >= generations.limit
+            if self.has_stopped:
+                self.is_excluded = self.can_rejoin = True
+        if must_wait:
+            generations.wait_for_first_step(clock, deadline)
+
+    def act_at_step(self) -> Change | None:
+        """Give the state to joiners, and begin a generation that is due."""
+        generations, donor, participant = self.generations, self.donor, self.job.participant
+        if generations.due and generations.first_step(generations.due[0][0]) < generations.clock:
+            generations.drop_late()
+        due, gives = (generations.due[0][0] if generations.due else None), donor.must_act
+        begins = due is not None and (participant.is_cut_off or generations.first_step(due) == generations.clock)
+        if begins or gives:
+            generations.settle(participant.flush)
+        if gives:
+            donor.take_back()
+            donor.take_snapshots()
+        if due is None or not begins:
+            return None
+        if participant.is_cut_off:
+            generations.skip_to(due.start)
+        return generations.begin(generations.clock)
+
     # Reports of failures.
 
     def report(self, worker: int, why: str, *, may_have_ended: bool, generation: int = 0) -> None:

@@ -112,15 +112,15 @@ class Chaos:
                 )
         backend = self._backend(body)
         try:
-            return _Run(backend, self.events, num_workers, self.seconds).run()
+            return ChaosRun(backend, self.events, num_workers, self.seconds).run()
         finally:
             backend.close()
 
 
-class _Run:
-    """One call of `Chaos.run`."""
+class ChaosRun:
+    """One call of `Chaos.run`, which events act on."""
 
-    def __init__(self, backend: Backend, events: Iterable[Event], num_workers: int, seconds: float) -> None:
+    def __init__(self, backend: Any, events: Iterable[Event], num_workers: int, seconds: float) -> None:
         self.backend, self.num_workers, self.seconds = backend, num_workers, seconds
         self.coming = list(events)
         self.stopped: set[int] = set()

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
-
-class ChaosRun(Protocol):
-    """The parts of a run of `Chaos` that events use."""
-
-    backend: Any
-    """A `Backend`; events of the network come to a `NetworkBackend`."""
-
-    def start(self) -> None:
-        """Start the next worker."""
-
-    def stop(self, rank: int) -> None:
-        """Have a worker stand still."""
-
-    def resume(self, rank: int) -> None:
-        """A worker that stands still goes on."""
-
-    def after(self, seconds: float | None, action: Callable[[], None]) -> None:
-        """Do this so many seconds later; None: never."""
+if TYPE_CHECKING:
+    from .chaos import ChaosRun
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -60,52 +59,33 @@ def run_ranks(world_size: int, body: Callable[[dist.ProcessGroup], T], *, timeou
         ...     return gossiper.average(torch.tensor([float(group.rank())]), num_rounds=20)
         >>> run_ranks(3, body)
     """
-    return _Ranks(world_size, body, timeout).run()
+    store, connected, done = dist.HashStore(), threading.Barrier(world_size), threading.Barrier(world_size)
+    errors: list[Exception] = []
+    results: dict[int, T] = {}
+    groups: dict[int, dist.ProcessGroup] = {}
 
-
-class _Ranks(Generic[T]):
-    """The threads of one call of `run_ranks`; each rank writes the entries of its own number only."""
-
-    def __init__(self, world_size: int, body: Callable[[dist.ProcessGroup], T], timeout: timedelta) -> None:
-        self.world_size, self.body, self.timeout = world_size, body, timeout
-        self.store = dist.HashStore()
-        self.done = threading.Barrier(world_size)
-        self.errors: list[Exception] = []
-        self.results: dict[int, T] = {}
-        self.groups: dict[int, dist.ProcessGroup] = {}
-        self.connected: set[int] = set()
-
-    def run(self) -> list[T]:
-        """See `run_ranks`."""
-        with ThreadPoolExecutor(self.world_size, thread_name_prefix="rank") as pool:
-            futures = [pool.submit(self._run_rank, rank) for rank in range(self.world_size)]
-        self.groups.clear()
-        for future in futures:
-            future.result()
-        if self.errors:
-            raise self.errors[0]
-        return [self.results[rank] for rank in sorted(self.results)]
-
-    def _run_rank(self, rank: int) -> None:
+    def run_rank(rank: int) -> None:
         try:
-            self.groups[rank] = thread_group(self.store, rank, self.world_size, self.timeout)
-            self.connected.add(rank)
-            self.results[rank] = self.body(self.groups[rank])
-        except Exception as error:  # noqa: BLE001 - the first one is raised in `run`, in the calling thread
-            if isinstance(error, HangUp):
-                self._wait_until_all_connected()
-            else:
-                self.errors.append(error)  # before the others get errors for it
-                self.done.abort()
+            groups[rank] = thread_group(store, rank, world_size, timeout)
+            connected.wait(timeout.total_seconds())  # a rank that hangs up before others have connected fails these
+            results[rank] = body(groups[rank])
+        except Exception as error:  # noqa: BLE001 - the first one is raised below, in the calling thread
+            if not isinstance(error, HangUp):
+                errors.append(error)  # before the others get errors for it
+                connected.abort()
+                done.abort()
             # The locals of the body hold the group, and only its end closes the connections.
             traceback.clear_frames(error.__traceback__)
-            self.groups.pop(rank, None)
+            groups.pop(rank, None)
             gc.collect()
         with suppress(threading.BrokenBarrierError):  # another rank failed
-            self.done.wait(self.timeout.total_seconds() * 2)
+            done.wait(timeout.total_seconds() * 2)
 
-    def _wait_until_all_connected(self) -> None:
-        """A rank that hangs up at once does so when nobody connects to it any more, which would fail."""
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        while len(self.connected) < self.world_size and not self.done.broken and time.monotonic() < deadline:
-            time.sleep(0.001)
+    with ThreadPoolExecutor(world_size, thread_name_prefix="rank") as pool:
+        futures = [pool.submit(run_rank, rank) for rank in range(world_size)]
+    groups.clear()
+    for future in futures:
+        future.result()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in sorted(results)]

@@ -156,8 +156,7 @@ class MemberNode(Node):
 
     def run(self, act: Callable[[], bool]) -> bool:
         """See `Node` and `NodeProcesses.run`."""
-        rounds: Any = self._engine
-        return self.processes.run(act, rounds)
+        return self.processes.run(act, self._engine)
 
     def shard(self, vector: FlatVector) -> FlatVector:
         """See `Node`: the vector itself."""
