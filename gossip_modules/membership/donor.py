@@ -18,7 +18,7 @@ from ..transport.state_tree import bytes_of, copied, decode, encode, pack, unpac
 from ..transport.threads import Waits
 from . import limits
 from .background_log import log
-from .liveness.contact import LifeSign, digest, probe
+from .liveness.contact import LifeSign
 from .view import Joiner
 
 if TYPE_CHECKING:
@@ -157,11 +157,8 @@ class Donor:
         return not is_over
 
     def _sign_of(self, joiner: Joiner) -> LifeSign:
-        try:
-            signs = probe({joiner.member.id: joiner.member.contact}, job=digest(self.job.name), seconds=limits.PROBE)
-        except OSError:  # no descriptor is left here: nothing shows that it has ended
-            return LifeSign.LIVES
-        return signs[joiner.member.id]
+        """Where it cannot be asked, nothing shows that it has ended."""
+        return self.worker.signs_of([joiner.member]).get(joiner.member.id, LifeSign.LIVES)
 
 
 def meeting_of(joiner: Joiner) -> str:

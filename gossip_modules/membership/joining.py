@@ -18,7 +18,7 @@ from ..transport.threads import Waits
 from . import donor, limits
 from .background_log import log
 from .links import alone
-from .liveness.contact import LifeSign, digest, probe
+from .liveness.contact import LifeSign
 from .liveness.monitor import LivenessMonitor
 from .participant import Change
 from .view import Joiner, Member, View
@@ -142,7 +142,7 @@ class Joining:
             )
         try:
             if self._is_offered(name, joiner, deadline):
-                return self._receive(self._meet_donor(name, deadline), joiner.attempt, deadline)
+                return self._receive(name, joiner.attempt, deadline)
         except (RuntimeError, ValueError, OSError) as error:
             self._reason = str(error)
         if deadline.is_over:
@@ -170,17 +170,14 @@ class Joining:
                 asked = time.monotonic()
         return True
 
-    def _meet_donor(self, name: str, deadline: Deadline) -> dist.ProcessGroup:
-        patience = min(timedelta(seconds=limits.CONNECT), deadline.left_for_gloo)
-        with self.job.store.lent_store(name, limit=patience) as store:
-            group: dist.ProcessGroup = gloo_backend(store, 1, 2, patience, host=self.job.link_host)
-        return group
-
-    def _receive(self, group: dist.ProcessGroup, attempt: int, deadline: Deadline) -> Mapping[str, Any]:
-        """The state from the donor; a RuntimeError where another donor is to send it, as this one has died.
+    def _receive(self, name: str, attempt: int, deadline: Deadline) -> Mapping[str, Any]:
+        """Meet the donor, and receive the state; a RuntimeError if it has died, where another donor is to send it.
 
         A large model may come for longer than the deadline allows to wait: each piece that has come extends it.
         """
+        patience = min(timedelta(seconds=limits.CONNECT), deadline.left_for_gloo)
+        with self.job.store.lent_store(name, limit=patience) as store:
+            group: dist.ProcessGroup = gloo_backend(store, 1, 2, patience, host=self.job.link_host)
         limit = _MAX_STATES * self.job.participant.num_bytes + (1 << 30)
         with self.worker.lock:
             waits = Waits()
@@ -216,10 +213,9 @@ class Joining:
         worker, job = self.worker, self.job
         with worker.lock:
             seen, members = self._seen(), worker.roster.present()
-        contacts = {member.id: member.contact for member in members}
         has_asked, start = False, time.monotonic()
         while not (job.closed.is_set() or job.is_leaving):
-            signs = probe(contacts, job=digest(job.name), seconds=limits.PROBE)
+            signs = worker.signs_of(members)
             if LifeSign.LIVES in signs.values() or self._seen() != seen:
                 return False
             if not has_asked:
@@ -230,7 +226,7 @@ class Joining:
             if not job.store.is_connected:  # a reply would not arrive
                 start = time.monotonic()
             if time.monotonic() - start > patience:
-                found = [f"worker {member.number} on {member.host} {signs[member.id].value}" for member in members]
+                found = [f"worker {m.number} on {m.host} {signs[m.id].value}" for m in members if m.id in signs]
                 log.warning(
                     "job %s: no worker lives, so it begins anew under this name: %s", job.name, "; ".join(found)
                 )

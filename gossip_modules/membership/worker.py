@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -221,6 +220,14 @@ class LocalWorker:
 
     # Reports of failures.
 
+    def signs_of(self, members: Iterable[Member]) -> dict[int, LifeSign]:
+        """The signs of life of these workers, by id; empty where no descriptor is left here."""
+        contacts = {member.id: member.contact for member in members}
+        try:
+            return probe(contacts, job=digest(self.job.name), seconds=limits.PROBE)
+        except OSError:
+            return {}
+
     def report(self, worker: int, why: str, *, may_have_ended: bool, generation: int = 0) -> None:
         """Report that a worker has failed; generation: see `FailureReport`."""
         number = next((member.number for member in self.known_members() if member.id == worker), -1)
@@ -246,11 +253,8 @@ class LocalWorker:
             why: the reason, for logs.
             is_reported: whether it was reported before; then it is only reported again if it has ended.
         """
-        contacts = {member.id: member.contact for member in self.known_members() if member.id == worker}
-        has_ended = False
-        with contextlib.suppress(OSError):  # no descriptor is left here: nothing shows that it has ended
-            signs = probe(contacts, job=digest(self.job.name), seconds=limits.PROBE)
-            has_ended = signs.get(worker) is LifeSign.ENDED
+        signs = self.signs_of(member for member in self.known_members() if member.id == worker)
+        has_ended = signs.get(worker) is LifeSign.ENDED
         if has_ended or not is_reported:
             self._post_report(worker, why, is_sure=has_ended)
 
@@ -344,8 +348,7 @@ class LocalWorker:
         with self.lock:
             view = self.roster.view
         self.next_probe = now + limits.RETRY
-        contacts = {} if view is None else {member.id: member.contact for member in view.members}
-        signs = probe(contacts, job=digest(self.job.name), seconds=limits.PROBE)
+        signs = {} if view is None else self.signs_of(view.members)
         self.note_meetings()  # where there were none, perhaps no listener is in any worker's reach
         self.can_rejoin = LifeSign.LIVES in signs.values() or (bool(signs) and not self.job.has_met)
         if not (self.can_rejoin or self.is_cut_off):

@@ -22,6 +22,7 @@ from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership import donor as donor_module
 from gossip_modules.membership import joining, limits
 from gossip_modules.membership import membership as membership_module
+from gossip_modules.membership import worker as worker_module
 from gossip_modules.membership.background_log import log
 from gossip_modules.membership.donor import Donor
 from gossip_modules.membership.generations import Generations
@@ -213,7 +214,7 @@ def test_who_vanishes_before_it_gets_the_state_is_forgotten(sign: LifeSign, monk
     members = [worker.membership for worker in workers if worker.membership is not None]
     monkeypatch.setattr(limits, "CONNECT", 1.0 if sign is LifeSign.ENDED else 0.2)
     if sign is LifeSign.SILENT:  # its machine has no power
-        monkeypatch.setattr(donor_module, "probe", lambda addresses, **_: dict.fromkeys(addresses, sign))
+        monkeypatch.setattr(worker_module, "probe", lambda addresses, **_: dict.fromkeys(addresses, sign))
     attempts: list[tuple[int, bool]] = []
     give_up = Donor._give_up
 

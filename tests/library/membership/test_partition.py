@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from gossip_modules import Membership
-from gossip_modules.membership import joining, limits, shared_roster
+from gossip_modules.membership import limits, shared_roster
 from gossip_modules.membership import worker as worker_module
 from gossip_modules.membership.background_log import log
 from gossip_modules.membership.generations import Generations
@@ -106,7 +106,7 @@ def test_a_job_is_not_begun_anew_while_a_member_answers_in_the_log(monkeypatch: 
         asked.append(len(ids))
         return dict.fromkeys(ids, LifeSign.ENDED)
 
-    monkeypatch.setattr(joining, "probe", ended)
+    monkeypatch.setattr(worker_module, "probe", ended)
     newcomer, *_ = job.start(1)
     job.until_live([*workers, newcomer])
     assert asked
