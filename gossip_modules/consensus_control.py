@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from enum import Enum
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -169,6 +170,36 @@ class Differences:
         self.covariance.zero_()
 
 
+class Step(Enum):
+    """A step of a round: gossip, or the exact average of all models."""
+
+    GOSSIP = 1
+    AVERAGE = 2
+
+
+class Observed(NamedTuple):
+    """The measurement of a step.
+
+    Attributes:
+        squared_corrections: ||c_i||^2 of each rank. Of an exact average that ends a round: from the models as they were
+            sent, ||x_i - mean_j x_j||^2.
+        squared_drifts: how far each rank has moved since the last round, squared; negative where that is not known.
+        gain: of the step, of one rank.
+    """
+
+    squared_corrections: Sequence[float]
+    squared_drifts: Sequence[float] = ()
+    gain: float = 1.0
+
+
+def next_step(law: Generator[Step, Observed, None], observed: Observed) -> Step | None:
+    """The step after one that was measured; None: the round has ended."""
+    try:
+        return law.send(observed)
+    except StopIteration:
+        return None
+
+
 class ControlLaw:
     """What `ConsensusControl` decides, from measurements of all ranks: the same on each of them.
 
@@ -206,6 +237,29 @@ class ControlLaw:
         self.last_step = step
         self.rounds_since_average += 1
         return True
+
+    def round(self) -> Generator[Step, Observed, None]:
+        """The steps of one round: yields each, and gets its measurement by all ranks."""
+        control, is_exact = self.control, self.control.average_every == 1
+        is_apart = self._take((yield Step.AVERAGE if is_exact else Step.GOSSIP))
+        estimate, num_added = self.estimate, 0  # of the models as they were sent
+        if is_exact:
+            self.count_average()
+            self.adapt(estimate)
+            return
+        while is_apart and control.remedy == "rounds" and num_added + 1 < control.max_rounds:
+            is_apart = self._take((yield Step.GOSSIP))
+            num_added += 1
+        self.num_added_rounds += num_added
+        if self.is_average_due or (is_apart and control.remedy == "average"):
+            self.average(estimate, (yield Step.AVERAGE).squared_corrections)
+            estimate = self.estimate
+        self.adapt(estimate)
+
+    def _take(self, observed: Observed) -> bool:
+        """Take in the measurement of a step; returns whether the models are further apart than they may be."""
+        self.observe_update(observed.squared_drifts)
+        return self.observe(observed.squared_corrections, observed.gain)
 
     def observe_update(self, squared_drifts: Sequence[float]) -> None:
         """Take in how far each rank has moved since the last round, squared; negative where that is not known."""

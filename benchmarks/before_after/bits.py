@@ -130,7 +130,7 @@ def train_all(path: Path) -> None:
 
                 def make(group: dist.ProcessGroup, model: nn.Module) -> Any:
                     made = {name: eval(text, names) for name, text in arguments.items()}  # noqa: B023 (own texts)
-                    options = {"process_group": group, "overlap": overlap, "timeout": 60}  # noqa: B023
+                    options: dict[str, Any] = {"process_group": group, "overlap": overlap, "timeout": 60}  # noqa: B023
                     return gossip_modules.GossipDataParallel(model, **options, **made)
 
                 try:
@@ -146,7 +146,7 @@ def compare(before: str, folder: Path) -> list[dict[str, object]]:
     from benchmarks.record import ROOT
 
     extract(before, folder / "before")
-    ends = []
+    ends: list[dict[Any, Any]] = []
     for tree in (folder / "before", ROOT):
         path = folder / f"{len(ends)}.pt"
         command = [sys.executable, str(Path(__file__)), str(path)]

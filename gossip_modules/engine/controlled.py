@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..consensus_control import ConsensusControl, ControlLaw, Differences
+from ..consensus_control import ConsensusControl, ControlLaw, Differences, Observed, Step, next_step
 from ..flat.vector import SCRATCH_NUMEL, FlatVector
 from ..rounds.mixer import GlobalAverage, Mixer
 from ..rounds.push_pull import PushPull
@@ -92,21 +92,22 @@ class ControlledMixer(Mixer):
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`."""
         self._first.finish(s)
-        kept = self._kept_of()
-        self._go_on(s, self._observe(squared_distance(s, kept)))
+        law, kept = self.law.round(), self._kept_of()
+        next(law)  # the step that has just ended
+        self._go_on(law, next_step(law, self._observed(squared_distance(s, kept))), s)
         kept.copy_(s)
 
     def difference(self, s: FlatVector) -> float:
         """See `Mixer`."""
-        alpha, kept = self._first.difference(s), self._kept_of()
-        is_apart = self._observe(alpha**2 * squared_norm(s))
-        if self._is_exact or not (is_apart or self.law.is_average_due):
-            self._go_on(s, False)
+        alpha, law, kept = self._first.difference(s), self.law.round(), self._kept_of()
+        next(law)
+        step = next_step(law, self._observed(alpha**2 * squared_norm(s)))
+        if step is None:
             kept.add_(s, alpha=alpha)
             return alpha
         correction = s.clone()
         s.copy_(kept).add_(correction, alpha=alpha)
-        self._go_on(s, is_apart)
+        self._go_on(law, step, s)
         correction.copy_(s)
         s.add_(kept, alpha=-1.0)
         kept.copy_(correction)
@@ -141,44 +142,29 @@ class ControlledMixer(Mixer):
         assert self._kept is not None, "no round is in flight: start() comes first"
         return self._kept
 
-    def _observe(self, squared_correction: Tensor) -> bool:
-        """After a round: whether the models were further apart than they may be. Collective."""
+    def _observed(self, squared_correction: Tensor) -> Observed:
+        """The measurement of the step that has just ended. Collective."""
         self._own_buffer_weight *= self._first.own_buffer_weight
         gain = 1.0 if self._is_exact else self._differences.mix(self.law.num_gossip_rounds - 1)
         drift, self._drift = self._drift, None
         unknown = torch.full_like(squared_correction, -1.0)
         own = squared_correction, unknown if drift is None else drift, torch.full_like(unknown, gain)
         corrections, drifts, gains = self._gather(*own)
-        self.law.observe_update(drifts)
-        return self.law.observe(corrections, gains[0])
+        return Observed(corrections, drifts, gains[0])
 
-    def _go_on(self, s: FlatVector, is_apart: bool) -> None:
-        """After the first round of gossip of a step, the others, and what follows for the next step."""
-        law, before = self.law, self.law.estimate
-        if self._is_exact:
-            law.count_average()
-            law.adapt(before)
-            return
-        num_rounds = 1
-        while is_apart and self.control.remedy == "rounds" and num_rounds < self.control.max_rounds:
-            last = s.clone()
-            self._gossiper.mix(s, self._next_round())
-            is_apart = self._observe(squared_distance(s, last))
-            num_rounds += 1
-        law.num_added_rounds += num_rounds - 1
-        if law.is_average_due or (is_apart and self.control.remedy == "average"):
-            self._average(s, before)
-            before = law.estimate
-        law.adapt(before)
-
-    def _average(self, s: FlatVector, estimate: float) -> None:
-        """s <- its exact average, whose correction is the distance itself. estimate: of what was sent."""
-        law = self.law
-        self._averager.mix(s, law.num_gossip_rounds)
-        (found,) = self._gather(squared_distance(s, self._kept_of()))
-        law.average(estimate, found)
-        self._differences.average()
-        self._own_buffer_weight = min(self._own_buffer_weight, self._averager.own_buffer_weight)
+    def _go_on(self, law: Generator[Step, Observed, None], step: Step | None, s: FlatVector) -> None:
+        """The steps after the first one of a round."""
+        while step is not None:
+            if step is Step.GOSSIP:
+                last = s.clone()
+                self._gossiper.mix(s, self._next_round())
+                observed = self._observed(squared_distance(s, last))
+            else:
+                self._averager.mix(s, self.law.num_gossip_rounds)
+                observed = Observed(self._gather(squared_distance(s, self._kept_of()))[0])
+                self._differences.average()
+                self._own_buffer_weight = min(self._own_buffer_weight, self._averager.own_buffer_weight)
+            step = next_step(law, observed)
 
     def _gather(self, *own: Tensor) -> tuple[list[float], ...]:
         """Numbers of this rank, float64 [1] each; for each of them those of all ranks. Collective."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
 
 from ..algorithms.d_psgd import DPSGD
-from ..consensus_control import ConsensusControl, ControlLaw, Differences
+from ..consensus_control import ConsensusControl, ControlLaw, Differences, Observed, Step, next_step
 from ..mixing_manager.base import MixingManager
 from ..rounds.rows import Rows, StackedMixing
 from ..rounds.stacked import Stacked
@@ -22,12 +22,13 @@ _ROUNDING = 1e-9  # of products of a count and a rate, which are whole numbers w
 
 
 class ControlledMethod(ClockedMethod):
-    """Steps with any number of rounds of gossip, an exact average after them, or nothing, as the subclass says.
+    """Gossip as a law of control says, on the models of all ranks: as `ControlledMixer`.
 
     Args:
         mixing: W(t), doubly stochastic.
         control: the settings.
-        clock: what it takes; an `OverlapClock` with overlap.
+        law: says when a round begins, and which steps it has.
+        clock: the time of rounds; an `OverlapClock` with overlap.
         overlap: whether rounds run under the compute.
 
     Raises:
@@ -35,7 +36,13 @@ class ControlledMethod(ClockedMethod):
     """
 
     def __init__(
-        self, mixing: StackedMixing, control: ConsensusControl, clock: Clock, *, overlap: bool = False
+        self,
+        mixing: StackedMixing,
+        control: ConsensusControl,
+        law: ControlLaw | RateLaw,
+        clock: Clock,
+        *,
+        overlap: bool = False,
     ) -> None:
         if not mixing.is_doubly_stochastic:
             raise ValueError(
@@ -43,8 +50,10 @@ class ControlledMethod(ClockedMethod):
                 "correction tells how far ranks are apart; take dpsgd, or another graph"
             )
         super().__init__(clock, overlap=overlap)
-        self.control, self.mixing = control, mixing
+        self.control, self.law, self.mixing = control, law, mixing
+        self._differences = Differences(mixing.mixing)
         self._t = 0  # rounds so far
+        self._kept: Tensor | None = None  # the models after the last round
         self._late: Tensor | None = None
         self._num_controlled = self._num_added = self._num_averages = 0
         self._num_forwards = 0
@@ -63,7 +72,7 @@ class ControlledMethod(ClockedMethod):
         late, self._late = self._late, None
         if late is not None:
             x += late
-        if self.num_ranks == 1 or not self._starts_round(step):
+        if self.num_ranks == 1 or not self.law.starts_round(step):
             self.clock.advance([])
             return
         mixed, done = self._mix(x)
@@ -74,18 +83,28 @@ class ControlledMethod(ClockedMethod):
         else:
             x.copy_(mixed)
 
-    @abstractmethod
-    def _starts_round(self, step: int) -> bool:
-        """Whether ranks communicate at this step; asked once for each, in their order."""
-
-    @abstractmethod
     def _mix(self, x: Tensor) -> tuple[Tensor, ControlledRound]:
-        """The models [n, d] after a step's rounds and average, and what these were; x does not change."""
-
-    def _next_round(self) -> Rows:
-        round_ = self.mixing.round(self._t)
-        self._t += 1
-        return round_
+        """The models [n, d] after a round, and its steps; x does not change."""
+        law, is_exact = self.law.round(), self.control.average_every == 1
+        if isinstance(self.law, ControlLaw) and not is_exact:
+            self._differences.step(max(self.law.steps_between, 1))
+        drifts = [] if self._kept is None else _squares(x - self._kept)
+        rounds, mixed, has_average, step = list[Rows](), x, False, next(law, None)
+        while step is not None:
+            if step is Step.GOSSIP:
+                before, gain = mixed, self._differences.mix(self._t)
+                rounds.append(self.mixing.round(self._t))
+                self._t += 1
+                mixed = rounds[-1].mix(before)
+                observed = Observed(_squares(mixed - before), drifts, gain)
+            else:
+                mixed, has_average = mixed.mean(0).expand_as(x), True
+                observed = Observed(_squares(mixed - x), drifts)
+                self._differences.average()
+            drifts = []
+            step = next_step(law, observed)
+        self._kept = mixed
+        return mixed, ControlledRound(tuple(rounds), has_average)
 
     def _count(self, done: ControlledRound) -> None:
         self._num_controlled += 1
@@ -95,67 +114,7 @@ class ControlledMethod(ClockedMethod):
         self.sent_bytes += done.measure_bytes(self.num_ranks)
 
 
-class ControlSimulation(ControlledMethod):
-    """`ControlledMixer` of all ranks at once: the library's own law, on what the rounds have measured.
-
-    Args:
-        mixing, control, clock, overlap: see `ControlledMethod`.
-    """
-
-    def __init__(
-        self, mixing: StackedMixing, control: ConsensusControl, clock: Clock, *, overlap: bool = False
-    ) -> None:
-        super().__init__(mixing, control, clock, overlap=overlap)
-        self.law = ControlLaw(control)
-        self._differences = Differences(mixing.mixing)
-        self._kept: Tensor | None = None  # the models after the last round
-        self._drifts: list[float] = []  # since then, squared; empty where they are not known
-
-    def _starts_round(self, step: int) -> bool:
-        return self.law.starts_round(step)
-
-    def _mix(self, x: Tensor) -> tuple[Tensor, ControlledRound]:
-        law, control = self.law, self.control
-        self._drifts = [] if self._kept is None else _squares(x - self._kept)
-        if control.average_every == 1:
-            mixed = x.mean(0).expand_as(x)
-            self._observe(mixed - x, 1.0)
-            distance = law.estimate
-            law.count_average()
-            law.adapt(distance)
-            self._kept = mixed
-            return mixed, ControlledRound((), True)
-        self._differences.step(max(law.steps_between, 1))
-        rounds: list[Rows] = []
-        mixed, is_apart = self._gossip(x, rounds)
-        distance = law.estimate  # at the beginning of the step
-        while is_apart and control.remedy == "rounds" and len(rounds) < control.max_rounds:
-            mixed, is_apart = self._gossip(mixed, rounds)
-        law.num_added_rounds += len(rounds) - 1
-        has_average = law.is_average_due or (is_apart and control.remedy == "average")
-        if has_average:
-            mixed = mixed.mean(0).expand_as(x)
-            law.average(distance, _squares(mixed - x))
-            self._differences.average()
-            distance = law.estimate
-        law.adapt(distance)
-        self._kept = mixed
-        return mixed, ControlledRound(tuple(rounds), has_average)
-
-    def _gossip(self, x: Tensor, rounds: list[Rows]) -> tuple[Tensor, bool]:
-        """One round, which is added to `rounds`: the models after it, and whether those before were too far apart."""
-        t = self._t
-        rounds.append(self._next_round())
-        mixed = rounds[-1].mix(x)
-        return mixed, self._observe(mixed - x, self._differences.mix(t))
-
-    def _observe(self, corrections: Tensor, gain: float) -> bool:
-        drifts, self._drifts = self._drifts, []
-        self.law.observe_update(drifts)
-        return self.law.observe(_squares(corrections), gain)
-
-
-class RateSimulation(ControlledMethod):
+class RateLaw:
     """Rounds and averages as often as measured, spread evenly, whatever the models do.
 
     In the first k steps begin ceil(k r) rounds, for r of them per step. In the first j rounds are floor(j a / r)
@@ -163,24 +122,15 @@ class RateSimulation(ControlledMethod):
     rounds, the averages and the bytes that were measured.
 
     Args:
-        mixing, control, clock, overlap: see `ControlledMethod`; of the control only `average_every=1` matters.
+        control: the settings, of which only `average_every=1` matters.
         rates: as measured.
 
     Raises:
         ValueError: rates that this control does not have.
     """
 
-    def __init__(
-        self,
-        mixing: StackedMixing,
-        control: ConsensusControl,
-        clock: Clock,
-        *,
-        rates: ControlRates,
-        overlap: bool = False,
-    ) -> None:
-        super().__init__(mixing, control, clock, overlap=overlap)
-        self.rates = rates
+    def __init__(self, control: ConsensusControl, rates: ControlRates) -> None:
+        self.rates, self._num_rounds = rates, 0
         self._is_exact = control.average_every == 1
         if self._is_exact and (
             rates.added_rounds_per_step or rates.averages_per_step not in (0, rates.rounds_per_step)
@@ -190,26 +140,24 @@ class RateSimulation(ControlledMethod):
                 "and none of gossip; leave the others out"
             )
 
-    def _starts_round(self, step: int) -> bool:
+    def starts_round(self, step: int) -> bool:
+        """See `ControlLaw`."""
         rate = self.rates.rounds_per_step
         return math.ceil((step + 1) * rate - _ROUNDING) > math.ceil(step * rate - _ROUNDING)
 
-    def _mix(self, x: Tensor) -> tuple[Tensor, ControlledRound]:
-        if self._is_exact:
-            return x.mean(0).expand_as(x), ControlledRound((), True)
-        num_rounds = 1 + self._due(self.rates.added_rounds_per_step)
-        mixed, rounds = x, []
-        for _ in range(num_rounds):
-            rounds.append(self._next_round())
-            mixed = rounds[-1].mix(mixed)
-        has_average = self._due(self.rates.averages_per_step) > 0
+    def round(self) -> Generator[Step, Observed, None]:
+        """See `ControlLaw`."""
+        num_gossip = 0 if self._is_exact else 1 + self._due(self.rates.added_rounds_per_step)
+        has_average = self._is_exact or self._due(self.rates.averages_per_step) > 0
+        self._num_rounds += 1
+        for _ in range(num_gossip):
+            yield Step.GOSSIP
         if has_average:
-            mixed = mixed.mean(0).expand_as(x)
-        return mixed, ControlledRound(tuple(rounds), has_average)
+            yield Step.AVERAGE
 
     def _due(self, per_step: float) -> int:
-        """How many come with this round, of what comes so often per step."""
-        per_round, before = per_step / self.rates.rounds_per_step, self._num_controlled
+        """The number that belongs to this round, where so many come per step."""
+        per_round, before = per_step / self.rates.rounds_per_step, self._num_rounds
         return math.floor((before + 1) * per_round + _ROUNDING) - math.floor(before * per_round + _ROUNDING)
 
 
@@ -222,14 +170,13 @@ def gossip_of(mixing: MixingManager, setting: Setting, clock: Clock, *, overlap:
     schedule, rates = setting.schedule, setting.control_rates
     if not isinstance(schedule, ConsensusControl):
         return LockstepMethod(Stacked(DPSGD(), mixing, overlap=overlap), schedule, clock)
-    if rates is None:
-        if schedule.is_relative and not setting.has_gradients:
-            raise ValueError(
-                f"got schedule={schedule} for a problem in which ranks agree and learn nothing, expected "
-                "is_relative=False: there are no updates whose size the target could be in; take the problem digits"
-            )
-        return ControlSimulation(StackedMixing(mixing), schedule, clock, overlap=overlap)
-    return RateSimulation(StackedMixing(mixing), schedule, clock, rates=rates, overlap=overlap)
+    if rates is None and schedule.is_relative and not setting.has_gradients:
+        raise ValueError(
+            f"got schedule={schedule} for a problem in which ranks agree and learn nothing, expected "
+            "is_relative=False: there are no updates whose size the target could be in; take the problem digits"
+        )
+    law = ControlLaw(schedule) if rates is None else RateLaw(schedule, rates)
+    return ControlledMethod(StackedMixing(mixing), schedule, law, clock, overlap=overlap)
 
 
 def schedule_of(method: str, setting: Setting) -> Schedule:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gossip_modules import ConsensusControl, RingGraph
+from gossip_modules.consensus_control import ControlLaw
 from gossip_modules.graph_manager import CompleteGraph
 from gossip_modules.methods import METHODS
 from gossip_modules.methods.wrapping import schedule_of
@@ -22,7 +23,7 @@ from gossip_modules.simulate import Choice, Consensus, ControlRates, Digits, Set
 from gossip_modules.simulate.__main__ import main
 from gossip_modules.simulate.advice import recipe_options
 from gossip_modules.simulate.clocks import ControlledRound, SyncClock
-from gossip_modules.simulate.control import ControlSimulation, RateSimulation
+from gossip_modules.simulate.control import ControlledMethod, RateLaw
 from gossip_modules.simulate.gossip import SimulatedMethod
 from gossip_modules.simulate.methods import make_method
 from tests.harness.ranks import run_ranks
@@ -68,7 +69,8 @@ def test_steps_and_bytes_are_those_of_ranks_on_threads(name: str, overlap: bool)
         real = torch.stack([each[0][step] for each in ranks])
         torch.testing.assert_close(points[step], real, rtol=0, atol=1e-12)
     stats = ranks[0][1][-1]
-    assert isinstance(method, ControlSimulation)
+    assert isinstance(method, ControlledMethod)
+    assert isinstance(method.law, ControlLaw)
     assert {name: method.law.stats()[name] for name in COUNTERS} == {name: stats[name] for name in COUNTERS}
     assert stats["num_skipped_steps"] + stats["num_added_rounds"] > 0
     assert method.sent_bytes == stats["bytes_sent"]
@@ -77,7 +79,8 @@ def test_steps_and_bytes_are_those_of_ranks_on_threads(name: str, overlap: bool)
 
     # The same rates give the same bytes, whatever the models do.
     again, _ = simulated("dpsgd:ring", small(n, replace(control, target=1e9), control_rates=rates))
-    assert isinstance(again, RateSimulation)
+    assert isinstance(again, ControlledMethod)
+    assert isinstance(again.law, RateLaw)
     assert again.control_rates == rates
     assert again.sent_bytes == stats["bytes_sent"]
 
@@ -138,7 +141,7 @@ def test_weights_that_the_library_refuses_are_refused() -> None:
     mixing = StackedMixing(default_mixing(irregular(6, is_directed=True), push_sum=True))
     clock = SyncClock(UNEVEN, CLUSTER.network, CLUSTER.network.plain_message(1e6))
     with pytest.raises(ValueError, match=r"got schedule=ConsensusControl.*, expected doubly stochastic weights"):
-        ControlSimulation(mixing, ConsensusControl(2.0), clock)
+        ControlledMethod(mixing, ConsensusControl(2.0), ControlLaw(ConsensusControl(2.0)), clock)
 
 
 def test_a_target_in_updates_needs_updates() -> None:
@@ -198,7 +201,8 @@ def test_rates_are_kept_over_any_number_of_steps() -> None:
     network = replace(CLUSTER, world_size=3).network
     clock = SyncClock(UNEVEN, network, network.plain_message(1e6))
     rates = ControlRates(7 / 30, 2 / 30, 11 / 30)
-    method, x = RateSimulation(mixing, ConsensusControl(2.0, remedy="rounds"), clock, rates=rates), torch.zeros(3, 2)
+    control, x = ConsensusControl(2.0, remedy="rounds"), torch.zeros(3, 2)
+    method = ControlledMethod(mixing, control, RateLaw(control, rates), clock)
     method.forward(x)
     assert method.control_rates == ControlRates(1.0, 0.0, 1.0)
     for _ in range(29):
