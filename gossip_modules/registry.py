@@ -58,7 +58,6 @@ class Method:
             peers per round or a schedule of it).
         step_sizes: the published ones, by compressor.
         fixed: arguments of the wrapper that the method always has; `make` is not passed on as an algorithm then.
-        aliases: other names that are accepted.
     """
 
     name: str
@@ -77,7 +76,6 @@ class Method:
     simulated_graph: Callable[[int, int | Mapping[int, int]], str] | None = None
     step_sizes: StepSizes = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    aliases: tuple[str, ...] = ()
 
     @property
     def needs_sgd(self) -> bool:
@@ -113,7 +111,6 @@ class Method:
 
 
 _METHODS: dict[str, Method] = {}
-_ALIASES: dict[str, str] = {}
 METHODS: Mapping[str, Method] = _METHODS
 """All registered methods by name, in the order in which they were registered."""
 
@@ -122,31 +119,34 @@ def enter(method: Method) -> Method:
     """Enter a method in METHODS; returns it.
 
     Raises:
-        ValueError: its name or one of its aliases is taken, or is not a word that can be typed.
+        ValueError: its name is taken, or is not a word that can be typed.
     """
-    for name in (method.name, *method.aliases):
-        if not name.isidentifier() or name != name.lower():
-            raise ValueError(f"got the name {name!r} of a method, expected letters, digits and _ in lower case")
-        if name in _METHODS or name in _ALIASES:
-            raise ValueError(f"got the name {name!r} of a method, which is taken; choose another one")
-    _METHODS[method.name] = method
-    _ALIASES.update(dict.fromkeys(method.aliases, method.name))
+    name = method.name
+    if not name.isidentifier() or name != name.lower():
+        raise ValueError(f"got the name {name!r} of a method, expected letters, digits and _ in lower case")
+    if name in _names():
+        raise ValueError(f"got the name {name!r} of a method, which is taken; choose another one")
+    _METHODS[name] = method
     return method
 
 
+def _names() -> dict[str, Method]:
+    """All methods by short name, and by the name of their class in lower case."""
+    return {**{method.call.lower(): method for method in _METHODS.values()}, **_METHODS}
+
+
 def name_of(text: str) -> str:
-    """The name of the method that `text` names, which may be an alias; `text` itself where there is no such method."""
-    return _ALIASES.get(text, text)
+    """The short name of the method that `text` names, as "allreduce"; `text` itself where there is no such method."""
+    return _names()[text].name if text in _names() else text
 
 
 def named(text: str) -> Method:
-    """The method of that short name, alias or class: "diloco", "DiLoCo".
+    """The method of that short name or class: "diloco", "DiLoCo".
 
     Raises:
         ValueError: no method has that name; the error has the nearest one.
     """
-    by_name = {**_METHODS, **{alias: _METHODS[name] for alias, name in _ALIASES.items()}}
-    by_name |= {method.call.lower(): method for method in _METHODS.values()}
+    by_name = _names()
     if text.lower() not in by_name:
         near = difflib.get_close_matches(text.lower(), by_name, n=1)
         remedy = f"did you mean {near[0]!r}?" if near else "choose one of them"

@@ -89,9 +89,9 @@ def read_algorithm(text: str, *, option: str = "algorithm", seed: int | None = N
     """
     if (name := name_of(text.strip())) in METHODS:
         text = METHODS[name].text
-    names: dict[str, Callable[..., Any]] = {}
-    for method in METHODS.values():
-        names |= dict.fromkeys((method.call, method.name, *method.aliases), method.make)
+    names: dict[str, Callable[..., Any]] = {
+        name: method.make for method in METHODS.values() for name in (method.call, method.name)
+    }
     made = read(text, {**names, **COMPRESSORS, **INTERPOLATIONS}, option=option, seed=seed)
     kind = type(made.parts[0] if isinstance(made, Algorithm) else made)
     chosen = next((method for method in METHODS.values() if method.make is kind), None)

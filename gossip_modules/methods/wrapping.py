@@ -79,7 +79,7 @@ def register(method: Method | type[Any], **fields: Any) -> Method:
         fields: of a class: see `entry`.
 
     Raises:
-        ValueError: its name or one of its aliases is taken, or is not a word that can be typed.
+        ValueError: its name is taken, or is not a word that can be typed.
     """
     return enter(method if isinstance(method, Method) else entry(method, **fields))
 

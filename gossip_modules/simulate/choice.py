@@ -73,11 +73,6 @@ class Choice(NamedTuple):
         code = "" if self.algorithm else self.compressor or next(iter(codes_of(method)), "")
         return self._replace(graph=graph, compressor=code)
 
-    @property
-    def text(self) -> str:
-        """As `parse` reads it: 'choco:torus:topk'."""
-        return ":".join([self.algorithm or self.method, self.graph or "", self.compressor or ""]).rstrip(":")
-
 
 def codes_of(method: Method) -> tuple[str, ...]:
     """The short names of the compressors that a method takes, its own first."""
