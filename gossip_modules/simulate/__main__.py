@@ -11,8 +11,8 @@ all of them at once.
 
 Prints a table, the fastest first, and which to choose and why. Steps are those that n small models
 really take on a small problem (digits: softmax regression on drawn digits; consensus: vectors that
-agree on their mean); seconds and bytes are predicted for your model, by a model of compute and links
-(`ComputeModel`, `LinkModel`). So steps say how much a method's way of averaging costs beside
+agree on their mean). Seconds and bytes are predicted for your model, by a model of compute and
+links (`ComputeModel`, `LinkModel`). So steps say how much a method's way of averaging costs beside
 others, not how long your own training lasts. With --tune each method has the graph, the steps
 between rounds and the outer rates that serve it best on this problem; the table names them.
 """

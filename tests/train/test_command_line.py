@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
     *(f"train.{name}" for name in ("gossip_sgd", "translate", "translate_text", "language_model", "compare")),
     "train.consensus",
-    *(f"visualization.{name}" for name in ("plot", "report", "spectra", "topology", "curves", "cluster", "stragglers")),
+    *(f"visualization.{name}" for name in ("plot", "report", "spectra", "topology", "curves", "cluster")),
     *(f"visualization.{name}" for name in ("accuracy_bytes", "consensus", "matcha")),
     "gossip_modules.simulate.__main__",
 )

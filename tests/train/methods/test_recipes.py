@@ -214,7 +214,7 @@ def test_matcha_trains_by_the_plan_that_is_printed(
     planned = wrapped(size, algorithm=f"MATCHA(plan={str(path)!r})", seed=5)["graph"]
     assert repr(planned(size)) == repr(named)
     assert planned(size).rho == rho
-    with pytest.raises(ValueError, match=rf"got the plan .* for {size} ranks, expected one for 4"):
+    with pytest.raises(ValueError, match=rf"got the plan .* for {size} ranks, expected one for the 4"):
         planned(4)
 
 
