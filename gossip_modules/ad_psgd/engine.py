@@ -57,7 +57,7 @@ class BilateralEngine(Engine):
     Attributes:
         shared: y, and the correction that training has not applied yet.
         is_active: whether this rank asks; else it answers.
-        t: the number of exchanges that an active rank has started; the peer is that of the graph in its own round t.
+        t: the number of exchanges that an active rank has started; the graph has the peer of its own round t.
         step: training steps seen so far.
     """
 

@@ -42,10 +42,10 @@ class BilatGossipDataParallel(GossipWrapper):
         in the thread of the passive j:  receive y_i, answer y_j
         both:  correction = (y of the other - own y) / 2
 
-    So no gradient step is lost, and the sum over ranks is that of all steps. The optimizer is the user's own.
+    So no gradient step is lost, and the sum over ranks has all steps. The optimizer is your own.
 
-    Ranks take steps at their own pace; `Progress` counts those of all. Ranks should `close()` at about the same time.
-    The end of a program without `close()` closes too, unless an exception has ended it.
+    Ranks take steps at their own pace; `Progress` counts the steps of all. Ranks should `close()` at about the same
+    time. The end of a program without `close()` closes too, unless an exception has ended it.
 
     Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, arXiv
     1710.06952, Algorithm 1 and the bipartite protocol of its section 3. `BilateralEngine` in ad_psgd/engine.py shows a
@@ -90,7 +90,6 @@ class BilatGossipDataParallel(GossipWrapper):
     """
 
     _transport: Any
-    _watched: WatchedTransport | None = None
 
     @foreign_arguments(DDP_ARGUMENTS, AD_PSGD_ARGUMENTS)
     def __init__(
@@ -124,8 +123,7 @@ class BilatGossipDataParallel(GossipWrapper):
         engine = self._start(weights)
         close_when_collected(self, engine)
         close_at_program_end(engine)
-        self._watched = WatchedTransport(self._transport, engine.together)
-        self._averager = GlobalAverage(self._watched)
+        self._averager = GlobalAverage(WatchedTransport(self._transport, engine.together))
 
     def _start_elastic(
         self,
@@ -134,7 +132,7 @@ class BilatGossipDataParallel(GossipWrapper):
         membership: Membership,
         **given: Any,
     ) -> None:
-        """Take part in what `membership` says; until it has a place for this worker, it is a world of one.
+        """Take part in the generations of a membership; until it has a place for this worker, it is a world of one.
 
         given: see `check_links`.
         """
@@ -153,7 +151,7 @@ class BilatGossipDataParallel(GossipWrapper):
         membership.attach(self._elastic)
 
     def _describe(self, weights: MixingManager, **options: object) -> None:
-        """Note what the ranks must agree on, by name."""
+        """Note the options on which the ranks must agree, by name."""
         options |= {
             "graph": weights.graph,
             "mixing": weights,
@@ -173,21 +171,24 @@ class BilatGossipDataParallel(GossipWrapper):
 
     def _release(self) -> None:
         super()._release()
-        if self._watched is not None:
-            self._watched.close()
-        self._transport.close()
+        for transport in self._transports:
+            transport.close()
+
+    @property
+    def _transports(self) -> set[Any]:
+        return {self._transport, self._averager.transport}  # one with a membership
 
     @property
     def _bytes_sent(self) -> int:
-        return self._transport.num_bytes_sent + (0 if self._watched is None else self._watched.num_bytes_sent)
+        return sum(transport.num_bytes_sent for transport in self._transports)
 
     def settle(self) -> None:
-        """See `AveragingMixin`: when all ranks have asked no more, what they have said is applied.
+        """See `AveragingMixin`. When no rank asks any more, all corrections that have come are applied.
 
-        Until its next training forward a rank has nothing to say to those who ask, so that its model stays what it is
-        now, whatever others do meanwhile: all checkpoints are of one moment.
+        Until its next training forward a rank replies "not yet" to its peers. So its model stays as it is now, and all
+        checkpoints are of one moment.
         """
-        if isinstance(self._engine, BilateralEngine):  # not that of a copy
+        if isinstance(self._engine, BilateralEngine):  # a copy has another one
             self._engine.raise_if_failed()  # at every call, unlike flush(): the others would wait in vain
         self.flush()
         self._meet("waiting until no rank asks")
@@ -203,6 +204,6 @@ class BilatGossipDataParallel(GossipWrapper):
         super()._load_from_state_dict(*args, **kwargs)
 
     def _withdraw(self) -> None:
-        """The model is about to be replaced, or to be saved: exchanges with what it was would undo that."""
-        if isinstance(self._engine, BilateralEngine):  # not that of a copy
+        """The model is about to be replaced, or to be saved: an exchange with the old model would undo that."""
+        if isinstance(self._engine, BilateralEngine):  # a copy has another one
             self._engine.withdraw()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..flat.vector import FlatVector
 from ..rounds.mixer import GlobalAverage
 from ..transport.connect import connect
+from ..transport.process_group import ProcessGroupTransport
 from ..transport.stores import job_store
 
 _calls = itertools.count()  # of averages by this process; all ranks make them in the same order
@@ -29,18 +30,17 @@ class AverageOnDemand(GlobalAverage):
     """
 
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
-        self._device = device
-        self._timeout = timeout
-        self._is_connected = False
+        self._device, self._timeout = device, timeout
+        self._connection: ProcessGroupTransport | None = None
 
     @property
     def num_bytes_sent(self) -> int:
         """The bytes that averages have sent so far."""
-        return self.transport.num_bytes_sent if self._is_connected else 0
+        return 0 if self._connection is None else self._connection.num_bytes_sent
 
     def close(self) -> None:
         """Release the process group, if there is one; idempotent. No averages after it."""
-        if self._is_connected:
+        if self._connection is not None:
             self._connection.close()
 
     def start(self, s: FlatVector, t: int) -> None:
@@ -56,10 +56,9 @@ class AverageOnDemand(GlobalAverage):
                 "and call torch.distributed.init_process_group() before"
             )
         call_the_roll(job_store(), dist.get_rank(), dist.get_world_size(), call=next(_calls), timeout=self._timeout)
-        if not self._is_connected:
+        if self._connection is None:
             self._connection = connect(module_device=self._device, timeout=self._timeout)
             super().__init__(self._connection)
-            self._is_connected = True
         super().start(s, t)
 
 

@@ -22,8 +22,8 @@ from .worker import PairwiseWorker
 class PairwiseAverager(PairwiseWorker):
     """Pairwise averaging of a plain module, driven by the training loop: dpwa's adapter.
 
-    `update_send` before the batch and `update_wait` after it: the fetch runs under the batch, and what peers get of us
-    is the model before it. Everything else is as in `PairwiseDataParallel`.
+    `update_send` before the batch and `update_wait` after it: the fetch runs under the batch, and peers get
+    the model before it. Everything else is as in `PairwiseDataParallel`.
 
     Args:
         module: mutated: its trained tensors become views of one flat vector, which keeps their values.
@@ -115,7 +115,7 @@ class PairwiseAverager(PairwiseWorker):
         return self._engine.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict()` gave, after the module has taken back its own.
+        """Restore the state that `state_dict()` returned, after the module has restored its own.
 
         A fetch that is under way is dropped, and peers get no model until the next `update_send`.
         """

@@ -65,20 +65,20 @@ class PairwiseConfig:
         fetch_probability: the probability of asking a peer in a round.
         timeout: the time that one round may take, for all peers that are tried in it together; a number means seconds.
         seed: the seed of the choice of peers. The name is part of it, so workers with one seed make different choices.
-        on_nonfinite: what happens when the own model holds infinities or NaN, which is found when a fetch ends: "raise"
+        on_nonfinite: the reaction to infinities or NaN in the own model, which are found when a fetch ends: "raise"
             an error; "skip": merge nothing into it, unless the peer's model replaces it completely (f = 1), count that
             in `num_skipped` and warn once; "spread": merge it anyway. A peer's model that is not finite is always
             refused.
         max_distance: the largest root mean square distance of a peer's model from the own one, in units of the own root
-            mean square, or of 1 if that is smaller; models further away are refused. The default is far beyond what
-            training reaches.
+            mean square, or of 1 if that is smaller; models further away are refused. Training never comes near
+            the default.
         average_timeout: the timeout of averages over all ranks, which wait for all of them; None = `timeout`, but at
             least 10 s, as workers do not come to an average at the same time.
         server_ssl: the context of TLS with which this worker serves its model, with its certificate; its `verify_mode`
             says whether peers must show one too. None = in the clear: everybody with access to the address can read the
             model.
-        client_ssl: the context of TLS with which this worker fetches models. It says which certificates count; that of
-            a peer must be for the host in its address. Give both contexts or none, on all workers alike.
+        client_ssl: the context of TLS with which this worker fetches models. It says which certificates count; the
+            certificate of a peer must be for the host in its address. Give both contexts or none, on all workers alike.
 
     Raises:
         ValueError: an argument out of range, or no own entry.
@@ -150,10 +150,6 @@ class PairwiseConfig:
     def others(self) -> dict[str, str]:
         """Addresses of all workers but this one."""
         return {peer: address for peer, address in self.peers.items() if peer != self.name}
-
-    def seed_of(self, draws: str) -> str:
-        """The seed of these draws of this worker: "peers" of the choice of peers, "coin" of whether a round fetches."""
-        return f"{self.seed}/{self.name}/{draws}"
 
     @property
     def time_to_average(self) -> timedelta:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 import warnings
 from typing import Any
@@ -19,7 +18,7 @@ from ..transport.bounded_listener import MIN_CONNECTIONS
 from .config import PairwiseConfig, check_address
 from .fetcher import Fetched, ModelFetcher
 from .interpolation import Standing
-from .peer_scores import PeerScores, generator_state, restore_generator
+from .peer_scores import PeerScores
 from .protocol import Counts, ModelShape
 from .server import ModelServer, SnapshotPool
 
@@ -77,7 +76,7 @@ class PairwiseEngine(Engine):
         last_peer: the peer whose model was merged last.
 
     Raises:
-        ValueError, ConnectionError: an address that is none, or that is taken.
+        ValueError, ConnectionError: a malformed address, or one that is taken.
         FloatingPointError: (round, flush) the own model holds infinities or NaN, with on_nonfinite="raise".
     """
 
@@ -118,8 +117,7 @@ class PairwiseEngine(Engine):
         """Begin without any state."""
         self.step, self.clock = 0, 0.0
         self.loss: float | None = None
-        self._coin = random.Random(self.config.seed_of("coin"))
-        self.scores.reset(seed=self.config.seed_of("peers"))
+        self.scores.reset(seed=f"{self.config.seed}/{self.config.name}")
 
     def _max_connections(self) -> int:
         return MIN_CONNECTIONS + _CONNECTIONS_PER_PEER * len(self._peers)
@@ -157,7 +155,7 @@ class PairwiseEngine(Engine):
         self._peers.pop(name, None)
 
     def report_loss(self, loss: float) -> None:
-        """The loss of the last batch; what is no finite number is counted and never published."""
+        """The loss of the last batch; one that is not finite is counted and never published."""
         self.loss = float(loss)
         if not math.isfinite(self.loss):
             self.num_refused_losses += 1
@@ -230,15 +228,14 @@ class PairwiseEngine(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`."""
-        own = {"step": self.step, "clock": self.clock, "loss": self.loss, "coin": generator_state(self._coin)}
-        return {**super().state_dict(), **own, "peers": self.scores.state_dict()}
+        own = {"step": self.step, "clock": self.clock, "loss": self.loss, "peers": self.scores.state_dict()}
+        return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`. Peers get no model of before it: none at all until the next one is published."""
         super().load_state_dict(state)
         self._withdraw()
         self.step, self.clock, self.loss = state["step"], state["clock"], state["loss"]
-        restore_generator(self._coin, state["coin"])
         self.scores.load_state_dict(state["peers"])
 
     def reset(self) -> None:
@@ -292,7 +289,7 @@ class PairwiseEngine(Engine):
         self.step += 1
         self.clock += 1
         self._publish(x)
-        if not self.fetcher.is_under_way and self._coin.random() < self.config.fetch_probability:
+        if not self.fetcher.is_under_way and self.scores.is_due(self.config.fetch_probability):
             self.t += 1
             self._fetch_step = self.step
             self.fetcher.start()

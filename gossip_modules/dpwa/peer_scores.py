@@ -22,18 +22,6 @@ class _Record:
     last_contact: int = 0  # round of the last fetch or probe
 
 
-def generator_state(generator: random.Random) -> list[Any]:
-    """The state of a generator as plain values."""
-    version, words, gauss = generator.getstate()
-    return [version, list(words), gauss]
-
-
-def restore_generator(generator: random.Random, state: list[Any]) -> None:
-    """Restore what `generator_state` returned."""
-    version, words, gauss = state
-    generator.setstate((version, tuple(words), gauss))
-
-
 class PeerScores:
     """Chooses the peer that is asked for its model: the one with the highest score + uniform integer in [10, 1000].
 
@@ -85,6 +73,11 @@ class PeerScores:
         """Never choose this peer again. An unknown peer is no error, as it may just have been removed."""
         with self._lock:
             self._records.pop(peer, None)
+
+    def is_due(self, probability: float) -> bool:
+        """Draw whether this round asks a peer."""
+        with self._lock:
+            return self._generator.random() < probability
 
     def start_round(self) -> list[str]:
         """Count a round.
@@ -143,8 +136,9 @@ class PeerScores:
     def state_dict(self) -> dict[str, Any]:
         """The scores, the state of recoveries, the round, and the state of the generator, as plain values."""
         with self._lock:
+            version, words, gauss = self._generator.getstate()
             records = {peer: asdict(record) for peer, record in self._records.items()}
-            return {"round": self._round, "records": records, "generator": generator_state(self._generator)}
+            return {"round": self._round, "records": records, "generator": [version, list(words), gauss]}
 
     def reset(self, *, seed: str) -> None:
         """Set all scores to the start, for the peers that are known."""
@@ -154,9 +148,10 @@ class PeerScores:
             self._round = 0
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict()` returned; peers that are not in it get the start score."""
+        """Restore the state that `state_dict()` returned; peers that are not in it get the start score."""
+        version, words, gauss = state["generator"]
         with self._lock:
-            restore_generator(self._generator, state["generator"])
+            self._generator.setstate((version, tuple(words), gauss))
             self._round = state["round"]
             for peer in self._records:
                 self._records[peer] = _Record(**state["records"].get(peer, {"last_contact": self._round}))

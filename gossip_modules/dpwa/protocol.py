@@ -40,7 +40,7 @@ class MessageKind(IntEnum):
 
     FETCH = 1
     PROBE = 2
-    MODEL = 3  # the model follows, if its shape is that of the request
+    MODEL = 3  # the model follows, if it has the shape of the request
     EMPTY = 4  # the answer to a probe, or nothing is published yet
 
 
@@ -209,7 +209,7 @@ class PeerConnection:
         """The next frame, which must be a header.
 
         Raises:
-            MessageError: it is none.
+            MessageError: it is no header.
             OSError: the other end has gone, or does not send.
         """
         header = bytearray(HEADER_BYTES)

@@ -1,4 +1,4 @@
-"""PairwiseWorker: what both forms of pairwise averaging have: an address, and peers that change."""
+"""PairwiseWorker: an address, and peers that change, for both forms of pairwise averaging."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PairwiseWorker(AveragingMixin):
         self._engine.remove_peer(name)
 
     def comm_stats(self) -> dict[str, float]:
-        """What communication did so far on this worker; local and cheap.
+        """The communication of this worker so far; local and cheap.
 
         Returns:
             As `GossipWrapper.comm_stats`, where num_rounds is merges and num_skipped those that were left out as the

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
     """A module that moves towards the model of a random live peer before every training forward (dpwa).
 
-    x <- x + f (x_peer - x): see [Note: Pairwise round]. Nobody waits for anybody: a fetch runs in the background and is
-    merged at the first training forward after it is complete. Workers may start late, die, restart and come back, and
-    no process group is needed: what a worker knows of the others is their addresses. A worker that fails is avoided
-    and found again: see `PeerScores`. Merging is one-sided, so the mean over workers is not kept.
+    x <- x + f (x_peer - x): see [Note: Pairwise round]. No worker waits for another: a fetch runs in the background and
+    is merged at the first training forward after it is complete. Workers may start late, die, restart and come back.
+    No process group is needed: a worker knows the others by their addresses. A worker that fails is avoided and found
+    again: see `PeerScores`. Merging is one-sided, so the mean over workers is not kept.
 
     Peers get the model from the beginning, and nothing between `load_state_dict` and the next training forward. Load
-    checkpoints on all workers before any of them trains on, or they merge what is not loaded yet. A copy (`deepcopy`,
+    checkpoints on all workers before any of them trains on, or they merge models of before. A copy (`deepcopy`,
     pickle) is a snapshot that stays local: it computes, reports and loads state, but has no address and no peers.
 
     Messages are fixed binary headers and raw tensors over TCP; nothing is ever unpickled, sizes are checked before
@@ -58,7 +58,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         timeout: the limit of one round, in seconds or as a timedelta, for all peers tried in it. Training does
             not wait for it.
         seed: of the choice of peers; each worker's choices are its own.
-        on_nonfinite: "raise", "skip" or "spread": what happens when the own model holds infinities or NaN. See
+        on_nonfinite: "raise", "skip" or "spread": the reaction to infinities or NaN in the own model. See
             `PairwiseConfig`.
         max_distance: from the own model, beyond which a peer's is refused. See `PairwiseConfig`.
         average_timeout: of `averaged()`, `average_()` and `consensus_distance()`, which wait for all ranks; None =
@@ -90,7 +90,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         >>> model.close()
     """
 
-    _engine: PairwiseEngine  # in a copy a _PairwiseRecord, which has what is used here
+    _engine: PairwiseEngine  # in a copy a _PairwiseRecord
 
     @foreign_arguments(PAIRWISE_ARGUMENTS, CURVE_ARGUMENTS, DDP_ARGUMENTS)
     def __init__(
@@ -203,7 +203,7 @@ class _PairwiseRecord(IdleEngine):
         raise AttributeError(name)
 
     def statistics(self) -> dict[str, float]:
-        """See `PairwiseEngine`; those of the worker at the time of the copy."""
+        """See `PairwiseEngine`; of the worker at the time of the copy."""
         return dict(self._statistics)
 
     def report_loss(self, loss: float) -> None:

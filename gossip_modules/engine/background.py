@@ -16,7 +16,7 @@ _END_SECONDS = 3.0  # of a program, for all engines together
 class Background:
     """Daemon threads that serve peers while training computes.
 
-    Daemons, because a thread that waits for a message inside C++ cannot be told to end; what they hold must not keep
+    Daemons, because a thread that waits for a message inside C++ cannot be told to end; their objects must not keep
     a program alive.
     """
 
@@ -42,7 +42,7 @@ class Background:
             thread.start()
 
     def fail(self, error: BaseException) -> None:
-        """Keep `error` for the training thread, unless there is an earlier one, or nobody asks any more."""
+        """Keep `error` for the training thread, unless there is an earlier one, or it is not asked for any more."""
         if self._error is None and not self._is_forgotten:
             self._error = error
         self._has_failed.set()
@@ -52,18 +52,18 @@ class Background:
         return self._has_failed.wait(seconds)
 
     def raise_if_failed(self) -> None:
-        """Raise what ended a thread, if anything did; from then on at every call."""
+        """Raise the error that ended a thread, if any did; from then on at every call."""
         if self._error is not None:
             self._is_seen = self._is_seen or threading.current_thread() not in self._threads
             raise self._error
 
     def raise_if_unseen(self) -> None:
-        """Raise what ended a thread if it has not been raised yet: the last chance, on close."""
+        """Raise the error that ended a thread if it has not been raised yet: the last chance, on close."""
         if not self._is_seen:
             self.raise_if_failed()
 
     def forget(self) -> None:
-        """Drop the error, which nobody asks for any more, and the frames in which it was raised; keep no later one.
+        """Drop the error, which is not asked for any more, and the frames in which it was raised; keep no later one.
 
         An error whose frames hold it is in a circle: all that these frames hold, connections among it, would stay until
         garbage is collected.
@@ -84,7 +84,7 @@ class Background:
 
 
 class ClosableEngine(Protocol):
-    """What is used here of an engine."""
+    """The part of an engine that is used here."""
 
     @property
     def is_closed(self) -> bool: ...
@@ -97,7 +97,7 @@ _closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def close_at_program_end(engine: ClosableEngine, *, seconds: float = _END_SECONDS) -> None:
-    """At the end of the program the engine closes, if nobody has closed it by then; it may take so many seconds.
+    """At the end of the program the engine closes, unless it is closed by then; it may take so many seconds.
 
     [Note: programs that end] A peer takes a connection that closes without a shutdown message for the death of a rank,
     and fails. So a program that ends without `close()` sends that message too, for a few seconds at most, before
@@ -111,7 +111,7 @@ def close_in_thread(engine: ClosableEngine) -> None:
     """Close the engine in a thread of its own, for which the end of the program waits for a few seconds at most."""
 
     def close() -> None:
-        with contextlib.suppress(Exception):  # of peers: there is nobody left to tell
+        with contextlib.suppress(Exception):  # of peers: no thread is left to tell
             engine.close()
 
     thread = threading.Thread(target=close, name="gossip-closing", daemon=True)

@@ -175,7 +175,6 @@ class Liveness:
         self._waits: dict[int, _BoundedWait] = {}  # by thread
         self._lock = threading.Lock()
         self._posted: dict[tuple[int, int], Pending] = {}  # the last message of each kind to each peer
-        self._sent: list[Pending] = []  # by the last `send`
         self._last: dict[int, Pending | None] = {}  # the last message to each peer; None: its connection was closed
         self._asked: dict[int, float] = {}  # peers that owe a status: since when
         self._statuses: dict[int, ControlMessage] = {}
@@ -198,29 +197,16 @@ class Liveness:
                 why = f"in round {self.round}, {FailureReason.DIED.sentence(name)}: {lost}"
                 self.fail(ConnectionError(f"{self._me}: {why}"), lost.peer, FailureReason.DIED)
 
-    def post(self, peer: int, message: ControlMessage) -> Pending | None:
-        """Send to a peer without waiting; None if the last message to it was sent, or its connection is closed.
-
-        At most one message of each kind to a peer may be in transfer.
-        """
-        with self._lock, contextlib.suppress(ConnectionError, LinkClosedError):  # the listening thread reports it
-            if peer not in self._last:
-                what = f"sending a control message of kind {message.kind}"
-                pending = self.transport.exchange({peer: [message.tensor()]}, {}, tag=self._tag, what=what)
-                self._posted[peer, message.kind] = pending
-                return pending
-        return None
-
-    def send(self, message: ControlMessage, peers: Iterable[int]) -> None:
-        """Send to these peers. Returns when the messages of the last call have been received; for one thread.
-
-        Raises:
-            TimeoutError, ConnectionError: a message of the last call was not received; names the rank.
-        """
-        for pending in self._sent:
-            pending.wait()
-        posted = [self.post(peer, message) for peer in peers]
-        self._sent = [pending for pending in posted if pending is not None]
+    def post(self, peer: int, message: ControlMessage) -> None:
+        """Send to a peer, unless its last message was sent. Waits until the last message of the same kind has gone."""
+        with contextlib.suppress(ConnectionError, TimeoutError, LinkClosedError):  # the listening thread reports it
+            if (last := self._posted.get((peer, message.kind))) is not None:
+                last.wait()
+            with self._lock:
+                if peer not in self._last:
+                    what = f"sending a control message of kind {message.kind}"
+                    pending = self.transport.exchange({peer: [message.tensor()]}, {}, tag=self._tag, what=what)
+                    self._posted[peer, message.kind] = pending
 
     def request(self, peer: int, message: ControlMessage, *, reply: Tensor, what: str) -> Pending | None:
         """Post a message and a receive of its reply; None if the last message to that peer was sent.
@@ -402,10 +388,9 @@ class Liveness:
         is_left = closed_at is not None and time.monotonic() - max(closed_at, waiting.start) > _CLOSED_AFTER
         if is_left and waiting.activity is not Activity.TRAINING:
             self.check_present()
-        is_known = partner >= 0 or waiting.activity is Activity.COLLECTIVE or bool(self._silent())
         # A little longer where other ranks know better which rank is late.
-        limit = _GIVE_UP_AFTER * self._timeout if is_known else self._timeout + _CLOSED_AFTER
-        if waiting.seconds > limit:
+        is_known = partner >= 0 or waiting.activity is Activity.COLLECTIVE or bool(self._silent())
+        if waiting.seconds > (_GIVE_UP_AFTER if is_known else 1.0) * self._timeout:
             self.give_up(waiting.what, waiting.seconds, partner, waiting.activity)
 
     def _ask(self) -> None:

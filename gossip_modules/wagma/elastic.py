@@ -211,7 +211,7 @@ def choose_groups(group_size: int | None) -> Callable[[int], ButterflyGroups]:
         group_size: a power of two; None: see `default_group_size`.
 
     Raises:
-        ValueError: it is none, or 1.
+        ValueError: it is no power of two, or 1.
     """
     if group_size is not None and (as_whole(group_size, name="group_size") < 2 or group_size.bit_count() != 1):
         raise ValueError(

@@ -56,7 +56,7 @@ class WaitAvoidingEngine(Engine):
     [Note: settling] A rank that settles waits until all ranks do, and takes part in the global averages of those that
     still train. So loops of equal length and loops `while engine.t < n` both end together.
 
-    All methods belong to the training thread. What it shares with other threads is in `worker`, under `worker.state`.
+    All methods belong to the training thread. State that other threads share is in `worker`, under `worker.state`.
 
     Args:
         average: the average of the groups, over Gloo, with messages in CPU memory; its transport carries nothing else.
@@ -220,7 +220,7 @@ class WaitAvoidingEngine(Engine):
             return {**super().state_dict(), "published": copy.raw, "published_at": self.worker.published_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Engine`, and [Note: beginning]. Raises ValueError where the state is that of another model too."""
+        """See `Engine`, and [Note: beginning]. Raises ValueError for the state of another model too."""
         y = self.worker.result.vector  # of the layout of the model
         published = state.get("published")  # None: the state of a copy, which has published nothing
         if published is not None and (published.dtype, published.shape) != (y.raw.dtype, y.raw.shape):
@@ -242,7 +242,7 @@ class WaitAvoidingEngine(Engine):
         self._is_reset = True
 
     def publish_loaded(self, x: FlatVector) -> None:
-        """y <- x if there was a `reset()`: what was published is another model, which no peer should get."""
+        """y <- x if there was a `reset()`: y is another model, which no peer should get."""
         if self._is_reset:
             with self.worker.state:
                 self.worker.publish(x, t=self.t - 1)

@@ -12,9 +12,9 @@ from ..flat.vector import FlatVector
 class GroupResult:
     """Two vectors in host memory: the newest average, for training, and an accumulator, for the worker.
 
-    The worker copies y into the accumulator, averages it with those of its group without any lock, and then exchanges
-    the two vectors. Except for that average, every method and attribute is for the thread that holds the lock of
-    `shared`; so training never reads a vector that the worker writes.
+    The worker copies y into the accumulator, averages it with the other members of its group without any lock, and then
+    exchanges the two vectors. Except for that average, every method and attribute is for the thread that holds the lock
+    of `shared`; so training never reads a vector that the worker writes.
 
     Args:
         shared: y, the model that this rank has published.

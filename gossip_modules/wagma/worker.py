@@ -64,7 +64,7 @@ class WaitAvoidingWorker:
 
     Args:
         average: the group average, over Gloo, with messages in CPU memory; `average.transport` carries nothing else.
-        x: the parameters; published as those of round -1.
+        x: the parameters; published as the model of round -1.
         sync_period: the number of rounds from one global average to the next; 0 = never.
         stats: mutated: one round per group average, with the number of rounds since y was published.
         on_nonfinite: "raise" an error on the rank whose y is not finite, before other ranks get it; "skip": take y
@@ -219,7 +219,8 @@ class WaitAvoidingWorker:
         try:
             while (t := self._next_round()) is not None:
                 with self.liveness.waiting(f"telling others of round {t}", lambda: self._average.partner):
-                    self.liveness.send(ControlMessage(ARRIVED, t, self.num_beginnings), self.out_peers)
+                    for peer in self.out_peers:
+                        self.liveness.post(peer, ControlMessage(ARRIVED, t, self.num_beginnings))
                 if t != self.next_global(t):
                     self._run(t)
         except BaseException as error:  # noqa: BLE001 (raised in the training thread, which is woken for it)

@@ -1,4 +1,4 @@
-"""GroupAverageDataParallel: WAGMA-SGD, averages in small groups that wait for nobody."""
+"""GroupAverageDataParallel: WAGMA-SGD, averages in small groups that do not wait for late members."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class GroupAverageDataParallel(GossipWrapper):
       like D-PSGD.
     - `group_size=2, sync_period=0`: like AD-PSGD, though a pair waits for whoever of all ranks is first.
 
-    The first training forward, and the first after a checkpoint was loaded, wait for those of all ranks. Load it on all
-    ranks, before training or after `settle()`.
+    The first training forward, and the first after a checkpoint was loaded, wait until all ranks have come. Load it on
+    all ranks, before training or after `settle()`.
 
     A fast rank does more of the work: ranks that are always late skip rounds. So let training last a number of rounds
     that all ranks share, as in the example; each rank ends it in the same round. Call `settle()` on all ranks before a
@@ -77,8 +77,8 @@ class GroupAverageDataParallel(GossipWrapper):
     Args:
         module: the model, on its device. Its trained tensors become views of one flat vector.
         group_size: S, a power of two; None = about the square root of the world, see `default_group_size`.
-        sync_period: the number of rounds from one average over all ranks to the next; 0 = there are none.
-        wait_avoiding: whether a group waits for nobody; False blocks, as do groups of one rank.
+        sync_period: the number of rounds from one average over all ranks to the next; 0 = no such averages.
+        wait_avoiding: whether a group does not wait for late members; False blocks, as do groups of one rank.
         overlap: whether a group's average is taken one step later, by the law x <- x + (average - y), instead of being
             waited for. Not in the paper.
         init_sync: whether all ranks begin with the model of rank 0, its buffers included; with a membership they do.
@@ -93,8 +93,9 @@ class GroupAverageDataParallel(GossipWrapper):
         comm_device: "cpu" sends GPU parameters through pinned memory, as wait-avoiding always does; None = the GPU if
             the group has NCCL.
         timeout: the time that a rank waits for a peer before it fails; a number means seconds.
-        membership: a `Membership`, where workers may die and join; it has the timeout then. Groups are those of as many
-            as there are, see [Note: generations of WAGMA] of `ElasticGroupEngine`. `close()` waits for nobody.
+        membership: a `Membership`, where workers may die and join; it has the timeout then. There are groups
+            for any number of workers, see [Note: generations of WAGMA] of `ElasticGroupEngine`. `close()` does not
+            wait.
         on_nonfinite: the reaction to a model that holds infinities or NaN. "raise": FloatingPointError at the rank
             that has it, before others get it; for them it is a rank that has left. "skip": leave out averages that are
             not finite, which `comm_stats()` counts; it costs a copy of the model at averages over all ranks. "spread":
@@ -116,7 +117,6 @@ class GroupAverageDataParallel(GossipWrapper):
         >>> model.close()
     """
 
-    _watched: WatchedTransport | None = None  # for averages over all ranks, beside the threads
     _foreign_attributes: ClassVar[Mapping[str, str]] = {
         **GossipWrapper._foreign_attributes,
         **dict.fromkeys(
@@ -193,8 +193,7 @@ class GroupAverageDataParallel(GossipWrapper):
             return
         engine = WaitAvoidingEngine(average, GlobalAverage(self._transport), self._buffer.vector, **options)
         self._engine = engine
-        self._watched = WatchedTransport(self._transport, engine.together)
-        self._averager = GlobalAverage(self._watched)
+        self._averager = GlobalAverage(WatchedTransport(self._transport, engine.together))
         close_when_collected(self, engine)
         close_at_program_end(self, seconds=links.timeout.total_seconds())
 
@@ -239,17 +238,18 @@ class GroupAverageDataParallel(GossipWrapper):
 
     @property
     def _bytes_sent(self) -> int:
-        num_bytes = self._transport.num_bytes_sent
-        if self._watched is not None:
-            num_bytes += self._watched.num_bytes_sent
+        transports = self._transports
         if isinstance(self._engine, WaitAvoidingEngine):
-            num_bytes += self._engine.worker.control.num_bytes_sent
-        return num_bytes
+            transports.add(self._engine.worker.control)
+        return sum(transport.num_bytes_sent for transport in transports)
+
+    @property
+    def _transports(self) -> set[Any]:
+        return {self._transport, self._averager.transport}  # one object unless a thread answers peers
 
     def _release(self) -> None:
-        if self._watched is not None:
-            self._watched.close()
-        self._transport.close()
+        for transport in self._transports:
+            transport.close()
         super()._release()
 
     @torch.no_grad()

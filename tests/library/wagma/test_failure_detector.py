@@ -206,6 +206,31 @@ def test_a_killed_process_is_named_by_all_at_once(victim: int, how: str) -> None
             assert re.search(pattern, outcome.error), outcome.error
 
 
+def stop_a_rank(rank: int, victim: int) -> None:
+    """Train; one process is stopped when all have met."""
+    wrapper = GroupAverageDataParallel(mlp(), sync_period=4, timeout=timedelta(seconds=8.0))
+    optimizer = sgd(wrapper)
+    for step in range(100_000):
+        if step == 6:
+            wrapper.settle()
+            start_clock()
+            if rank == victim:
+                os.kill(os.getpid(), signal.SIGSTOP)
+        train_step(wrapper, optimizer, rank, step)
+
+
+@pytest.mark.soak
+@pytest.mark.e2e
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_stopped_is_named_by_all(victim: int) -> None:
+    outcomes = run_processes(4, stop_a_rank, victim, expect_result=False, hung=(victim,))
+    for rank in {*range(4)} - {victim}:
+        pattern = rf"^TimeoutError: rank {rank}: .*rank {victim} does not answer"
+        assert re.search(pattern, outcomes[rank].error), outcomes[rank]
+        assert outcomes[rank].exit_code == 1
+        assert outcomes[rank].seconds < 9.0
+
+
 def close_without_settling(rank: int) -> int:
     """A plain loop of equal steps at unequal speed."""
     wrapper = GroupAverageDataParallel(mlp(), sync_period=4, timeout=timedelta(seconds=TIMEOUT))
