@@ -179,7 +179,7 @@ class ProcessGroupTransport(PointToPoint):
 
     def barrier(self, *, what: str) -> None:
         """Return when every rank has come; blocking. Errors as of `all_reduce`."""
-        if self.backend == "gloo":
+        if self.backend in _NAMED:
             self._meet(what, time.monotonic())
         else:
             self._collective(self.group.barrier, dist.BarrierOptions(), what)

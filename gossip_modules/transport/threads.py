@@ -180,7 +180,8 @@ def _join_all() -> None:
         caller.end()
     deadline = Deadline(_EXIT_SECONDS)
     for thread in threads:
-        thread.join(deadline.left)
+        if thread is not threading.current_thread():
+            thread.join(deadline.left)
 
 
 _lock = threading.Lock()
