@@ -175,13 +175,20 @@ class Code(Protocol):
         """message <- C(x)."""
 
 
-def chunks(x: Tensor, block_size: int) -> Iterator[tuple[int, int, slice]]:
-    """Cut the last dimension of x into chunks (start, stop, blocks) of whole blocks, or of a part of one block.
+def chunks(x: Tensor, block_size: int, *, cuts_blocks: bool = True) -> Iterator[tuple[int, int, slice]]:
+    """Cut the last dimension of x into chunks (start, stop, blocks) of whole blocks, or of a part of one long block.
 
     So temporary tensors stay small; on a CPU a chunk fits in the cache. All blocks of a chunk have the same size, and
     starts are multiples of 8 if block_size is. Messages do not depend on where x is cut.
+
+    Args:
+        x: the vector, [..., d].
+        block_size: the number of entries of a block.
+        cuts_blocks: whether a block that is longer than a chunk is cut in parts.
     """
     d, longest = x.shape[-1], 1 << (17 if x.device.type == "cpu" else 24)
+    if not cuts_blocks:
+        longest = max(longest, block_size)
     whole, step = d // block_size * block_size, max(longest // block_size, 1) * block_size
     for first, end in pairwise([*range(0, whole, step), whole, d]):
         for start in range(first, end, longest):

@@ -204,7 +204,7 @@ class TwoBit(_BlockCode):
         self.block_size = checked_multiple_of_8("block_size", block_size)
 
     def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
-        for start, stop, blocks in chunks(x, self._size(x.shape[-1])):
+        for start, stop, blocks in chunks(x, self._size(x.shape[-1]), cuts_blocks=False):
             rows = in_blocks(saturated(x[..., start:stop].double(), LARGEST).abs_(), blocks)
             is_high = rows > rows.mean(dim=-1, keepdim=True)
             num_high, high = is_high.sum(dim=-1), (rows * is_high).sum(dim=-1)

@@ -290,21 +290,21 @@ def _improved(start: ActivationPlan, matchings: Sequence[Matching], seconds: Arr
     """A stationary point reached from `start`, on a subspace that grows until it has the true rho."""
     n = world_size(matchings)
     p, alpha = start.probabilities, start.alpha
-    basis = _top(matchings, p, alpha)[1] if n > MAX_WHOLE else np.linalg.eigh(np.eye(n) + 1 / n)[1][:, :-1]
+    basis = (
+        top_vectors(*second_moment(matchings, p), alpha)[1]
+        if n > MAX_WHOLE
+        else np.linalg.eigh(np.eye(n) + 1 / n)[1][:, :-1]
+    )
     gap = 0.0 if n <= MAX_WHOLE else 0.1
     for _ in range(_MAX_STEPS):
         p, alpha, bound = _smallest_rho_on(basis, start, matchings, seconds, limit, gap=max(0.1 * gap, _RHO_GAP))
-        rho, vectors = _top(matchings, p, alpha)
+        rho, vectors = top_vectors(*second_moment(matchings, p), alpha)
         gap = rho - bound
         if gap < _BOUND_GAP:
             break
         basis = extended(basis, vectors)
     p = _rounded(p, matchings, seconds, limit)
     return ActivationPlan(p, *mixing_weight(matchings, p))
-
-
-def _top(matchings: Sequence[Matching], p: Array, alpha: float) -> tuple[float, Array]:
-    return top_vectors(*second_moment(matchings, p), alpha)
 
 
 def _smallest_rho_on(

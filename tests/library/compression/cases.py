@@ -243,6 +243,7 @@ CASES: dict[str, Case] = {
     "sign, large blocks": sign_norm_case(1 << 18),
     "sign, one block": sign_norm_case(None),
     "2 bits, means": two_bit_case(256),
+    "2 bits, means of large blocks": two_bit_case(1 << 18),
     "top of chunks": chunk_top_k_case(64, 4096, None),
     "top of small chunks, 2 bits": chunk_top_k_case(5, 50, 64),
     "8 bits": qsgd_case(8, 512, False),
