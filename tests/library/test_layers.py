@@ -19,10 +19,11 @@ _WRAPPERS = {*_LOCKSTEP, "old_calls", "consensus_control", "engine", "membership
 MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
     PACKAGE: {
         "schedule": set(),
+        "checks": set(),
         "flat": set(),
         "old_calls": set(),
-        "graph_manager": {"old_calls"},
-        "compression": set(),
+        "graph_manager": {"checks", "old_calls"},
+        "compression": {"checks"},
         "transport": set(),
         "matcha": {"graph_manager", "transport", "old_calls"},
         "mixing_manager": {"graph_manager", "matcha", "old_calls"},
@@ -32,7 +33,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "optim": set(),
         "sparta": {"graph_manager", "compression"},
         "rounds": {*_LOCKSTEP, "registry", "old_calls"},
-        "algorithms": {"flat", "graph_manager", "mixing_manager", "compression", "rounds", "registry"},
+        "algorithms": {"flat", "graph_manager", "mixing_manager", "compression", "rounds", "registry", "checks"},
         "engine": {
             *("rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
         },
