@@ -37,6 +37,25 @@ of after / before, with its interval of 95 %. "mlp" is six layers of 64: it show
             "ratio_high": ("to", ".3f"),
         },
     ),
+    "before_after_bits": Page(
+        "The bits and the memory of training, before and after",
+        "before_after_bits.csv",
+        """\
+Whether nine steps of training on four ranks end with the same bits with the library of an earlier commit
+and with this one, and how many copies of the model all tensors are that are alive after the last step:
+parameters, gradients and momentum are three. The model has a layer of BatchNorm and the learning rate
+changes. Combinations that one of the two libraries refuses are left out.""",
+        {
+            "method": ("method", "s"),
+            "dtype": ("dtype", "s"),
+            "overlap": ("overlap", "s"),
+            "equal": ("equal bits", "s"),
+            "largest_difference": ("largest difference", ".2g"),
+            "copies_before": ("copies before", ".2f"),
+            "copies_after": ("copies after", ".2f"),
+        },
+        may_be_missing=True,
+    ),
     "language_model": Page(
         "A language model on Python's sources",
         "language_model.csv",

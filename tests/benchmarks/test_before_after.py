@@ -7,8 +7,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from benchmarks.before_after import rank
+import gossip_modules
+from benchmarks.before_after import bits, rank
 from benchmarks.before_after.__main__ import COMPARED_METHODS, RANK, STEPS, Options, compare, extract, interval
 from benchmarks.record import ROOT
 
@@ -52,3 +56,13 @@ def test_both_sides_train(tmp_path: Path) -> None:
     assert (rows[["before_ms", "after_ms", "ratio"]] > 0).all(axis=None)
     assert (rows["ratio_low"] <= rows["ratio"]).all()
     assert (rows["ratio"] <= rows["ratio_high"]).all()
+
+
+def test_two_trainings_give_the_same_bits_and_copies_are_counted() -> None:
+    def make(group: dist.ProcessGroup, model: nn.Module) -> nn.Module:
+        return gossip_modules.GossipDataParallel(model, process_group=group, algorithm="d2")
+
+    (first, copies), (second, _) = (bits.train(make, torch.float32) for _ in range(2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first[0], first[1])  # ranks differ, so that their bits say something
+    assert 4 < copies < 8  # parameters, gradients, momentum and c, and the room for messages
