@@ -1,4 +1,4 @@
-"""Threads of an asynchronous engine: their first error is raised in training, and the end of a program closes them."""
+"""Threads of asynchronous engines: training raises their first error, and the end of the program closes them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-_END_SECONDS = 3.0  # of a program, for all engines together
+_END_SECONDS = 3.0  # the time at the end of a program to close all engines
 
 
 class Background:
     """Daemon threads that serve peers while training computes.
 
-    Daemons, because a thread that waits for a message inside C++ cannot be told to end; their objects must not keep
-    a program alive.
+    They are daemons because a thread that waits for a message inside C++ cannot be stopped, and must not keep the
+    program alive.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Background:
         self._is_seen = self._is_forgotten = False
 
     def start(self, name: str, body: Callable[[], None]) -> None:
-        """Run `body` in a daemon thread of that name; from any thread."""
+        """Run `body` in a new daemon thread with this name. Any thread may call this method."""
 
         def run() -> None:
             try:
@@ -42,31 +42,31 @@ class Background:
             thread.start()
 
     def fail(self, error: BaseException) -> None:
-        """Keep `error` for the training thread, unless there is an earlier one, or it is not asked for any more."""
+        """Keep `error` for the training thread, unless there is an earlier error or `forget` was called."""
         if self._error is None and not self._is_forgotten:
             self._error = error
         self._has_failed.set()
 
     def wait_for_error(self, seconds: float) -> bool:
-        """Wait for so long at most until a thread has failed; returns whether one has."""
+        """Wait until a thread has failed, at most `seconds`; returns whether one has."""
         return self._has_failed.wait(seconds)
 
     def raise_if_failed(self) -> None:
-        """Raise the error that ended a thread, if any did; from then on at every call."""
+        """Raise the first error of a thread, if there is one, at every call."""
         if self._error is not None:
             self._is_seen = self._is_seen or threading.current_thread() not in self._threads
             raise self._error
 
     def raise_if_unseen(self) -> None:
-        """Raise the error that ended a thread if it has not been raised yet: the last chance, on close."""
+        """Raise the first error of a thread if it has not been raised yet; called on close."""
         if not self._is_seen:
             self.raise_if_failed()
 
     def forget(self) -> None:
-        """Drop the error, which is not asked for any more, and the frames in which it was raised; keep no later one.
+        """Drop the error and its traceback, and ignore later errors.
 
-        An error whose frames hold it is in a circle: all that these frames hold, connections among it, would stay until
-        garbage is collected.
+        The frames of a traceback may refer to the error itself. Such a cycle would keep their objects, such as
+        connections, until the next garbage collection.
         """
         self._is_forgotten = True
         error, self._error = self._error, None
@@ -75,7 +75,10 @@ class Background:
             error = error.__cause__ or error.__context__
 
     def close(self, timeout: float = 2.0) -> bool:
-        """Wait `timeout` seconds at most for all threads to end; returns whether they have. They must know by now."""
+        """Wait at most `timeout` seconds for all threads to end; returns whether they have.
+
+        The caller must have told the threads to end.
+        """
         deadline = time.monotonic() + timeout
         others = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in others:
@@ -84,7 +87,7 @@ class Background:
 
 
 class ClosableEngine(Protocol):
-    """The part of an engine that is used here."""
+    """The part of an engine that this file uses."""
 
     @property
     def is_closed(self) -> bool: ...
@@ -97,21 +100,26 @@ _closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def close_at_program_end(engine: ClosableEngine, *, seconds: float = _END_SECONDS) -> None:
-    """At the end of the program the engine closes, unless it is closed by then; it may take so many seconds.
+    """Close the engine at the end of the program, if it is still open.
 
-    [Note: programs that end] A peer takes a connection that closes without a shutdown message for the death of a rank,
-    and fails. So a program that ends without `close()` sends that message too, for a few seconds at most, before
-    Python's `atexit` functions end the threads of the engine. A program that an exception ends sends nothing, since its
-    rank has failed; nor does an engine whose thread goes on training when the main thread has ended.
+    [Note: programs that end] If a connection closes without a shutdown message, the peer assumes that the rank has
+    died, and fails. So a program that ends without `close()` also sends the shutdown message. It takes a few seconds at
+    most, before Python's `atexit` functions end the threads of the engine. A program that ends by an exception sends
+    nothing, since its rank has failed. An engine whose thread goes on training after the main thread has ended sends
+    nothing either.
+
+    Args:
+        engine: the engine to close.
+        seconds: the most seconds that closing may take.
     """
     _makers[engine] = threading.current_thread(), seconds
 
 
 def close_in_thread(engine: ClosableEngine) -> None:
-    """Close the engine in a thread of its own, for which the end of the program waits for a few seconds at most."""
+    """Close the engine in a new thread. The end of the program waits a few seconds at most for this thread."""
 
     def close() -> None:
-        with contextlib.suppress(Exception):  # of peers: no thread is left to tell
+        with contextlib.suppress(Exception):  # errors of peers: no caller is left to receive them
             engine.close()
 
     thread = threading.Thread(target=close, name="gossip-closing", daemon=True)

@@ -1,4 +1,4 @@
-"""ControlledMixer: rounds of gossip that measure how far ranks are apart, and end in what `ConsensusControl` says."""
+"""ControlledMixer: rounds of gossip that measure the distance between ranks and apply `ConsensusControl`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..transport.base import is_elastic
 
 
 def check_control(gossiper: Mixer, control: ConsensusControl) -> None:
-    """Raise ValueError where corrections of this gossiper do not tell how far ranks are apart."""
+    """Raise ValueError if the corrections of a mixer do not measure the distance between ranks."""
     if is_elastic(gossiper.transport):
         raise ValueError(
             f"got schedule={control} with a membership, expected a Schedule: ranks that may lose messages cannot all "
@@ -36,15 +36,16 @@ def check_control(gossiper: Mixer, control: ConsensusControl) -> None:
 
 
 class ControlledMixer(Mixer):
-    """One round: x <- W x, measured; then, where ranks are too far apart, more of it or x <- mean_j x_j.
+    """One round under `ConsensusControl`: x <- W x, then more rounds or an average if ranks are too far apart.
 
-    With average_every=1 a round is x <- mean_j x_j alone: W, which keeps the mean, would change nothing but bytes.
+    With average_every=1 a round is x <- mean_j x_j alone. A round of gossip before it would keep the mean, and only add
+    bytes.
 
-    [Note: one decision] of `ConsensusControl` says why all ranks do the same.
+    All ranks take equal decisions: see [Note: one decision] of `ConsensusControl`.
 
     Args:
-        gossiper: bound to its peers.
-        averager: over the same ranks.
+        gossiper: the mixer of the rounds of gossip, bound to its peers.
+        averager: the average over the same ranks.
         control: the settings.
 
     Raises:
@@ -56,18 +57,18 @@ class ControlledMixer(Mixer):
         self._gossiper, self._averager = gossiper, averager
         self.control = control
         self._is_exact = control.average_every == 1
-        self._first = averager if self._is_exact else gossiper  # what a round begins with
+        self._first = averager if self._is_exact else gossiper  # the mixer that a round begins with
         self.law = ControlLaw(control)
         self._differences = Differences(gossiper.mixing)
         self.transport = gossiper.transport
         self._kept: FlatVector | None = None  # before a round: the model after the last one; in it: as it was sent
-        self._loaded: Sequence[Tensor] = ()  # the parameters of `_kept`, of a checkpoint, until the next round
+        self._loaded: Sequence[Tensor] = ()  # the parameters of `_kept` from a checkpoint, until the next round
         self._drift: Tensor | None = None
         self._own_buffer_weight = 1.0
 
     @property
     def own_buffer_weight(self) -> float:
-        """See `Mixer`: the product over the rounds, at most what the rank gives to what it had before the first."""
+        """See `Mixer`: the product over the rounds, a lower bound of the total weight of the rank's own buffers."""
         return self._own_buffer_weight
 
     @property
@@ -80,9 +81,9 @@ class ControlledMixer(Mixer):
         return self._first.chunks(s)
 
     def start(self, s: FlatVector, t: int) -> None:
-        """See `Mixer`. W(t) is that of its own count of rounds, of which several may be in one."""
+        """See `Mixer`. The number t in W(t) counts all rounds of gossip, also several in one step."""
         self._first.start(s, self._next_round())
-        self._keep(s)  # who sends it only reads it too
+        self._keep(s)  # the exchange only reads s too
 
     def start_filling(self, s: FlatVector, t: int, fill: Callable[[int], None]) -> None:
         """See `Mixer`."""
@@ -116,13 +117,13 @@ class ControlledMixer(Mixer):
     # Parts of a round.
 
     def _next_round(self) -> int:
-        """The number t of this round of gossip, in W(t)."""
+        """Return the number t of this round of gossip, and count it."""
         t = self.law.num_gossip_rounds
         self.law.num_gossip_rounds = t + 1
         return t
 
     def _keep(self, s: FlatVector) -> None:
-        """How far the model has moved since the last round; then keep what is sent."""
+        """Measure the drift of the model since the last round, and keep a copy of the vector that is sent."""
         kept, loaded = self._kept, self._loaded
         if kept is None or kept.layout != s.layout or kept.raw.device != s.raw.device:
             kept = s.clone()
@@ -142,8 +143,8 @@ class ControlledMixer(Mixer):
         assert self._kept is not None, "no round is in flight: start() comes first"
         return self._kept
 
-    def _observed(self, squared_correction: Tensor) -> Observed:
-        """The measurement of the step that has just ended. Collective."""
+    def _observe(self, squared_correction: Tensor) -> bool:
+        """Return whether the models were further apart than the bound before this round. Collective."""
         self._own_buffer_weight *= self._first.own_buffer_weight
         gain = 1.0 if self._is_exact else self._differences.mix(self.law.num_gossip_rounds - 1)
         drift, self._drift = self._drift, None
@@ -152,22 +153,44 @@ class ControlledMixer(Mixer):
         corrections, drifts, gains = self._gather(*own)
         return Observed(corrections, drifts, gains[0])
 
-    def _go_on(self, law: Generator[Step, Observed, None], step: Step | None, s: FlatVector) -> None:
-        """The steps after the first one of a round."""
-        while step is not None:
-            if step is Step.GOSSIP:
-                last = s.clone()
-                self._gossiper.mix(s, self._next_round())
-                observed = self._observed(squared_distance(s, last))
-            else:
-                self._averager.mix(s, self.law.num_gossip_rounds)
-                observed = Observed(self._gather(squared_distance(s, self._kept_of()))[0])
-                self._differences.average()
-                self._own_buffer_weight = min(self._own_buffer_weight, self._averager.own_buffer_weight)
-            step = next_step(law, observed)
+    def _go_on(self, s: FlatVector, is_apart: bool) -> None:
+        """Run the further rounds and the average of a step after its first round, and adapt the interval."""
+        law, before = self.law, self.law.estimate
+        if self._is_exact:
+            law.count_average()
+            law.adapt(before)
+            return
+        num_rounds = 1
+        while is_apart and self.control.remedy == "rounds" and num_rounds < self.control.max_rounds:
+            last = s.clone()
+            self._gossiper.mix(s, self._next_round())
+            is_apart = self._observe(squared_distance(s, last))
+            num_rounds += 1
+        law.num_added_rounds += num_rounds - 1
+        if law.is_average_due or (is_apart and self.control.remedy == "average"):
+            self._average(s, before)
+            before = law.estimate
+        law.adapt(before)
+
+    def _average(self, s: FlatVector, estimate: float) -> None:
+        """s <- its exact average, which measures the distance.
+
+        Args:
+            s: the vector, mutated.
+            estimate: the estimated distance before the step.
+        """
+        law = self.law
+        self._averager.mix(s, law.num_gossip_rounds)
+        (found,) = self._gather(squared_distance(s, self._kept_of()))
+        law.average(estimate, found)
+        self._differences.average()
+        self._own_buffer_weight = min(self._own_buffer_weight, self._averager.own_buffer_weight)
 
     def _gather(self, *own: Tensor) -> tuple[list[float], ...]:
-        """Numbers of this rank, float64 [1] each; for each of them those of all ranks. Collective."""
+        """Gather numbers of this rank, float64 [1] each; returns a list with the numbers of all ranks for each.
+
+        Collective.
+        """
         law, n = self.law, self.transport.world_size
         count = torch.full_like(own[0], float(law.num_gossip_rounds))
         mine = torch.cat((*own, count))
@@ -177,14 +200,14 @@ class ControlledMixer(Mixer):
         if len({*counts}) > 1:
             raise RuntimeError(
                 f"got ranks after {[int(count) for count in counts]} rounds of gossip under {self.control}, expected "
-                "one number: they have states of different checkpoints; load those that were saved at one step"
+                "one number: they have loaded different checkpoints; load checkpoints that were saved at one step"
             )
         return tuple(columns)
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """The law's numbers, and where the target is relative the model after the last round; shares memory."""
+        """The numbers of the law and, with a relative target, the model after the last round; it shares memory."""
         kept = self._loaded if self._kept is None else self._kept.where(is_buffer=False).segments
         return {
             "law": self.law.state_dict(),
@@ -193,7 +216,7 @@ class ControlledMixer(Mixer):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict()` gave; nothing = start anew."""
+        """Load a state of `state_dict()`; an empty state resets."""
         self._kept, self._drift = None, None
         self._loaded = copy.deepcopy(list(state.get("kept", ())))
         self.law.reset()
@@ -207,12 +230,15 @@ class ControlledMixer(Mixer):
 
 
 def squared_norm(x: FlatVector) -> Tensor:
-    """||x||^2 over the parameters, float64 [1] on the device of x."""
+    """Return ||x||^2 over the parameters, float64 [1] on the device of x."""
     return _total(x, (segment.split(SCRATCH_NUMEL) for segment in x.where(is_buffer=False).segments))
 
 
 def squared_distance(x: FlatVector, y: FlatVector) -> Tensor:
-    """||x - y||^2 over the parameters, float64 [1] on the device of x; no copy of either. Of one layout."""
+    """Return ||x - y||^2 over the parameters, float64 [1] on the device of x, without a copy.
+
+    The layouts of x and y must be equal.
+    """
     pairs = zip(x.where(is_buffer=False).segments, y.where(is_buffer=False).segments, strict=True)
     return _total(
         x,

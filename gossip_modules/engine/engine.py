@@ -1,4 +1,4 @@
-"""When rounds run, relative to training: the bases of all engines, and rounds that run at once."""
+"""Engines decide when rounds run relative to training: the base classes, and the blocking engine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ..transport.base import Transport, is_elastic, timeout_of
 from ..transport.state_tree import copied
 from .controlled import ControlledMixer
 
-_UNNAMED = "LockstepEngine"  # checkpoints from when there was no other
+_UNNAMED = "LockstepEngine"  # the engine of old checkpoints without a name
 
 
 @dataclass
 class EngineStats:
-    """What communication cost so far, and how late it was."""
+    """Statistics of communication: time, number of rounds and staleness."""
 
     wait_seconds: float = 0.0
     num_rounds: int = 0
@@ -36,17 +36,17 @@ class EngineStats:
     max_staleness: int = 0
 
     def record(self, staleness: int) -> None:
-        """Count a round that took effect `staleness` forwards later than a synchronous overlap would have it."""
+        """Count a round that took effect `staleness` forwards later than with max_staleness=0."""
         self.num_rounds += 1
         self.total_staleness += staleness
         self.max_staleness = max(self.max_staleness, staleness)
 
 
 class Engine(ABC):
-    """When a model meets those of its peers: once per training step, at the safe point before the forward."""
+    """Runs rounds of communication: `round` is called once per training step, at the safe point before the forward."""
 
     is_asynchronous: bool = False
-    """Whether threads of its own answer peers at any time, so that a rank's rounds are not those of the others."""
+    """Whether threads of the engine answer peers at any time, so that the rounds of ranks are not in lockstep."""
 
     def __init__(self) -> None:
         self.t = 0  # rounds started so far
@@ -55,34 +55,34 @@ class Engine(ABC):
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether there is something that `flush()` would apply."""
+        """Whether `flush()` would apply a correction."""
         return False
 
     @property
     def has_peers(self) -> bool:
-        """Whether there may be others that wait for this one, if it is not closed."""
+        """Whether other ranks may wait for this one until it is closed."""
         return True
 
     @abstractmethod
     def round(self, x: FlatVector) -> bool:
-        """Once per training step, at the safe point: x <- x + corrections that are due; mutates x and its weight.
+        """Run the safe point of a training step: x <- x + corrections that are due; mutates x and its weight.
 
         Returns:
             Whether x was written.
         """
 
     def set_out(self, x: FlatVector) -> None:
-        """Training begins at x, and rounds will run after optimizer steps: the first one after step 1."""
+        """Begin training at x, with rounds after optimizer steps: the first round runs after step 1."""
 
     def flush(self, x: FlatVector) -> bool:
-        """x <- x + everything in flight; returns, when nothing is, whether x was written."""
+        """Wait for all rounds in flight: x <- x + their corrections. Returns whether x was written."""
         return False
 
     def add_again(self, x: FlatVector) -> bool:
-        """x <- x + what flushes since the last round have added to its parameters; buffers and weight stay.
+        """Add the corrections of all flushes since the last round to the parameters of x again.
 
-        Called where other weights stood in x during those flushes, and x is back. Lockstep engines that keep no
-        corrections do nothing: that round is lost on this rank.
+        Buffers and weight stay. Call it if x held other weights during those flushes and has its own values back. A
+        lockstep engine without corrections does nothing: the round is lost on this rank.
 
         Returns:
             Whether x was written.
@@ -93,48 +93,49 @@ class Engine(ABC):
         """End threads and free buffers; idempotent."""
 
     def control_stats(self) -> dict[str, float]:
-        """What controls the rounds, if anything does: see `ConsensusControl`."""
+        """Return the statistics of `ConsensusControl`; empty without it."""
         return {}
 
     @property
     def state_name(self) -> str:
-        """Whose state it is: engines of one name understand each other's."""
+        """The name in checkpoints. An engine loads the states of engines with the same name."""
         return type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and the state of the algorithm. Nothing may be in flight."""
+        """Return the counters and the state of the algorithm. No round may be in flight."""
         return {"engine": self.state_name, "t": self.t}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict()` gave. Nothing may be in flight.
+        """Load a state of `state_dict()`. No round may be in flight.
 
         Raises:
-            ValueError: it is the state of another engine; nothing is changed then.
+            ValueError: the state belongs to another kind of engine; nothing has changed then.
         """
         name = state.get("engine", _UNNAMED)
         if name != self.state_name:
             raise ValueError(
-                f"got the state of a {name}, expected that of a {self.state_name}; wrap as when it was saved, or load "
-                "the model alone: module.load_state_dict"
+                f"got the state of a {name}, expected the state of a {self.state_name}; wrap as for the saved model, "
+                "or load the model alone: module.load_state_dict"
             )
         self.t = state["t"]
 
     def reset(self) -> None:
-        """Start anew, as without any state. Nothing may be in flight."""
+        """Drop all state. No round may be in flight."""
         self.t = 0
 
     def forget_models(self) -> None:
-        """Every rank has taken the average: start anew what was kept of other models. Nothing may be in flight.
+        """Restart the state that depends on models, because all ranks have taken the average.
 
-        Counters go on, so that ranks still agree on what comes next if one of them has failed in the average.
+        No round may be in flight. Counters stay, so that ranks agree on the next round even if one of them failed
+        during the average.
         """
 
 
 class IdleEngine(Engine):
-    """No rounds any more: of a copy that another engine's threads do not answer for.
+    """An engine without rounds, for a copy of a wrapper whose original has the threads that answer peers.
 
     Args:
-        other: whose counters it keeps.
+        other: the engine whose counters this one copies.
     """
 
     def __init__(self, other: Engine) -> None:
@@ -144,7 +145,7 @@ class IdleEngine(Engine):
 
     @property
     def state_name(self) -> str:
-        """See `Engine`: that of the engine whose counters these are."""
+        """See `Engine`: the name of the copied engine."""
         return self._state_name
 
     def round(self, x: FlatVector) -> bool:
@@ -153,17 +154,18 @@ class IdleEngine(Engine):
 
 
 class LockstepEngine(Engine):
-    """Runs rounds of a gossiper; round t of one rank is round t of all.
+    """Runs the rounds of a mixer in lockstep: all ranks run round t together.
 
     Args:
-        gossiper: bound to its peers; or another mixer with a transport.
-        schedule: which step gossips, which averages globally; or what controls that by the distance of the models.
-        on_nonfinite: "raise" raises FloatingPointError where a round would mix infinities or NaN into a model, "skip"
-            leaves such a round out, "spread" does not look.
+        gossiper: the mixer, bound to its peers.
+        schedule: a `Schedule` of the steps that gossip or average; or a `ConsensusControl`, which decides by the
+            distance between the models.
+        on_nonfinite: "raise" raises FloatingPointError if a round would mix infinities or NaN into a model, "skip"
+            leaves such a round out, "spread" does not check.
 
     Raises:
-        ValueError: `on_nonfinite` is none of these, or "skip" with a gossiper whose state every message changes; a
-            gossiper that keeps models, with exact averages; or see `ConsensusControl`.
+        ValueError: `on_nonfinite` has another value; it is "skip", but messages change the state of the mixer; the
+            mixer keeps models of peers, and the schedule has exact averages; or see `ConsensusControl`.
     """
 
     def __init__(self, gossiper: Mixer, schedule: Schedule | ConsensusControl, *, on_nonfinite: str = "raise") -> None:
@@ -172,7 +174,7 @@ class LockstepEngine(Engine):
         if on_nonfinite == "skip" and not (gossiper.is_skippable or gossiper.can_recover):
             raise ValueError(
                 f"got on_nonfinite='skip' with {gossiper}, expected 'raise' or 'spread': every message changes its "
-                "state, so that none can be left out"
+                "state, so no round can be left out"
             )
         control = schedule if isinstance(schedule, ConsensusControl) else None
         if gossiper.keeps_models and schedule.average_every and control is None:
@@ -182,8 +184,8 @@ class LockstepEngine(Engine):
             )
         self.gossiper = gossiper
         self.schedule = schedule
-        # A rank that leaves out what others have sent it keeps its own weight, and they have given theirs away; and a
-        # rank that dies, or joins with half the weight of another, changes their mean.
+        # The mean of the weights changes if a rank leaves out messages of peers, which have given weight away, or if a
+        # rank dies, or joins with half the weight of another rank.
         loses_weight = on_nonfinite == "skip" or is_elastic(gossiper.transport)
         sums_weights = loses_weight and gossiper.is_weighted
         self.averager = GlobalAverage(gossiper.transport, sums_weights=sums_weights)
@@ -192,13 +194,13 @@ class LockstepEngine(Engine):
             self._scheduled_average = ElasticAverage(gossiper.transport, sums_weights=sums_weights)
         self._control = None if control is None else ControlledMixer(gossiper, self.averager, control)
         self.step = 0  # training steps seen so far
-        # Whether all processes of a node have found finite numbers, given what this one, with its shard, has found:
-        # they must all raise, or leave a round out. The same answer on all.
+        # Returns whether the numbers are finite on all processes of a node, given whether they are on this process.
+        # The result is equal on all, so that all raise or leave out the round together.
         self.agree_finite: Callable[[bool], bool] = bool
 
     @property
     def state_name(self) -> str:
-        """See `Engine`: the same for all that run rounds in lockstep."""
+        """See `Engine`: one name for all lockstep engines."""
         return "LockstepEngine"
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,14 +229,14 @@ class LockstepEngine(Engine):
         self.gossiper.close()
 
     def forget_models(self) -> None:
-        """See `Engine`. Where workers may fail in the average, both ends of a link must keep what they have."""
+        """See `Engine`. If workers may fail during the average, links are kept, since both ends must stay equal."""
         if is_elastic(self.gossiper.transport):
             self.gossiper.end_average()
         else:
             self.gossiper.forget_models()
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
-        """Run rounds over another transport, with other weights. Nothing may be in flight."""
+        """Change the weights and the transport. No round may be in flight."""
         self.gossiper.rebind(mixing, transport)
         self.averager.transport = self._scheduled_average.transport = transport
 
@@ -257,14 +259,17 @@ class LockstepEngine(Engine):
         return self.gossiper.flush(x)
 
     def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
-        """Copies of what a worker that joins goes on from: `state_dict()`, without what links to peers keep.
+        """Return a copy of the state for a joining worker: `state_dict()` without links to peers.
 
-        Nothing may be in flight. x: the model, as rounds mix it.
+        No round may be in flight.
+
+        Args:
+            x: the model, as rounds mix it.
         """
         return dict(copied({**self.state_dict(), "gossiper": self.gossiper.state_for_newcomer()}))
 
     def progress(self) -> tuple[float, ...]:
-        """How far it has come: what `FollowingEngine.follow` takes."""
+        """Return the counters, for `FollowingEngine.follow`."""
         return float(self.t), float(self.step), float(self.is_in_flight), *map(float, astuple(self.stats))
 
     def shared(self, x: FlatVector) -> Sequence[Tensor]:
@@ -276,12 +281,12 @@ class LockstepEngine(Engine):
         self.gossiper.take_shared(x)
 
     def advance(self, num_steps: int) -> None:
-        """Count training steps as if they had been taken here."""
+        """Count training steps that ran elsewhere."""
         for _ in range(num_steps):
             self.t += self._next_mixer() is not None
 
     def _next_mixer(self) -> Mixer | None:
-        """What this step does, None when it skips; advances the step."""
+        """Return the mixer of this step, None if no round runs; advances the step."""
         step, self.step = self.step, self.step + 1
         if self._control is not None:
             return self._control if self._control.law.starts_round(step) else None
@@ -292,14 +297,14 @@ class LockstepEngine(Engine):
         return self._scheduled_average if action is Action.AVERAGE else None
 
     def _recover(self, mixer: Mixer | None, x: FlatVector) -> None:
-        """Make x finite where it is about to be sent, by what the algorithm keeps."""
+        """Let the algorithm replace x by a finite model, if x is about to be sent and is not finite."""
         is_sent = mixer is not None or self.gossiper.has_news
         if is_sent and self.gossiper.can_recover and not self.agree_finite(is_finite(x)):
             self.gossiper.recover(x)
             self.stats.num_skipped += 1
 
     def _limit_of(self, mixer: Mixer, t: int) -> dict[str, Any]:
-        """How long to wait for round t in the gossip thread, and what to say then: see `GossipThread.result`."""
+        """Return the arguments of `GossipThread.result` for round t: the timeout and the description for the error."""
         transport = self.gossiper.transport
 
         def what() -> str:
@@ -315,10 +320,10 @@ class LockstepEngine(Engine):
 
 
 class SyncEngine(LockstepEngine):
-    """Blocking rounds: x <- W(t) x, in place, before the forward. No copy, no thread, no stream.
+    """Blocking rounds: x <- W(t) x, in place, before the forward, without a copy, a thread or a stream.
 
-    A rank whose own model is not finite raises before it sends it, on a GPU one round later; with on_nonfinite="skip"
-    each rank looks at the correction, which then takes a copy of the model.
+    A rank whose own model is not finite raises before it sends the model; on a GPU it raises one round later. With
+    on_nonfinite="skip" each rank checks the correction, which takes a copy of the model.
     """
 
     def __init__(self, gossiper: Mixer, schedule: Schedule | ConsensusControl, *, on_nonfinite: str = "raise") -> None:
@@ -332,7 +337,7 @@ class SyncEngine(LockstepEngine):
         start, step, mixer = time.perf_counter(), self.step, self._next_mixer()
         self._look(mixer, x)
         has_changed = self.gossiper.begin(x, step)
-        if mixer is self._scheduled_average:  # of all ranks, beside which nothing may travel
+        if mixer is self._scheduled_average:  # no round may be in flight during an average over all ranks
             has_changed |= self.gossiper.flush(x)
         if mixer is None:
             if has_changed:
@@ -352,8 +357,8 @@ class SyncEngine(LockstepEngine):
         return True
 
     def _look(self, mixer: Mixer | None, x: FlatVector) -> None:
-        """Raise where x is not finite and is about to be sent, or recover it; before anything has changed."""
-        is_rare = self.gossiper.can_recover  # so that a look may wait for the GPU
+        """Raise or recover x if it is not finite and is about to be sent; called before anything has changed."""
+        is_rare = self.gossiper.can_recover  # rounds are rare, so that the check may wait for the GPU
         if self.on_nonfinite == "raise" and (mixer is not None or self.gossiper.has_news):
             if not self.agree_finite(is_finite(x) if is_rare else self._is_finite(x)):
                 self._refuse_nonfinite(mixer or self.gossiper, self.t, is_own=True)
@@ -361,7 +366,7 @@ class SyncEngine(LockstepEngine):
             self._recover(mixer, x)
 
     def _mix_if_finite(self, mixer: Mixer, x: FlatVector) -> None:
-        """x <- x + c, unless that is not finite."""
+        """x <- x + c, if the correction c is finite."""
         correction = x.clone()
         mixer.start(correction, self.t)
         self.t += 1
@@ -375,21 +380,22 @@ class SyncEngine(LockstepEngine):
             x.add_(correction, alpha=alpha)
 
     def _agree_finite(self, is_finite: bool) -> bool:
-        return self.agree_finite(is_finite)  # which a node replaces
+        return self.agree_finite(is_finite)  # read at each call, since a node replaces it
 
 
 _FOLLOWS = "process that follows "
 
 
 class FollowingEngine(LockstepEngine):
-    """What the other processes of a node have where the first one has an engine, which runs the rounds of all.
+    """The engine of the other processes of a node; the engine of the first process runs the rounds of all.
 
-    It runs no rounds. The counters are those of the other engine, as `follow` was told last. What that one keeps from
-    round to round (an anchor, corrections, links) is not here, so the state of this one has counters only. Where that
-    is not all there is to it, it has a name of its own, and only another `FollowingEngine` loads it.
+    It runs no rounds. `follow` copies the counters of the first process. The state from round to round (an anchor,
+    corrections, links) is not here, so the state of this engine has counters only. If the first process has more state,
+    this one has another name in checkpoints, and only a `FollowingEngine` loads it.
 
     Args:
-        engine: what the first process has, made here too: its constructor refuses what does not fit. It runs no rounds.
+        engine: an engine as the first process has it, made here so that its constructor checks the arguments. It runs
+            no rounds.
     """
 
     def __init__(self, engine: LockstepEngine) -> None:
@@ -399,7 +405,7 @@ class FollowingEngine(LockstepEngine):
 
     @property
     def is_in_flight(self) -> bool:
-        """See `Engine`: of the other engine."""
+        """See `Engine`: whether the engine of the first process has a round in flight."""
         return self._is_in_flight
 
     @property
@@ -409,22 +415,22 @@ class FollowingEngine(LockstepEngine):
         return name if self._followed == name and not whole else f"{_FOLLOWS}{self.gossiper}"
 
     def follow(self, progress: Sequence[float]) -> None:
-        """Take what `LockstepEngine.progress` of the other engine gave."""
+        """Copy the counters that `LockstepEngine.progress` returned on the first process."""
         t, step, is_in_flight, wait_seconds, *counts = progress
         self.t, self.step, self._is_in_flight = int(t), int(step), bool(is_in_flight)
         self.stats = EngineStats(wait_seconds, *map(int, counts))
 
     def round(self, x: FlatVector) -> bool:
-        """See `Engine`; the first process runs it."""
+        """See `Engine`; only the first process may call it."""
         raise AssertionError("a process that follows another one runs no rounds of its own")
 
     def flush(self, x: FlatVector) -> bool:
-        """See `Engine`: what was in flight is applied by the other engine."""
+        """See `Engine`; the engine of the first process applies the round in flight."""
         self._is_in_flight = False
         return False
 
     def shared(self, x: FlatVector) -> Sequence[Tensor]:
-        """See `LockstepEngine`: room for it."""
+        """See `LockstepEngine`; returns the memory to receive into."""
         return self._engine.shared(x)
 
     def take_shared(self, x: FlatVector) -> None:
@@ -436,11 +442,11 @@ class FollowingEngine(LockstepEngine):
         self._engine.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Engine`: the counters."""
+        """See `Engine`; contains the counters only."""
         return {**super().state_dict(), "gossiper": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Engine`; also that of the other engine, of which it takes the counters."""
+        """See `Engine`; also loads the counters from a state of the first process."""
         state = converted(state)
         name = str(state.get("engine"))
         is_known = name == self._followed or name.startswith(_FOLLOWS)
@@ -452,5 +458,5 @@ class FollowingEngine(LockstepEngine):
         self.t, self.step, self._is_in_flight = 0, 0, False
 
     def forget_models(self) -> None:
-        """See `Engine`; of the other engine, made here too, which may write the momentum of the optimizer."""
+        """See `Engine`; the engine that was made here may write the momentum of the optimizer."""
         self._engine.forget_models()

@@ -1,4 +1,4 @@
-"""OverlapEngine: rounds that run on the gossip thread under the next forward and backward."""
+"""OverlapEngine: runs rounds on the gossip thread, under the next forward and backward."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _ROUNDING = 16  # units in the last place
 
 @dataclass
 class _Flight:
-    """A round of the gossip thread, and after which step it began."""
+    """A round on the gossip thread, and the step after which it began."""
 
     job: Callable[[], float]
     step: int
     mixer: Mixer
     t: int
-    is_finite: bool = True  # its correction; said by the job
+    is_finite: bool = True  # whether the correction is finite; written by the job
     is_converted: bool = False  # see [Note: late buffers]
     future: Future[float] = field(default_factory=Future)
     is_submitted: bool = False
@@ -42,38 +42,39 @@ class _Flight:
 class OverlapEngine(LockstepEngine):
     """Rounds that run on the gossip thread while training computes: x <- x + (W(t) - I) s when round t is done.
 
-    [Note: Overlap] s is a snapshot of x. The round started before forward k is applied before forward k + 1, when x
-    has taken one optimizer step u: x <- W x + u. Nothing of u is lost or scaled, and since 1^T (W - I) = 0 the sum
-    of x over ranks keeps every gradient step exactly, however late a round is applied.
+    [Note: Overlap] s is a snapshot of x. The round that starts before forward k is applied before forward k + 1, after
+    one optimizer step u: x <- W x + u. The step u is neither lost nor scaled. Since 1^T (W - I) = 0, the sum of x over
+    ranks contains every gradient step exactly, however late a round is applied.
 
-    [Note: Staleness] One round is in flight at a time, so with max_staleness = k one starts every k + 1 steps at most
-    (tau = k + 1 in Overlap SGP). Starting at fixed steps keeps the number of rounds equal on all ranks whatever
-    their speed, and with one in flight the recursion s(t + 1) = W(t) s(t) + u(t) is stable for every k; a pipeline of
-    k stale corrections is not. A round is applied as soon as it is complete, and waited for at its last forward.
+    [Note: Staleness] One round is in flight at a time, so with max_staleness = k a round starts every k + 1 steps at
+    most (tau = k + 1 in Overlap SGP). Rounds start at fixed steps, so their number is equal on all ranks, whatever the
+    speed of a rank. With one round in flight the recursion s(t + 1) = W(t) s(t) + u(t) is stable for every k; a
+    pipeline of k stale corrections is not. A round is applied as soon as it is complete. At its last forward, training
+    waits for it.
 
-    [Note: Filling] Where x is sent in chunks, the gossip thread corrects x, copies it into the snapshot and sends it,
-    chunk by chunk: the first leaves after 4 MB and not after two passes over the model. Training waits until the last
-    is copied, but not until all are posted: on a fast link that takes the gossip thread longer than copying, since a
-    send first copies into the socket. So ever more chunks are filled between two posts. A correction belongs to the
-    flight in `_flight`, to apply it or to fill with it, and one assignment hands it on: an interrupt before or after
-    that loses nothing, and who flushes then ends what was begun.
+    [Note: Filling] If x is sent in chunks, the gossip thread corrects x, copies it into the snapshot and sends it,
+    chunk by chunk. So the first chunk leaves after 4 MB instead of two passes over the model. Training waits until the
+    last chunk is copied, but not until all are posted. On a fast link posting takes the gossip thread longer than
+    copying, since a send first copies into the socket. So the thread fills twice as many chunks before each next post.
+    A correction belongs to the flight in `_flight` until one assignment replaces the flight. An interrupt before or
+    after the assignment loses nothing, and the next flush ends the round.
 
-    [Note: late buffers] Statistics of BatchNorm decay while a round is under way: what (W - I) s takes away may then be
-    more than is left, and a variance become negative. So buffers are not corrected but averaged as they are when the
-    round is applied: b <- W_ii b + r, where r = (W s)_i - W_ii s_i is what the peers give. No weight is negative, so a
-    variance stays one. Their sum over ranks is not kept, and need not be.
+    [Note: late buffers] BatchNorm statistics decay while a round is in flight. The correction (W - I) s may then
+    subtract more than is left, and a variance would become negative. So buffers are averaged with their present values
+    when the round is applied: b <- W_ii b + r, where r = (W s)_i - W_ii s_i is the part of the peers. No weight is
+    negative, so variances stay non-negative. The sum of the buffers over ranks is not kept, and need not be.
 
     Assran et al., arXiv 1811.10792, Algorithm 2 (Overlap SGP).
 
     Args:
-        gossiper: bound to its peers; only the gossip thread calls it.
-        schedule: which step gossips, or what controls that; no more often than every max_staleness + 1 steps.
-        max_staleness: forwards that a round may be late before training waits for it.
-        is_eager: apply a round that is complete before its last forward. False applies all rounds at a fixed step,
-            so that the processes of a node agree.
-        on_nonfinite: see `LockstepEngine`; the gossip thread looks at the correction before it is applied. With a
-            gossiper whose messages change what peers keep, "raise" looks at x before each round, exact averages
-            included, as `SyncEngine` does.
+        gossiper: the mixer, bound to its peers; rounds call it on the gossip thread.
+        schedule: the steps that gossip or average, or a `ConsensusControl`. A round starts every max_staleness + 1
+            steps at most.
+        max_staleness: the number of forwards that a round may be late before training waits for it.
+        is_eager: apply a round that is complete before its last forward. False applies all rounds at a fixed step, so
+            that the processes of a node agree.
+        on_nonfinite: see `LockstepEngine`; the gossip thread checks the correction before it is applied. If messages
+            change the state of peers, "raise" checks x before each round and each exact average, as `SyncEngine` does.
     """
 
     def __init__(
@@ -88,16 +89,16 @@ class OverlapEngine(LockstepEngine):
         if gossiper.keeps_models:
             raise ValueError(
                 f"got overlap=True with {gossiper}, expected overlap=False: it replaces the model by an average of "
-                "models as they were sent, in which steps taken meanwhile would be missing"
+                "sent models, without the optimizer steps during the round"
             )
         schedule = replace(schedule, gossip_every=max(schedule.gossip_every, max_staleness + 1))
         super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
         self.max_staleness = max_staleness
         self.is_eager = is_eager
         self._snapshot: FlatVector | None = None
-        self._sent_buffers: list[Tensor] = []  # of the snapshot, which becomes a correction
+        self._sent_buffers: list[Tensor] = []  # copies of the snapshot's buffers, before it becomes a correction
         self._flight: _Flight | None = None
-        self._flushed_alpha: float | None = None  # of the correction that a flush has applied since the last round
+        self._flushed_alpha: float | None = None  # alpha of the correction that a flush applied since the last round
         self._thread: GossipThread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._is_finite = FiniteCheck()
@@ -161,7 +162,7 @@ class OverlapEngine(LockstepEngine):
         return True
 
     def close(self) -> None:
-        """See `Engine`. A round in flight is left to end by itself: its peers have its message."""
+        """See `Engine`. A round in flight ends by itself, since peers have its message."""
         super().close()
         if self._thread is not None:
             self._thread.close()
@@ -183,15 +184,15 @@ class OverlapEngine(LockstepEngine):
         return max(self.step - flight.step - 1, 0)
 
     def _arrive(self, flight: _Flight, x: FlatVector) -> float:
-        """Wait for the round; its alpha. It stays in flight: its correction is in the snapshot, to be applied."""
-        if not flight.is_submitted:  # an interrupt came first
+        """Wait for the round and return its alpha. The round stays in flight, with its correction in the snapshot."""
+        if not flight.is_submitted:  # an interrupt came before
             self._submit(flight)
         start = time.perf_counter()
         with record_function("gossip.wait"):
             try:
                 assert self._thread is not None
                 alpha = self._thread.result(flight.future, **self._limit_of(flight.mixer, flight.t))
-            except Exception:  # of the round; an interrupt instead leaves it in flight, done or not
+            except Exception:  # an error of the round; an interrupt leaves the round in flight
                 self._flight = None
                 raise
         self.stats.wait_seconds += time.perf_counter() - start
@@ -204,7 +205,7 @@ class OverlapEngine(LockstepEngine):
         return alpha
 
     def _leave_out(self, flight: _Flight, x: FlatVector) -> None:
-        """Raise, or make the correction nothing."""
+        """Handle a correction that is not finite: raise, or set it to zero."""
         if self.on_nonfinite == "raise":
             self._flight = None
             self._refuse_nonfinite(flight.mixer, flight.t, is_own=not is_finite(x), is_here=not flight.is_finite)
@@ -215,18 +216,18 @@ class OverlapEngine(LockstepEngine):
         self.stats.num_skipped += 1
 
     def _check_finite(self, mixer: Mixer, x: FlatVector) -> None:
-        """Raise FloatingPointError where peers cannot leave messages out, and this one would not be finite.
+        """Raise FloatingPointError if x is not finite and peers cannot leave its message out.
 
-        What has arrived is still in flight then, and nothing of it in x: who mends x takes this step again.
+        A round that has arrived is then still in flight and not applied, so you can repair x and repeat the step.
         """
-        looks = self.on_nonfinite == "raise" and not self.gossiper.is_skippable  # before exact averages too
+        looks = self.on_nonfinite == "raise" and not self.gossiper.is_skippable  # also before exact averages
         if looks and not self.agree_finite(self._is_finite(x)):
             self._refuse_nonfinite(mixer, self.t, is_own=True)
 
     def _convert_buffers(self, x: FlatVector, alpha: float) -> None:
-        """[Note: late buffers] x <- W_ii x, c <- r / alpha for the buffers of both: x + alpha c is their average.
+        """Prepare the buffers of x and of the correction c, once for the round that has arrived.
 
-        Of the round that has arrived; once.
+        b <- W_ii b in x, and c <- r / alpha, so that x + alpha c has the average: see [Note: late buffers].
         """
         flight = self._flight
         assert flight is not None
@@ -240,19 +241,19 @@ class OverlapEngine(LockstepEngine):
         for b, c, s in zip(x.buffers, self._snapshot.buffers, self._sent_buffers, strict=True):
             given_away = s.mul_((1 - own) / alpha)
             c.add_(given_away)
-            # What rounding leaves of W_ii s - W_ii s is nothing that a peer has given.
+            # A rest of W_ii s - W_ii s is a rounding error, and no part of a peer.
             c.masked_fill_(c.abs() <= _ROUNDING * torch.finfo(c.dtype).eps * given_away.abs(), 0.0)
             b.mul_(own)
 
     def _apply(self, x: FlatVector, alpha: float) -> None:
-        """x <- x + the correction of the round that has arrived, which is in flight no more."""
+        """x <- x + the correction of the round that has arrived. The round is no longer in flight."""
         assert self._snapshot is not None
         self._flight = None
         with record_function("gossip.apply"):
             x.add_(self._snapshot, alpha=alpha)
 
     def _copy_and_depart(self, mixer: Mixer, x: FlatVector) -> None:
-        """Take the snapshot and hand it to the gossip thread."""
+        """Take the snapshot and pass it to the gossip thread."""
         assert self._flight is None, "one round in flight at a time"
         snapshot, stream, t = self._snapshot_of(x).copy_(x), self._stream, self.t
         self.t += 1
@@ -270,7 +271,13 @@ class OverlapEngine(LockstepEngine):
         self._submit(flight)
 
     def _fill_and_depart(self, mixer: Mixer, x: FlatVector, alpha: float | None) -> None:
-        """[Note: Filling] alpha: of the round that has arrived; None = there is none."""
+        """Let the gossip thread fill and send the snapshot in chunks: see [Note: Filling].
+
+        Args:
+            mixer: the mixer of the new round.
+            x: the model, mutated.
+            alpha: the alpha of the round that has arrived; None: no round has arrived.
+        """
         assert alpha is not None or self._flight is None, "one round in flight at a time"
         snapshot, t = self._snapshot_of(x), self.t
         pairs = tuple(zip(mixer.chunks(x), mixer.chunks(snapshot), strict=True))
@@ -289,18 +296,18 @@ class OverlapEngine(LockstepEngine):
         with record_function("gossip.fill"):
             try:
                 filling.wait()
-            finally:  # x and what was sent of it are the same now
+            finally:  # x and the snapshot are equal now
                 self._keep_buffers(x)
         self.stats.wait_seconds += time.perf_counter() - start
 
     def _difference(self, flight: _Flight, snapshot: FlatVector) -> float:
-        """On the gossip thread: the snapshot becomes the correction."""
+        """Turn the snapshot into the correction, on the gossip thread."""
         alpha = flight.mixer.difference(snapshot)
         flight.is_finite = self.on_nonfinite == "spread" or is_finite(snapshot)
         return alpha
 
     def _keep_buffers(self, s: FlatVector) -> None:
-        """[Note: late buffers] What is sent of the buffers, before the gossip thread writes the correction over it."""
+        """Copy the sent buffers, before the gossip thread overwrites them: see [Note: late buffers]."""
         for kept, buffer in zip(self._sent_buffers, s.buffers, strict=True):
             kept.copy_(buffer)
 
@@ -311,7 +318,7 @@ class OverlapEngine(LockstepEngine):
         flight.is_submitted = True
 
     def _snapshot_of(self, x: FlatVector) -> FlatVector:
-        """Room for a snapshot of x."""
+        """Return the memory for a snapshot of x."""
         if self._snapshot is None or self._snapshot.layout != x.layout or self._snapshot.raw.device != x.raw.device:
             assert self._flight is None, "a correction is in the snapshot"
             self._snapshot = x.like()
@@ -323,12 +330,12 @@ class OverlapEngine(LockstepEngine):
 class Filling:
     """x <- x + alpha * s, then s <- x, chunk by chunk on the gossip thread.
 
-    Inside a `with` of it, so that x is whole when training goes on, whatever happens to the round.
+    Use it as a context manager. At its end all chunks are processed, even if the round fails.
 
     Args:
-        x, s: of one layout; s is the correction of the last round, if there is one.
-        chunks: of both, in pairs.
-        alpha: of that correction; None = there is none.
+        x, s: two vectors with equal layouts; s is the correction of the last round, if there is one.
+        chunks: the chunks of x and s, in pairs.
+        alpha: the alpha of the correction; None: there is no correction.
     """
 
     def __init__(
@@ -352,16 +359,16 @@ class Filling:
             self._is_done.set()
 
     def fill(self, k: int) -> None:
-        """Chunks up to k; see `Mixer.start_filling`.
+        """Process at least the chunks up to k; see `Mixer.start_filling`.
 
-        Twice as many with each call: see [Note: Filling] of `OverlapEngine`.
+        Each call doubles the number of processed chunks: see [Note: Filling] of `OverlapEngine`.
         """
         for index in range(self._num_done, min((2 << k) - 1, len(self._chunks))):
             self._fill(index)
 
     def _fill(self, k: int) -> None:
         x, s = self._chunks[k]
-        self._num_done = k + 1  # before the work: a chunk that fails may not be corrected twice
+        self._num_done = k + 1  # before the work, so that a chunk that fails is not corrected twice
         with record_function("gossip.fill"):
             if self._alpha is None:
                 s.raw.copy_(x.raw)
@@ -371,9 +378,9 @@ class Filling:
             self._is_done.set()
 
     def wait(self) -> None:
-        """Return when x may be touched. Waits for this process only: no peer is asked for anything meanwhile."""
+        """Wait until all chunks are processed. It depends on this process only, not on peers."""
         try:
             self._is_done.wait()
-        except BaseException:  # Control-C: who catches it must not find x half corrected
+        except BaseException:  # Control-C: x must not stay half corrected
             self._is_done.wait()
             raise

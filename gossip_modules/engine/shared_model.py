@@ -1,4 +1,4 @@
-"""SharedModel: one object with one lock between training and the threads that talk to peers."""
+"""SharedModel: one object with one lock between training and the threads that serve peers."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from ..flat.vector import FlatVector, scale_and_add_
 
 
 class SharedModel:
-    """y, what peers see of a rank, and the pending correction, which training has not applied yet.
+    """The public model y of a rank, which peers receive, and the pending correction for training.
 
-    The training thread calls `publish` and `collect` at the safe point, threads of the engine `snapshot` and `deliver`
-    at any time. All that a peer gets is a snapshot taken under the lock, so no message is ever half old and half new,
-    and a correction is added to the pending one, never written over parameters, so no update is lost.
+    The training thread calls `publish` and `collect` at the safe point. Threads of the engine call `snapshot` and
+    `deliver` at any time. Peers receive snapshots that are taken under the lock, so no message mixes old and new
+    values. A correction is added to the pending correction and never overwrites parameters, so no update is lost.
 
     [Note: pinned memory] For parameters on a GPU, y and the pending correction are in pinned host memory. `publish` is
     a `HostCopy`, and the background threads wait for it before they read or change y. `collect` queues the copy to the
     GPU in the stream of training, which does not wait for it.
 
-    [Note: buffers of a pending correction] A correction is a difference to what a rank was when an exchange began.
-    Added late to BatchNorm statistics, which decay meanwhile, it can make a variance negative. So the buffers of a
-    peer, r, are averaged with those that are there when the correction is applied, b <- (1 - alpha) b + alpha r, which
-    keeps variances non-negative. Several averages are kept as what they come to: a share of b, and a term added to it.
+    [Note: buffers of a pending correction] A correction is a difference to the model at the beginning of an exchange.
+    BatchNorm statistics decay meanwhile, so a late correction can make a variance negative. So the buffers r of a peer
+    are averaged with the present buffers b when the correction is applied: b <- (1 - alpha) b + alpha r. This keeps
+    variances non-negative. Several averages are combined into one share of b and one term that is added.
 
     Args:
-        x: the parameters; y starts as a copy of them, which is not for peers yet.
+        x: the model. y starts as a copy of it, which peers may not receive yet.
 
     Attributes:
-        is_open: whether peers may have y: from a `publish` on, until `withdraw`.
+        is_open: whether peers may receive y. `publish` sets it, and `withdraw` clears it.
 
     Raises:
-        ValueError: (`publish`, `collect`) x is not what it was: other tensors, dtypes or another device.
+        ValueError: (`publish`, `collect`) the tensors, dtypes or device of x have changed.
     """
 
     def __init__(self, x: FlatVector) -> None:
@@ -53,7 +53,7 @@ class SharedModel:
         self._buffer_terms = [buffers.clone() for buffers in self.buffers_of(self._public)]
         self.is_open = False
         self._copy = HostCopy()
-        self._written: torch.cuda.Event | None = None  # y, by the last copy from a GPU
+        self._written: torch.cuda.Event | None = None  # recorded after the last copy from a GPU to y
         self.publish(x)
         self.withdraw()
 
@@ -63,7 +63,7 @@ class SharedModel:
         return self._has_pending
 
     def host_vector(self) -> FlatVector:
-        """A new vector like y: zeros in host memory, pinned if parameters are on a GPU."""
+        """Return a new vector like y: zeros in host memory, pinned if parameters are on a GPU."""
         raw = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned, device="cpu")
         return FlatVector(self._layout, raw)
 
@@ -75,16 +75,21 @@ class SharedModel:
             self._written = self._copy.write(self._public, x)
 
     def withdraw(self) -> None:
-        """Until the next `publish` y is not for peers: parameters become something else, or must stay as they are."""
+        """Do not let peers receive y until the next `publish`, because parameters change or must stay unchanged."""
         with self.lock:
             self.is_open = False
 
     def collect(self, x: FlatVector, *, is_kept: bool = False) -> bool:
-        """x <- x + the pending correction, which is zero then; returns whether there was one. For the training thread.
+        """x <- x + the pending correction, which becomes zero. Called by the training thread.
 
-        Buffers are averaged: [Note: buffers of a pending correction].
+        Buffers are averaged: see [Note: buffers of a pending correction].
 
-        is_kept: whether `add_again` may follow; it adds all corrections since the last call without.
+        Args:
+            x: the model, mutated.
+            is_kept: whether `add_again` may follow. It adds all corrections since the last call with is_kept=False.
+
+        Returns:
+            Whether there was a correction.
         """
         self._check(x)
         with self.lock:
@@ -92,10 +97,10 @@ class SharedModel:
             if not self._has_pending:
                 return False
             assert self._pending is not None
-            if self._is_pinned and self._arrived is None:  # here: it belongs to training's stream
+            if self._is_pinned and self._arrived is None:  # made here, in the stream of training
                 self._arrived, self._applied = x.like(), torch.cuda.Event()
             elif self._is_pinned:
-                self._applied.synchronize()  # the memory that corrections go to now has been read
+                self._applied.synchronize()  # the GPU has read the memory for the next corrections
             self._pending, self._in_transfer, self._has_pending = self._in_transfer, self._pending, False
             in_transfer, share = self._in_transfer, self._buffer_share
             if self._has_buffers:
@@ -113,7 +118,7 @@ class SharedModel:
             return True
 
     def add_again(self, x: FlatVector) -> bool:
-        """x <- x + the corrections that `collect` has kept, without buffers; returns whether there were any."""
+        """x <- x + the corrections that `collect` kept, without buffers; returns whether there were any."""
         self._check(x)
         with self.lock:
             if not self._is_kept:
@@ -124,18 +129,18 @@ class SharedModel:
             return True
 
     def snapshot(self, out: FlatVector) -> None:
-        """out <- y. `out`: a `host_vector()` of the caller's."""
+        """out <- y, where `out` is a `host_vector()` of the caller."""
         self._wait_for_y()  # without the lock, which training may want
         with self.lock:
             self._wait_for_y()
             out.raw.copy_(self._public.raw)
 
     def deliver(self, correction: FlatVector, *, alpha: float) -> None:
-        """y <- y + alpha * correction, and the same to the pending correction.
+        """Add alpha * correction to y and to the pending correction.
 
         Args:
-            correction: received - sent; where there are buffers, those received. They are overwritten.
-            alpha: from 0 to 1 where there are buffers.
+            correction: received - sent for parameters, the received values for buffers. The buffers are overwritten.
+            alpha: the factor; from 0 to 1 if there are buffers.
         """
         self._wait_for_y()
         with self.lock:
@@ -153,11 +158,11 @@ class SharedModel:
             self._add(self._public, correction, alpha=alpha, share=1 - alpha)
 
     def buffers_of(self, vector: FlatVector) -> list[Tensor]:
-        """The buffers of each segment."""
+        """Return the buffers of each segment; views."""
         return [segment[first:] for segment, first in zip(vector.segments, self._first_buffers, strict=True)]
 
     def _average_buffers(self, received: FlatVector, alpha: float) -> None:
-        """The share and the terms of the pending correction <- those with one average more."""
+        """Include one more average in the share and the terms of the pending correction."""
         share = self._buffer_share if self._has_pending else 1.0
         self._buffer_share = (1 - alpha) * share
         for term, buffers in zip(self._buffer_terms, self.buffers_of(received), strict=True):
@@ -166,14 +171,14 @@ class SharedModel:
             scale_and_add_(term, buffers, scale=1 - alpha, alpha=alpha)
 
     def _add(self, x: FlatVector, correction: FlatVector, *, alpha: float, share: float) -> None:
-        """x <- x + alpha * correction; its buffers b <- share * b + alpha * those of the correction."""
+        """x <- x + alpha * correction for parameters; b <- share * b + alpha * r for buffers, r of the correction."""
         if not self._has_buffers:
             x.add_segments_(correction, alpha=alpha)
             return
         results = self.buffers_of(correction)
         for result, buffers in zip(results, self.buffers_of(x), strict=True):
             scale_and_add_(result, buffers, scale=alpha, alpha=share)
-        x.add_segments_(correction, alpha=alpha)  # of all: the length of a loop decides how its last elements round
+        x.add_segments_(correction, alpha=alpha)  # whole segments, since the length of a loop affects rounding
         for result, buffers in zip(results, self.buffers_of(x), strict=True):
             buffers.copy_(result)
 
@@ -186,16 +191,16 @@ class SharedModel:
             )
 
     def _wait_for_y(self) -> None:
-        """[Note: pinned memory]"""
+        """Wait until y is written: see [Note: pinned memory]."""
         if (written := self._written) is not None:
             written.synchronize()
 
 
 class HostCopy:
-    """Copies vectors of one layout to host memory, one after the other; training goes on at once.
+    """Copies vectors with one layout to host memory, one after the other. Training does not wait.
 
-    [Note: copies to the host] x on a GPU is copied there in training's stream, since the optimizer may change it next,
-    and that copy goes to pinned host memory on a side stream.
+    [Note: copies to the host] An x on a GPU is first copied on the GPU, in the stream of training, since the optimizer
+    may change x next. A side stream copies this copy to pinned host memory.
     """
 
     def __init__(self) -> None:
@@ -207,11 +212,11 @@ class HostCopy:
         """out <- x. Called by the training thread.
 
         Args:
-            out: in host memory, pinned if x is on a GPU; not to be touched before the event.
-            x: may be changed at once.
+            out: a vector in host memory, pinned if x is on a GPU. Do not use it before the event.
+            x: the vector to copy. You may change it at once.
 
         Returns:
-            For x on a GPU, the event after which `out` is written; None: it is.
+            For x on a GPU, an event that is recorded when `out` is written; else None, and `out` is written.
         """
         if not x.raw.is_cuda:
             out.raw.copy_(x.raw)

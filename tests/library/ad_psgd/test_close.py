@@ -351,7 +351,7 @@ def test_a_copy_does_not_outlive_the_threads() -> None:
 def test_the_state_of_another_engine_is_refused() -> None:
     other = GossipDataParallel(mlp(), process_group=solo_group())
     wrapper = wrap(mlp(), solo_group())
-    with pytest.raises(ValueError, match="got the state of a LockstepEngine, expected that of a BilateralEngine"):
+    with pytest.raises(ValueError, match="got the state of a LockstepEngine, expected the state of a BilateralEngine"):
         wrapper.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match="got gossip state without a push-sum weight, expected that of a GossipData"):
         other.load_state_dict(wrapper.state_dict())
