@@ -1,4 +1,4 @@
-"""ConsensusControl: ranks communicate as often as it takes to hold a consensus distance, and no more often."""
+"""ConsensusControl: ranks communicate as often as a target for the consensus distance requires."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from .mixing_manager.base import MixingManager
 
-_LEAST_DISTANCE = 0.5  # of the target: where models are closer, ranks communicate less often
-_MEMORY = 0.9  # of the running mean of updates, from one round to the next
-_CALIBRATION_MEMORY = 0.5  # of the factor that exact averages correct, from one of them to the next
-_MAX_KNOWN_RANKS = 256  # beyond, products of n x n matrices take longer than a round
+_LEAST_DISTANCE = 0.5  # if the distance is below this share of the bound, ranks communicate less often
+_MEMORY = 0.9  # the weight of earlier rounds in the running mean of updates
+_CALIBRATION_MEMORY = 0.5  # the weight of earlier exact averages in the calibration
+_MAX_KNOWN_RANKS = 256  # for more ranks, products of n x n matrices take longer than a round
 _ROUNDING = 1e-12
-_LEAST_GAIN = 1e-9  # less is rounding, or a round in which nobody has a peer
+_LEAST_GAIN = 1e-9  # a smaller gain is a rounding error, or the round has no links
 _COUNTERS = ("num_gossip_rounds", "interval", "last_step", "steps_between", "rounds_since_average")
 _MEASURES = ("squared_update", "calibration", "estimate", "bound")
 _STATS = ("num_skipped_steps", "num_added_rounds", "num_averages")
@@ -25,11 +25,11 @@ _STATS = ("num_skipped_steps", "num_added_rounds", "num_averages")
 
 @dataclass(frozen=True)
 class ConsensusControl:
-    """In place of a `Schedule`: holds the consensus distance of the ranks' models at a target.
+    """A schedule that holds the consensus distance of the models at a target; use it in place of a `Schedule`.
 
-    The consensus distance Xi, Xi^2 = mean_i ||x_i - mean_j x_j||^2, says how far ranks are apart. Kong et al. find that
-    gossip trains as well as all-reduce while Xi stays below a critical value, and that it need not be smaller. A step
-    with a round, for ranks with models x_i that have taken j steps since the last one:
+    The consensus distance Xi, Xi^2 = mean_i ||x_i - mean_j x_j||^2, measures how far the models of ranks are apart.
+    Kong et al. find that gossip trains as well as all-reduce while Xi stays below a critical value, and that a smaller
+    Xi does not help. In a step with a round, j steps after the last one, rank i with the model x_i computes:
 
         c_i     = sum_j W_ij x_j - x_i                            # the correction, which a round computes anyway
         Xi^2    ~ q mean_i ||c_i||^2 / gain                       # [Note: the estimate]
@@ -38,48 +38,50 @@ class ConsensusControl:
         Xi < bound / 2:  interval <- interval + 1                 # steps to the next round
 
     [Note: the estimate] For symmetric W with eigenvalues 1 > l_2 >= ... >= l_n the correction is bounded by
-    (1 - l_2) Xi <= sqrt(mean_i ||c_i||^2) <= (1 - l_n) Xi. Where between depends on the differences: a round takes
-    those of neighbours away, and leaves those of far ranks, which neighbours do not see. So the gain is that of the
-    differences which are to be expected since the last exact average, if the steps of the ranks are independent and of
-    one size: C <- 0 at an average, C <- C + j (I - J) after j steps, gain = tr((W - I) C (W - I)^T) / tr(C), and
-    C <- W C W^T in the round. On a complete graph with equal weights the gain is 1 and the estimate exact, whatever the
-    models. An exact average measures Xi itself, as the size of its own correction: with each of them q is corrected,
-    for steps that are not independent, as with different data. In worlds of more than 256 ranks C is I - J always.
+    (1 - l_2) Xi <= sqrt(mean_i ||c_i||^2) <= (1 - l_n) Xi. Its size between the bounds depends on the differences: a
+    round reduces differences between neighbours, and hardly changes differences between distant ranks. So the gain is
+    computed for the differences to be expected since the last exact average, if the steps of the ranks are independent
+    and of equal size: C <- 0 at an average, C <- C + j (I - J) after j steps, gain = tr((W - I) C (W - I)^T) / tr(C),
+    and C <- W C W^T in the round. On a complete graph with equal weights the gain is 1, and the estimate is exact for
+    all models. An exact average measures Xi itself, as the size of its own correction. Each average corrects q, for
+    steps that are not independent, for example because ranks have different data. For more than 256 ranks C is always
+    I - J.
 
-    [Note: one decision] A round is an operation of all ranks, so all must decide alike. After a round each rank has its
-    own ||c_i||^2 and drift; all ranks gather them (32 bytes each), and every rank computes the same decision from the
-    same numbers, by additions, products and roots that are rounded alike on all machines; of what is not, the gain,
-    all take that of rank 0. With overlap this happens on the gossip thread, in the order of the rounds, and what it
-    says of the next round is read at the first step at which one may start: by then the round has arrived on every
-    rank. So no rank can wait in a round that another one leaves out. A rank that fails is an error, as in any round.
+    [Note: one decision] A round is an operation of all ranks, so all ranks must take equal decisions. After a round
+    each rank has its own ||c_i||^2 and drift. All ranks gather these numbers (32 bytes each), and every rank computes
+    the decision from them, by additions, products and roots that round alike on all machines. The gain may round
+    differently, so all ranks use the gain of rank 0. With overlap the gossip thread decides, in the order of the
+    rounds. Training reads the decision at the first step at which the next round may start. By then the last round has
+    arrived on every rank, so no rank waits in a round that another rank leaves out. If a rank fails, all raise an
+    error, as in any round.
 
-    Costs one copy of the model; and, where the target is relative, a copy in checkpoints.
+    It takes one copy of the model and, with a relative target, a copy in checkpoints.
 
     Args:
-        target: the consensus distance to hold: in units of the update of one step where it is relative, else as
-            `GossipDataParallel.consensus_distance` measures it.
-        is_relative: whether the target is in units of how far a rank's optimizer moves its model in one step, so that
-            it follows the learning rate and the gradients: with SGD, of the learning rate times the norm of a gradient.
-            Where a rank has taken j steps between two rounds, that is its drift over sqrt(j).
-        remedy: what to do when the distance is above the target: "average", an exact average at once; or "rounds",
-            more rounds of gossip in this step, which on a graph that changes from round to round means more peers.
-        gossip_every: the least number of steps from one round to the next.
-        max_interval: the largest.
-        max_rounds: the most rounds of gossip in a step, with remedy="rounds".
-        average_every: every so many rounds at the latest there is an exact average, and the first ones after 2, 4, 8,
-            ... rounds, as the beginning of training is where the distance matters most; 0 = only as a remedy; 1 =
-            every round is an exact average and nothing else, so the distance is measured exactly, and what is
-            controlled is how many steps there are from one to the next.
+        target: the consensus distance to hold, in units of the update of one step if `is_relative`, else in the unit of
+            `GossipDataParallel.consensus_distance`.
+        is_relative: whether the unit of the target is the distance by which the optimizer of a rank moves its model in
+            one step. The target then follows the learning rate and the gradients; with SGD the unit is the learning
+            rate times the norm of a gradient. After j steps between two rounds the unit is the drift over sqrt(j).
+        remedy: the reaction to a distance above the target: "average" takes an exact average at once; "rounds" runs
+            more rounds of gossip in this step, which reach more peers on a graph that changes from round to round.
+        gossip_every: the smallest number of steps from one round to the next.
+        max_interval: the largest number of steps from one round to the next.
+        max_rounds: the largest number of rounds of gossip in a step, with remedy="rounds".
+        average_every: the largest number of rounds from one exact average to the next. The first averages come after 2,
+            4, 8, ... rounds, since the distance matters most at the beginning of training. 0: averages only as a
+            remedy. 1: every round is an exact average and nothing else. The distance is then measured exactly, and the
+            control only changes the number of steps between averages.
 
     Raises:
-        ValueError: a number out of range, or an unknown remedy; more rounds of gossip where there are none. When the
-            model is wrapped: weights that are not doubly stochastic; a compressed gossiper, whose correction is not
-            that of its weights; a membership, with which ranks may hear different things; or several processes for
-            one model.
+        ValueError: a number is out of range, the remedy is unknown, or remedy="rounds" has no rounds of gossip to add.
+            When the model is wrapped: the weights are not doubly stochastic; the algorithm compresses, so that its
+            correction is not (W - I) x; there is a membership, whose workers may receive different messages; or several
+            processes share one model.
 
     Kong, Lin, Koloskova, Jaggi, Stich, "Consensus Control for Decentralized Deep Learning", ICML 2021, arXiv
-    2102.04828. There the distance itself is computed, with a collective; the estimate, and communicating less often,
-    are of this library.
+    2102.04828. The paper computes the distance itself by a collective. The estimate and the variable interval are
+    additions of this library.
 
     Example:
         >>> model = GossipDataParallel(model, push_sum=False, schedule=ConsensusControl(target=2.0))
@@ -121,13 +123,13 @@ class ConsensusControl:
             )
         if self.average_every == 1 and self.remedy == "rounds":
             raise ValueError(
-                "got remedy='rounds' with average_every=1, expected remedy='average': each round is an exact average, "
-                "and none of gossip; or pass another average_every"
+                "got remedy='rounds' with average_every=1, expected remedy='average': each round is an exact average "
+                "without gossip; or pass another average_every"
             )
 
 
 class Differences:
-    """C, the covariance of the differences between ranks that is to be expected: see [Note: the estimate].
+    """C, the expected covariance of the differences between ranks: see [Note: the estimate].
 
     Args:
         mixing: the weights W(t).
@@ -142,17 +144,17 @@ class Differences:
         self.covariance = torch.zeros(size, size, dtype=torch.float64, device="cpu")
 
     def step(self, num_steps: int) -> None:
-        """Ranks have taken so many steps."""
+        """Include `num_steps` optimizer steps of the ranks."""
         if self._is_known:
             self.covariance += num_steps * self._directions
 
     def mix(self, t: int) -> float:
-        """Round t; its gain, 0 where nobody has a peer."""
+        """Include round t; returns its gain, 0 if the round has no links."""
         if not self._is_known:
             return self._gain_in_all_directions(t)
         matrix = self._mixing.matrix(t)
         before = self.covariance
-        if before.trace() < _ROUNDING:  # an exact average by rounds of gossip: what is left is rounding
+        if before.trace() < _ROUNDING:  # rounds of gossip have averaged exactly, up to rounding errors
             before = self._directions
         correction = matrix - torch.eye(len(matrix), dtype=torch.float64, device="cpu")
         self.covariance = matrix @ self.covariance @ matrix.T
@@ -160,13 +162,13 @@ class Differences:
         return squared / max(before.trace().item(), _ROUNDING)
 
     def _gain_in_all_directions(self, t: int) -> float:
-        """||W - I||_F^2 / (n - 1), from the rows of W: O(n k) for k peers."""
+        """Return ||W - I||_F^2 / (n - 1), from the rows of W in O(n k) for k peers."""
         n = self._mixing.graph.world_size
         rows = (self._mixing.weights(rank, t) for rank in range(n))
         return math.fsum((row.own - 1) ** 2 + math.fsum(w**2 for w in row.inp.values()) for row in rows) / (n - 1)
 
     def average(self) -> None:
-        """All ranks are equal."""
+        """Include an exact average, after which all ranks are equal."""
         self.covariance.zero_()
 
 
@@ -181,10 +183,10 @@ class Observed(NamedTuple):
     """The measurement of a step.
 
     Attributes:
-        squared_corrections: ||c_i||^2 of each rank. Of an exact average that ends a round: from the models as they were
-            sent, ||x_i - mean_j x_j||^2.
-        squared_drifts: how far each rank has moved since the last round, squared; negative where that is not known.
-        gain: of the step, of one rank.
+        squared_corrections: ||c_i||^2 of each rank. For an exact average that ends a round, the squared distance
+            ||x_i - mean_j x_j||^2 of the models at the beginning of the round.
+        squared_drifts: the squared drift of each rank since the last round; negative if it is not known.
+        gain: the gain of the step, computed by one rank.
     """
 
     squared_corrections: Sequence[float]
@@ -193,7 +195,7 @@ class Observed(NamedTuple):
 
 
 def next_step(law: Generator[Step, Observed, None], observed: Observed) -> Step | None:
-    """The step after one that was measured; None: the round has ended."""
+    """Send the measurement of a step to the law, and return the next step; None: the round has ended."""
     try:
         return law.send(observed)
     except StopIteration:
@@ -201,7 +203,7 @@ def next_step(law: Generator[Step, Observed, None], observed: Observed) -> Step 
 
 
 class ControlLaw:
-    """What `ConsensusControl` decides, from measurements of all ranks: the same on each of them.
+    """The decisions of `ConsensusControl` from the measurements of all ranks, equal on each rank.
 
     Args:
         control: the settings.
@@ -212,11 +214,11 @@ class ControlLaw:
         self.reset()
 
     def reset(self) -> None:
-        """Start anew."""
-        self.num_gossip_rounds = 0  # so far: their number t, in W(t)
+        """Reset all numbers."""
+        self.num_gossip_rounds = 0  # so far; the number t of the next round in W(t)
         self.interval = self.control.gossip_every  # steps from one round to the next
-        self.last_step = -1  # with a round; -1: none yet
-        self.steps_between = 0  # the last step with a round and the one before; 0: there is none before
+        self.last_step = -1  # the last step with a round; -1: none yet
+        self.steps_between = 0  # steps between the last two steps with a round; 0: there was at most one
         self.rounds_since_average = 0
         self.squared_update = math.nan  # u^2
         self.calibration = 1.0  # q
@@ -224,12 +226,12 @@ class ControlLaw:
         self.num_skipped_steps = self.num_added_rounds = self.num_averages = 0
 
     def starts_round(self, step: int) -> bool:
-        """Whether ranks communicate at this step; asked once for each, in their order, or again if that failed."""
+        """Whether ranks communicate at this step; called once for each step in order, or again if the round failed."""
         is_first = self.last_step < 0
         since = step - self.last_step
         if since == 0:  # the round has not begun
             return True
-        # Until a round may start, the last one may be under way: its thread writes `interval`, which is not read then.
+        # Until a round may start, the last one may be in flight. Its thread writes `interval`, so it is not read here.
         if not is_first and (since < self.control.gossip_every or since < self.interval):
             self.num_skipped_steps += 1
             return False
@@ -239,10 +241,10 @@ class ControlLaw:
         return True
 
     def round(self) -> Generator[Step, Observed, None]:
-        """The steps of one round: yields each, and gets its measurement by all ranks."""
+        """Run one round: a generator that yields each step and receives its measurement by all ranks."""
         control, is_exact = self.control, self.control.average_every == 1
         is_apart = self._take((yield Step.AVERAGE if is_exact else Step.GOSSIP))
-        estimate, num_added = self.estimate, 0  # of the models as they were sent
+        estimate, num_added = self.estimate, 0  # the estimate at the beginning of the round
         if is_exact:
             self.count_average()
             self.adapt(estimate)
@@ -257,12 +259,12 @@ class ControlLaw:
         self.adapt(estimate)
 
     def _take(self, observed: Observed) -> bool:
-        """Take in the measurement of a step; returns whether the models are further apart than they may be."""
+        """Include the measurement of a step; returns whether the distance is above the bound."""
         self.observe_update(observed.squared_drifts)
         return self.observe(observed.squared_corrections, observed.gain)
 
     def observe_update(self, squared_drifts: Sequence[float]) -> None:
-        """Take in how far each rank has moved since the last round, squared; negative where that is not known."""
+        """Include the squared drift of each rank since the last round; negative if it is not known."""
         known = [drift for drift in squared_drifts if not drift < 0]
         if self.steps_between and math.isfinite(mean := _mean(known)):
             squared = mean / self.steps_between
@@ -270,11 +272,11 @@ class ControlLaw:
             self.squared_update = squared if is_first else _MEMORY * self.squared_update + (1 - _MEMORY) * squared
 
     def observe(self, squared_corrections: Sequence[float], gain: float) -> bool:
-        """Take in the corrections of a round of gossip; returns whether the models are further apart than they may be.
+        """Include the corrections of a round of gossip; returns whether the distance is above the bound.
 
         Args:
             squared_corrections: ||c_i||^2 of each rank.
-            gain: of the round, of one rank; nothing is learnt where it is next to 0.
+            gain: the gain of the round, from one rank. Next to 0 it tells nothing.
         """
         seen = _mean(squared_corrections) / gain if gain > _LEAST_GAIN else math.nan
         self.estimate = math.sqrt(self.calibration * seen)
@@ -283,10 +285,10 @@ class ControlLaw:
         return self._is_known(self.estimate) and self.estimate > self.bound
 
     def average(self, estimate: float, squared_distances: Sequence[float]) -> None:
-        """Compare an estimate with what an exact average has found of the same models.
+        """Correct the calibration by the distance that an exact average has measured.
 
         Args:
-            estimate: by the round of gossip before it.
+            estimate: the estimate of the same distance by the round of gossip before.
             squared_distances: ||x_i - mean_j x_j||^2 of each rank.
         """
         found = _mean(squared_distances)
@@ -297,12 +299,12 @@ class ControlLaw:
         self.count_average()
 
     def count_average(self) -> None:
-        """There was an exact average."""
+        """Count an exact average."""
         self.num_averages += 1
         self.rounds_since_average = 0
 
     def adapt(self, distance: float) -> None:
-        """Choose the steps to the next round, by the distance at the beginning of this one."""
+        """Choose the number of steps to the next round from the distance at the beginning of this round."""
         if not self._is_known(distance):
             return
         if distance > self.bound:
@@ -311,12 +313,12 @@ class ControlLaw:
             self.interval = min(self.interval + 1, self.control.max_interval)
 
     def _is_known(self, distance: float) -> bool:
-        """Whether there is something to compare: not before the first update, or while models do not move."""
+        """Whether distance and bound can be compared; False before the first update, or if models do not move."""
         return math.isfinite(distance) and self.bound > 0
 
     @property
     def is_average_due(self) -> bool:
-        """Whether this round must end in an exact average whatever was measured."""
+        """Whether this round must end in an exact average, whatever the distance is."""
         every = self.control.average_every
         return every > 0 and self.rounds_since_average >= min(every, 2 ** min(self.num_averages + 1, 30))
 
@@ -330,15 +332,15 @@ class ControlLaw:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All numbers."""
+        """Return all numbers."""
         return {name: getattr(self, name) for name in (*_COUNTERS, *_MEASURES, *_STATS)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict()` gave."""
+        """Load a state of `state_dict()`."""
         for name in (*_COUNTERS, *_MEASURES, *_STATS):
             setattr(self, name, state[name])
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Rounded once, so the same on all machines; NaN where one is not finite, or there are none."""
+    """Return the mean, rounded once and so equal on all machines; NaN for no values or a value that is not finite."""
     return math.fsum(values) / len(values) if values and all(map(math.isfinite, values)) else math.nan

@@ -143,8 +143,8 @@ class ControlledMixer(Mixer):
         assert self._kept is not None, "no round is in flight: start() comes first"
         return self._kept
 
-    def _observe(self, squared_correction: Tensor) -> bool:
-        """Return whether the models were further apart than the bound before this round. Collective."""
+    def _observed(self, squared_correction: Tensor) -> Observed:
+        """Gather the measurement of the step of gossip that has just ended. Collective."""
         self._own_buffer_weight *= self._first.own_buffer_weight
         gain = 1.0 if self._is_exact else self._differences.mix(self.law.num_gossip_rounds - 1)
         drift, self._drift = self._drift, None
@@ -153,38 +153,19 @@ class ControlledMixer(Mixer):
         corrections, drifts, gains = self._gather(*own)
         return Observed(corrections, drifts, gains[0])
 
-    def _go_on(self, s: FlatVector, is_apart: bool) -> None:
-        """Run the further rounds and the average of a step after its first round, and adapt the interval."""
-        law, before = self.law, self.law.estimate
-        if self._is_exact:
-            law.count_average()
-            law.adapt(before)
-            return
-        num_rounds = 1
-        while is_apart and self.control.remedy == "rounds" and num_rounds < self.control.max_rounds:
-            last = s.clone()
-            self._gossiper.mix(s, self._next_round())
-            is_apart = self._observe(squared_distance(s, last))
-            num_rounds += 1
-        law.num_added_rounds += num_rounds - 1
-        if law.is_average_due or (is_apart and self.control.remedy == "average"):
-            self._average(s, before)
-            before = law.estimate
-        law.adapt(before)
-
-    def _average(self, s: FlatVector, estimate: float) -> None:
-        """s <- its exact average, which measures the distance.
-
-        Args:
-            s: the vector, mutated.
-            estimate: the estimated distance before the step.
-        """
-        law = self.law
-        self._averager.mix(s, law.num_gossip_rounds)
-        (found,) = self._gather(squared_distance(s, self._kept_of()))
-        law.average(estimate, found)
-        self._differences.average()
-        self._own_buffer_weight = min(self._own_buffer_weight, self._averager.own_buffer_weight)
+    def _go_on(self, law: Generator[Step, Observed, None], step: Step | None, s: FlatVector) -> None:
+        """Run the steps of a round from this one on; None: the round has ended."""
+        while step is not None:
+            if step is Step.GOSSIP:
+                last = s.clone()
+                self._gossiper.mix(s, self._next_round())
+                observed = self._observed(squared_distance(s, last))
+            else:
+                self._averager.mix(s, self.law.num_gossip_rounds)
+                observed = Observed(self._gather(squared_distance(s, self._kept_of()))[0])
+                self._differences.average()
+                self._own_buffer_weight = min(self._own_buffer_weight, self._averager.own_buffer_weight)
+            step = next_step(law, observed)
 
     def _gather(self, *own: Tensor) -> tuple[list[float], ...]:
         """Gather numbers of this rank, float64 [1] each; returns a list with the numbers of all ranks for each.

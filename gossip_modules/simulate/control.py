@@ -1,4 +1,4 @@
-"""How gossip under `ConsensusControl` is simulated: by its own law on the models of all ranks, or at measured rates."""
+"""Simulation of gossip under `ConsensusControl`: by the law on the models of all ranks, or at measured rates."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .clocks import Clock, ControlledRound
 from .gossip import ClockedMethod, LockstepMethod
 from .setting import ControlRates, Setting
 
-_ROUNDING = 1e-9  # of products of a count and a rate, which are whole numbers where rates were measured
+_ROUNDING = 1e-9  # the rounding error of a count times a rate; for measured rates the product is a whole number
 
 
 class ControlledMethod(ClockedMethod):
-    """Gossip as a law of control says, on the models of all ranks: as `ControlledMixer`.
+    """Gossip under the law of a control on the models of all ranks, like `ControlledMixer` on one rank.
 
     Args:
         mixing: W(t), doubly stochastic.
         control: the settings.
-        law: says when a round begins, and which steps it has.
-        clock: the time of rounds; an `OverlapClock` with overlap.
+        law: the law that decides when a round begins and which steps it has.
+        clock: the clock that advances; an `OverlapClock` with overlap.
         overlap: whether rounds run under the compute.
 
     Raises:
-        ValueError: other weights, as with the real one.
+        ValueError: the weights are not doubly stochastic.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ControlledMethod(ClockedMethod):
             x.copy_(mixed)
 
     def _mix(self, x: Tensor) -> tuple[Tensor, ControlledRound]:
-        """The models [n, d] after a round, and its steps; x does not change."""
+        """Return the models [n, d] after a round, and the steps of the round; x does not change."""
         law, is_exact = self.law.round(), self.control.average_every == 1
         if isinstance(self.law, ControlLaw) and not is_exact:
             self._differences.step(max(self.law.steps_between, 1))
@@ -115,18 +115,18 @@ class ControlledMethod(ClockedMethod):
 
 
 class RateLaw:
-    """Rounds and averages as often as measured, spread evenly, whatever the models do.
+    """A law of rounds and averages at measured rates, spread evenly, whatever the models are.
 
-    In the first k steps begin ceil(k r) rounds, for r of them per step. In the first j rounds are floor(j a / r)
-    averages and floor(j e / r) added rounds, for a and e of them per step. So as many steps as were measured have the
-    rounds, the averages and the bytes that were measured.
+    With r rounds, a averages and e added rounds per step, ceil(k r) rounds begin in the first k steps. The first j
+    rounds have floor(j a / r) averages and floor(j e / r) added rounds. So a simulation with the measured number of
+    steps has the measured rounds, averages and bytes.
 
     Args:
-        control: the settings, of which only `average_every=1` matters.
-        rates: as measured.
+        control: the settings; only `average_every=1` has an effect.
+        rates: the measured rates.
 
     Raises:
-        ValueError: rates that this control does not have.
+        ValueError: the control cannot have such rates.
     """
 
     def __init__(self, control: ConsensusControl, rates: ControlRates) -> None:
@@ -136,8 +136,8 @@ class RateLaw:
             rates.added_rounds_per_step or rates.averages_per_step not in (0, rates.rounds_per_step)
         ):
             raise ValueError(
-                f"got {rates} with average_every=1, expected rounds_per_step alone: each round is an exact average, "
-                "and none of gossip; leave the others out"
+                f"got {rates} with average_every=1, expected rounds_per_step alone: each round is an exact average "
+                "without gossip; leave the other rates out"
             )
 
     def starts_round(self, step: int) -> bool:
@@ -156,16 +156,17 @@ class RateLaw:
             yield Step.AVERAGE
 
     def _due(self, per_step: float) -> int:
-        """The number that belongs to this round, where so many come per step."""
+        """Return the number of events in this round, for a rate of events per step."""
         per_round, before = per_step / self.rates.rounds_per_step, self._num_rounds
         return math.floor((before + 1) * per_round + _ROUNDING) - math.floor(before * per_round + _ROUNDING)
 
 
 def gossip_of(mixing: MixingManager, setting: Setting, clock: Clock, *, overlap: bool = False) -> ClockedMethod:
-    """Gossip of the models themselves, by the schedule of the setting or under its control.
+    """Make the gossip of models by the schedule or the control of the setting.
 
     Raises:
-        ValueError: a control whose target is in units of updates, where nothing is learnt and no rates are given.
+        ValueError: the target of the control is in units of updates, but the problem has no updates and no rates are
+            given.
     """
     schedule, rates = setting.schedule, setting.control_rates
     if not isinstance(schedule, ConsensusControl):
@@ -180,7 +181,7 @@ def gossip_of(mixing: MixingManager, setting: Setting, clock: Clock, *, overlap:
 
 
 def schedule_of(method: str, setting: Setting) -> Schedule:
-    """The schedule of a method that gossips and takes no control.
+    """Return the schedule of the setting, for a method that does not support a control.
 
     Raises:
         ValueError: the setting has a control.
@@ -194,5 +195,5 @@ def schedule_of(method: str, setting: Setting) -> Schedule:
 
 
 def _squares(x: Tensor) -> list[float]:
-    """||x_i||^2 of each rank, of x [n, d]."""
+    """Return ||x_i||^2 of each rank, from x [n, d]."""
     return [float(square) for square in torch.linalg.vector_norm(x, dim=1, dtype=torch.float64) ** 2]
