@@ -1,4 +1,4 @@
-"""CHOCO-SGD: gossip of compressed differences between each model and a public copy of it; also where peers may fail."""
+"""CHOCO-SGD: gossip of compressed differences between each model and a public copy; with a variant for memberships."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Choco(Algorithm):
         drift_i = drift_i + sum_j W_ij (q_j - q_i)
         x_i = x_i + step_size drift_i
 
-    All neighbours of a rank follow its public copy, since the q alone determine it. As the x̂ approach the x, the
-    differences that are compressed shrink, and so does the error of compression: for any contraction C the ranks agree
-    exactly in the limit. A rank does not store the copies of its neighbours, only drift_i = sum_j W_ij (x̂_j - x̂_i), so
-    the memory takes twice as much as the model, whatever the degree, and a scratch tensor takes as much again. The
-    graph must not change, because drift_i is a sum over the same neighbours in all rounds.
+    The messages q alone determine a public copy, so all neighbours of a rank can follow it. As x̂ approaches x, the
+    compressed differences shrink, and so does the error of compression: for any contraction C the ranks agree exactly
+    in the limit. A rank does not store the copies of its neighbours, only drift_i = sum_j W_ij (x̂_j - x̂_i). So the
+    memory is twice the size of the model for any degree, and a scratch tensor has the size of the model. The graph must
+    not change, because drift_i is a sum over the same neighbours in all rounds.
 
-    With a membership, where neighbours come and go, both ends of a link keep its two public copies: see `LinkChoco`.
+    With a membership, whose neighbours change, both ends of a link keep its two public copies: see `LinkChoco`.
 
     The step size has to fit the compressor and the graph; training diverges if it is too large. On a ring of 8 about
     0.4 works for signs and 0.04 for the largest 1 % of the entries.
@@ -43,8 +43,8 @@ class Choco(Algorithm):
         step_size: the consensus step size, gamma in the paper.
 
     Raises:
-        ValueError: `compressor` is no compressor, or `step_size` is not positive. When the model is wrapped: weights
-            that are not symmetric or that change.
+        ValueError: `compressor` is not a compressor, or `step_size` is not positive. When the model is wrapped: the
+            weights are not symmetric, or they change.
 
     Example:
         >>> ring = RingGraph(8, peers_per_itr=2)
@@ -90,19 +90,19 @@ class Choco(Algorithm):
         """See `Algorithm`.
 
         Raises:
-            ValueError: of a subclass with a round of its own.
+            ValueError: a subclass overrides the round.
         """
         if type(self).round is not Choco.round:
             raise ValueError(
-                f"got a {type(self).__name__} with a membership, expected a Choco, whose rounds by link are known: "
-                "derive from LinkChoco in gossip_modules.algorithms.choco the rounds where peers may fail"
+                f"got a {type(self).__name__} with a membership, expected a Choco, since the base class has a variant "
+                "for memberships; derive your variant from LinkChoco in gossip_modules.algorithms.choco"
             )
         return LinkChoco(self.compressor, step_size=self.step_size)
 
 
 @dataclass(frozen=True)
 class LinkChoco(Choco):
-    """CHOCO-SGD where neighbours come and go: both ends of a link keep the two public copies that belong to it.
+    """CHOCO-SGD with neighbours that join and leave: both ends of a link keep its two public copies.
 
     A round on rank i, for each neighbour j; x̂_ij is the public copy of x_i that j knows, zero when the link begins:
 
@@ -112,15 +112,16 @@ class LinkChoco(Choco):
         x̂_ji = x̂_ji + q_ji
         x_i = x_i + step_size W_ij (x̂_ji - x̂_ij)
 
-    So a neighbour that dies takes its public copy with it, a new one begins with zeros at both ends, and one end adds
-    the difference that the other subtracts: the mean is kept. Links that began in one round have equal x̂_ij, which is
-    then kept and compressed once. While nobody comes or goes these are the rounds of `Choco`, to rounding.
+    If a neighbour dies, its public copies are dropped; a new link begins with zeros at both ends. One end of a link
+    adds the difference that the other end subtracts, so the mean is kept. Links that began in the same round have equal
+    x̂_ij, which the rank stores and compresses once. Without changes of neighbours the rounds equal the rounds of
+    `Choco`, up to rounding.
 
-    The memory takes as much as the model once for each neighbour, and once for each round in which links that there
-    are began, mostly one; a scratch tensor takes as much again.
+    The memory has one vector for each neighbour, and one for each round in which present links began, mostly one round.
+    A scratch tensor has the size of the model.
 
     Args:
-        compressor, step_size: as for `Choco`, which gives this one to a wrapper with a membership.
+        compressor, step_size: see `Choco`, whose `for_membership` makes this algorithm.
     """
 
     keeps_links: ClassVar[bool] = True
@@ -130,7 +131,7 @@ class LinkChoco(Choco):
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
         scratch = m.scratch("difference")
-        begun: dict[str, Any] = {}  # the x̂ of links that begin in this round
+        begun: dict[str, Any] = {}  # the public copy x̂ of links that begin in this round
 
         def begin() -> dict[str, Any]:
             return {"own": begun.setdefault("own", m.zeros()), "theirs": m.zeros()}

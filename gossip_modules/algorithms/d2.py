@@ -1,4 +1,4 @@
-"""D2: D-PSGD that adds what earlier rounds have changed, so that uneven data leaves no bias."""
+"""D2: D-PSGD that adds the changes of earlier rounds, so that uneven data leaves no bias."""
 
 from __future__ import annotations
 
@@ -19,32 +19,31 @@ _LIMIT = -1 / 3
 class D2(Algorithm):
     """D2: x(t+1) = W (2 x(t) - x(t-1) - u(t) + u(t-1)), where u is the step of this rank's optimizer; x(1) = W (x - u).
 
-    In a round on rank i, where h_i is what its optimizer has left, and c_i is zero at first:
+    In a round on rank i, where h_i is the model after the optimizer step, and c_i is zero at first:
 
         x_i = sum_j W_ij (h_j + c_j)
         c_i = x_i - h_i
 
-    c_i is all that earlier rounds have changed, x(t) - x(t-1) + u(t-1). Where the models stand still W c = c - u leaves
-    each rank with just what it needs to cancel its own step: with exact gradients all ranks reach the optimum of the
-    mean of their losses, however their data differ. The mean of the models moves as the mean of the steps. u is the
-    step of any optimizer: with SGD, lr times the gradient, it is the law of the paper; with momentum the limit is the
-    same; with an optimizer that scales gradients, such as Adam, it is where the mean of the scaled gradients is zero.
+    c_i is the sum of the changes by earlier rounds, x(t) - x(t-1) + u(t-1). At a fixed point W c = c - u, so c cancels
+    the step of each rank: with exact gradients all ranks reach the optimum of the mean of their losses, however their
+    data differ. The mean of the models moves by the mean of the steps. u is the step of any optimizer. With SGD u is lr
+    times the gradient, as in the paper. With momentum the limit is the same. With an optimizer that scales gradients,
+    such as Adam, the mean of the scaled gradients is zero in the limit.
 
-    The part that cancels a step is as large as the learning rate. Where the rate changes, on all ranks alike, c is
-    scaled by the ratio of the new one to the old one before the round: see [Note: Units of the learning rate]. The
-    paper has a constant rate.
+    c is proportional to the learning rate. When the rate changes, on all ranks alike, c is scaled by the ratio of the
+    new rate to the old rate before the round: see [Note: Units of the learning rate]. The paper has a constant rate.
 
-    W must be symmetric, must never change, and all its eigenvalues must be above -1/3, else differences of ranks do not
-    die out. A ring of even size with weights of one third has the eigenvalue -1/3. Without graph and mixing a ring is
-    taken, with weights of one third where the number of ranks is odd, else 1/2 for the rank itself and 1/4 for each
-    neighbour. `ExactDiffusion` has no such condition.
+    W must be symmetric, must never change, and all its eigenvalues must be above -1/3. Otherwise differences between
+    ranks do not vanish. A ring of even size with weights of one third has the eigenvalue -1/3. The default is a ring:
+    with weights of one third for an odd number of ranks, else with 1/2 for the rank itself and 1/4 for each neighbour.
+    `ExactDiffusion` has no condition on eigenvalues.
 
     Tang, Lian, Yan, Zhang, Liu, "D2: Decentralized Training over Decentralized Data", ICML 2018, arXiv 1803.07068,
     Algorithm 1.
 
     Raises:
-        ValueError: (when the model is wrapped) weights that are not symmetric, that change, or with an eigenvalue of
-            -1/3 or less.
+        ValueError: (when the model is wrapped) the weights are not symmetric, they change, or they have an eigenvalue
+            of -1/3 or less.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=D2())
@@ -71,7 +70,7 @@ class D2(Algorithm):
         return LaplacianMixing(ring, alpha=0.25)
 
     def check(self, mixing: MixingManager) -> None:
-        """See `Algorithm`; looks at the eigenvalues in worlds of up to 1,024 ranks."""
+        """See `Algorithm`; checks the eigenvalues for up to 1,024 ranks."""
         super().check(mixing)
         lowest = lowest_eigenvalue(mixing)
         if lowest is not None and lowest <= _LIMIT + 1e-9:

@@ -21,23 +21,23 @@ class DecentLaM(Algorithm):
         m_i  <- b m_i + gt_i
         x_i  <- x_i - eta m_i
 
-    In D-PSGD with momentum the bias of uneven data grows with 1 / (1 - b)^2, since momentum is blind to the gossip;
-    here momentum sees both, and the bias is as large as in D-PSGD without momentum.
+    In D-PSGD with momentum the bias of uneven data grows with 1 / (1 - b)^2, since the momentum does not include the
+    gossip. Here the momentum includes both, and the bias is as large as in D-PSGD without momentum.
 
-    The user's optimizer takes the step x_i - eta (b m_i + g_i). The round takes the part of the momentum out again
-    before it mixes, makes gt_i and m_i, and writes m_i into the optimizer's `momentum_buffer`. A parameter that has no
-    gradient in a step gets one of zeros, since SGD would leave it where it is, with its momentum.
+    The user's optimizer takes the step x_i - eta (b m_i + g_i). The round removes the part of the momentum before it
+    mixes, computes gt_i and m_i, and writes m_i into the `momentum_buffer` of the optimizer. A parameter without a
+    gradient gets a gradient of zeros, since SGD would skip it and its momentum.
 
-    W must be symmetric and must never change: on changing pairs the momentum of the gossip itself would make
-    differences of ranks grow. Without graph and mixing, ranks form a ring with weights of one third.
+    W must be symmetric and must never change: on changing pairs the momentum of the gossip would make differences
+    between ranks grow. The default is a ring with weights of one third.
 
     Yuan, Chen, Huang, Zhang, Pan, Xu, Yin, "DecentLaM: Decentralized Momentum SGD for Large-batch Deep Training", ICCV
     2021, arXiv 2104.11981, Algorithm 2.
 
     Raises:
-        ValueError: (when the model is wrapped) weights that are not symmetric, or that change; (optimizer steps)
-            another optimizer than one `torch.optim.SGD` with momentum, without nesterov and dampening, with one
-            learning rate for all parameters.
+        ValueError: (when the model is wrapped) the weights are not symmetric, or they change; (optimizer steps) the
+            optimizer is not one `torch.optim.SGD` with momentum, without nesterov and dampening, with one learning rate
+            for all parameters.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=DecentLaM())

@@ -14,7 +14,7 @@ from ..rounds import Algorithm, Memory, Round, Share, Vectors
 
 @dataclass(frozen=True)
 class DeepSqueeze(Algorithm):
-    """DeepSqueeze: each rank sends its compressed model and adds what compression lost to what it compresses next.
+    """DeepSqueeze: each rank sends its compressed model, and adds the error of compression to its next message.
 
     A round on rank i with the neighbours j, after the local SGD step; e_i is zero at first:
 
@@ -24,9 +24,9 @@ class DeepSqueeze(Algorithm):
         e_i = v_i - q_i
         x_i = x_i + step_size sum_j W_ij (q_j - q_i)
 
-    The model itself is compressed, not a difference that shrinks, so the ranks agree only up to the error of
-    compression times the step size. In return a rank needs no copy of its neighbours' models: the graph may change from
-    round to round, and the memory takes as much as the model.
+    The model itself is compressed instead of a shrinking difference, so the ranks agree only up to the error of
+    compression times the step size. In return a rank needs no copies of its neighbours' models: the graph may change
+    from round to round, and the memory has the size of the model.
 
     Tang et al., "DeepSqueeze: Decentralization Meets Error-Compensated Compression", 2019, arXiv 1907.07346,
     Algorithm 1.
@@ -36,7 +36,7 @@ class DeepSqueeze(Algorithm):
         step_size: the consensus step size, eta in the paper; 0.01 for signs on a ring of 8.
 
     Raises:
-        ValueError: `compressor` is no compressor, or `step_size` is not positive.
+        ValueError: `compressor` is not a compressor, or `step_size` is not positive.
 
     Example:
         >>> model = GossipDataParallel(model, push_sum=False, algorithm=DeepSqueeze(SignNorm(), step_size=0.01))
@@ -70,7 +70,7 @@ class DeepSqueeze(Algorithm):
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
         e = m.vector("error", average="on_request", join="zero")
-        q = v.encode(self.compressor, e.plus(v.x))  # v_i is there only while it is compressed
+        q = v.encode(self.compressor, e.plus(v.x))  # v_i exists only during compression
         received = yield Share(q)
         e.add_(v.x)
         q.add_to(e, alpha=-1.0)

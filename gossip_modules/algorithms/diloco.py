@@ -32,17 +32,17 @@ class DiLoCo(OuterMethod):
     paper, where it is AdamW. With lr=1 and momentum=0 this is local SGD; with one worker it is SNOO (Kallusky et al.,
     2025, arXiv 2510.15830).
 
-    With a `compressor` C messages travel in the place of drifts, and what they leave out is in the next ones. With
+    With a `compressor` C ranks send messages in place of drifts, and later messages contain the left-out rest. With
     r = `error_decay` and e_i zero at first:
 
         e_i <- r e_i + (phi - x_i)
         q_i <- C(e_i)                     # the message of rank i, which every rank gets
         e_i <- e_i - q_i
-        D   <- 1/n  sum_j q_j             # in the place of the mean drift
+        D   <- 1/n  sum_j q_j             # in place of the mean drift
 
-    Entries that a message leaves out come late, and momentum amplifies late entries. With the default rates C must send
-    at least about half of a drift at once: `QSGD(4, bucket_size=32, unbiased=True)` does, while `QSGD(4)`, which sends
-    a quarter of it, and the largest entries alone make quadratic problems diverge. Such codes want less momentum, or
+    Entries that a message leaves out arrive late, and momentum amplifies late entries. With the default rates C must
+    send at least about half of a drift at once. `QSGD(4, bucket_size=32, unbiased=True)` does. `QSGD(4)`, which sends a
+    quarter, and codes of only the largest entries make quadratic problems diverge. Such codes need less momentum, or
     none, as in `SparseLoCo`.
 
     Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, arXiv 2311.08105,
@@ -53,18 +53,18 @@ class DiLoCo(OuterMethod):
         lr: c, the learning rate of the outer optimizer.
         momentum: b, its momentum; 0 <= b < 1.
         optimizer: another outer optimizer, in place of lr and momentum: a function of parameters, such as
-            `lambda parameters: torch.optim.Adam(parameters, lr=0.3)`. It gets flat tensors, one for each dtype, so it
-            must work element by element, without a closure; the same on all ranks. A checkpoint restores its state,
-            such as momentum, and keeps the rates that it is made with. The function is called once when the model is
-            wrapped, for a comparison of ranks, and then for each anchor.
-        compressor: C, a contraction; the same on all ranks. It takes one more copy of the model for e. None: drifts
-            travel as they are.
-        error_decay: r, the share of the unsent rest e that is kept to the next outer step; 0 <= r <= 1.
+            `lambda parameters: torch.optim.Adam(parameters, lr=0.3)`, equal on all ranks. The function gets flat
+            tensors, one for each dtype, so the optimizer must work element by element, without a closure. A checkpoint
+            restores its state, such as momentum, and keeps the rates that the function sets. The function is called
+            once when the model is wrapped, to compare ranks, and then for each anchor.
+        compressor: C, a contraction, equal on all ranks. It takes one more copy of the model for e. None: drifts are
+            sent uncompressed.
+        error_decay: r, the share of the unsent rest e that is kept for the next outer step; 0 <= r <= 1.
 
     Raises:
-        ValueError: a rate out of range, rates beside an optimizer, or an `error_decay` without a compressor; (when the
-            model is wrapped) `optimizer` fails, makes none of the parameters that it is given, or one whose step needs
-            a closure.
+        ValueError: a rate is out of range, there are rates beside an optimizer, or there is an `error_decay` without a
+            compressor; (when the model is wrapped) the function `optimizer` fails, or returns an optimizer of other
+            parameters, or one whose step needs a closure.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=DiLoCo(sync_every=50, lr=0.7, momentum=0.9))
@@ -96,15 +96,16 @@ class DiLoCo(OuterMethod):
         elif not is_number(self.error_decay) or self.error_decay != DiLoCo.error_decay:
             raise ValueError(
                 f"{type(self).__name__}: got error_decay={self.error_decay!r} without a compressor, expected one with "
-                "it: without, nothing is left out; pass e.g. compressor=QSGD(4, bucket_size=32, unbiased=True)"
+                "it, since uncompressed drifts leave nothing out; pass for example "
+                "compressor=QSGD(4, bucket_size=32, unbiased=True)"
             )
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
-        """See `Algorithm`: the settings, and the outer optimizer with what it is made with."""
+        """See `Algorithm`; includes the outer optimizer with its settings."""
         return described_with(str(self), self.make_optimizer, dtypes)
 
     def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
-        """The outer optimizer.
+        """Make the outer optimizer.
 
         Args:
             parameters: the anchor, one flat tensor for each dtype; float32 or wider.
@@ -120,7 +121,7 @@ class DiLoCo(OuterMethod):
         if self.compressor is not None:
             yield from compressed_average(v, m, drift, self.compressor, self.error_decay)
         else:
-            if m.has("error"):  # of a run that had a compressor: it is sent now, once
+            if m.has("error"):  # from a checkpoint of a run with a compressor; it is sent once, now
                 drift.add_(m.vector("error", join="zero"))
             yield Average(drift)
             m.forget("error")

@@ -1,4 +1,4 @@
-"""Eager updates: DiLoCo whose averages may take H steps, since each rank goes on with its own part of the drift."""
+"""Eager updates: DiLoCo whose averages may take H steps, since each rank applies its own part of the drift at once."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from .diloco import DiLoCo
 
 @dataclass(frozen=True)
 class EagerDiLoCo(DiLoCo):
-    """DiLoCo with eager updates: the own part of the mean drift at once, the other parts one outer step later.
+    """DiLoCo with eager updates: a rank applies its own part of the mean drift at once, the other parts one step later.
 
     Every `sync_every` = H optimizer steps, with c = `lr` and b = `momentum`, of rank i in outer step k:
 
-        D_i   <- phi_i - x_i                                      # its mean over ranks travels for H steps
+        D_i   <- phi_i - x_i                                      # averaged over ranks during the next H steps
         G_i   <- D_i / n + mean_j D_j(k - 1) - D_i(k - 1) / n     # the own drift now, the other drifts late
         m_i   <- b m_i + G_i
         phi_i <- phi_i - c (G_i + b m_i)
         x_i   <- phi_i
 
-    Anchors differ between ranks by the drifts under way; each drift is counted once on each rank. With one rank this is
-    `DiLoCo`. Beside DiLoCo it keeps one more vector, so four copies of the model.
+    Anchors of ranks differ by the drifts in flight; each drift counts once on each rank. With one rank this is
+    `DiLoCo`. It keeps one vector more than DiLoCo, which makes four copies of the model.
 
-    With a `compressor`, q_i of `DiLoCo`, the decompressed message of rank i, replaces D_i in G_i: a rank applies the
-    same part of its drift as the other ranks, and keeps the rest in e_i. So anchors still differ only by the drifts
-    under way; with D_i on rank i and q_i on the other ranks they would also differ by e_i.
+    With a `compressor`, the decompressed message q_i of `DiLoCo` replaces D_i in G_i. A rank then applies the same part
+    of its drift as the other ranks, and keeps the rest in e_i. So anchors still differ only by the drifts in flight;
+    with D_i on rank i and q_i on the other ranks they would also differ by e_i.
 
     Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", 2025, arXiv 2502.12996.
 
-    It takes the arguments of `DiLoCo`, without `delay` and `own_weight`; for `fragments` see `Periodic`.
+    The arguments are the arguments of `DiLoCo` without `delay` and `own_weight`; for `fragments` see `Periodic`.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=EagerDiLoCo(sync_every=50))
@@ -47,7 +47,7 @@ class EagerDiLoCo(DiLoCo):
     short_name: ClassVar[str] = "eagerdiloco"
     title: ClassVar[str] = "Eager DiLoCo"
     summary: ClassVar[str] = (
-        "takes a rank's own part of the mean drift at once, and that of the others one outer step later"
+        "applies a rank's own part of the mean drift at once, and the other parts one outer step later"
     )
     paper: ClassVar[Paper | None] = Paper(
         "Kale et al.", "Eager Updates For Overlapped Communication and Computation in DiLoCo", "2025", "2502.12996"
@@ -60,7 +60,7 @@ class EagerDiLoCo(DiLoCo):
 
     @property
     def kept(self) -> float:
-        """See `Periodic`: x becomes phi at once. The rank keeps half of its own buffers, as the average comes late."""
+        """See `Periodic`; x becomes phi at once. The weight applies to buffers only, whose average comes late."""
         return 0.5
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:

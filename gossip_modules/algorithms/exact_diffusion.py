@@ -15,22 +15,21 @@ from ..rounds import Algorithm, Memory, Mix, Round, Vectors
 class ExactDiffusion(Algorithm):
     """Exact diffusion: each rank adapts, corrects the part that its adaptation repeats, and combines.
 
-    In a round on rank i, where psi_i = x_i - u_i is what its optimizer has left:
+    In a round on rank i, where psi_i = x_i - u_i is the model after the optimizer step:
 
-        phi_i = psi_i + x_i - psi'_i              # psi': psi of the round before; phi = psi in the first one
+        phi_i = psi_i + x_i - psi'_i              # psi': psi of the round before; phi = psi in the first round
         x_i   = phi_i / 2 + sum_j W_ij phi_j / 2
 
-    It is `D2` with (I + W) / 2 in the place of W, whose eigenvalues are never below 0: so it has D2's limit, the
-    optimum of the mean of all losses, without its condition on the eigenvalues, and agrees about half as fast.
+    The law is `D2` with (I + W) / 2 in place of W. Its eigenvalues are never below 0, so exact diffusion needs no
+    condition on them. It has the limit of D2, the optimum of the mean of all losses, and agrees about half as fast.
 
-    x_i - psi'_i is scaled where the learning rate changes, as the c of D2. Without graph and mixing, ranks form a ring
-    with weights of one third.
+    x_i - psi'_i is scaled when the learning rate changes, as c in D2. The default is a ring with weights of one third.
 
     Yuan, Ying, Zhao, Sayed, "Exact Diffusion for Distributed Optimization and Learning - Part I: Algorithm
     Development", IEEE Transactions on Signal Processing 2019, arXiv 1702.05122, Algorithm 1.
 
     Raises:
-        ValueError: (when the model is wrapped) weights that are not symmetric, or that change.
+        ValueError: (when the model is wrapped) the weights are not symmetric, or they change.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=ExactDiffusion())

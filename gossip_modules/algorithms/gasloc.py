@@ -20,7 +20,7 @@ from .outer_method import OuterMethod
 
 @dataclass(frozen=True)
 class GASLoC(OuterMethod):
-    """GASLoC: H steps alone, an outer step of each rank by itself, and one round of gossip of the result.
+    """GASLoC: each rank trains alone for H steps and takes an outer step alone, then one round of gossip mixes it.
 
     Every `sync_every` = H optimizer steps, with c = `lr`, g = `momentum`, alpha = `step_size`, W(t) the weights of the
     wrapper's graph and L = I - W(t):
@@ -30,30 +30,31 @@ class GASLoC(OuterMethod):
         phi_i <- e_i + alpha (sum_j W_ij(t) e_j - e_i)       # (I - alpha L) e
         x_i   <- phi_i
 
-    The extrapolation e is mixed as a whole, momentum and all: so ranks do not disagree for ever, and with alpha = 1 on
-    a complete graph this is `DiLoCo` with the same rates. On an undirected graph that never changes, differences of the
-    ranks die out where all eigenvalues of I - alpha L are above -1 / (1 + 2 g); with alpha = 1/2 none is below 0. On
-    directed graphs, and on those that change, the momentum may let differences grow with any alpha: so with the rates
-    given here on pairs at exponential distances of 10 ranks, or on `BaseGraph(11)`. Such weights are refused, in worlds
-    of up to 128 ranks (1,024 where the graph never changes). Without graph and mixing, ranks form a ring.
+    The round mixes the whole extrapolation e with its momentum, so ranks do not disagree for ever. With alpha = 1 on a
+    complete graph this is `DiLoCo` with the same rates. On an undirected graph that never changes, differences between
+    ranks vanish if all eigenvalues of I - alpha L are above -1 / (1 + 2 g); with alpha = 1/2 none is below 0. On
+    directed and on changing graphs the momentum may let differences grow with any alpha. With the default rates this
+    happens on pairs at exponential distances of 10 ranks and on `BaseGraph(11)`. Such weights raise an error for up to
+    128 ranks (1,024 if the graph never changes). The default graph is a ring.
 
     Cagnasso, Belilovsky, Oyallon, "Unifying Local Communications and Local Updates for LLM Pretraining", 2026, arXiv
-    2606.11081. The law is given here as secondary sources have it; some add the momentum unmixed.
+    2606.11081. The law follows secondary sources; some of them add the momentum unmixed.
 
     Args:
         sync_every: H, the number of optimizer steps from one outer step to the next.
         lr: c, the outer learning rate.
         momentum: g, the outer momentum; 0 <= g < 1.
         step_size: alpha, how far a round goes; 0 < alpha <= 1.
-        optimizer: another outer optimizer, in place of lr and momentum, as of `DiLoCo`: it steps the anchor of each
-            rank with that rank's own drift as gradient, e_i <- step(phi_i, phi_i - x_i), and e is mixed. What it
-            remembers, such as a momentum, stays on its rank. Whether differences of ranks grow is not looked at then:
-            with x <- phi, that is without a delay and an own_weight, they cannot on account of the rounds, as a drift
-            has nothing of them.
+        optimizer: another outer optimizer, in place of lr and momentum, as for `DiLoCo`. It steps the anchor of each
+            rank with the drift of this rank as gradient, e_i <- step(phi_i, phi_i - x_i), and the round mixes e. Its
+            state, such as a momentum, stays on its rank. Weights are then not checked for growing differences. If
+            x <- phi (no delay, no own_weight), a drift contains no differences between anchors, so rounds cannot make
+            them grow.
 
     Raises:
-        ValueError: a rate out of range, or rates beside an optimizer; weights on which differences of ranks would grow;
-            (when the model is wrapped) with a momentum, a gossiper that compresses.
+        ValueError: a rate is out of range, or there are rates beside an optimizer; (when the model is wrapped)
+            differences between ranks would grow with these weights, or the inner algorithm compresses while there is a
+            momentum.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=GASLoC(sync_every=50), graph=RingGraph(8, peers_per_itr=2))
@@ -87,15 +88,15 @@ class GASLoC(OuterMethod):
 
     @property
     def needs_whole_rounds(self) -> bool:  # type: ignore[override]
-        """See `Algorithm`: y - y' has what the last round has changed."""
+        """See `Algorithm`; y - y' contains the change by the last round."""
         return self.optimizer is None and self.momentum > 0
 
     def default_graph(self, world_size: int) -> RingGraph:
-        """See `Algorithm`: the ring with both neighbours, on which differences die out in every world."""
+        """See `Algorithm`; differences vanish on a ring with both neighbours for any number of ranks."""
         return undirected_ring(world_size)
 
     def check(self, mixing: MixingManager) -> None:
-        """See `Algorithm` and `growth`. Of an optimizer of the user's the law is not known."""
+        """See `Algorithm` and `growth`. With an optimizer of the user the law is not known and not checked."""
         super().check(mixing)
         if self.optimizer is not None:
             return
@@ -105,7 +106,7 @@ class GASLoC(OuterMethod):
         check_growth("GASLoC", rates, mixing, self._law, step="outer step", remedy="a smaller momentum")
 
     def _law(self, w: Tensor) -> Tensor:
-        """(phi, y, x) <- itself in an outer step, without drift; without x where it becomes phi."""
+        """The matrix of an outer step without drift on (phi, y, x), or on (phi, y) if x becomes phi."""
         c, g, kept, one = self.lr, self.momentum, self.kept, identity_like(w)
         a = (1 - self.step_size) * one + self.step_size * w
         if not kept:
@@ -115,7 +116,7 @@ class GASLoC(OuterMethod):
         return blocks([phi, [(1 - c) * one, 0 * one, c * one], [*x[:2], x[2] + kept * one]])
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
-        """See `Algorithm`: the settings, and the outer optimizer with what it is made with."""
+        """See `Algorithm`; includes the outer optimizer with its settings."""
         return str(self) if self.optimizer is None else described_with(str(self), self.optimizer, dtypes)
 
     def begin(self, v: Vectors, m: Memory) -> None:
@@ -125,7 +126,7 @@ class GASLoC(OuterMethod):
             self._before(m)
 
     def _before(self, m: Memory) -> Vector:
-        """y': y of the round before."""
+        """Return y', which is y of the round before."""
         return m.vector("y", start="x", average="reset")
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:

@@ -15,28 +15,28 @@ from ..rounds import Algorithm, Memory, Mix, Round, Vectors
 class GradientTracking(Algorithm):
     """Gradient tracking: x <- W (x - y), where y follows the mean over ranks of the steps u: y <- W (y + u - u').
 
-    In a round on rank i, where u_i is the step that its optimizer has taken, and u'_i the one before:
+    In a round on rank i, where u_i is the step of its optimizer, and u'_i the step before:
 
         y_i <- sum_j W_ij (y_j + u_j - u'_j)     # the first y_i is u_i
         x_i <- sum_j W_ij (x_j - y_j)            # x: before the step of the optimizer
 
-    The mean of the y is the mean of the u at all times, and W makes them equal. So all ranks move alike, and where the
-    models stand still the mean step is zero: with exact gradients that is the optimum of the mean of all losses. A
-    round takes two messages to each peer, one after the other: the step cannot be taken back before y is known.
+    The mean of y equals the mean of u at all times, and W makes the y equal. So all ranks take equal steps, and at a
+    fixed point the mean step is zero: with exact gradients that is the optimum of the mean of all losses. A round sends
+    two messages to each peer, one after the other, since x can be mixed only after y is known.
 
-    In the paper's notation u = eta g and y is eta times its y. What is carried, y - u', is in units of the learning
-    rate: where the rate changes, on all ranks alike, it is scaled by the ratio of the new one to the old one before the
-    round, so that the two are the same. See [Note: Units of the learning rate]. u is the step of any optimizer; with
-    one that scales gradients, such as Adam, the limit is where the mean of the scaled gradients is zero. The graph may
+    In the notation of the paper u = eta g, and y here is eta times y there. The vector y - u' in the memory is in units
+    of the learning rate. When the rate changes, on all ranks alike, the vector is scaled by the ratio of the new rate
+    to the old rate before the round: see [Note: Units of the learning rate]. u is the step of any optimizer. With an
+    optimizer that scales gradients, such as Adam, the mean of the scaled gradients is zero in the limit. The graph may
     be directed and may change, if its weights are doubly stochastic; the default is a ring with weights of one third.
 
     Di Lorenzo, Scutari, "NEXT: In-Network Nonconvex Optimization", IEEE Transactions on Signal and Information
     Processing over Networks 2016, arXiv 1602.00591; Xu, Zhu, Soh, Xie, "Augmented Distributed Gradient Methods for
-    Multi-Agent Optimization Under Uncoordinated Constant Stepsizes", CDC 2015, where both vectors are mixed after they
-    were changed, as here.
+    Multi-Agent Optimization Under Uncoordinated Constant Stepsizes", CDC 2015, which also mixes both vectors after
+    their changes.
 
     Raises:
-        ValueError: (when the model is wrapped) weights that are not doubly stochastic.
+        ValueError: (when the model is wrapped) the weights are not doubly stochastic.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=GradientTracking())

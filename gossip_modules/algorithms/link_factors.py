@@ -1,4 +1,4 @@
-"""The factors of PowerGossip: two of every matrix for each link, and an orthonormal basis of either."""
+"""The factors of PowerGossip: two factors of every matrix for each link, and orthonormal bases of their columns."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..rounds import Vector
 from .matrix_batches import MatrixBatches, side_by_side
 
 Link: TypeAlias = dict[str, Any]
-"""What is kept of a link: "left", the factors P of all batches, "right", the factors Q, and "iterations", their number.
+"""The state of a link: "left", the factors P of all batches, "right", the factors Q, and "iterations", their number.
 
-Each factor is [num_matrices, rows or columns, rank]. Both ends of the link hold equal bits.
+Each factor has the shape [num_matrices, rows or columns, rank]. Both ends of the link hold equal bits.
 """
 SIDES = ("left", "right")
 
@@ -25,9 +25,9 @@ class Bases(NamedTuple):
     """Orthonormal bases of the links whose iteration computes the same factor.
 
     Attributes:
-        side: the factor that is computed: 0 for P, 1 for Q; the bases are of the other one.
-        peers: at the other ends of the links.
-        of: for each batch the bases, [links, num_matrices, rows or columns, rank].
+        side: the factor that is computed, 0 for P and 1 for Q; the bases belong to the other factor.
+        peers: the ranks at the other ends of the links.
+        of: the bases for each batch, [links, num_matrices, rows or columns, rank].
     """
 
     side: int
@@ -81,14 +81,20 @@ class LinkFactors:
         ]
 
     def advance(self, link: Link, high: Sequence[Tensor], low: Sequence[Tensor]) -> None:
-        """P <- X_j Q̂ - X_i Q̂, or Q <- X_j^T P̂ - X_i^T P̂; high: the products of j. low: of i < j. For each batch."""
+        """P <- X_j Q̂ - X_i Q̂, or Q <- X_j^T P̂ - X_i^T P̂, for the link of i < j.
+
+        Args:
+            link: the state of the link, mutated.
+            high: the products of j for each batch.
+            low: the products of i for each batch.
+        """
         side = link["iterations"] % 2
         pairs = zip(high, low, self._matrices.batches, strict=True)
         link[SIDES[side]] = [torch.sub(a, b).view(batch.factor_shape(side)) for a, b, batch in pairs]
         link["iterations"] += 1
 
     def _orthonormalized(self, side: int, links: Mapping[int, Link]) -> list[Tensor]:
-        """For each batch an orthonormal basis of the columns of these links' factors on that side.
+        """Return an orthonormal basis of the columns of the links' factors on this side, for each batch.
 
         Factors are zero before the first iteration; `orthonormalize` replaces zeros by the first draws.
         """
@@ -110,7 +116,7 @@ class LinkFactors:
         return self._first[peer, side]
 
     def _draw(self, peer: int, side: int, iteration: int) -> list[Tensor]:
-        """Standard normal factors, float64, a pure function of (seed, link, its iteration)."""
+        """Draw standard normal factors, float64: a pure function of the seed, the link and its iteration."""
         draws = []
         for number, batch in enumerate(self._matrices.batches):
             key = (self._seed, min(self._rank, peer), max(self._rank, peer), iteration, number, side)
@@ -122,7 +128,7 @@ class LinkFactors:
 
 
 def checksum(link: Link) -> int:
-    """A checksum of all factors of a link, modulo 2**32."""
+    """Return a checksum of all factors of a link, modulo 2**32."""
     factors: Sequence[Tensor] = [factor for pair in zip(link["left"], link["right"], strict=True) for factor in pair]
     total = torch.zeros((), dtype=torch.int64, device=factors[0].device if factors else "cpu")
     for factor in factors:
@@ -132,7 +138,7 @@ def checksum(link: Link) -> int:
 
 
 class LowRankChange:
-    """What a round adds to the matrices of a model: a sum of products left right^T for each batch.
+    """The change of the matrices of a model by a round: a sum of products left right^T for each batch.
 
     Args:
         matrices: the matrices of the model.
@@ -146,7 +152,7 @@ class LowRankChange:
         self._terms: list[list[tuple[Tensor, Tensor]]] = [[] for _ in matrices.batches]
 
     def times(self, number: int, side: int, basis: Tensor) -> Tensor:
-        """(X + the change so far) times the basis on side 0, its transpose times the basis on side 1."""
+        """Return (X + change) times the basis on side 0, or its transpose times the basis on side 1."""
         X = self._X[number]
         product = (X.mT if side else X) @ basis
         for term in self._terms[number]:
@@ -163,7 +169,7 @@ class LowRankChange:
                 self._terms[number].append((side_by_side(left), side_by_side(right)))
 
     def add_to(self, x: Vector) -> None:
-        """x <- x + the change; x is the model that was given, or a correction that is added to it."""
+        """x <- x + the change; x is the model, or a correction that is added to the model."""
         with x.adding() as total:
             for batch, terms in zip(self._matrices.batches, self._terms, strict=True):
                 for left, right in terms:

@@ -19,7 +19,7 @@ class LocalSGD(Periodic):
         sync_every: H, the number of optimizer steps from one average to the next.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=LocalSGD(sync_every=16))

@@ -1,4 +1,4 @@
-"""The matrices of a model in few batches, so that products over all of them are few operations."""
+"""The matrices of a model in few batches, so that a product over all of them takes few operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..rounds import wide
 
 
 class Batch(NamedTuple):
-    """Neighbouring matrices of one shape: a part of a vector from element `first` on as [num_matrices, rows, columns].
+    """Neighbouring matrices with equal shapes: elements of a vector from `first` on as [num_matrices, rows, columns].
 
     Attributes:
         part: the index of the part of the vector that holds the matrices.
@@ -38,12 +38,12 @@ class Batch(NamedTuple):
         return parts[self.part][self.first : self.first + numel].view(self.num_matrices, self.rows, self.columns)
 
     def factor_shape(self, side: int) -> tuple[int, int, int]:
-        """The shape of a factor: on side 0 the left one, P = X Q, on side 1 the right one, Q = X^T P."""
+        """Return the shape of a factor: side 0 is the left factor, P = X Q; side 1 is the right factor, Q = X^T P."""
         return self.num_matrices, self.columns if side else self.rows, self.rank
 
 
 class Exact(NamedTuple):
-    """Neighbouring vectors that are sent as they are: elements [first, last) of a part."""
+    """Neighbouring vectors that are sent uncompressed: elements [first, last) of a part."""
 
     part: int
     first: int
@@ -60,14 +60,14 @@ class MatrixBatches:
     Args:
         layout: the shapes of the parameters.
         rank: the number of columns of the factors, at most; a matrix with a shorter side has fewer.
-        compress_vectors: whether neighbouring vectors are one nearly square matrix; else they are sent exactly.
+        compress_vectors: whether neighbouring vectors form one nearly square matrix; otherwise they are sent exactly.
 
     Attributes:
-        batches: the matrices, neighbours of one shape together.
+        batches: the matrices; neighbours with equal shapes form one batch.
         exact: the vectors that are sent exactly.
-        dtypes: of the factors of each batch, float32 at least.
+        dtypes: the dtype of the factors of each batch, float32 at least.
         exact_sizes: the dtype and the number of elements of each of `exact`.
-        num_bytes, num_exact_bytes: of the matrices, and of the vectors that are sent exactly.
+        num_bytes, num_exact_bytes: the bytes of the matrices, and of the vectors that are sent exactly.
     """
 
     def __init__(self, layout: FlatLayout, *, rank: int, compress_vectors: bool) -> None:
@@ -86,18 +86,18 @@ class MatrixBatches:
         self.num_exact_bytes = sum(numel * dtype.itemsize for dtype, numel in self.exact_sizes)
 
     def sizes(self, side: int, *, has_exact: bool) -> list[tuple[torch.dtype, int]]:
-        """The dtype and the number of elements of the fields of a message.
+        """Return the dtype and the number of elements of each field of a message.
 
         Args:
-            side: of the factors that its products make.
-            has_exact: whether the vectors that are sent exactly come first.
+            side: the side of the factors that the message makes.
+            has_exact: whether the message begins with the vectors that are sent exactly.
         """
         pairs = zip(self.dtypes, self.batches, strict=True)
         return [*(self.exact_sizes if has_exact else []), *((d, prod(b.factor_shape(side))) for d, b in pairs)]
 
 
 def _runs(part: int, segment: Segment, *, rank: int, compress_vectors: bool) -> Iterator[Batch | Exact]:
-    """Neighbouring matrices of one shape as one batch; neighbouring vectors as one matrix, or as they are."""
+    """Yield neighbouring matrices with equal shapes as a batch, and neighbouring vectors as a matrix or exactly."""
 
     def batch(num_matrices: int, rows: int, columns: int) -> Batch:
         return Batch(part, first, num_matrices, rows, columns, min(rank, rows, columns))
@@ -126,7 +126,7 @@ def _runs(part: int, segment: Segment, *, rank: int, compress_vectors: bool) -> 
 
 
 def side_by_side(factors: Tensor) -> Tensor:
-    """[links, num_matrices, d, rank] as [num_matrices, d, links * rank], so that one product serves all links."""
+    """Reshape [links, num_matrices, d, rank] to [num_matrices, d, links * rank], for one product over all links."""
     return factors.permute(1, 2, 0, 3).flatten(2)
 
 
@@ -134,10 +134,10 @@ def side_by_side(factors: Tensor) -> Tensor:
 def full_precision(device: torch.device) -> Iterator[None]:
     """Compute matrix products in the dtype of their arguments: without autocast and without TF32.
 
-    TF32 is a setting of the whole process, so products that training computes meanwhile are more precise than asked.
+    TF32 is a setting of the whole process, so products of training at the same time are also computed without it.
     """
     matmul = torch.backends.cuda.matmul
-    # Since torch 2.9 the setting has a new name, and a process that has used the new name may not use the old one.
+    # Since torch 2.9 the setting has a new name. A process that has used the new name must not use the old one.
     name, exact = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
     before = getattr(matmul, name)
     is_changed = device.type == "cuda" and before != exact

@@ -1,4 +1,4 @@
-"""Moniqua: gossip of the models modulo a bound on how much neighbours differ."""
+"""Moniqua: gossip of models modulo a bound on the differences between neighbours."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..rounds import Algorithm, Memory, Received, Round, Share, Vectors
 _HEADER_BYTES = 8
 _WORD = 1 << 32
 _TOO_LARGE, _NOT_FINITE = 1 << 32, 1 << 33  # flags in a header, above the 32 bits of the checksum
-_MAX_NUMBER = (1 << 31) * (1 - 1e-6)  # grid numbers are int32; a little less, so that rounding never exceeds it
+_MAX_NUMBER = (1 << 31) * (1 - 1e-6)  # the range of int32 grid numbers, with a margin for rounding
 _MULTIPLIER = 0x9E3779B1 - _WORD  # 2**32 over the golden ratio, odd, as int32
 
 
 @dataclass(frozen=True)
 class Moniqua(Algorithm):
-    """Moniqua: each rank sends its model on a grid, modulo L grid points; theta bounds how far neighbours differ.
+    """Moniqua: each rank sends its model on a grid, modulo L grid points; theta bounds differences of neighbours.
 
     A round on rank i with the neighbours j, after the local SGD step; h = theta / (L / 2 - 1) and L = 2^bits:
 
@@ -36,14 +36,14 @@ class Moniqua(Algorithm):
         d_ij = (n_j - n_i) mod L, in [-L / 2, L / 2)
         x_i = x_i + step_size h sum_j W_ij d_ij
 
-    The leading digits of n_i need not be sent: where the entries of neighbours differ by less than theta, the last
-    `bits` bits of both numbers determine n_j - n_i. The dither u in [0, 1) is random and the same on all ranks, so
-    equal entries have the difference zero, and other differences are right in expectation. Moniqua keeps nothing from
-    round to round and no copy of a model, and works on any undirected graph.
+    The leading digits of n_i need not be sent: if the entries of neighbours differ by less than theta, the last `bits`
+    bits of both numbers determine n_j - n_i. The dither u in [0, 1) is random and equal on all ranks. So equal entries
+    have the difference zero, and other differences are correct in expectation. Moniqua has no state and no copy of a
+    model, and works on any undirected graph.
 
-    Differences are whole numbers and opposite at the two ends of a link, so the mean is kept to float rounding. A
-    message carries a checksum of all n_i with their leading digits. A neighbour compares it, before its model changes,
-    and raises an error where an entry differed by more than theta, instead of computing a wrong model.
+    Differences are whole numbers and opposite at the two ends of a link, so the mean is kept up to float rounding. A
+    message has a checksum of all n_i with their leading digits. A neighbour compares it before its model changes. If an
+    entry differs by more than theta, the neighbour raises an error instead of computing a wrong model.
 
     Lu, De Sa, "Moniqua: Modulo Quantized Communication in Decentralized SGD", ICML 2020, arXiv 2002.11787,
     Algorithm 1 with shared randomness.
@@ -52,12 +52,12 @@ class Moniqua(Algorithm):
         theta: the bound on |x_i - x_j| for every entry of two neighbours' models.
         bits: the number of bits per entry; 2, 4 or 8.
         step_size: the consensus step size; 1 is right for 8 bits, fewer bits need less.
-        seed: the seed of the dither, the same on all ranks.
+        seed: the seed of the dither, equal on all ranks.
 
     Raises:
         ValueError: an argument is out of range. In a round: an entry of this rank or of a neighbour is 2^31 grid
-            spacings h or more from zero; raise theta, since neighbouring float32 numbers of that size differ by more
-            than theta. All ranks that received the message raise it.
+            spacings h or more from zero. Pass a larger theta, since neighbouring float32 numbers of that size differ by
+            more than theta. All ranks that received the message raise the error.
         RuntimeError: in a round: neighbours differ by more than theta in an entry, or an entry is not finite.
 
     Example:
@@ -76,7 +76,7 @@ class Moniqua(Algorithm):
     paper: ClassVar[Paper | None] = Paper(
         "Lu, De Sa", "Moniqua: Modulo Quantized Communication in Decentralized SGD", "ICML 2020", "2002.11787"
     )
-    is_skippable: ClassVar[bool] = False  # a message without finite numbers is an error, and not left out
+    is_skippable: ClassVar[bool] = False  # a message with numbers that are not finite raises an error
     takes_wire_dtype: ClassVar[bool] = False
     needs_symmetric_weights: ClassVar[bool] = True
     takes_rows: ClassVar[bool] = False
@@ -95,12 +95,12 @@ class Moniqua(Algorithm):
 
     @property
     def num_levels(self) -> int:
-        """L."""
+        """L, the number of levels of a code."""
         return 1 << self.bits
 
     @property
     def spacing(self) -> float:
-        """The distance h of grid points."""
+        """h, the distance between grid points."""
         return self.theta / (self.num_levels // 2 - 1)
 
     def step_size_on(self, mixing: MixingManager) -> float:
@@ -119,7 +119,7 @@ class Moniqua(Algorithm):
     # The code of a model, see `Code`.
 
     def message_like(self, x: Tensor) -> Tensor:
-        """A new message for vectors like x: uint8 [num_bytes]."""
+        """Make a message for vectors like x: uint8 [num_bytes]."""
         return x.new_zeros(_HEADER_BYTES + packed_size(x.numel(), self.bits), dtype=torch.uint8)
 
     def compress(self, x: Tensor, message: Tensor, *, t: int) -> None:
@@ -139,7 +139,7 @@ class Moniqua(Algorithm):
         message[:_HEADER_BYTES].copy_((checksum % _WORD + flags).view(torch.uint8))
 
     def _check(self, v: Vectors, received: Received) -> None:
-        """Raise an error where the differences that a message tells do not lead to the model of its checksum."""
+        """Raise an error if the differences from a message do not reproduce its checksum."""
         messages = [message.fields for _, message in received]
         for index, part in enumerate(v.x.parts):
             if part.numel():
@@ -167,25 +167,25 @@ class Moniqua(Algorithm):
                 x[start:stop] += difference.mul_(self.step_size * weight * self.spacing)
 
     def _levels(self, message: Tensor, mine: Tensor, start: int, stop: int) -> Tensor:
-        """d_ij + L / 2 in [0, L), for entries [start, stop); mine: n_i mod L of these."""
+        """Return d_ij + L / 2 in [0, L) for entries [start, stop), where `mine` is n_i mod L of these entries."""
         theirs = unpack(self._codes(message, start, stop), self.bits, stop - start)
         # Bytes wrap around modulo 256, a multiple of the number of levels.
         return (theirs - mine + self.num_levels // 2) & (self.num_levels - 1)
 
     def _fail(self, v: Vectors, names: Sequence[object], headers: Sequence[int]) -> None:
-        """Raise the error that the headers of all messages tell; the header of this rank is the first one."""
+        """Raise the error that the headers of all messages indicate; the first header belongs to this rank."""
         who = f"rank {names[0]}: round {v.t}"
         if too_large := [name for name, header in zip(names, headers, strict=True) if header & _TOO_LARGE]:
             owners = ", ".join(map(str, too_large))
             raise ValueError(
                 f"{who}: got a model of rank {owners} with an entry of {self._limit:.3g} or more, "
                 f"expected less: Moniqua with theta={self.theta} and {self.bits} bits counts spacings of "
-                f"{self.spacing:.3g}, fewer than 2^31; raise theta, or find out why entries are so large"
+                f"{self.spacing:.3g}, fewer than 2^31; pass a larger theta, or find out why entries are so large"
             )
         raise RuntimeError(
             f"{who}: got a neighbour's model that differs in an entry "
-            f"by more than theta={self.theta}, or is not finite, expected less; raise theta, lower "
-            "step_size or the learning rate, or start from equal models"
+            f"by more than theta={self.theta}, or is not finite, expected less; pass a larger theta, a smaller "
+            "step_size or learning rate, or start from equal models"
         )
 
     @property
@@ -193,17 +193,16 @@ class Moniqua(Algorithm):
         return _MAX_NUMBER * self.spacing
 
     def _codes(self, message: Tensor, start: int, stop: int) -> Tensor:
-        """The bytes of a message that hold entries [start, stop); start is a multiple of 8."""
+        """Return the bytes of a message for the entries [start, stop); start is a multiple of 8."""
         first = _HEADER_BYTES + start * self.bits // 8
         return message[first : first + packed_size(stop - start, self.bits)]
 
 
 def _factors(numbers: Tensor, start: int) -> Tensor:
-    """An odd factor for each number, a hash of its position: int32.
+    """Return an odd factor for each number, a hash of its position: int32.
 
-    The checksum is the sum of all numbers times their factors, correct modulo 2**32, so that overflow of int32 is
-    harmless. The factors have no pattern, so that differences which are wrong by multiples of the number of levels do
-    not cancel.
+    The checksum is the sum of all numbers times their factors, modulo 2**32, so overflow of int32 is harmless. The
+    factors have no pattern, so that errors by multiples of the number of levels do not cancel.
     """
     places = torch.arange(numbers.numel(), dtype=torch.int32, device=numbers.device).add_(start % (_WORD // 2))
     factors = places.mul_(_MULTIPLIER)
@@ -211,5 +210,5 @@ def _factors(numbers: Tensor, start: int) -> Tensor:
 
 
 def _header(message: Tensor) -> Tensor:
-    """The checksum, plus `_TOO_LARGE` if an entry was too large, or `_NOT_FINITE`: int64 [1], a copy."""
+    """Return a copy of the header, int64 [1]: the checksum, and the flags `_TOO_LARGE` or `_NOT_FINITE`."""
     return message[:_HEADER_BYTES].clone().view(torch.int64)

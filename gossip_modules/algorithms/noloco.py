@@ -18,7 +18,7 @@ from .outer_method import OuterMethod
 
 @dataclass(frozen=True)
 class NoLoCo(OuterMethod):
-    """NoLoCo: H steps alone, then a momentum step with the mean drift of a random pair, which also pulls it together.
+    """NoLoCo: H steps alone, then a momentum step along the mean drift of a random pair, with a pull between the two.
 
     Every `sync_every` = H optimizer steps, with a = `momentum`, b = `lr`, c = `pull`, and mean_G over rank i and the
     peer that this outer step draws for it:
@@ -27,11 +27,10 @@ class NoLoCo(OuterMethod):
         phi_i <- phi_i + m_i
         x_i   <- phi_i
 
-    Both means travel as one vector, b (x - phi) + c phi. Each rank has an anchor of its own. The pull gives the
-    differences of the anchors a momentum too: with c >= 2 (1 - a^2) they grow from outer step to outer step instead of
-    shrinking, so such rates are refused. On a graph that is named the limit is another one, and lower rates than these
-    may be too large: they are refused where differences grow on it, in worlds of up to 128 ranks (1,024 where it is
-    undirected and never changes).
+    Ranks send both means as one vector, b (x - phi) + c phi. Each rank has its own anchor. The pull gives the
+    differences between anchors a momentum too. With c >= 2 (1 - a^2) they grow from outer step to outer step, so such
+    rates raise an error. On a graph of your own the limit is different and may be lower. If differences grow on it, the
+    rates raise an error for up to 128 ranks (1,024 if the graph is undirected and never changes).
 
     "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", 2025, arXiv 2506.10911; the rates are
     taken from its code.
@@ -40,13 +39,13 @@ class NoLoCo(OuterMethod):
         sync_every: H, the number of optimizer steps from one outer step to the next.
         lr: b, the outer learning rate.
         momentum: a, the outer momentum; 0 <= a < 1.
-        pull: c, how strongly the anchors of a pair are pulled together; None: as `lr`.
-        seed: of the pairs, which are drawn anew for each outer step; the same on all ranks. The wrapper's `graph` and
-            `mixing` take the place of the pairs.
+        pull: c, the strength of the pull between the anchors of a pair; None: equal to `lr`.
+        seed: the seed of the random pairs of each outer step, equal on all ranks. The arguments `graph` and `mixing`
+            of the wrapper replace the pairs.
 
     Raises:
-        ValueError: a rate out of range, or c >= 2 (1 - a^2); a seed that is no integer of at least 0; (when the model
-            is wrapped) a graph on which the differences between ranks would grow.
+        ValueError: a rate is out of range, c >= 2 (1 - a^2), or the seed is not an integer of at least 0; (when the
+            model is wrapped) the differences between ranks would grow on the graph.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=NoLoCo(sync_every=50))
@@ -79,7 +78,7 @@ class NoLoCo(OuterMethod):
             raise ValueError(
                 f"NoLoCo: got pull={pull:g} with momentum={self.momentum:g}, expected pull < 2 (1 - momentum^2) = "
                 f"{limit:g}, since otherwise the differences between ranks grow from outer step to outer step; lower "
-                "the momentum, or the pull, which is lr where it is not given"
+                "the momentum, or the pull, whose default is lr"
             )
 
     @property
@@ -88,7 +87,7 @@ class NoLoCo(OuterMethod):
 
     @property
     def needs_whole_rounds(self) -> bool:  # type: ignore[override]
-        """See `Algorithm`: the pull has the momentum too, and above 1 it goes further than a round."""
+        """See `Algorithm`; the momentum amplifies the pull, and a pull above 1 exceeds a whole round."""
         return self.momentum > 0 or self._pull > 1
 
     def default_graph(self, world_size: int) -> RandomMatchingGraph:
@@ -96,7 +95,7 @@ class NoLoCo(OuterMethod):
         return RandomMatchingGraph(world_size, seed=self.seed)
 
     def check(self, mixing: MixingManager) -> None:
-        """See `Algorithm` and `growth`; random pairs have the limit of their own, which the rates are within."""
+        """See `Algorithm` and `growth`; for random pairs `__post_init__` has checked the limit."""
         super().check(mixing)
         if isinstance(mixing.graph, RandomMatchingGraph):
             return
@@ -106,7 +105,7 @@ class NoLoCo(OuterMethod):
         check_growth("NoLoCo", rates, mixing, self._law, step="outer step", remedy="a smaller pull")
 
     def _law(self, w: Tensor) -> Tensor:
-        """(phi, m, x) <- itself in an outer step, without drift; without x where it becomes phi."""
+        """The matrix of an outer step without drift on (phi, m, x), or on (phi, m) if x becomes phi."""
         a, b, c, kept, one = self.momentum, self.lr, self._pull, self.kept, identity_like(w)
         if not kept:
             pulled = c * (w - one)

@@ -1,4 +1,4 @@
-"""OuterMethod: the base of algorithms that move an anchor by where ranks have come from it."""
+"""OuterMethod: the base class of algorithms that move an anchor by the drifts of ranks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ..rounds import MakeOptimizer, Memory, Periodic, Vector, Vectors, is_number
 
 @dataclass(frozen=True)
 class OuterMethod(Periodic):
-    """What happens every `sync_every` optimizer steps: the models x of the ranks move an anchor phi, and x <- phi.
+    """An algorithm that moves an anchor phi by the models x of the ranks every `sync_every` steps, and sets x <- phi.
 
-    The anchor is the model with which the ranks last began. The *drift* phi - x of each rank is mixed over ranks, and
-    an optimizer, the outer one, takes it as the gradient of the anchor. A method writes its `round`.
+    The anchor is the model from which the ranks last started. A round mixes the *drift* phi - x over ranks, and an
+    outer optimizer uses it as the gradient of the anchor. Write your method as `round`.
 
-    Where the model of a rank is not finite and on_nonfinite="skip", it goes back to the anchor: its steps since then
-    are lost, it brings a drift of zero, and nothing else is lost.
+    If the model of a rank is not finite and on_nonfinite="skip", the rank returns to the anchor. It loses its steps
+    since the last round and sends a drift of zero.
 
-    It takes the arguments of `Periodic`.
+    The arguments are the arguments of `Periodic`.
     """
 
     def anchor(self, m: Memory) -> Vector:
-        """phi. After an exact average of all models it stays where all ranks have one, and else starts anew."""
+        """Return phi. After an exact average of all models an anchor of one rank restarts; a common anchor is kept."""
         return m.vector("phi", start="x", average="keep" if self.averages_exactly else "reset")
 
     def begin(self, v: Vectors, m: Memory) -> None:
@@ -35,7 +35,7 @@ class OuterMethod(Periodic):
         v.x.set_(self.anchor(m))
 
     def _check_optimizer(self, optimizer: MakeOptimizer | None) -> None:
-        """Raise ValueError where it is no function, or stands beside rates that the method would make its own with."""
+        """Raise ValueError if the optimizer is not a function, or if there are rates for a built-in optimizer too."""
         if optimizer is None:
             return
         name, example = type(self).__name__, "`lambda parameters: torch.optim.Adam(parameters, lr=0.3)`"
@@ -52,23 +52,23 @@ class OuterMethod(Periodic):
             )
 
     def _check_rates(self, *, momentum: float, **positive: float) -> None:
-        """Raise ValueError where a rate is none."""
+        """Raise ValueError if a rate is out of range."""
         for name, value in positive.items():
             if not (is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"{type(self).__name__}: got {name}={value!r}, expected a number above 0")
         if not (is_number(momentum) and 0 <= momentum < 1):
             raise ValueError(
-                f"{type(self).__name__}: got momentum={momentum!r}, expected 0 <= momentum < 1; 1 would sum up all "
-                "drifts for ever"
+                f"{type(self).__name__}: got momentum={momentum!r}, expected 0 <= momentum < 1; with 1 the momentum "
+                "would be the sum of all drifts"
             )
 
     def _check_error_feedback(self, compressor: object, **decays: float) -> None:
-        """Raise ValueError where it is no compressor, or a decay of its error feedback is out of range."""
+        """Raise ValueError if `compressor` is not a compressor, or a decay of its error feedback is out of range."""
         name = type(self).__name__
         for argument, value in decays.items():
             if not (is_number(value) and 0 <= value <= 1):
                 raise ValueError(
-                    f"{name}: got {argument}={value!r}, expected 0 <= {argument} <= 1: above 1 what was not sent would "
+                    f"{name}: got {argument}={value!r}, expected 0 <= {argument} <= 1: above 1 the unsent rest would "
                     "grow; 1 keeps all of it, and 0.95 is usual for SparseLoCo"
                 )
         if not isinstance(compressor, Compressor):

@@ -34,21 +34,21 @@ class PowerGossip(Algorithm):
         X_i = X_i + step_size W_ij D̂                       (the same)
         X_j = X_j - step_size W_ij D̂
 
-    Neither end knows X_j - X_i, but its product with a matrix is the difference of two products that each end can
-    compute. The factors are kept from round to round (warm start), so the estimate improves over the rounds. There is
+    Neither end knows X_j - X_i, but each end can compute one of the two products whose difference is its product with a
+    matrix. The factors are kept from round to round (warm start), so the estimate improves over the rounds. There is
     nothing to tune: the code is linear, so it needs no error feedback, no copy of a model, and no smaller step size
-    than plain gossip. One end subtracts the D̂ that the other adds, so the mean is kept.
+    than plain gossip. One end subtracts the D̂ that the other end adds, so the mean is kept.
 
     A matrix is a parameter of two or more dimensions: dim 0 by all others. All matrices of a link are sent in one
     message per iteration. Parameters of one dimension are sent exactly, with the first iteration of a round, or with
-    `compress_vectors` as one nearly square matrix; a warning tells where they are more than half of the model. The
+    `compress_vectors` as one nearly square matrix. A warning is given if they are more than half of the model. The
     graph may change as long as it is undirected, since each link counts its own iterations. A link keeps a few times
-    rank * (rows + columns) elements per matrix. Where a round has several iterations, later ones see X with the
-    estimates of earlier ones: the product of a sum is a sum of products, so X is written once, at the end.
+    rank * (rows + columns) elements per matrix. In a round with several iterations, later iterations use X with the
+    estimates of earlier ones. The product of a sum is a sum of products, so X is written once, at the end.
 
     [Note: both ends are equal] P and Q are differences of the same two messages, so both ends compute equal bits on any
     hardware. The orthonormal factors are computed from them in float64 and never stored. Matrices are multiplied in
-    full float32, whatever autocast and TF32 say, since the differences are small compared with the matrices. Every
+    full float32, without autocast and TF32, since the differences are small compared with the matrices. Every
     `check_every` iterations of a link its messages carry a checksum of both factors.
 
     Vogels, Karimireddy, Jaggi, "Practical Low-Rank Communication Compression in Decentralized Deep Learning", NeurIPS
@@ -57,13 +57,13 @@ class PowerGossip(Algorithm):
     Args:
         rank: the rank r of the estimate; matrices with a shorter side have as many columns as that side.
         num_iterations: the number of power iterations in a round, each with one message per link.
-        warm_start: whether an iteration starts from the last factors; False draws new ones, the same at both ends.
+        warm_start: whether an iteration starts from the last factors; False draws new ones, equal at both ends.
         step_size: the consensus step size. None takes 2 / (smallest positive + largest eigenvalue of I - W), the best
             one of plain gossip, on a static graph, and 1 on others. Parameters that are sent exactly use it too.
         compress_vectors: whether parameters of one dimension are compressed as well; at high compression they are most
             of the bytes.
         check_every: the number of iterations of a link from one checksum to the next; 0 never sends one.
-        seed: the seed of the first factors; the same on all ranks.
+        seed: the seed of the first factors, equal on all ranks.
 
     Raises:
         ValueError: an argument is out of range, the graph is directed or the weights are not symmetric.
@@ -131,7 +131,7 @@ class PowerGossip(Algorithm):
                     field.copy_(run.of(v.x.parts))
             checked = {j: link for j, link in links.items() if self._checks(link["iterations"])}
             with full_precision(v.x.device):
-                bases = factors.bases(links)  # Q̂ of the links where P is next, P̂ of those where Q is
+                bases = factors.bases(links)  # Q̂ of the links whose next factor is P, P̂ of the other links
                 for base in bases:
                     outgoing = [messages[j].fields[len(exact) :] for j in base.peers]
                     for number, basis in enumerate(base.of):

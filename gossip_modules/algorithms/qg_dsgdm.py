@@ -1,4 +1,4 @@
-"""QG-DSGDm: D-PSGD whose momentum is made of how the mixed model moves."""
+"""QG-DSGDm: D-PSGD with a momentum from the moves of the mixed model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _USUAL_MOMENTUM = 0.9
 
 @dataclass(frozen=True)
 class QGDSGDm(Algorithm):
-    """QG-DSGDm: momentum SGD whose momentum buffer is an average of how far the models of all ranks have moved.
+    """QG-DSGDm: momentum SGD whose momentum buffer is an average of the moves of the mixed models.
 
-    A step of `torch.optim.SGD(momentum=b)` with learning rate eta on rank i, whose momentum is mh_i, zero at first:
+    A step of `torch.optim.SGD(momentum=b)` with learning rate eta on rank i, with the momentum mh_i, zero at first:
 
         m_i = b mh_i + g_i
         h_i = x_i - eta m_i                   # with nesterov=True, QG-DSGDm-N: h_i = x_i - eta (g_i + b m_i)
@@ -32,12 +32,12 @@ class QGDSGDm(Algorithm):
         x_i  <- x'_i
 
     The user's optimizer takes the step; the round writes mh_i into its `momentum_buffer`. Local momentum amplifies the
-    bias of the data of one rank; the move x - x' has been averaged with peers, and is closer to the mean of all. The
-    bias of D-PSGD on uneven data becomes smaller, not zero.
+    bias of the data of one rank. The move x - x' is averaged with peers, so it is closer to the mean move of all ranks.
+    The bias of D-PSGD on uneven data becomes smaller, not zero.
 
-    The momentum of the mixing itself may let differences between ranks grow: on directed rings of 8 ranks and more with
-    mu = b = 0.9, and with a smaller mu on many graphs that change. Such weights are refused, in worlds of up to 128
-    ranks (1,024 where the graph is undirected and never changes).
+    The momentum of the mixing may let differences between ranks grow: on directed rings of 8 and more ranks with
+    mu = b = 0.9, and with a smaller mu on many changing graphs. Such weights raise an error for up to 128 ranks (1,024
+    if the graph is undirected and never changes).
 
     Lin, Karimireddy, Stich, Jaggi, "Quasi-Global Momentum: Accelerating Decentralized Deep Learning on Heterogeneous
     Data", ICML 2021, arXiv 2102.04761, Algorithm 1.
@@ -47,9 +47,9 @@ class QGDSGDm(Algorithm):
             paper.
 
     Raises:
-        ValueError: mu out of range; (when the model is wrapped) weights that are not doubly stochastic, or with which
-            differences of ranks would grow with b = 0.9; (the round after the first optimizer step, without a
-            membership) with which they would grow with the optimizer's b; (optimizer steps) another optimizer than one
+        ValueError: mu is out of range; (when the model is wrapped) the weights are not doubly stochastic, or
+            differences between ranks would grow with b = 0.9; (the round after the first optimizer step, without a
+            membership) differences would grow with the optimizer's b; (optimizer steps) the optimizer is not one
             `torch.optim.SGD` with momentum, without dampening, with one learning rate for all parameters.
 
     Example:
@@ -81,20 +81,20 @@ class QGDSGDm(Algorithm):
             )
 
     def check(self, mixing: MixingManager) -> None:
-        """See `Algorithm`; b is known with the first step only, and taken as 0.9 here."""
+        """See `Algorithm`; b is not known before the first step, so the check assumes 0.9."""
         super().check(mixing)
         self._check_growth(mixing, _USUAL_MOMENTUM, "the usual momentum")
 
     def check_step(self, mixing: MixingManager, step: SGDStep) -> None:
-        """See `Algorithm`; by the law of a step without nesterov, with which differences grow more than with it."""
+        """See `Algorithm`; checks the law without nesterov, under which differences grow faster."""
         self._check_growth(mixing, step.momentum, "a momentum")
 
     def _check_growth(self, mixing: MixingManager, b: float, name: str) -> None:
-        """See `growth`. name: of b, for the error."""
+        """Raise ValueError if differences between ranks would grow; see `growth`. `name` describes b in the error."""
         mu = b if self.mu is None else self.mu
 
         def law(w: Tensor) -> Tensor:
-            """(x, mh) <- itself in a round, without gradients; eta is in mh."""
+            """Return the matrix of a round without gradients on (x, eta mh)."""
             one = identity_like(w)
             return blocks([[w, -b * w], [(1 - mu) * (one - w), mu * one + (1 - mu) * b * w]])
 

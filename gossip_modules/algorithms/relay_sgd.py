@@ -1,4 +1,4 @@
-"""RelaySGD: sums of models are relayed through a tree, so that every rank averages all models, some of them late."""
+"""RelaySGD: ranks relay sums of models through a tree, so that every rank averages all models, some of them late."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..rounds import Algorithm, Exchange, Memory, MessageBuffer, Round, Vectors,
 
 @dataclass(frozen=True)
 class RelaySGD(Algorithm):
-    """RelaySGD: each message is the sum of all models on its sender's side of the link, a step late for each hop.
+    """RelaySGD: a message is the sum of all models on the sender's side of the link, one round late for each hop.
 
     A round on rank i of n with the neighbours j in a tree; messages m and counts c are zero at first:
 
@@ -28,23 +28,23 @@ class RelaySGD(Algorithm):
         send m_ij and c_ij to each j, receive m_ji and c_ji
         x_i  = ((n - sum_j c_ji) x_i + sum_j m_ji) / n
 
-    After as many rounds as the tree is deep every rank has the mean of one model of each rank, not weights that fade
-    with the distance: x_i = 1/n sum_j x_j, where x_j is as many rounds old as there are hops from j, less one. Where
-    the models stand still they are equal and the mean of all steps is zero: with a constant learning rate and exact
-    gradients that is the optimum of the mean of all losses, however the data of the ranks differ, with any optimizer
-    whose steps are linear in the gradients.
+    After as many rounds as the tree is deep, every rank has the mean of one model of each rank, with equal weights at
+    all distances: x_i = 1/n sum_j x_j, where x_j is late by the number of hops from j, less one. At a fixed point the
+    models are equal and the mean of all steps is zero. With a constant learning rate and exact gradients that is the
+    optimum of the mean of all losses, however the data of the ranks differ, for any optimizer whose steps are linear in
+    the gradients.
 
-    The weights W of the mixing are used for buffers only, such as BatchNorm statistics; of parameters its graph counts.
-    On a `DoubleBinaryTreeGraph`, the default, the first half of the tensors of each dtype is relayed through one tree
-    and the second half through the other, so that all ranks send about twice the model per round. `ChainGraph` and any
-    tree of networkx carry whole models. Sums are of float32 at least. A rank keeps a message from each
-    neighbour, and while a round runs it has two more: the next one, and its own.
+    The weights W of the mixing apply to buffers only, such as BatchNorm statistics; for parameters only the graph
+    matters. On a `DoubleBinaryTreeGraph`, the default, the first half of the tensors of each dtype is relayed through
+    one tree and the second half through the other, so all ranks send about twice the model per round. `ChainGraph` and
+    trees of networkx carry whole models. Sums are float32 at least. A rank keeps a message from each neighbour. During
+    a round it also has the next message from and the own message to each neighbour.
 
     Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi, "RelaySum for Decentralized Deep Learning on Heterogeneous
     Data", NeurIPS 2021, arXiv 2110.04175, Algorithm 1.
 
     Raises:
-        ValueError: (when the model is wrapped) the graph is no tree, or is to be used with overlap, exact averages or a
+        ValueError: (when the model is wrapped) the graph is not a tree, or there is overlap, an exact average or a
             membership.
 
     Example:
@@ -53,7 +53,7 @@ class RelaySGD(Algorithm):
 
     short_name: ClassVar[str] = "relaysgd"
     title: ClassVar[str] = "RelaySGD"
-    summary: ClassVar[str] = "relays sums of models through trees, so that every rank averages those of all"
+    summary: ClassVar[str] = "relays sums of models through trees, so that every rank averages the models of all"
     paper: ClassVar[Paper | None] = Paper(
         "Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi",
         "RelaySum for Decentralized Deep Learning on Heterogeneous Data",
@@ -107,13 +107,13 @@ class RelaySGD(Algorithm):
 
 
 class Relay:
-    """The part that goes through each tree: a share of each part of the model, and a count.
+    """The shares of the model that each tree relays, with their counts.
 
     Args:
-        v: says where in which graph the rank is, and of what parts its model consists.
+        v: the round, with the rank, the graph and the model.
 
     Attributes:
-        neighbours: of this rank in each tree.
+        neighbours: the neighbours of this rank in each tree.
     """
 
     def __init__(self, v: Vectors) -> None:
@@ -127,23 +127,23 @@ class Relay:
         self._sizes = [[(wide(x.dtype), x.numel()) for x in self.shares(v, tree)] for tree in range(len(trees))]
 
     def shares(self, v: Vectors, tree: int) -> list[Tensor]:
-        """The elements of each part that go through this tree, which share memory; and the count of one model."""
+        """Return the elements of each part that this tree relays, as views, and the count of one model."""
         return [*(x[first:last] for x, (first, last) in zip(v.x.parts, self._places(tree), strict=True)), self._one]
 
     def sizes(self, peer: int) -> list[tuple[torch.dtype, int]]:
-        """The fields of a message to this peer: of each tree in which it is a neighbour."""
+        """Return the sizes of the fields of a message to this peer, for each tree in which it is a neighbour."""
         return [size for tree in self._trees(peer) for size in self._sizes[tree]]
 
     def zeros(self, peer: int) -> dict[str, Any]:
-        """The state of a link before its first message: the bytes of one, since its fields have several dtypes."""
+        """Return the state of a link before its first message, as bytes, since its fields have several dtypes."""
         return {"received": MessageBuffer(self.sizes(peer), self._one.device).raw}
 
     def fields(self, peer: int, message: Tensor) -> Sequence[Tensor]:
-        """The fields of the bytes of a message from this peer; share memory."""
+        """Return the fields of a message from this peer; they share memory with its bytes."""
         return MessageBuffer(self.sizes(peer), message).fields
 
     def unpack(self, peer: int, message: Tensor) -> dict[str, Any]:
-        """The state of a link, made of the bytes that 0.1.0 has received, in which parameters and buffers were one."""
+        """Make the state of a link from a message of 0.1.0, whose fields contained parameters and buffers."""
         numels = [last - first for tree in self._trees(peer) for first, last in [*self._places(tree), (0, 1)]]
         dtypes = [dtype for dtype, _ in self.sizes(peer)]
         before = MessageBuffer(list(zip(dtypes, numels, strict=True)), message)
@@ -153,13 +153,13 @@ class Relay:
         return link
 
     def of(self, fields: Sequence[Tensor], peer: int, tree: int) -> Sequence[Tensor]:
-        """The fields of a message that belong to this tree; the last one is the count, float64 [1]."""
+        """Return the fields of a message that belong to this tree; the last field is the count, float64 [1]."""
         size = len(self._sizes[tree])
         first = self._trees(peer).index(tree) * size
         return fields[first : first + size]
 
     def _places(self, tree: int) -> list[tuple[int, int]]:
-        """The first element and the end of each segment's share of this tree, buffers included, which are last."""
+        """Return the first element and the end of this tree's share of each segment, with buffers at the end."""
         num_trees = len(self.neighbours)
         return [(n * tree // num_trees, n * (tree + 1) // num_trees) for n in self._numels]
 
@@ -168,10 +168,10 @@ class Relay:
 
 
 def trees_of(graph: GraphManager) -> Sequence[Sequence[tuple[int, int]]]:
-    """The links of the trees that relay models: the trees of a `DoubleBinaryTreeGraph`, or the graph itself.
+    """Return the links of each tree: of the trees of a `DoubleBinaryTreeGraph`, or of the graph itself.
 
     Raises:
-        ValueError: the graph is no tree, is directed or changes.
+        ValueError: the graph is not a tree, is directed, or changes.
     """
     if isinstance(graph, DoubleBinaryTreeGraph):
         return graph.trees

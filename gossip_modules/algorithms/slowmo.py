@@ -1,4 +1,4 @@
-"""SlowMo: slow momentum over the exact averages of local SGD or of gossip."""
+"""SlowMo: a slow momentum on the exact averages of local SGD or gossip."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .outer_method import OuterMethod
 
 @dataclass(frozen=True)
 class SlowMo(OuterMethod):
-    """SlowMo: local SGD or gossip, and every H steps an exact average that a slow momentum is made of.
+    """SlowMo: local SGD or gossip, and every H steps a slow momentum step from an exact average.
 
     Every `sync_every` = H optimizer steps, with a = `lr`, b = `momentum` and eta the learning rate of the inner
     optimizer:
@@ -25,8 +25,8 @@ class SlowMo(OuterMethod):
         phi <- phi - a eta u
         x_i <- phi
 
-    With a constant eta the law does not depend on it, so eta is asked for only where it changes. It is the rate of the
-    last of the H steps. Inner optimizers keep their state.
+    With a constant eta the law does not depend on it, so you need `inner_lr` only if the rate changes. eta is the rate
+    of the last of the H steps. Inner optimizers keep their state.
 
     Wang, Tantia, Ballas, Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR
     2020, arXiv 1910.00643, Algorithm 1.
@@ -35,15 +35,16 @@ class SlowMo(OuterMethod):
         sync_every: H, the number of optimizer steps from one outer step to the next; 12 to 48 in the paper.
         lr: a, the slow learning rate.
         momentum: b, the slow momentum; 0.4 to 0.8 in the paper.
-        gossip_every: the number of steps from one round of gossip to the next, between outer steps, as the wrapper's
-            other arguments say (SGP or D-PSGD); 0: none, ranks train alone (local SGD).
-        inner_lr: eta, for inner learning rates that change: "optimizer" is the rate of the first group of the optimizer
-            that steps the model; or a function that returns it, such as `lambda: optimizer.param_groups[0]["lr"]`. Both
-            are read when the optimizer has stepped, before a scheduler changes the rate, so that eta is the rate of the
-            last step before the outer one; with several optimizers, of the one that steps last. None: eta is constant.
+        gossip_every: the number of steps from one round of gossip to the next, between outer steps. The other arguments
+            of the wrapper choose SGP or D-PSGD. 0: no gossip, ranks train alone (local SGD).
+        inner_lr: eta, for inner learning rates that change. "optimizer" uses the rate of the first parameter group of
+            the optimizer that steps the model. Or pass a function that returns the rate, such as
+            `lambda: optimizer.param_groups[0]["lr"]`. The rate is read after each optimizer step, before a scheduler
+            changes it, so eta is the rate of the last step before the outer step. With several optimizers it is the
+            rate of the last one to step. None: eta is constant.
 
     Raises:
-        ValueError: a rate, `gossip_every` or `inner_lr` out of range; (outer steps) eta is not positive.
+        ValueError: a rate, `gossip_every` or `inner_lr` is out of range; (outer steps) eta is not positive.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=SlowMo(sync_every=12, momentum=0.6, gossip_every=1))
@@ -86,7 +87,7 @@ class SlowMo(OuterMethod):
             raise ValueError(
                 f"got inner_lr={self.inner_lr!r}, expected 'optimizer', for the learning rate of the optimizer that "
                 'steps the model, or a function that returns it, such as `lambda: optimizer.param_groups[0]["lr"]`; '
-                "leave it out where that is constant"
+                "leave it out if the rate is constant"
             )
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
@@ -129,7 +130,7 @@ class SlowMo(OuterMethod):
         v.x.interpolate_(phi, self.kept)
 
     def _eta(self, noted: float | None) -> float:
-        """The rate that was noted; else what the function says now, as with an optimizer that is none of torch's."""
+        """Return the recorded rate; without one (no torch optimizer has stepped), the result of the function now."""
         if noted is None:
             noted = float(self.inner_lr()) if callable(self.inner_lr) else 1.0
         if not noted > 0:

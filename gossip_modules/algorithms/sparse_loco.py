@@ -1,4 +1,4 @@
-"""SparseLoCo: ranks send a few large entries of their drifts, and keep the others for the next outer step."""
+"""SparseLoCo: ranks send a few large entries of their drifts, and keep the other entries for the next outer step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .outer_method import OuterMethod
 
 @dataclass(frozen=True)
 class SparseLoCo(OuterMethod):
-    """SparseLoCo: DiLoCo with error feedback in the place of momentum, so that a few entries in two bits are enough.
+    """SparseLoCo: DiLoCo with error feedback in place of momentum, so that a few entries in two bits are enough.
 
     Every `sync_every` = H optimizer steps, with a = `lr`, b = `decay` and C = `compressor`, on rank i of n; e_i is zero
     at first:
@@ -27,9 +27,10 @@ class SparseLoCo(OuterMethod):
         phi <- phi - a D
         x_i <- phi
 
-    All ranks keep the same phi. The unsent rest e fades with b from outer step to outer step, and serves each rank as
-    the momentum of `DiLoCo` serves all. The user's own optimizer takes the inner steps and keeps its state. This
-    is `DiLoCo(lr=a, momentum=0, compressor=C, error_decay=b)`, by which other outer optimizers get such messages.
+    All ranks keep equal anchors phi. The unsent rest e decays by b in each outer step, and acts as a momentum of its
+    rank. The user's own optimizer takes the inner steps and keeps its state. This is
+    `DiLoCo(lr=a, momentum=0, compressor=C, error_decay=b)`; use `DiLoCo` to combine messages with another outer
+    optimizer.
 
     Sarfi, Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv
     2508.15706, Algorithm 1.
@@ -37,12 +38,12 @@ class SparseLoCo(OuterMethod):
     Args:
         sync_every: H, the number of optimizer steps from one outer step to the next.
         lr: a, the learning rate of the outer step.
-        decay: b, the share of the unsent rest e that is kept to the next outer step; 0 <= b <= 1.
-        compressor: C; a contraction, such as `ChunkTopK(64, values=TwoBit())`, the default: 64 of 4096 entries, 11.3
-            bits for each. The same on all ranks.
+        decay: b, the share of the unsent rest e that is kept for the next outer step; 0 <= b <= 1.
+        compressor: C, a contraction, equal on all ranks. The default `ChunkTopK(64, values=TwoBit())` sends 64 of 4096
+            entries in 11.3 bits each.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=SparseLoCo(sync_every=30))

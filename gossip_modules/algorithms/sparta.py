@@ -1,4 +1,4 @@
-"""SPARTA: in each step ranks average a small random share of their parameters, and leave the others alone."""
+"""SPARTA: in each step ranks average a small random share of their parameters."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ..rounds import Algorithm, Memory, Round, Share, Vectors
 
 @dataclass(frozen=True)
 class Sparta(Algorithm):
-    """SPARTA: each rank sends a random share of its parameters, the same ones on all ranks, which are averaged.
+    """SPARTA: ranks average a random share of their parameters, the same parameters on all ranks.
 
     A round on rank i with the neighbours j; M is drawn from the seed and the number of the round:
 
-        M   = a share `ratio` of the parameters, alike on all ranks
+        M   = a share `ratio` of the parameters, equal on all ranks
         q_i = x_i on M
         send q_i to all neighbours, receive their q_j
         x_i = x_i + sum_j W_ij (q_j - q_i), on M
 
-    So a round is one of D-PSGD for the parameters in M, without any error of compression, and nothing is kept from
-    round to round. The mean over ranks stays; after t rounds a share (1 - ratio)^t of them was never averaged.
-    As published all ranks average with all: that is the `CompleteGraph`, the default, on which a rank sends n - 1
-    messages. Any undirected graph may take its place, which sends fewer and agrees more slowly.
+    So a round is a round of D-PSGD for the parameters in M, without an error of compression and without state. The mean
+    over ranks is kept. After t rounds a share (1 - ratio)^t of the parameters was never averaged. As published, all
+    ranks average with all: the default is the `CompleteGraph`, on which a rank sends n - 1 messages. On another
+    undirected graph ranks send fewer messages and agree more slowly.
 
     Beton et al., "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging", 2025,
     https://openreview.net/forum?id=stFPf3gzq1.
 
     Args:
         ratio: the share of the parameters that is averaged in a round, in (0, 1]; 0.0005 to 0.005 are published.
-        seed: of the choice; the same on all ranks.
+        seed: the seed of the choice of M, equal on all ranks.
 
     Raises:
         ValueError: ratio or seed is out of range.
@@ -60,7 +60,7 @@ class Sparta(Algorithm):
 
     @property
     def compressor(self) -> RandomK:
-        """The choice of M."""
+        """The compressor that selects the parameters in M."""
         return self._compressor  # type: ignore[attr-defined]
 
     def default_graph(self, world_size: int) -> GraphManager:

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: DiLoCo in fragments, whose drifts travel under the next steps of training."""
+"""Streaming DiLoCo: DiLoCo by fragments, whose drifts are averaged under the next steps of training."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .diloco import DiLoCo
 
 @dataclass(frozen=True)
 class StreamingDiLoCo(DiLoCo):
-    """Streaming DiLoCo: each fragment of the model has outer steps of its own, which travel while training goes on.
+    """Streaming DiLoCo: each fragment of the model has its own outer steps, whose averages run under training.
 
     Fragment p of P, with H = `sync_every`, tau = `delay`, alpha = `own_weight`, c = `lr` and b = `momentum`, at the
     steps k with k = p H / P modulo H:
 
-        D     <- 1/n  sum_j (phi - x_j(k))           # of this fragment; travels for tau steps
+        D     <- 1/n  sum_j (phi - x_j(k))           # of this fragment; averaged during tau steps
         m     <- b m + D                             # at step k + tau
         phi   <- phi - c (D + b m)
-        x_i   <- alpha x_i + (1 - alpha) phi         # x_i of step k + tau: it has gone on
+        x_i   <- alpha x_i + (1 - alpha) phi         # x_i at step k + tau, after further training
 
-    So where P <= H a step sends 1 / P of the model at most, H / P steps apart, and training does not wait where that
-    takes less than tau steps. Where P > H several fragments have the same steps, and travel one after the other. All
-    ranks keep the same phi and m. P = 1, tau = 0 and alpha = 0 are `DiLoCo`. The paper also rounds messages to 4
-    bits; here a `compressor` of `DiLoCo` does so, and the rest of a fragment is in its next message.
+    For P <= H, a step sends at most 1 / P of the model, every H / P steps. Training does not wait if the average takes
+    less than tau steps. For P > H, several fragments have rounds in one step, one after the other. All ranks keep equal
+    phi and m. P = 1, tau = 0 and alpha = 0 are `DiLoCo`. The paper also rounds messages to 4 bits. Use a `compressor`
+    of `DiLoCo` for this; the rest of a fragment is then part of its next message.
 
     Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, arXiv
     2501.18512, Algorithm 2.
@@ -39,12 +39,12 @@ class StreamingDiLoCo(DiLoCo):
         own_weight: alpha; 1/2 in the paper.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=StreamingDiLoCo(sync_every=100, fragments=4, delay=5))
 
-        In codes of 4 bits, and a scale for each 32 of them:
+        With codes of 4 bits and a scale for each 32 of them:
 
         >>> code = QSGD(bits=4, bucket_size=32, unbiased=True)
         >>> model = GossipDataParallel(model, algorithm=StreamingDiLoCo(fragments=4, delay=5, compressor=code))

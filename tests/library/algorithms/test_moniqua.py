@@ -77,7 +77,7 @@ def refused(mine: Tensor, theirs: Tensor, gossiper: Moniqua) -> None:
     """A round on these values is an error."""
     message = re.compile(
         rf"rank \d: round 0: got .* differs in an entry by more than theta={gossiper.theta}, or is not finite, "
-        "expected less; raise theta"
+        "expected less; pass a larger theta"
     )
     with pytest.raises(RuntimeError, match=message):
         differences(mine, theirs, gossiper)
@@ -135,7 +135,9 @@ def test_entries_beyond_the_whole_numbers_are_named_at_both_ends(who: list[int],
         own = bound(Moniqua(0.5, bits=bits), ring(2), group)
         me, other = group.rank(), 1 - group.rank()
         ranks = ", ".join(str(rank) for rank in (me, other) if rank in who)
-        message = rf"rank {me}: round 0: got a model of rank {ranks} with an entry of .* or more, .*; raise theta"
+        message = (
+            rf"rank {me}: round 0: got a model of rank {ranks} with an entry of .* or more, .*; pass a larger theta"
+        )
         with pytest.raises(ValueError, match=message):
             own.mix(FlatVector.over(sides[me]), 0)
 

@@ -38,7 +38,7 @@ def test_rates_are_numbers(method: Any, value: object) -> None:
         (
             SlowMo,
             {"inner_lr": "adam"},
-            "got inner_lr='adam', expected 'optimizer'.*; leave it out where that is constant",
+            "got inner_lr='adam', expected 'optimizer'.*; leave it out if the rate is constant",
         ),
         (SparseLoCo, {"decay": "0.9"}, "SparseLoCo: got decay='0.9', expected 0 <= decay <= 1"),
     ],

@@ -186,7 +186,7 @@ def test_diloco_without_momentum_is_local_sgd() -> None:
         (lambda: DiLoCo(0), "DiLoCo: got sync_every=0, expected a whole number of at least 1, .*; 30 to 500"),
         (lambda: GASLoC(1.5), "GASLoC: got sync_every=1.5"),  # type: ignore[arg-type]
         (lambda: DiLoCo(lr=0.0), "DiLoCo: got lr=0.0, expected a number above 0"),
-        (lambda: SlowMo(momentum=1.0), "SlowMo: got momentum=1.0, expected 0 <= momentum < 1; 1 would sum up"),
+        (lambda: SlowMo(momentum=1.0), "SlowMo: got momentum=1.0, expected 0 <= momentum < 1; with 1 the momentum"),
         (lambda: SlowMo(gossip_every=-1), "got gossip_every=-1, expected a whole number of steps, or 0"),
         (
             lambda: DiLoCo(lr=0.5, optimizer=torch.optim.Adam),

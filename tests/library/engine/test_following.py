@@ -70,7 +70,9 @@ def test_it_takes_the_state_of_the_other_one_which_takes_its_own_only_if_that_is
     other.load_state_dict(copy.deepcopy(state))
     assert (other.t, other.step) == (engine.t, engine.step)
     if name == "D2":
-        with pytest.raises(ValueError, match=r"got the state of a process that follows D2\(\), expected the state of a"):
+        with pytest.raises(
+            ValueError, match=r"got the state of a process that follows D2\(\), expected the state of a"
+        ):
             engine.load_state_dict(state)
     else:
         assert state == engine.state_dict()

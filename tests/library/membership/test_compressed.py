@@ -247,7 +247,7 @@ def test_a_choco_of_ones_own_is_refused() -> None:
         def round(self, v: Vectors, m: Memory, k: int) -> Round:
             yield Mix(v.x)
 
-    with pytest.raises(ValueError, match="got a Half with a membership, expected a Choco, whose rounds by link"):
+    with pytest.raises(ValueError, match="got a Half with a membership, expected a Choco, since the base class has"):
         Half(TopK(0.3), step_size=0.3).for_membership()
 
 
