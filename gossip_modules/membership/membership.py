@@ -18,11 +18,10 @@ from .arguments import as_description, check_callback, check_num_steps, check_nu
 from .background_log import log
 from .joining import Joining, LeftWhileJoiningError, rejoin
 from .links import LinkTransport
-from .loop_error import ends_by_error
 from .participant import Change, ModelParticipant
 from .shared_roster import SharedRoster
 from .view import View
-from .watcher import watch
+from .watcher import ends_by_error, watch
 from .worker import JobState, LocalWorker
 
 if TYPE_CHECKING:

@@ -163,10 +163,9 @@ class NodeProcesses:
         self.control.close()
 
     @property
-    def _participant(self) -> NodeParticipant:
-        participant = self.membership.job.participant
-        assert isinstance(participant, NodeParticipant)
-        return participant
+    def _participant(self) -> Any:
+        """The `NodeParticipant` of this process."""
+        return self.membership.job.participant
 
     def _call(self, act: Callable[[], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
         """The result of `act` in the first process; in all of them."""

@@ -1,9 +1,9 @@
 """Tests of training loops: ranks as threads of one process, and faults that are injected at given training steps."""
 
+from .backend import Worker
 from .chaos import Chaos
 from .events import Continue, Delay, Event, Join, Kill, Loss, Partition, Stop, StoreKill
 from .ranks import CPU, TIMEOUT, HangUp, run_ranks, thread_group
-from .worker import Worker
 
 __all__ = [
     "CPU",

@@ -17,8 +17,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from ..membership.serve import shorten_lookups
-from .backend import Backend, Body, asker, send, serve_again
-from .worker import Worker
+from .backend import Backend, Body, Worker, asker, send, serve_again
 
 _START_SECONDS = 60.0  # of a process
 _END_SECONDS = 30.0  # of a process that has closed its pipe, or was killed

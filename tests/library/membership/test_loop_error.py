@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from gossip_modules.membership.loop_error import ends_by_error
+from gossip_modules.membership.watcher import ends_by_error
 
 found: list[bool] = []
 

@@ -15,8 +15,7 @@ from torch import nn
 from gossip_modules import GossipDataParallel
 from gossip_modules.membership.joining import go_on_alone
 from gossip_modules.membership.participant import Change
-from gossip_modules.testing import Chaos, Join
-from gossip_modules.testing.worker import Worker
+from gossip_modules.testing import Chaos, Join, Worker
 from tests.library.membership.test_membership import member_of
 
 LOADED = 7  # steps of the checkpoint

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from gossip_modules import GossipDataParallel
 from gossip_modules.membership.participant import Change
-from gossip_modules.testing import Chaos, Join, Kill
-from gossip_modules.testing.worker import Worker
+from gossip_modules.testing import Chaos, Join, Kill, Worker
 
 AFTER = 5  # steps of the last generation
 
