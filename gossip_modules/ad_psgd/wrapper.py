@@ -114,23 +114,21 @@ class BilatGossipDataParallel(GossipWrapper):
         if membership is not None:
             given = {"group": process_group, "init_sync": init_sync, "timeout": as_timeout(timeout)}
             self._start_elastic(graph, mixing, membership, **given)
-            return
-        links = Links(process_group, comm_device="cpu", backend="gloo", timeout=as_timeout(timeout))
-        self._place = links.place
-        weights = choose_bipartite_mixing(graph, mixing, world_size=self._place[1])
-        self._describe(weights, init_sync=init_sync)
-        self._transport = self._open(links, init_sync=init_sync)
-        engine = self._start(weights)
-        close_when_collected(self, engine)
-        close_at_program_end(engine)
-        self._averager = GlobalAverage(WatchedTransport(self._transport, engine.together))
+        else:
+            links = Links(process_group, comm_device="cpu", backend="gloo", timeout=as_timeout(timeout))
+            self._place = links.place
+            weights = choose_bipartite_mixing(graph, mixing, world_size=self._place[1])
+            self._describe(weights, init_sync=init_sync)
+            self._transport = self._open(links, init_sync=init_sync)
+            engine = self._make_engine(weights)
+            close_when_collected(self, engine)
+            close_at_program_end(engine)
+            self._averager = GlobalAverage(WatchedTransport(self._transport, engine.together))
+        self._set_out()
+        hold(self)
 
     def _start_elastic(
-        self,
-        graph: GraphLike | None,
-        mixing: MixingLike | None,
-        membership: Membership,
-        **given: Any,
+        self, graph: GraphLike | None, mixing: MixingLike | None, membership: Membership, **given: Any
     ) -> None:
         """Take part in the generations of a membership; until it has a place for this worker, it is a world of one.
 
@@ -146,7 +144,7 @@ class BilatGossipDataParallel(GossipWrapper):
         self._elastic = BilateralParticipant(self, membership, choose, example=example)
         self._describe(choose(8))
         self._transport = alone(membership.timeout)
-        self._start(choose(1))
+        self._make_engine(choose(1))
         self._averager = GlobalAverage(self._transport)
         membership.attach(self._elastic)
 
@@ -162,12 +160,10 @@ class BilatGossipDataParallel(GossipWrapper):
         }
         self._description = {name: str(value) for name, value in options.items()}
 
-    def _start(self, weights: MixingManager) -> BilateralEngine:
+    def _make_engine(self, weights: MixingManager) -> BilateralEngine:
         vector, policy = self._buffer.vector, self._on_nonfinite
-        engine = self._engine = BilateralEngine(weights, self._transport, vector, on_nonfinite=policy)
-        self._set_out()
-        hold(self)
-        return engine
+        self._engine = BilateralEngine(weights, self._transport, vector, on_nonfinite=policy)
+        return self._engine
 
     def _release(self) -> None:
         super()._release()

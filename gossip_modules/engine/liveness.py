@@ -26,7 +26,7 @@ _INTERVAL = 0.25  # seconds between two checks of the waits; less where the time
 _PAUSE = 1.0  # seconds by which a check may be late; a longer pause is one of the whole process
 _ASK_AFTER, _GIVE_UP_AFTER, _SILENT_AFTER = 0.5, 0.9, 0.2  # parts of the timeout
 _KNOWN_WITHIN = 1.0  # seconds until a rank whose message failed has received the FAILED message that explains it
-_CLOSED_AFTER = 0.5  # seconds until messages that a rank sent before its shutdown have arrived too
+_CLOSED_AFTER = 0.5  # seconds, at least, until messages that a rank sent before its shutdown have arrived too
 _TELLING = timedelta(seconds=0.5)  # for the FAILED messages of this rank
 
 
@@ -385,7 +385,8 @@ class Liveness:
             if waiting.is_patient and self._makes_progress(partner, waiting):
                 waiting.seconds = 0.0
         closed_at = self.closed.get(partner) if partner >= 0 else min(self.closed.values(), default=None)
-        is_left = closed_at is not None and time.monotonic() - max(closed_at, waiting.start) > _CLOSED_AFTER
+        grace = max(_CLOSED_AFTER, self._timeout / 20)
+        is_left = closed_at is not None and time.monotonic() - max(closed_at, waiting.start) > grace
         if is_left and waiting.activity is not Activity.TRAINING:
             self.check_present()
         # A little longer where other ranks know better which rank is late.

@@ -83,7 +83,6 @@ class WaitAvoidingEngine(Engine):
         self.on_nonfinite, self.overlap, self._sync_period = on_nonfinite, overlap, sync_period
         self._round_in_flight: int | None = None  # with `overlap`: x as of then is y
         self._merged = -1  # the newest round whose average is in x
-        self._num_settled = 0
         self._is_reset, self._pace = False, RelativePace()
         self._connect(average, averager, x)
 
@@ -329,7 +328,7 @@ class WaitAvoidingEngine(Engine):
         After the last stage each rank has heard, directly or through others, from all ranks.
         """
         worker, liveness = self.worker, self.worker.liveness
-        barrier, self._num_settled = self._num_settled, self._num_settled + 1
+        barrier, worker.num_settled = worker.num_settled, worker.num_settled + 1
         newest, stage = self.t, 0
         what = f"waiting until all ranks settle after round {self.t}"
         waiting = liveness.waiting(

@@ -80,6 +80,7 @@ class WaitAvoidingWorker:
         newest_arrival: the newest round at which some rank has arrived.
         is_held: whether no round may start, until `release`.
         is_idle: whether no rank waits for this one: failures of others are raised by the next `engage`, not by `close`.
+        num_settled: the number of barriers in which this rank has settled, in this generation.
         settling: the newest round that a peer knows of, by (number of the barrier, stage).
     """
 
@@ -100,7 +101,7 @@ class WaitAvoidingWorker:
         self.state = threading.Condition(self.shared.lock)
         self.result = GroupResult(self.shared)  # after round num_done - 1
         self.settling: dict[tuple[int, int], int] = {}
-        self.num_beginnings = 0
+        self.num_beginnings = self.num_settled = 0
         self.is_idle = True
         self._average, self._sync_period, self._stats = average, sync_period, stats
         self._is_closing = False

@@ -38,6 +38,7 @@ class Train:
         is_last: of a change of the generation.
         slow: the ranks of workers whose steps take ten times as long.
         min_deadline: of the membership.
+        settles: whether all workers settle at the end.
         options: of the wrapper.
     """
 
@@ -48,8 +49,10 @@ class Train:
         *,
         slow: tuple[int, ...] = (),
         min_deadline: float = 20.0,
+        settles: bool = False,
         **options: Any,
     ) -> None:
+        self.settles = settles
         self.num_workers, self.is_last, self.slow, self.options = num_workers, is_last, slow, options
         self.min_deadline = min_deadline
 
@@ -65,6 +68,8 @@ class Train:
         membership.on_change(changes.append)
         membership.on_change(lambda change: ends.append(change.step + AFTER) if self.is_last(change) else None)
         first = membership.join()
+        if first == 0:
+            model.settle()  # so that workers have settled unequally often
         had_momentum = bool(optimizer.state)
         values, rounds = {}, []
         for step in membership.steps(1 << 30):
@@ -78,6 +83,8 @@ class Train:
             optimizer.step()
             time.sleep(0.02 if worker.rank in self.slow else 0.002)
         stats = model.comm_stats()
+        if self.settles:
+            model.settle()
         model.close()
         return {
             "first": first,
@@ -107,7 +114,7 @@ def check_alike(results: dict[int, dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in place", "overlapped"])
 def test_survivors_go_on_and_a_newcomer_gets_the_state_of_training(overlap: bool) -> None:
-    train = Train(3, has_joined, overlap=overlap, sync_period=5)
+    train = Train(3, has_joined, overlap=overlap, sync_period=5, settles=True)
     results = Chaos([Kill(step=10, rank=0), Join(step=12)]).run(train, 3)
     assert_no_gossip_threads()
     assert sorted(results) == [1, 2, 3]
