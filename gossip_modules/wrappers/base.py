@@ -204,10 +204,13 @@ class GossipWrapper(OldNames, AveragingMixin):
                 self._warn_alone()
         elif not self._trains:
             self._evaluate()
-        elif torch._C._current_graph_task_id() != -1:  # inside a backward: the recomputation of a checkpoint
-            self._check_has_trained()
-        else:
+        elif torch._C._current_graph_task_id() == -1:
             self._train(is_current=is_current)
+        elif not self._has_trained:  # inside a backward: the recomputation of a checkpoint
+            raise RuntimeError(
+                "got a training forward inside a backward and none before it, expected rounds to run in the "
+                "forward; checkpoint parts of the module, or pass use_reentrant=False"
+            )
 
     def _train(self, *, is_current: bool) -> None:
         """A training forward begins."""
@@ -390,14 +393,6 @@ class GossipWrapper(OldNames, AveragingMixin):
             f"got a training forward {what}; to evaluate call eval() or use torch.no_grad()",
             stacklevel=levels_to_user(),
         )
-
-    def _check_has_trained(self) -> None:
-        """Raise RuntimeError if the first training forward of all is the recomputation of a checkpoint."""
-        if not self._has_trained:
-            raise RuntimeError(
-                "got a training forward inside a backward and none before it, expected rounds to run in the "
-                "forward; checkpoint parts of the module, or pass use_reentrant=False"
-            )
 
     def _choose(self, *, may_leave: bool = True) -> None:
         """Let the vector have the tensors that are trained now, on all ranks at this point: [Note: What travels].

@@ -115,7 +115,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         on_nonfinite: the reaction to infinities and NaN, which gossip would hand to all ranks in a few rounds.
             "raise": FloatingPointError at the rank that has them, before others get them (with overlap, also at those
             that were sent them, before they are applied). "skip": leave out such rounds, which `comm_stats()` counts;
-            without overlap it costs a copy of the model, and no compressed gossiper can. "spread": do not look.
+            without overlap it costs a copy of the model, and no compressed algorithm can. "spread": do not look.
         find_unused_parameters: as for DistributedDataParallel; for `nprocs_per_node > 1`.
         timeout: the limit of every wait; a number = seconds. A `Membership` has its own.
         membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then.

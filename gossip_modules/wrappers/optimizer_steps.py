@@ -242,7 +242,14 @@ class OptimizerSteps(Stepped):
         if self.when is RoundTime.FORWARD:
             self._make_up(optimizer, count)
             if count == 2:
-                self._raise_once(_without_rounds(type(optimizer).__name__, self._name))
+                self._raise_once(
+                    f"got two steps of {type(optimizer).__name__} over parameters of a {self._name} without a gossip "
+                    "round between them: this rank trains alone; expected a training forward of the wrapper for each "
+                    "step. Causes: all forwards of a step are inside no_sync() (leave the last one outside); the loss "
+                    "is computed by the inner module or by one of its methods (call the wrapper itself); or no forward "
+                    "can say when a step begins (wrap with rounds='step', or with rounds='manual' and call "
+                    "gossip_step() after each step)"
+                )
         elif self.when is RoundTime.STEP:
             # Several optimizers that step after one forward have one round together: after the first of them.
             self._note_forward()
@@ -304,18 +311,8 @@ class OptimizerSteps(Stepped):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has optimizers of its own, of which nothing is known.
-        fresh = {"_counts": {}, "_gradient": _WatchedGradient(), "_run": None}
+        fresh = {"_counts": {}, "_gradient": _WatchedGradient(), "_unsynced": UnsyncedSteps(), "_run": None}
         return {**self.__dict__, **fresh, "_is_due": self.is_due, "_is_watched": None}
-
-
-def _without_rounds(optimizer: str, name: str) -> str:
-    return (
-        f"got two steps of {optimizer} over parameters of a {name} without a gossip round between them: this rank "
-        "trains alone; expected a training forward of the wrapper for each step. Causes: all forwards of a step are "
-        "inside no_sync() (leave the last one outside); the loss is computed by the inner module or by one of its "
-        "methods (call the wrapper itself); or no forward can say when a step begins (wrap with rounds='step', or with "
-        "rounds='manual' and call gossip_step() after each step)"
-    )
 
 
 class _WatchedGradient:
@@ -457,32 +454,21 @@ class UnsyncedSteps:
 
     def __init__(self) -> None:
         self._has_told = False
-        self._forget()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_has_told": self._has_told}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
-        self._has_told = state["_has_told"]
-
-    def _forget(self) -> None:
-        self.is_watching = False
-        self._versions: list[int] = []
-        self._has_gradients = False
         self._handle: torch.utils.hooks.RemovableHandle | None = None
+        self.forget()
 
     def forget(self) -> None:
-        """What came before is no more of interest: a forward trains, or a checkpoint is about to be loaded."""
+        """The last forward in eval mode counts no more: a forward trains, or a checkpoint is about to be loaded."""
         if self._handle is not None:
             self._handle.remove()
-        self._forget()
+        self._handle, self.is_watching, self._has_gradients = None, False, False
+        self._versions: list[int] = []
 
     def check(self, parameters: Sequence[Tensor], *, name: str) -> None:
         """A forward in eval mode that autograd records.
 
         Args:
-            parameters: what the wrapper gossips.
+            parameters: the parameters that the wrapper gossips.
             name: of the wrapper's class.
 
         Raises:
