@@ -124,7 +124,8 @@ class RandomMatchingGraph(RandomGraph, WeightedGraph):
 
     def link_weights(self, rank: int, t: int) -> Mapping[int, float]:
         self._check_rank(rank)
-        peer = int(self._drawn(t)[rank]) if self.world_size <= _MAX_KEPT_RANKS else self._partner(rank, t)
+        is_kept = self.world_size <= _MAX_KEPT_RANKS
+        peer = int(self._drawn(t)[rank] if is_kept else self._partners(t, np.array([rank]))[0])
         return {} if peer == rank else {peer: 0.5}
 
     @cached_property
@@ -135,17 +136,13 @@ class RandomMatchingGraph(RandomGraph, WeightedGraph):
         return self.world_size == 2
 
     def _draw(self, t: int) -> npt.NDArray[np.int64]:
-        """The peer of each rank; a rank without a peer has itself."""
-        n = self.world_size
-        place = self._shuffle(t, np.arange(n), is_inverse=False)
-        rank_at = np.argsort(place)
-        return rank_at[np.minimum(place ^ 1, n - 1)]
+        return self._partners(t, np.arange(self.world_size))
 
-    def _partner(self, rank: int, t: int) -> int:
-        """`_draw(t)[rank]`, without the others."""
+    def _partners(self, t: int, ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The peers of these ranks; a rank without a peer has itself."""
         self._segment(t)  # refuses t < 0
-        place = self._shuffle(t, np.array([rank]), is_inverse=False) ^ 1
-        return int(self._shuffle(t, np.minimum(place, self.world_size - 1), is_inverse=True)[0])
+        place = self._shuffle(t, ranks, is_inverse=False) ^ 1
+        return self._shuffle(t, np.minimum(place, self.world_size - 1), is_inverse=True)
 
     def _shuffle(self, t: int, ranks: npt.NDArray[np.int64], *, is_inverse: bool) -> npt.NDArray[np.int64]:
         """pi of each rank, or its inverse: a step swaps x and (key - x) mod n if a coin for the two shows heads."""
