@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ from . import limits
 from .background_log import log
 from .liveness.contact import LifeSign
 from .view import Joiner
-
-if TYPE_CHECKING:
-    from .worker import LocalWorker
 
 _LOOK_SECONDS = 1.0
 CHUNK_BYTES = 4 << 20
@@ -43,7 +40,7 @@ class Donor:
     that lives comes again: [Note: coming again].
 
     Args:
-        worker: whose part it is; its lock guards all this.
+        worker: the `LocalWorker` whose part it is; its lock guards all this.
 
     Attributes:
         snapshots: joiners that the training thread is to copy the state for.
@@ -51,7 +48,7 @@ class Donor:
         unclaimed: copies that no joiner will bring.
     """
 
-    def __init__(self, worker: LocalWorker) -> None:
+    def __init__(self, worker: Any) -> None:
         self.worker, self.job = worker, worker.job
         self.snapshots: list[Joiner] = []
         self.given: dict[tuple[int, int], tuple[float, Mapping[str, Any]]] = {}
@@ -70,7 +67,7 @@ class Donor:
             joiner = roster.joiners.get(key[0])
             has_come = roster.view is not None and roster.view.has(key[0])
             may_come = joiner is not None and joiner.key == key and not joiner.refusal
-            if has_come or not (may_come and (joiner.is_loaded or time.monotonic() < until)):  # type: ignore[union-attr]
+            if has_come or not (may_come and (joiner.is_loaded or time.monotonic() < until)):
                 del self.given[key]
                 self.unclaimed += [] if has_come else [state]
         self._serving &= {joiner.key for joiner in roster.joiners.values()}

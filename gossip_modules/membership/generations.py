@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..transport import threads
 from ..transport.deadline import Deadline
@@ -18,9 +18,6 @@ from .liveness.contact import Contact
 from .participant import Change
 from .roster import MARGIN
 from .view import View
-
-if TYPE_CHECKING:
-    from .worker import LocalWorker
 
 
 class Generations:
@@ -39,7 +36,7 @@ class Generations:
     still train in that one, such a closed link does not mean that the worker has failed.
 
     Args:
-        worker: whose part it is; its lock guards all this.
+        worker: the `LocalWorker` whose part it is; its lock guards all this.
 
     Attributes:
         active: the generation that trains; None before the first.
@@ -50,7 +47,7 @@ class Generations:
         clock: see [Note: clock].
     """
 
-    def __init__(self, worker: LocalWorker) -> None:
+    def __init__(self, worker: Any) -> None:
         self.worker, self.job = worker, worker.job
         self.active: View | None = None
         self.transport: LinkTransport | None = None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,9 +23,6 @@ from .liveness.monitor import LivenessMonitor
 from .participant import Change
 from .view import Joiner, Member, View
 from .worker import LocalWorker
-
-if TYPE_CHECKING:
-    from .membership import Membership
 
 _MAX_STATES = 64  # times the model: the largest state that a donor may send
 
@@ -320,7 +317,7 @@ def this_member(liveness: LivenessMonitor, number: int = -1) -> Member:
     return Member(contact.worker, number, socket.gethostname(), os.getpid(), contact.address, contact.secret.hex())
 
 
-def rejoin(membership: Membership, deadline: Deadline) -> Change:
+def rejoin(membership: Any, deadline: Deadline) -> Change:
     """This worker was declared dead, and lives: it drops its state and joins as a new one.
 
     Training stands still meanwhile, so all waits have one deadline; where that passes, the worker trains on alone for

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,9 +23,6 @@ from .shared_roster import SharedRoster
 from .view import View
 from .watcher import ends_by_error, watch
 from .worker import JobState, LocalWorker
-
-if TYPE_CHECKING:
-    from .node import NodeProcesses
 
 _STORE_SECONDS = 10.0  # of a request to the store, at most
 
@@ -119,7 +116,7 @@ class Membership:
             {**own_description, "on_partition": on_partition},
         )
         self.worker = LocalWorker(self.job)
-        self.node: NodeProcesses | None = None  # where several processes are this worker
+        self.node: Any = None  # the `NodeProcesses`, where several processes are this worker
         self.thread = threading.get_ident()  # that trains
         self.has_joined = False
         self._watcher: threading.Thread | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,9 @@ from ..transport.state_tree import copied, encode
 from .joining import JobFullError, LeftWhileJoiningError
 from .links import LinkTransport
 from .lockstep import LockstepParticipant
+from .membership import Membership
 from .participant import Change, ModelParticipant
 from .view import view_of
-
-if TYPE_CHECKING:
-    from .membership import Membership
 
 PATIENCE = 5  # times the timeout of the membership: the first process waits for other workers while the others wait
 _KINDS = (ValueError, TypeError, FloatingPointError, TimeoutError, ConnectionError, JobFullError, LeftWhileJoiningError)

@@ -11,19 +11,16 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..transport import threads
 from .background_log import log
 
-if TYPE_CHECKING:
-    from .membership import Membership
-
 _RAISES = {opcode.opmap[name] for name in ("RAISE_VARARGS", "RERAISE") if name in opcode.opmap}
-_live: weakref.WeakSet[Membership] = weakref.WeakSet()
+_live: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def watch(membership: Membership) -> threading.Thread:
+def watch(membership: Any) -> threading.Thread:
     """The thread that takes turns of the membership's worker until it is closed, or freed."""
     hear_of_uncaught_errors(_end_liveness_in)
     job = membership.job
@@ -31,7 +28,7 @@ def watch(membership: Membership) -> threading.Thread:
     return threads.start(_watch, weakref.ref(membership), job.wake, job.closed, name="gossip-membership")
 
 
-def _watch(reference: weakref.ref[Membership], wake: threading.Event, closed: threading.Event) -> None:
+def _watch(reference: weakref.ref[Any], wake: threading.Event, closed: threading.Event) -> None:
     while not closed.is_set():
         membership = reference()
         if membership is None:

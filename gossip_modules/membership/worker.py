@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..transport import threads
 from ..transport.deadline import Deadline
@@ -19,12 +19,10 @@ from .donor import Donor
 from .generations import Generations
 from .liveness.contact import LifeSign, digest, probe
 from .liveness.monitor import LivenessMonitor
+from .participant import Change, ModelParticipant
 from .roster import Roster
 from .shared_roster import SharedRoster
 from .view import Joiner, Member, View
-
-if TYPE_CHECKING:
-    from .participant import Change, ModelParticipant
 
 
 @dataclass

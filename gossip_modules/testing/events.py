@@ -6,10 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from .chaos import ChaosRun
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,8 @@ class Event(ABC):
             raise ValueError(f"got seconds={seconds!r}, expected {least}")
 
     @abstractmethod
-    def happen(self, run: ChaosRun) -> None:
-        """Make it so."""
+    def happen(self, run: Any) -> None:
+        """Carry the event out in a `ChaosRun`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Kill(Event):
     rank: int
     is_of_own_step = True
 
-    def happen(self, run: ChaosRun) -> None:
+    def happen(self, run: Any) -> None:
         """See `Event`."""
         run.backend.kill(self.rank)
 
@@ -71,7 +68,7 @@ class Stop(Event):
     seconds: float | None = None
     is_of_own_step = True
 
-    def happen(self, run: ChaosRun) -> None:
+    def happen(self, run: Any) -> None:
         """See `Event`."""
         run.stop(self.rank)
         run.after(self.seconds, lambda: run.resume(self.rank))
@@ -83,7 +80,7 @@ class Continue(Event):
 
     rank: int
 
-    def happen(self, run: ChaosRun) -> None:
+    def happen(self, run: Any) -> None:
         """See `Event`."""
         run.resume(self.rank)
 
@@ -92,7 +89,7 @@ class Continue(Event):
 class Join(Event):
     """One more worker is started."""
 
-    def happen(self, run: ChaosRun) -> None:
+    def happen(self, run: Any) -> None:
         """See `Event`."""
         run.start()
 
@@ -108,7 +105,7 @@ class StoreKill(Event):
     seconds: float = 1.0
     _may_last = False
 
-    def happen(self, run: ChaosRun) -> None:
+    def happen(self, run: Any) -> None:
         """See `Event`."""
         run.backend.kill_store()
         run.after(self.seconds, run.backend.start_store)
@@ -133,7 +130,7 @@ class Delay(Event):
         if not (_is_number(self.delay) and self.delay > 0):
             raise ValueError(f"got delay={self.delay!r}, expected seconds above 0")
 
-    def happen(self, run: ChaosRun) -> None:
+    def happen(self, run: Any) -> None:
         """See `Event`."""
         run.backend.set_condition(self.rank, delay=self.delay)
         run.after(self.seconds, lambda: run.backend.set_condition(self.rank, delay=0.0))
@@ -158,7 +155,7 @@ class Loss(Event):
         if not (_is_number(self.fraction) and 0 < self.fraction <= 1):
             raise ValueError(f"got fraction={self.fraction!r}, expected one above 0 and at most 1")
 
-    def happen(self, run: ChaosRun) -> None:
+    def happen(self, run: Any) -> None:
         """See `Event`."""
         run.backend.set_condition(self.rank, loss=self.fraction)
         run.after(self.seconds, lambda: run.backend.set_condition(self.rank, loss=0.0))
@@ -185,7 +182,7 @@ class Partition(Event):
                 f"got ranks={self.ranks!r}, expected numbers of workers in the order of their start: 0, 1, ..."
             )
 
-    def happen(self, run: ChaosRun) -> None:
+    def happen(self, run: Any) -> None:
         """See `Event`."""
         run.backend.cut(self.ranks)
         run.after(self.seconds, lambda: run.backend.mend(self.ranks))

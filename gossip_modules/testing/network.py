@@ -75,7 +75,7 @@ class NetworkBackend(ProcessBackend):
         self._router.close()
 
     def _host(self, rank: int | None) -> Host:
-        return _NamespaceHost(_STORE if rank is None else _address(rank))
+        return _RoutedHost(_STORE if rank is None else _address(rank))
 
     def _admit(self, host: Host, pipe: Connection) -> None:
         answer = receive(pipe)
@@ -87,7 +87,7 @@ class NetworkBackend(ProcessBackend):
         self._router.attach(host.address, reduction.recv_handle(pipe))
 
 
-class _NamespaceHost(Host):
+class _RoutedHost(Host):
     """A namespace, whose device is sent to the router."""
 
     def enter(self, pipe: Connection) -> None:
