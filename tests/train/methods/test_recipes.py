@@ -127,10 +127,10 @@ def test_a_graph_that_is_none_is_named(graph: str, message: str) -> None:
         ("DiLoCo(", "which is no expression of Python"),
         ("SignNorm()", r"expected an algorithm; pass SignNorm\(2048\) to one"),
         ("SGP().over(Choco(SignNorm(), step_size=0.4))", r"in which SGP\(\) is no algorithm, so that it is over"),
-        ("D2().over(TopK(0.1))", r"got TopK\(0.1\) below D2\(\), expected an algorithm whose"),
+        ("D2().over(TopK(0.1))", r"got TopK\(0.1\) as the inner algorithm of D2\(\), expected an algorithm whose"),
         (
             "D2().over(1)",
-            r"got 1 below D2\(\), expected an algorithm whose rounds mix; pass .*, such as PowerGossip\(\)",
+            r"got 1 as the inner algorithm of D2\(\), expected an algorithm whose rounds mix; pass .*, such as PowerGossip\(\)",
         ),
         ("DiLoCo(sync_every=10, sync_every=3)", "has an argument twice"),
         ("f(" * 600 + ")" * 600, r"unknown name|no expression of Python"),
