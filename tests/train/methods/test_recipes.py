@@ -130,7 +130,7 @@ def test_a_graph_that_is_none_is_named(graph: str, message: str) -> None:
         ("D2().over(TopK(0.1))", r"got TopK\(0.1\) as the inner algorithm of D2\(\), expected an algorithm whose"),
         (
             "D2().over(1)",
-            r"got 1 as the inner algorithm of D2\(\), expected an algorithm whose rounds mix; pass .*, such as PowerGossip\(\)",
+            r"got 1 as the inner algorithm of D2\(\), expected an algorithm whose rounds mix; pass .*, such as PowerGo",
         ),
         ("DiLoCo(sync_every=10, sync_every=3)", "has an argument twice"),
         ("f(" * 600 + ")" * 600, r"unknown name|no expression of Python"),
