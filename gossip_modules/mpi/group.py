@@ -108,12 +108,10 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._collective(request, f"broadcast from rank {self._names[root]}", opts, [(x, message)])
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> MpiWork:  # type: ignore[override]
-        """x <- the reduction of x over all ranks."""
+        """Each x <- the reduction of x over all ranks; several tensors have the same dtype and device."""
         return self._reduce(tensors, opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> MpiWork:
-        """`allreduce` of each tensor; all have the same dtype and device."""
-        return self._reduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> MpiWork:  # type: ignore[override]
         """On the root x <- the reduction of x over all ranks; on the others x is not changed."""

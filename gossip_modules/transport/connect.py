@@ -123,25 +123,23 @@ def _new_group(ranks: Sequence[int] | None, *, backend: str, timeout: timedelta)
     members = list(range(size)) if ranks is None else list(ranks)
     subset = members if len(members) < size else None
     what = f"making a process group of ranks {members}"
-    setup_transport = ProcessGroupTransport(
-        world, device=CPU, timeout=timeout, names=range(size), notes=FailureNotes.of(world, rank)
-    ) if _backend(world, CPU) == "gloo" else None  # fmt: skip
+    setup = _over(world, CPU, ranks=None, timeout=timeout) if _backend(world, CPU) == "gloo" else None
     start = time.monotonic()
     try:
-        if setup_transport is not None and subset is None:
-            setup_transport.barrier(what="making a process group")
+        if setup is not None and subset is None:
+            setup.barrier(what="making a process group")
         start = time.monotonic()
         group = dist.new_group(subset, timeout=timeout, backend=backend, use_local_synchronization=subset is not None)
     except RuntimeError as error:
         seconds = time.monotonic() - start
-        if setup_transport is None:
+        if setup is None:
             fail(error, rank=rank, what=what, seconds=seconds, timeout=timeout)
-        # The wait was for the store, so the connections of the default group still tell who is there.
-        closed = {peer: GONE for peer in setup_transport.closed_peers() if peer in members}
-        setup_transport.fail(error, what, seconds, timeout=timeout, blamed=closed)
+        # The wait was for the store, so the connections of the default group still show which ranks are there.
+        closed = {peer: GONE for peer in setup.closed_peers() if peer in members}
+        setup.fail(error, what, seconds, timeout=timeout, blamed=closed)
     finally:
-        if setup_transport is not None:
-            setup_transport.close()
+        if setup is not None:
+            setup.close()
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group
 
