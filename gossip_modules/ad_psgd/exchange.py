@@ -127,7 +127,6 @@ class BilateralAverage:
         """Tell the peers that this rank neither asks nor answers any more. Does not wait."""
         self.is_closing = True
         self.liveness.shut_down()
-        self.liveness.end()
 
     def close(self, seconds: float) -> None:
         """End the threads, after `shut_down`; peers may ask until they have shut down too, at most for so long."""

@@ -19,10 +19,10 @@ from ..wrappers.base import GossipWrapper
 from ..wrappers.composition import hold
 from ..wrappers.other_names import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
 from .average_on_demand import AverageOnDemand
+from .averager import PairwiseWorker
 from .config import CURVE_ARGUMENTS, DEFAULT_INTERPOLATION, DEFAULT_MAX_DISTANCE, DEFAULT_TIMEOUT, PairwiseConfig
 from .engine import PairwiseEngine
 from .interpolation import Interpolation
-from .worker import PairwiseWorker
 
 if TYPE_CHECKING:
     from typing_extensions import Self

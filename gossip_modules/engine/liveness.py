@@ -113,10 +113,6 @@ class _BoundedWait:
     progress: ControlMessage | None = None
 
 
-def _unknown() -> int:
-    return -1
-
-
 def _is_last(integers: Sequence[int]) -> bool:
     return integers[0] in (ControlKind.SHUTDOWN, ControlKind.FAILED)
 
@@ -219,9 +215,10 @@ class Liveness:
                 return None
             return self.transport.exchange({peer: [message.tensor()]}, {peer: [reply]}, tag=self._tag, what=what)
 
-    def shut_down(self, peers: Iterable[int] | None = None) -> None:
-        """Post SHUTDOWN to these peers, by default to all, unless their last message was sent. Does not wait."""
-        self._post_last(self.peers if peers is None else peers, ControlMessage(ControlKind.SHUTDOWN))
+    def shut_down(self) -> None:
+        """Post SHUTDOWN to all peers whose last message was not sent, and end the checks of waits. Does not wait."""
+        self._post_last(self.peers, ControlMessage(ControlKind.SHUTDOWN))
+        self._ended.set()
 
     def wait_until_received(self, limit: timedelta = SHUTDOWN_TIMEOUT) -> None:
         """Wait until the last messages have been received, at most for so long."""
@@ -229,10 +226,6 @@ class Liveness:
         for pending in [pending for pending in self._last.values() if pending is not None]:
             with contextlib.suppress(ConnectionError, TimeoutError):  # the peer has ended, or will notice by itself
                 pending.wait(deadline.left_for_gloo)
-
-    def end(self) -> None:
-        """End the checks of waits; idempotent."""
-        self._ended.set()
 
     def _post_last(self, peers: Iterable[int], message: ControlMessage) -> None:
         for peer in peers:
@@ -245,7 +238,7 @@ class Liveness:
     def _handle(self, sender: int, message: ControlMessage) -> None:
         """Handle the messages that belong to this object."""
         if _is_last(message):
-            self.shut_down([sender])
+            self._post_last([sender], ControlMessage(ControlKind.SHUTDOWN))
             if message.kind == ControlKind.FAILED:  # the cause is known before the rank counts as closed
                 self._learn(sender, message.first, FailureReason(message.second))
             self.closed[sender] = time.monotonic()
@@ -340,7 +333,7 @@ class Liveness:
     def waiting(
         self,
         what: str,
-        partner: Callable[[], int] = _unknown,
+        partner: Callable[[], int] = lambda: -1,
         *,
         activity: Activity = Activity.TRAINING,
         is_patient: bool = False,
@@ -366,7 +359,7 @@ class Liveness:
                 self._waits[thread] = outer
 
     def _watch(self) -> None:
-        """Check the waits of all threads until `end()` or a failure: [Note: deadlines]."""
+        """Check the waits of all threads until this rank shuts down or fails: [Note: deadlines]."""
         interval = min(_INTERVAL, self._timeout / 20)
         before = time.monotonic()
         while not self._ended.wait(interval) and not self.has_failed:

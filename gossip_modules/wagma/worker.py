@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -24,7 +23,6 @@ from .group_average import GroupAverage
 from .group_result import GroupResult
 
 _CLOSE_SECONDS = 2.0
-_TELLING = timedelta(seconds=2)
 ARRIVED, SETTLING = 0, 1  # the kinds of control messages
 
 
@@ -197,8 +195,7 @@ class WaitAvoidingWorker:
             self.state.notify_all()
         self._rounds_ended.wait(_CLOSE_SECONDS)
         liveness.shut_down()
-        liveness.wait_until_received(_TELLING)
-        liveness.end()
+        liveness.wait_until_received()
         liveness.background.close()
         self.control.close()
         if error is None and not self.is_idle:

@@ -305,7 +305,7 @@ def test_an_exchange_has_the_timeout_and_all_name_who_does_not_answer() -> None:
             wrapper(X)
             gates.append(Gate(wrapper))
             # A process that is stopped neither measures its own waits nor answers.
-            engine_of(wrapper).liveness.end()
+            engine_of(wrapper).liveness._ended.set()
             engine_of(wrapper).liveness.post = lambda peer, message: None  # type: ignore[method-assign]
         meeting.wait()
         if group.rank() == 0:
