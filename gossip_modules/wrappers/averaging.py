@@ -158,10 +158,8 @@ class AveragingMixin(ABC):
                 f"got average_optimizer_state() of a {type(self).__name__} without a process group, expected a wrapper "
                 "whose ranks train in lockstep, without a membership; keep the state of each rank"
             )
-        state = list(_state_like_parameters(optimizer, ignored=self._selection.ignored_ids(self.module)))
-        wanted = _names_of(names)
-        if wanted is not None:
-            state = [(k, name, x) for k, name, x in state if name in wanted]
+        wanted, ignored = _names_of(names), self._selection.ignored_ids(self.module)
+        state = list(_state_like_parameters(optimizer, names=wanted, ignored=ignored))
         with self._calling("average_optimizer_state()"), torch.no_grad():
             self.settle()  # a round in flight may have collectives of its own
             if self._copies is not None:
@@ -285,14 +283,20 @@ def _names_of(names: object) -> list[str] | None:
 
 
 def _state_like_parameters(
-    optimizer: torch.optim.Optimizer, *, ignored: Collection[int] = ()
+    optimizer: torch.optim.Optimizer, *, names: Collection[str] | None = None, ignored: Collection[int] = ()
 ) -> Iterator[tuple[int, str, Tensor]]:
-    """Each state as large as its parameter, after the parameter's number and the name; without ids that are ignored."""
+    """Each state as large as its parameter, after the parameter's number and the name.
+
+    Args:
+        optimizer: has the state.
+        names: of the state; None: all.
+        ignored: the ids of parameters that are left out.
+    """
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for k, parameter in enumerate(parameters):
         for name, value in () if id(parameter) in ignored else sorted(optimizer.state.get(parameter, {}).items()):
             is_state = isinstance(value, Tensor) and value.is_floating_point() and name != "step"
-            if is_state and value.shape == parameter.shape:
+            if is_state and value.shape == parameter.shape and (names is None or name in names):
                 yield k, name, value
 
 

@@ -198,8 +198,6 @@ class GossipDataParallel(GossipWrapper, Joinable):
             if self._node is not None:
                 self._node.close()
             raise
-        if self._elastic is not None:
-            self._elastic.membership.attach(self._elastic)
 
     def _enter_world(self, chosen: Choices, links: Links, g: int, *, init_sync: bool) -> tuple[MixingManager, Mixer]:
         """Take part in a world of ranks that stays; g: the processes of a node."""
@@ -271,6 +269,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         self._set_out()
         self._travelling.watch(self, self._transport)
         hold(self)
+        if self._elastic is not None:
+            self._elastic.membership.attach(self._elastic)
 
     def _make_engine(self, mixer: Mixer, schedule: Schedule | ConsensusControl) -> LockstepEngine:
         """When rounds run."""
