@@ -212,7 +212,7 @@ class Hivemind(Contender):
         self._dht.shutdown()
 
 
-class SlowMo(Contender):
+class FairscaleSlowMo(Contender):
     """fairscale's wrapper: SGP between the averages of slow momentum; its SGP is the ancestor's."""
 
     def __init__(self, model: nn.Module, place: Place) -> None:

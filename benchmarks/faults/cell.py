@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from .accused import accused
 from .fault import FAULTS, STORE, Fault
 from .processes import Processes
-from .rank import HOST, STEP_SECONDS, World, serve_store, train
+from .rank import HOST, STEP_SECONDS, FaultWorld, serve_store, train
 
 START_SECONDS = 90.0
 """For a world to come to its fault; the machine may be busy."""
@@ -100,12 +100,12 @@ class Cell:
         self._read_events()
         return [self._row(rank) for rank in range(self._world_size)]
 
-    def _world(self) -> World:
+    def _world(self) -> FaultWorld:
         fault_step = self._draw.randrange(10, 20)
         # A caller of averaged() waits for as long as the timeout: those who do not wait for it must train on meanwhile.
         seconds_alone = self.timeout + 3 if self.fault.what == "average alone" else 0.0
         port, *ports = free_ports(1 + self._world_size, self._draw)
-        return World(
+        return FaultWorld(
             wrapper=self.key.wrapper,
             fault=self.key.fault,
             fault_step=fault_step,

@@ -29,7 +29,7 @@ STEP_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
-class World:
+class FaultWorld:
     """What all ranks of a cell know.
 
     Args:
@@ -60,7 +60,7 @@ def serve_store(port: int) -> None:
         signal.pause()
 
 
-def train(world: World, rank: int) -> None:
+def train(world: FaultWorld, rank: int) -> None:
     """Run the script of a rank; an error ends the process as it ends a script, without close()."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -78,7 +78,7 @@ class Rank:
         rank: its number.
     """
 
-    def __init__(self, world: World, rank: int) -> None:
+    def __init__(self, world: FaultWorld, rank: int) -> None:
         self.world, self.rank, self.fault = world, rank, FAULTS[world.fault]
         self.is_victim = self.rank in self.fault.victims
         self._events = os.open(world.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

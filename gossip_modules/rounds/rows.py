@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..compression.compressor import Code, Compressor
+from ..flat.layout import align
 from ..graph_manager import MirroredGraph, ShiftGraph
 from ..matcha.graph import MatchaGraph
 from ..mixing_manager import LaplacianMixing
-from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager, UniformMixing
+from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager, MixingWeights, UniformMixing
+from .messages import Message, MessageBuffer, Received
+from .vector import Vector
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Array: TypeAlias = npt.NDArray[np.float64]
@@ -155,3 +160,189 @@ def shifted_peers(graph: ShiftGraph, t: int) -> Indices:
             column = np.where(ranks % 2, group.add(ranks, group.negate(peer)), column)
         columns.append(column)
     return np.stack(columns, axis=1) if columns else np.empty((len(ranks), 0), dtype=np.int64)
+
+
+class StackedMail:
+    """Makes the stacked messages of all ranks; see `Mail`.
+
+    Args:
+        mixing: W(t); None: there is no graph.
+    """
+
+    def __init__(self, mixing: StackedMixing | None) -> None:
+        self._mixing = mixing
+
+    @property
+    def mixing(self) -> MixingManager:
+        """See `Mail`."""
+        assert self._mixing is not None, "the algorithm asks for weights, but there is no graph"
+        return self._mixing.mixing
+
+    def room_for(self, code: Code, x: Vector, *, key: object = "own") -> StackedMessage:
+        """See `Mail`."""
+        return StackedMessage(code, ())
+
+    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
+        """See `Mail`."""
+        self._refuse()
+
+    @property
+    def peers(self) -> Sequence[int]:
+        """See `Mail`."""
+        self._refuse()
+
+    def weight_of(self, peer: int) -> float:
+        """See `Mail`."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise AssertionError("an algorithm that looks at the peers of a rank declares takes_rows = False")
+
+
+class StackedMessage(Message):
+    """The messages of all ranks as decoded values, [n, d] for each part of a vector.
+
+    Args:
+        code: the code of the messages.
+        values: the decoded values.
+    """
+
+    def __init__(self, code: Code, values: Sequence[Tensor]) -> None:
+        self.code: Code = code
+        self.values = tuple(values)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the message of one rank."""
+        return sum(align(self.code.message_like(values[0]).numel(), 8) for values in self.values)
+
+    def write(self, x: Vector, t: int) -> StackedMessage:
+        """See `Message`."""
+        self.values = tuple(cast("Compressor", self.code).decompressed(part, t=t) for part in x.parts)
+        return self
+
+    def add_to(self, x: Vector, alpha: float | Tensor = 1.0) -> None:
+        """See `Message`. alpha may also be a column with a number for each rank, [n, 1]."""
+        for part, values in zip(x.parts, self.values, strict=True):
+            if isinstance(alpha, Tensor):
+                part.addcmul_(values, alpha.to(part.dtype))
+            else:
+                part.add_(values, alpha=alpha)
+
+    def of(self, ranks: Tensor) -> StackedMessage:
+        """Return a message whose row i is the message of rank ranks[i]; a single rank gives one row for all."""
+        return StackedMessage(self.code, [values.index_select(0, ranks) for values in self.values])
+
+
+class StackedReceived(Received):
+    """The messages of a round on all ranks, see [Note: rows].
+
+    Args:
+        rows: the rows of W(t).
+        message: the messages of all ranks.
+    """
+
+    def __init__(self, rows: Rows, message: StackedMessage) -> None:
+        super().__init__(())
+        self._rows, self._message = rows, message
+
+    def __iter__(self) -> Iterator[tuple[Any, Message]]:
+        yield column(self._rows.own - 1), self._message
+        for k in range(self._rows.peers.shape[1]):
+            peers = torch.from_numpy(self._rows.peers[:, k].copy())
+            yield column(self._rows.weights[:, k]), self._message.of(peers)
+
+    def add_to(self, x: Vector, alpha: float = 1.0) -> None:
+        """See `Received`."""
+        with x.adding() as total:
+            for part, values in zip(total.parts, self._message.values, strict=True):
+                part.add_(self._rows.mix(values).sub_(values), alpha=alpha)
+
+
+class EveryRow(Received):
+    """The reply to `Gather`: every rank has the messages of all ranks.
+
+    Args:
+        message: the messages of all ranks.
+        num_ranks: the number of ranks.
+    """
+
+    def __init__(self, message: StackedMessage, num_ranks: int) -> None:
+        super().__init__(())
+        self._message, self._num_ranks = message, num_ranks
+
+    def __iter__(self) -> Iterator[tuple[Any, Message]]:
+        for rank in range(self._num_ranks):
+            yield 1.0, self._message.of(torch.tensor([rank], device="cpu"))
+
+    def add_to(self, x: Vector, alpha: float = 1.0) -> None:
+        """See `Received`."""
+        for part, values in zip(x.parts, self._message.values, strict=True):
+            part.add_(values.sum(0), alpha=alpha)
+
+
+class RowMail:
+    """The messages of one rank; see `Mail`.
+
+    Args:
+        mixing: the weights of all ranks; None: there is no graph.
+    """
+
+    def __init__(self, mixing: MixingManager | None) -> None:
+        self._mixing = mixing
+        self._weights: MixingWeights | None = None
+        self._room: dict[object, MessageBuffer] = {}
+
+    def begin_round(self, rank: int, t: int) -> None:
+        """Begin round t of the rank."""
+        self._weights = None if self._mixing is None else self._mixing.weights(rank, t)
+
+    @property
+    def mixing(self) -> MixingManager:
+        """See `Mail`."""
+        assert self._mixing is not None, "the algorithm asks for peers, but there is no graph"
+        return self._mixing
+
+    @property
+    def weights(self) -> MixingWeights:
+        """The row of W(t)."""
+        assert self._weights is not None, "the algorithm asks for peers, but there is no graph"
+        return self._weights
+
+    @property
+    def peers(self) -> Sequence[int]:
+        """See `Mail`."""
+        return tuple(self.weights.inp)
+
+    def weight_of(self, peer: int) -> float:
+        """See `Mail`."""
+        return self.weights.inp[peer]
+
+    def room_for(self, code: Code, x: Vector, *, key: object = "own") -> Message:
+        """See `Mail`."""
+        message = self.room_for_fields([(torch.uint8, code.message_like(part).numel()) for part in x.parts], key=key)
+        message.code = code
+        return message
+
+    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
+        """See `Mail`."""
+        place = (key, *sizes)
+        if place not in self._room:
+            self._room[place] = MessageBuffer(sizes, torch.device("cpu"))
+        return Message(None, self._room[place])
+
+    def row_of(self, messages: Sequence[Message], rank: int) -> Received:
+        """Return the reply to `Share`.
+
+        Args:
+            messages: the messages of all ranks.
+            rank: the rank that gets the reply.
+        """
+        own = messages[rank]
+        row = [(weight, arrived(messages[j], own.code)) for j, weight in self.weights.inp.items()]
+        return Received([(self.weights.own - 1, own), *row], [rank, *self.weights.inp])
+
+
+def arrived(message: Message, code: Code | None) -> Message:
+    """Copy a message, as its sender may write the next one into the same memory."""
+    return Message(code, MessageBuffer(message.buffer.sizes, message.buffer.raw.clone()))

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from ..compression.compressor import Cast, Code, Compressor
-from ..flat.layout import align
+from ..compression.compressor import Cast
+from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..schedule import Action
 from .algorithm import Algorithm, next_request
-from .in_step import InStep
 from .memory import Memory
-from .messages import Message, Received
+from .messages import Received
 from .periodic import Periodic
-from .requests import Average, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors
-from .rows import Rows, StackedMixing, column
+from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors
+from .rows import EveryRow, RowMail, Rows, StackedMail, StackedMessage, StackedMixing, StackedReceived, arrived
 from .vector import Snapshot, Vector
 
 HEADER_BYTES = 8
@@ -346,120 +345,84 @@ def _mark(x: Vector) -> None:
         x.is_correction = True
 
 
-class StackedMail:
-    """Makes the stacked messages of all ranks; see `Mail`.
+class InStep:
+    """The rounds of n ranks as n generators, each on its own row; the driver answers all of them at once.
 
     Args:
-        mixing: W(t); None: there is no graph.
+        driver: the driver that answers requests.
     """
 
-    def __init__(self, mixing: StackedMixing | None) -> None:
-        self._mixing = mixing
+    def __init__(self, driver: Stacked) -> None:
+        self._driver = driver
+        mixing = None if driver.mixing is None else driver.mixing.mixing
+        self.memories = [Memory(repr(mixing)) for _ in range(driver.num_ranks)]
+        self._mails = [RowMail(mixing) for _ in range(driver.num_ranks)]
 
-    @property
-    def mixing(self) -> MixingManager:
-        """See `Mail`."""
-        assert self._mixing is not None, "the algorithm asks for weights, but there is no graph"
-        return self._mixing.mixing
+    def begin(self, x: Tensor) -> None:
+        """See `Algorithm.begin`."""
+        for v, memory in zip(self._vectors(Vector([x]), None), self.memories, strict=True):
+            self._driver.algorithm.begin(v, memory)
 
-    def room_for(self, code: Code, x: Vector, *, key: object = "own") -> StackedMessage:
-        """See `Mail`."""
-        return StackedMessage(code, ())
+    def run(self, x: Vector, k: int, sgd: SGDStep | None) -> None:
+        """Run one round of all ranks.
 
-    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
-        """See `Mail`."""
-        self._refuse()
+        Args:
+            x: the models, [n, d], mutated; a `Snapshot` becomes the correction.
+            k: the optimizer steps before the round.
+            sgd: the step of SGD since the last round; None: there was none.
+        """
+        algorithm, ranks = self._driver.algorithm, self._vectors(x, sgd)
+        self._run([algorithm.round(v, memory, k) for v, memory in zip(ranks, self.memories, strict=True)])
+        for memory in self.memories:
+            memory.end_round()
+        if isinstance(x, Snapshot):
+            for v in ranks:
+                v.x.begin_adding()
+            x.is_correction = True
 
-    @property
-    def peers(self) -> Sequence[int]:
-        """See `Mail`."""
-        self._refuse()
+    def _run(self, rounds: Sequence[Round]) -> None:
+        """Run the rounds of all ranks to their end."""
+        replies: Sequence[Any] = [None] * len(rounds)
+        while requests := [r for r in map(next_request, rounds, replies) if r is not None]:
+            assert len({type(request) for request in requests}) == 1, f"ranks ask for different things: {requests}"
+            assert len(requests) == len(rounds), "the rounds of some ranks end before those of others"
+            replies = self._answer(requests)
 
-    def weight_of(self, peer: int) -> float:
-        """See `Mail`."""
-        self._refuse()
+    def _vectors(self, x: Vector, sgd: SGDStep | None) -> list[Vectors]:
+        driver, found = self._driver, []
+        for rank, (row, memory, mail) in enumerate(zip(x.parts[0], self.memories, self._mails, strict=True)):
+            model = type(x).of(FlatVector.over(row if driver.shape is None else row.view(driver.shape)))
+            memory.fit(model, who=driver.algorithm)
+            mail.begin_round(rank, driver.t)
+            step = sgd if driver.algorithm.needs_sgd and memory.num_rounds else None
+            found.append(Vectors(model, mail, t=driver.t, rank=rank, num_ranks=driver.num_ranks, step=step))
+        return found
 
-    def _refuse(self) -> NoReturn:
-        raise AssertionError("an algorithm that looks at the peers of a rank declares takes_rows = False")
-
-
-class StackedMessage(Message):
-    """The messages of all ranks as decoded values, [n, d] for each part of a vector.
-
-    Args:
-        code: the code of the messages.
-        values: the decoded values.
-    """
-
-    def __init__(self, code: Code, values: Sequence[Tensor]) -> None:
-        self.code: Code = code
-        self.values = tuple(values)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the message of one rank."""
-        return sum(align(self.code.message_like(values[0]).numel(), 8) for values in self.values)
-
-    def write(self, x: Vector, t: int) -> StackedMessage:
-        """See `Message`."""
-        self.values = tuple(cast("Compressor", self.code).decompressed(part, t=t) for part in x.parts)
-        return self
-
-    def add_to(self, x: Vector, alpha: float | Tensor = 1.0) -> None:
-        """See `Message`. alpha may also be a column with a number for each rank, [n, 1]."""
-        for part, values in zip(x.parts, self.values, strict=True):
-            if isinstance(alpha, Tensor):
-                part.addcmul_(values, alpha.to(part.dtype))
-            else:
-                part.add_(values, alpha=alpha)
-
-    def of(self, ranks: Tensor) -> StackedMessage:
-        """Return a message whose row i is the message of rank ranks[i]; a single rank gives one row for all."""
-        return StackedMessage(self.code, [values.index_select(0, ranks) for values in self.values])
-
-
-class StackedReceived(Received):
-    """The messages of a round on all ranks, see [Note: rows].
-
-    Args:
-        rows: the rows of W(t).
-        message: the messages of all ranks.
-    """
-
-    def __init__(self, rows: Rows, message: StackedMessage) -> None:
-        super().__init__(())
-        self._rows, self._message = rows, message
-
-    def __iter__(self) -> Iterator[tuple[Any, Message]]:
-        yield column(self._rows.own - 1), self._message
-        for k in range(self._rows.peers.shape[1]):
-            peers = torch.from_numpy(self._rows.peers[:, k].copy())
-            yield column(self._rows.weights[:, k]), self._message.of(peers)
-
-    def add_to(self, x: Vector, alpha: float = 1.0) -> None:
-        """See `Received`."""
-        with x.adding() as total:
-            for part, values in zip(total.parts, self._message.values, strict=True):
-                part.add_(self._rows.mix(values).sub_(values), alpha=alpha)
-
-
-class EveryRow(Received):
-    """The reply to `Gather`: every rank has the messages of all ranks.
-
-    Args:
-        message: the messages of all ranks.
-        num_ranks: the number of ranks.
-    """
-
-    def __init__(self, message: StackedMessage, num_ranks: int) -> None:
-        super().__init__(())
-        self._message, self._num_ranks = message, num_ranks
-
-    def __iter__(self) -> Iterator[tuple[Any, Message]]:
-        for rank in range(self._num_ranks):
-            yield 1.0, self._message.of(torch.tensor([rank], device="cpu"))
-
-    def add_to(self, x: Vector, alpha: float = 1.0) -> None:
-        """See `Received`."""
-        for part, values in zip(x.parts, self._message.values, strict=True):
-            part.add_(values.sum(0), alpha=alpha)
+    def _answer(self, requests: Sequence[Request]) -> Sequence[Any]:
+        driver, first = self._driver, requests[0]
+        if isinstance(first, Mix | Average):
+            vectors = [cast(Mix, request).x for request in requests]
+            models = type(first.x)([torch.stack([vector.parts[0] for vector in vectors])])
+            (driver.mix if isinstance(first, Mix) else driver.average)(models)
+            for vector, row in zip(vectors, models.parts[0], strict=True):
+                vector.parts[0].copy_(row)
+                if isinstance(vector, Snapshot):
+                    vector.is_correction = True
+            return [None] * len(requests)
+        if isinstance(first, Inner):
+            self._run([cast(Inner, request).round for request in requests])
+            return [None] * len(requests)
+        if isinstance(first, Exchange):
+            sent = [cast(Exchange, request) for request in requests]
+            sizes = [message.buffer.raw.numel() for each in sent for message in each.messages.values()]
+            driver.count_message(sum(sizes) / max(len(sizes), 1))
+            return [
+                {j: arrived(sent[j].messages[i], own.code) for j, own in each.messages.items()}
+                for i, each in enumerate(sent)
+            ]
+        messages = [cast(Share, request).message for request in requests]
+        if isinstance(first, Gather):
+            driver.count_gather(messages[0].buffer.raw.numel())
+            return [Received([(1.0, arrived(m, own.code)) for m in messages], range(len(messages))) for own in messages]
+        driver.count_message(messages[0].buffer.raw.numel())
+        return [mail.row_of(messages, rank) for rank, mail in enumerate(self._mails)]

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-import networkx as nx
 import torch.distributed as dist
 
 from .stores import Records, is_of_job
@@ -132,6 +131,8 @@ class FailureNotes:
 
     def _follow(self, blamed: Mapping[int, str], notes: Mapping[int, Note]) -> Cause:
         """The ranks that blame nobody, at the ends of all chains of blame that begin with this rank."""
+        import networkx as nx  # which takes long to import
+
         graph = nx.DiGraph()
         for note in (Note(self._rank, blamed, ""), *notes.values()):
             graph.add_edges_from((note.rank, other, {"seen": seen}) for other, seen in note.blamed.items())
