@@ -48,7 +48,7 @@ class DeepSqueeze(Algorithm):
 
     short_name: ClassVar[str] = "deepsqueeze"
     title: ClassVar[str] = "DeepSqueeze"
-    summary: ClassVar[str] = "sends compressed models, and adds what was lost to the next message"
+    summary: ClassVar[str] = "sends compressed models, and adds the compression error to the next message"
     paper: ClassVar[Paper | None] = Paper(
         "Tang, Lian, Qiu, Yuan, Zhang, Zhang, Liu",
         "DeepSqueeze: Decentralization Meets Error-Compensated Compression",

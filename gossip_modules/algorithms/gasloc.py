@@ -1,4 +1,4 @@
-"""GASLoC: DiLoCo by gossip, where the momentum is mixed along with the parameters."""
+"""GASLoC: DiLoCo by gossip, which mixes the momentum along with the parameters."""
 
 from __future__ import annotations
 

@@ -106,8 +106,8 @@ class PowerGossip(Algorithm):
         size = self.step_size
         if size is not None and not (isinstance(size, int | float | np.number) and 0 < float(size) < math.inf):
             raise ValueError(
-                f"PowerGossip: got step_size={size!r}, expected a positive number; 1 mixes with the weights as they "
-                "are, strong compression needs less"
+                f"PowerGossip: got step_size={size!r}, expected a positive number; 1 mixes with unchanged "
+                "weights, strong compression needs less"
             )
         checked_seed(self.seed)
 

@@ -61,7 +61,7 @@ class QGDSGDm(Algorithm):
 
     short_name: ClassVar[str] = "qgdsgdm"
     title: ClassVar[str] = "QG-DSGDm"
-    summary: ClassVar[str] = "gossips, with momentum that is made of how the mixed models move"
+    summary: ClassVar[str] = "gossips, with a momentum from the moves of the mixed models"
     paper: ClassVar[Paper | None] = Paper(
         "Lin, Karimireddy, Stich, Jaggi",
         "Quasi-Global Momentum: Accelerating Decentralized Deep Learning on Heterogeneous Data",

@@ -98,7 +98,7 @@ class RelaySGD(Algorithm):
             m_ji = [relay.of(replies[j].fields, j, tree) for j in neighbours]
             own = n - sum(fields[-1][0] for fields in m_ji)
             for index, x in enumerate(relay.shares(v, tree)[:-1]):
-                total = x.to(wide(x.dtype)).mul_(own)  # x itself where it is wide
+                total = x.to(wide(x.dtype)).mul_(own)  # x itself if it is wide
                 for fields in m_ji:
                     total.add_(fields[index])
                 x.copy_(total.div_(n))

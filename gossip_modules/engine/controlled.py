@@ -25,8 +25,8 @@ def check_control(gossiper: Mixer, control: ConsensusControl) -> None:
         )
     if not isinstance(gossiper, PushPull):
         raise ValueError(
-            f"got schedule={control} with {gossiper}, expected plain gossip: other corrections than those of the "
-            "weights do not tell how far ranks are apart; leave algorithm out, or use a Schedule"
+            f"got schedule={control} with {gossiper}, expected plain gossip: the corrections of other algorithms do "
+            "not tell how far ranks are apart; leave algorithm out, or use a Schedule"
         )
     if gossiper.is_weighted:
         raise ValueError(

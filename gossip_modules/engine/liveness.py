@@ -22,7 +22,7 @@ from ..transport.listener import SHUTDOWN_TIMEOUT, ConnectionLost, Listener
 from ..transport.process_group import ProcessGroupTransport
 from .background import Background
 
-_INTERVAL = 0.25  # seconds between two checks of the waits; less where the timeout is short
+_INTERVAL = 0.25  # seconds between two checks of the waits; less with a short timeout
 _PAUSE = 1.0  # seconds by which a check may be late; a longer pause is one of the whole process
 _ASK_AFTER, _GIVE_UP_AFTER, _SILENT_AFTER = 0.5, 0.9, 0.2  # parts of the timeout
 _KNOWN_WITHIN = 1.0  # seconds until a rank whose message failed has received the FAILED message that explains it
@@ -96,7 +96,7 @@ class _BoundedWait:
 
     Attributes:
         what: the operation that waits, for errors.
-        partner: returns the rank that is waited for now; -1 where it is not known.
+        partner: returns the rank that the thread waits for now; -1: not known.
         activity: the activity of the training thread during the wait; TRAINING where another thread waits.
         is_patient: whether the wait goes on as long as the partner makes progress.
         start: when it began (`time.monotonic()`).

@@ -62,7 +62,7 @@ def warn_of_little(name: str, *, exact: int, compressed: int, num_compressed_byt
     if exact > _MAX_EXACT * (exact + compressed):
         warnings.warn(
             f"{name}: {exact / (exact + compressed):.0%} of the parameters' bytes ({exact:,}) are in parameters of "
-            f"one dimension, which are sent as they are in every round; {remedy}",
+            f"one dimension, which are sent uncompressed in every round; {remedy}",
             stacklevel=3,
         )
     elif compressed and num_compressed_bytes >= compressed:

@@ -329,7 +329,9 @@ class SGDMomentum(Stepped):
         extra = "" if self.takes_nesterov else ", without nesterov"
         expected = f"one torch.optim.SGD with momentum{extra}, without dampening and maximize, over all parameters"
         name = f"{self.name}: got {type(optimizer).__name__}"
-        remedy = "its law is that of momentum SGD; change it, or take D2 or GradientTracking, which take any optimizer"
+        remedy = (
+            "its law is momentum SGD; change the optimizer, or take D2 or GradientTracking, which take any optimizer"
+        )
         if not isinstance(optimizer, SGD):
             raise ValueError(f"{name} that steps the model, expected {expected}; {remedy}")
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -340,7 +342,7 @@ class SGDMomentum(Stepped):
             if len(rates) > 1:
                 raise ValueError(
                     f"{name} with {name_of_rate} of {sorted(rates)} in its groups of parameters, expected one for all: "
-                    f"the momentum of {self.name} is made of how far the whole model moves; {remedy}"
+                    f"the momentum of {self.name} is computed from the move of the whole model; {remedy}"
                 )
         group = optimizer.param_groups[0]
         if group["momentum"] <= 0 or group["dampening"] or group["maximize"]:
@@ -361,7 +363,7 @@ class SGDMomentum(Stepped):
         if self.step is not None:
             raise RuntimeError(
                 f"{self.name}: got a second optimizer step after one training forward, expected a forward between "
-                "them, where the round that makes the momentum runs; accumulate gradients under no_sync() instead"
+                "them, whose round computes the momentum; accumulate gradients under no_sync() instead"
             )
         self.check(optimizer)
         for parameter, view in self._views():

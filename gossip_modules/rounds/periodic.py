@@ -75,7 +75,8 @@ class Periodic(Algorithm):
             )
         if not (is_number(self.kept) and 0 <= self.kept < 1):
             raise ValueError(
-                f"{name}: got own_weight={self.own_weight!r}, expected 0 <= own_weight < 1; 0 takes the anchor as it is"
+                f"{name}: got own_weight={self.own_weight!r}, expected 0 <= own_weight < 1; 0 replaces the "
+                "model by the anchor"
             )
 
     @property

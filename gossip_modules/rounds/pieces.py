@@ -26,7 +26,7 @@ from .rounds import Rounds, average_, rounds_of
 from .runs import places_of, tensors_beyond
 from .vector import Vector, widened
 
-_OTHERS = "the algorithm keeps its state for tensors that are still trained, and starts new ones anew"
+_OTHERS = "the algorithm keeps its state for tensors that are still trained, and starts new tensors anew"
 
 
 @dataclass
@@ -123,8 +123,8 @@ class Pieces(Mixer):
             self._buffer = buffer
         elif not isinstance(self.times.fragments, int):
             raise ValueError(
-                f"got fragments={self.times.fragments!r} where several processes share the vector of one model, "
-                "expected the number of fragments: names are not known there"
+                f"got fragments={self.times.fragments!r} while several processes share the vector of one model, "
+                "expected the number of fragments: shards have no names of tensors"
             )
         for rounds in self.rounds[:1]:
             rounds.watch_optimizer(buffer)

@@ -167,7 +167,7 @@ def test_a_model_that_is_mostly_vectors_is_told_so_once(dtype: torch.dtype) -> N
     (warning,) = warnings_of(lambda: Mostly(3840, 160 * 16, dtype), PowerGossip)
     num_bytes = f"{3840 * dtype.itemsize:,}"
     assert re.search(
-        rf"60% of the parameters' bytes \({num_bytes}\) are .* one dimension, which are sent as they are in every "
+        rf"60% of the parameters' bytes \({num_bytes}\) are .* one dimension, which are sent uncompressed in every "
         r"round; .*compress_vectors=True",
         warning,
     )

@@ -85,7 +85,9 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     for saved, resumed, names in ((DiLoCo(2), adam, ("SGD", "Adam")), (adam, DiLoCo(2), ("Adam", "SGD"))):
         first, second = trained(saved, num_steps=6), trained(resumed, num_steps=0)
         second.load_state_dict(first.state_dict())
-        message = "got the state of the outer optimizer {}, expected that of {}; wrap with the optimizer= of when it"
+        message = (
+            "got the state of the outer optimizer {}, expected the state of {}; wrap with the optimizer= of the saved"
+        )
         with pytest.raises(ValueError, match=message.format(*names)):
             loss_of(second, 0, 6)
         first.close()

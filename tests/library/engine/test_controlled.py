@@ -254,7 +254,7 @@ def test_one_rank_and_checkpoints_of_plain_schedules() -> None:
     [
         (
             {"algorithm": Choco(SignNorm(), step_size=0.4)},
-            "with Choco.*, expected plain gossip: other corrections",
+            "with Choco.*, expected plain gossip: the corrections of other",
         ),
         ({"algorithm": DiLoCo(2)}, "got graph beside DiLoCo.*, expected none: it averages over all ranks"),
         ({"algorithm": D2()}, r"got schedule=ConsensusControl\(target=1.0, .* with D2\(\), expected plain gossip"),
