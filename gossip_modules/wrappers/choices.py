@@ -65,11 +65,19 @@ def as_algorithm(algorithm: AlgorithmLike) -> Chosen:
     )
 
 
-def renamed(algorithm: AlgorithmLike, *, outer: AlgorithmLike, rule: AlgorithmLike, gossiper: AlgorithmLike) -> Chosen:
-    """The algorithm that the arguments of a wrapper name, where older names of `algorithm` may stand beside it.
+def renamed(
+    algorithm: AlgorithmLike,
+    wire_dtype: torch.dtype | None,
+    *,
+    outer: AlgorithmLike,
+    rule: AlgorithmLike,
+    gossiper: AlgorithmLike,
+) -> tuple[Chosen, torch.dtype | None]:
+    """The algorithm and the dtype of the wire, where older names of `algorithm` may stand beside it.
 
     Args:
         algorithm: see `as_algorithm`; over the algorithm of `gossiper`.
+        wire_dtype: see `GossipDataParallel`; the one of a `PushPull` that stands as gossiper beside an algorithm.
         outer, rule, gossiper: the older arguments; None where they were left out.
 
     Warns:
@@ -78,14 +86,18 @@ def renamed(algorithm: AlgorithmLike, *, outer: AlgorithmLike, rule: AlgorithmLi
     arguments = {"outer": outer, "rule": rule, "algorithm": algorithm, "gossiper": gossiper}
     given: dict[str, Any] = {name: as_algorithm(value) for name, value in arguments.items() if value is not None}
     if given.keys() <= {"algorithm"}:
-        return given.get("algorithm")
+        return given.get("algorithm"), wire_dtype
+    old = " and ".join(f"{name}={written(value)}" for name, value in given.items() if name != "algorithm")
+    wire = ""
+    if len(given) > 1 and isinstance(given.get("gossiper"), PushPull):
+        wire_dtype = given.pop("gossiper").wire_dtype or wire_dtype
+        wire = "" if wire_dtype is None else f", wire_dtype={wire_dtype}"
     *above, whole = given.values()
     for part in (part for parts in reversed(above) for part in reversed(parts.parts)):
         whole = part.over(whole)
-    old = " and ".join(f"{name}={written(value)}" for name, value in given.items() if name != "algorithm")
-    message = f"got {old}, which is now algorithm={written(whole)}; the old names will go"
+    message = f"got {old}, which is now algorithm={written(whole)}{wire}; the old names will go"
     warnings.warn(message, DeprecationWarning, stacklevel=levels_to_user())
-    return whole
+    return whole, wire_dtype
 
 
 def written(algorithm: Any) -> str:

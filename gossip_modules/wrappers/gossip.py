@@ -182,7 +182,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         super().__init__(module, selection=Selection(gossip_buffers, ignore), num_shards=g, **flags)
         Joinable.__init__(self)
         self.overlap, self.max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
-        algorithm = renamed(algorithm, outer=outer, rule=rule, gossiper=gossiper)
+        algorithm, wire_dtype = renamed(algorithm, wire_dtype, outer=outer, rule=rule, gossiper=gossiper)
         chosen = Choices(graph, mixing, push_sum, algorithm, wire_dtype, as_schedule(schedule))
         links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
         check_node_size(nprocs_per_node, find_unused_parameters=find_unused_parameters)

@@ -105,14 +105,6 @@ def test_chunks_of_a_copy_are_those_of_the_copy() -> None:
     assert all(torch.equal(chunk.raw, x) for chunk, x in zip(vector.chunks(CHUNK), before, strict=True))
 
 
-def test_chunks_follow_storage_that_is_replaced() -> None:
-    vector = random_vector(0, LAYOUTS["mixed"])
-    vector.chunks(CHUNK)
-    vector.raw = vector.raw.clone()
-    vector.chunks(CHUNK)[0].raw.zero_()
-    assert not vector.raw[:CHUNK].any()
-
-
 # Arithmetic.
 
 COEFFICIENTS = [(0.5, [0.5]), (0.2, [0.5, 0.3]), (1.0, []), (1.0, [0.0]), (-0.43, [0.7, 0.73]), (0.3, [0.9])]
