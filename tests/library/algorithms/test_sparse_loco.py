@@ -120,7 +120,7 @@ def test_without_loss_and_memory_it_is_diloco_without_momentum() -> None:
     ("make", "message"),
     [
         (lambda: SparseLoCo(lr=0.0), "SparseLoCo: got lr=0.0, expected a number above 0"),
-        (lambda: SparseLoCo(decay=1.1), "SparseLoCo: got decay=1.1, expected 0 <= decay <= 1: above 1 what was not"),
+        (lambda: SparseLoCo(decay=1.1), "SparseLoCo: got decay=1.1, expected 0 <= decay <= 1: above 1 the unsent rest"),
         (lambda: SparseLoCo(compressor=None), "SparseLoCo: got compressor=None, expected a Compressor; pass e.g."),  # type: ignore[arg-type]
     ],
 )
