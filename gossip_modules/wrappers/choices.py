@@ -272,8 +272,8 @@ class Choices:
         innermost = self._parts[-1] if self._parts else self.algorithm
         if self.wire_dtype is not None and not getattr(innermost, "takes_wire_dtype", innermost is None):
             raise ValueError(
-                f"got wire_dtype={self.wire_dtype} with {innermost}, expected one of them: an algorithm that names its "
-                "messages says itself how they are rounded; leave wire_dtype out, or write PushPull(wire_dtype=...)"
+                f"got wire_dtype={self.wire_dtype} with {innermost}, expected one of them: the algorithm makes its own "
+                "messages, and no wire rounds these; leave wire_dtype out. PushPull has its own argument wire_dtype"
             )
         if isinstance(self.algorithm, PushPull):
             return self.algorithm
