@@ -16,6 +16,7 @@ from .compressor import Compressor, random_words, wide
 
 _SAMPLE_SIZE = 1 << 16
 _ENTRIES_AT_ONCE = 1 << 20
+_CACHED_ENTRIES = 1 << 18
 
 
 class _Largest(Compressor):
@@ -101,7 +102,9 @@ class TopK(_Largest):
             sample = x[:: x.numel() // _SAMPLE_SIZE | 1].abs()
             expected = sample.numel() * k / x.numel()
             threshold = sample.topk(math.ceil(expected + 4 * math.sqrt(expected)) + 1).values[-1]
-            candidates = (x.abs() < threshold).logical_not_().nonzero().squeeze(1)  # NaN is among them
+            parts = x.split(_CACHED_ENTRIES)  # NaN is among those that are not below
+            found = [(part.abs() < threshold).logical_not_().nonzero().squeeze(1) for part in parts]
+            candidates = torch.cat([indices.add_(n * _CACHED_ENTRIES) for n, indices in enumerate(found)])
             if candidates.numel() >= k:
                 return candidates[_largest(x[candidates], k)]
         return _largest(x, k)
