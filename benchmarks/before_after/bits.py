@@ -166,7 +166,7 @@ def compare(before: str, folder: Path) -> list[dict[str, object]]:
                 "before": before,
                 "method": key[0],
                 "dtype": key[1].removeprefix("torch."),
-                "overlap": key[2],
+                "rounds": "overlapped" if key[2] else "blocking",
                 "parameters": float(parameters),
                 "buffers": float(buffers),
                 "copies_before": round(old[1], 3),
