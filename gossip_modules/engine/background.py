@@ -26,6 +26,7 @@ class Background:
         self._error: BaseException | None = None
         self._has_failed = threading.Event()
         self._is_seen = self._is_forgotten = False
+        self.on_error: weakref.WeakMethod[Callable[[BaseException], None]] | None = None  # takes the error of a thread
 
     def start(self, name: str, body: Callable[[], None]) -> None:
         """Run `body` in a new daemon thread with this name. Any thread may call this method."""
@@ -34,7 +35,8 @@ class Background:
             try:
                 body()
             except BaseException as error:  # noqa: BLE001 (raised in the training thread)
-                self.fail(error)
+                on_error = None if self.on_error is None else self.on_error()
+                (on_error or self.fail)(error)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         with self._lock:

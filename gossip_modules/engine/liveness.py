@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -158,6 +159,7 @@ class Liveness:
     def __init__(self, transport: PointToPoint, peers: Collection[int], *, tag: int = 0) -> None:
         self.transport, self.peers = transport, tuple(sorted(peers))
         self.background = Background()
+        self.background.on_error = weakref.WeakMethod(self.fail)  # so that an error of a thread ends all waits
         self.failed: Future[None] = Future()
         self.has_failed = False
         self.closed: dict[int, float] = {}
@@ -307,10 +309,10 @@ class Liveness:
 
     def check_present(self) -> None:
         """Raise ConnectionError if peers have closed while this rank goes on."""
-        if self.closed:
-            names = sorted(self.transport.names[peer] for peer in self.closed)
+        if closed := tuple(self.closed):  # which the listening thread extends
+            names = sorted(self.transport.names[peer] for peer in closed)
             error = ConnectionError(f"{self._me}: in round {self.round}, {FailureReason.CLOSED.sentence(names)}")
-            self.fail(error, min(self.closed), FailureReason.CLOSED)
+            self.fail(error, min(closed), FailureReason.CLOSED)
             self.raise_if_failed()
 
     def _learn(self, sender: int, rank: int, reason: FailureReason) -> None:

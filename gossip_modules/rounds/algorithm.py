@@ -232,7 +232,8 @@ class Over(Algorithm):
                 f"got {self}, expected one of them: the inner algorithm moves an anchor at its own times, so it cannot "
                 "mix in each round of the outer one"
             )
-        if first.needs_current and not first.keeps_models and (first.needs_sgd or not outer.takes_push_sum):
+        corrects_steps = first.needs_current and not first.keeps_models and not outer.takes_push_sum
+        if corrects_steps or first.needs_sgd:
             raise ValueError(f"got {self}, expected one of them: both change the optimizer steps of a rank")
         if outer.mixes_several and not first.is_plain:
             raise ValueError(
@@ -265,6 +266,7 @@ class Over(Algorithm):
         while (request := next_request(outer, reply)) is not None:
             if isinstance(request, Mix):
                 m.inner.fit(request.x, who=self.inner)
+                m.inner.scale(m.rates)
                 inner = self.inner.round(v.about(request.x, m.inner), m.inner, k)
                 reply = yield Inner(request.x, inner)
                 m.inner.end_round()

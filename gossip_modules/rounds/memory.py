@@ -77,6 +77,7 @@ class Memory:
         self._loaded: dict[str, Any] = {}  # of a checkpoint, until an algorithm asks for it
         self._seen: FlatLayout | None = None  # of a model without new tensors
         self._units = RateUnits()
+        self.rates: Rates | None = None  # of the round that runs
         self._inner: Memory | None = None
 
     # For algorithms.
@@ -244,6 +245,7 @@ class Memory:
         if before is not None and layout == self._layout and not is_moved:
             return
         old = copy.copy(self)
+        old._inner = None  # it stays, and is fitted in the next round
         self._layout = layout
         if before is None:
             return
@@ -282,6 +284,10 @@ class Memory:
                 kept = [(m, m._optimizers[name]) for m in old if name in m._optimizers]
                 runs = [run for m, optimizer in kept for run in m._runs(optimizer.state_of(state))]
                 carry(runs, self._runs(own.state_of(state)))
+        self._units.rates = old[0]._units.rates
+        if inner := [m._inner for m in old if m._inner is not None and m._inner._devices is not None]:
+            self.inner.fit(self._model)
+            self.inner.carry(inner)
 
     def _runs(self, parts: Sequence[Tensor]) -> list[Run]:
         return runs(places_of(self._layout), parts)
@@ -309,7 +315,10 @@ class Memory:
         self._inner = inner
 
     def scale(self, rates: Rates | None) -> None:
-        """Scale the vectors in units of the learning rate to these rates; see `RateUnits`."""
+        """Scale the vectors in units of the learning rate to these rates; see `RateUnits`.
+
+        `Over` scales the memory of the inner algorithm by `rates`, once that memory has the layout of the round.
+        """
         self._units.put_back()
         if rates is not None:
             for name, policy in self._loaded.get("policies", {}).items():
@@ -317,8 +326,7 @@ class Memory:
                     self.vector(name, **policy)
             vectors = [entry.vector for entry in self._entries.values() if entry.policy["in_units_of_rate"]]
             self._units.scale(vectors, rates, self._layout)
-        if self._inner is not None:
-            self._inner.scale(rates)
+        self.rates = rates
 
     def end_round(self) -> None:
         """Count a round that has ended."""

@@ -168,7 +168,7 @@ class MessageRounds:
 
     def __init__(self, memory: Memory, *, has_links: bool, is_checked: bool = True) -> None:
         self.has_links = has_links
-        self._kept, self._is_checked = memory, is_checked
+        self.memory, self._is_checked = memory, is_checked
         self._message_check = MessageCheck()
         self._numbers: dict[int, int] = {}  # the number of the next message to each peer
         self._buffers: dict[int, tuple[MessageBuffer, MessageBuffer]] = {}  # outgoing and incoming, by peer
@@ -228,7 +228,7 @@ class MessageRounds:
         flat = self._x.flat
         assert flat is not None, "messages carry the buffers of a flat vector"
         shapes = tuple((part.dtype, part.numel()) for part in x.parts)
-        sizes = self._kept.cached(("sizes", id(code), shapes), lambda: (code, self._sizes_of(code, x)))[1]
+        sizes = self.memory.cached(("sizes", id(code), shapes), lambda: (code, self._sizes_of(code, x)))[1]
         message = self.room_for_fields(sizes, key=key)
         message.code = code
         return message
@@ -253,7 +253,7 @@ class MessageRounds:
         assert flat is not None, "messages carry the buffers of a flat vector"
         if not self._is_checked:  # messages are whole models, whose memory training may use between rounds
             return MessageBuffer(sizes, flat.raw.device)
-        return self._kept.cached((key, sizes), lambda: MessageBuffer(sizes, flat.raw.device))
+        return self.memory.cached((key, sizes), lambda: MessageBuffer(sizes, flat.raw.device))
 
     def row_of(self, message: Message, replies: Mapping[int, Message]) -> Received:
         """Return the reply to `Share`.
@@ -393,7 +393,7 @@ class MessageRounds:
 
     def _forget(self, peer: int) -> None:
         self._numbers.pop(peer, None)
-        self._kept.forget_peer(peer)
+        self.memory.forget_peer(peer)
         self._message_check.forget(peer)
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
@@ -407,7 +407,7 @@ class MessageRounds:
         kept = {rank: ranks[name] for rank, name in enumerate(names) if name in ranks and ranks[name] in peers}
         self._message_check.renumber(kept)
         self._numbers = {kept[peer]: number for peer, number in self._numbers.items() if peer in kept}
-        self._kept.renumber_links(kept)
+        self.memory.renumber_links(kept)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Mixer`: the numbers and digests of messages."""

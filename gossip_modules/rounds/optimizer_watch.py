@@ -28,9 +28,7 @@ class OptimizerWatch:
     """
 
     def __init__(self, algorithm: Algorithm, buffer: FlatBuffer) -> None:
-        steppers = [k for k, part in enumerate(algorithm.parts) if part.needs_sgd]
-        self._depth = steppers[0] if steppers else 0  # the momentum is in the memory so many levels inside
-        self._momentum = SGDMomentum(buffer, algorithm.parts[self._depth]) if steppers else None
+        self._momentum = SGDMomentum(buffer, algorithm.parts[0]) if algorithm.needs_sgd else None
         self._rates = StepRates(buffer) if algorithm.follows_rate else None
         self._inner = InnerRate(algorithm, buffer) if algorithm.needs_inner_rate else None
 
@@ -54,19 +52,13 @@ class OptimizerWatch:
             self._rates.end_round()
         if self._momentum is not None:
             self._momentum.step = None
-            self._momentum.write(self.memory_of(memory).momentum.parts)
-
-    def memory_of(self, memory: Memory) -> Memory:
-        """Return the memory with the momentum: the memory of the algorithm that needs SGD."""
-        for _ in range(self._depth):
-            memory = memory.inner
-        return memory
+            self._momentum.write(memory.momentum.parts)
 
     def forget(self, memory: Memory) -> None:
         """Forget the last step, and write the momentum of the memory into the optimizer, if there is one."""
         if self._momentum is not None:
             self._momentum.step = None
-            self._momentum.write(self.memory_of(memory).parts_of("momentum"))
+            self._momentum.write(memory.parts_of("momentum"))
 
     def state_dict(self, *, joins: bool = False) -> dict[str, Any]:
         """Return the step and the rates since the last round.

@@ -266,7 +266,7 @@ class Pieces(Mixer):
             memory.fit(Vector.of(fragment.read(x, self._device or x.raw.device)))
             memory.carry([rounds.memory for rounds in self.rounds])
         for rounds, memory in zip(self.rounds, memories, strict=True):
-            rounds.memory = memory
+            rounds.replace_memory(memory)
         return bool(new)
 
     # State.

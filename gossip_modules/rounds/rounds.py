@@ -319,6 +319,10 @@ class Rounds(Mixer):
         """Cancel the round that departed."""
         self._close()
 
+    def replace_memory(self, memory: Memory) -> None:
+        """Go on with another memory, which has the values of this one for tensors that are still trained."""
+        self.memory = self.messages.memory = memory
+
     def release(self) -> None:
         """Drop the references to the vector of the last round."""
         self.memory.release()
@@ -352,8 +356,6 @@ class Rounds(Mixer):
         """Send a reply into the round, which runs to its next request or to its end."""
         assert self._generator is not None, "a round is open"
         try:
-            if reply is RoundLost:
-                self._generator.throw(RoundLost())
             self._request = self._next_request(self._generator, reply)
         except RoundLost:  # training goes on without this round
             self._request, self.has_failed, self.stamps.lost = None, True, self._k
@@ -371,6 +373,10 @@ class Rounds(Mixer):
     def _next_request(self, generator: Round, reply: Any) -> Request | None:
         # Peers apply the same messages: if this rank fails to apply them, the ranks no longer agree.
         self._is_torn = isinstance(reply, Received | dict) and not self.algorithm.is_skippable
+        if reply is RoundLost:
+            with contextlib.suppress(StopIteration):
+                return generator.throw(RoundLost())
+            return None
         request = next_request(generator, reply)
         self._is_torn = False
         return request
@@ -493,13 +499,10 @@ class Rounds(Mixer):
 
     def shared(self, x: FlatVector) -> Sequence[Tensor]:
         """See `Mixer`: the momentum of the optimizer, where the algorithm writes it."""
-        memory = self.memory
-        for part in self.algorithm.parts if self.algorithm.needs_sgd else ():
-            memory.fit(Vector.of(x), who=part)
-            if part.needs_sgd:
-                return memory.momentum.parts
-            memory = memory.inner
-        return ()
+        if not self.algorithm.needs_sgd:
+            return ()
+        self.memory.fit(Vector.of(x), who=self.algorithm)
+        return self.memory.momentum.parts
 
     def take_shared(self, x: FlatVector) -> None:
         """See `Mixer`."""

@@ -1,0 +1,89 @@
+"""Algorithms over algorithms: checkpoints, and layers that are frozen, with what the inner algorithm keeps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gossip_modules import D2, Choco, GASLoC, GossipDataParallel, PowerGossip, SignNorm, SlowMo
+from gossip_modules.extend import Algorithm
+from tests.harness.problems import mlp
+from tests.harness.ranks import run_ranks
+from tests.library.rounds.memories import rounds_of
+
+COMPOSITIONS = [
+    SlowMo(4, gossip_every=1).over(D2()),
+    GASLoC(3, momentum=0, fragments=2).over(Choco(SignNorm(), step_size=0.4)),
+    SlowMo(4, gossip_every=1).over(PowerGossip()),
+]
+
+
+@pytest.mark.parametrize("cut", [2, 5])
+@pytest.mark.parametrize("algorithm", COMPOSITIONS, ids=str)
+def test_a_checkpoint_goes_on_to_the_bit(algorithm: Algorithm, cut: int) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        def start() -> tuple[GossipDataParallel, torch.optim.Optimizer]:
+            options: dict[str, Any] = {"process_group": group, "push_sum": False, "algorithm": algorithm}
+            wrapper = GossipDataParallel(mlp(), **options)
+            return wrapper, torch.optim.SGD(wrapper.parameters(), lr=0.05 * (1 + group.rank()))
+
+        def train(wrapper: GossipDataParallel, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+            for step in range(first, last):
+                optimizer.zero_grad()
+                wrapper(torch.full((2, 3), 0.1 * (step + group.rank()), device="cpu")).pow(2).sum().backward()
+                optimizer.step()
+
+        whole, optimizer = start()
+        train(whole, optimizer, 0, cut)
+        whole.flush()
+        state, steps_taken = copy.deepcopy(whole.state_dict()), copy.deepcopy(optimizer.state_dict())
+        train(whole, optimizer, cut, 9)
+        whole.settle()
+        resumed, other = start()
+        resumed.load_state_dict(state)
+        other.load_state_dict(steps_taken)
+        train(resumed, other, cut, 9)
+        resumed.settle()
+        for x, y in zip(whole.parameters(), resumed.parameters(), strict=True):
+            assert torch.equal(x, y)
+        whole.close()
+        resumed.close()
+
+    run_ranks(3, body)
+
+
+def test_a_new_cut_keeps_the_memory_of_the_inner_algorithm() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        model = mlp()
+        wrapper = GossipDataParallel(model, process_group=group, push_sum=False, algorithm=COMPOSITIONS[1])
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.05 * (1 + group.rank()))
+
+        def step() -> None:
+            optimizer.zero_grad()
+            wrapper(torch.full((2, 3), 0.1 + group.rank(), device="cpu")).pow(2).sum().backward()
+            optimizer.step()
+
+        for _ in range(8):
+            step()
+        before = [rounds.memory.inner.num_rounds for rounds in rounds_of(wrapper)]
+        public = torch.cat([x for rounds in rounds_of(wrapper) for x in rounds.memory.inner.parts_of("public")])
+        assert min(before) > 0
+        assert public.abs().max() > 0
+        next(model.parameters()).requires_grad_(False)
+        wrapper.settle()
+        for _ in range(4):
+            step()
+        with_new_cut = torch.cat([x for rounds in rounds_of(wrapper) for x in rounds.memory.inner.parts_of("public")])
+        for rounds in rounds_of(wrapper):
+            assert rounds.messages.memory is rounds.memory
+            assert rounds.memory.inner.num_rounds >= min(before)
+        frozen = next(model.parameters()).numel()
+        assert with_new_cut.numel() == public.numel() - frozen
+        wrapper.close()
+
+    with pytest.warns(UserWarning, match="other tensors are trained than before"):
+        run_ranks(2, body)
