@@ -44,7 +44,7 @@ class _Largest(Compressor):
         indices = self._indices_of_largest(x)
         stop, start = self._parts(indices.shape[-1], x.dtype)
         if self.values is None:
-            torch.gather(x, -1, indices, out=message[..., :stop].view(x.dtype))
+            message[..., :stop].view(x.dtype).copy_(_entries_at(x, indices))
         else:
             self.values._encode(x.gather(-1, indices), message[..., :stop], t)
         message[..., stop:start].zero_()
@@ -244,6 +244,11 @@ def _num_kept(ratio: float, d: int) -> int:
     return min(d, max(1, int(d * ratio)))
 
 
+def _entries_at(x: Tensor, indices: Tensor) -> Tensor:
+    """x[indices] along the last dimension; for one vector by the operation that is fastest."""
+    return x.index_select(0, indices) if x.dim() == 1 else x.gather(-1, indices)
+
+
 def _add_at(indices: Tensor, values: Tensor, target: Tensor, alpha: float) -> None:
     """target[indices] += alpha * values along the last dimension, rounded once to target's dtype.
 
@@ -251,7 +256,7 @@ def _add_at(indices: Tensor, values: Tensor, target: Tensor, alpha: float) -> No
     """
     dtype = torch.promote_types(target.dtype, values.dtype)
     sums = values.to(dtype) * alpha
-    sums += target.gather(-1, indices)
+    sums += _entries_at(target, indices)
     target.scatter_(-1, indices, sums.to(target.dtype))
 
 
