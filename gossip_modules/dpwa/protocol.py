@@ -141,8 +141,8 @@ class PeerConnection:
     """One connection: a request, its reply, and the end. Both ends of the protocol are here.
 
     [Note: The wire of dpwa] A frame is its length, 8 bytes, little-endian, and that many bytes. The client sends one
-    frame: a header of 56 bytes (`MessageHeader`). The server answers with a header, and with a second frame, the bytes
-    of the model, where the header says so. Then the server closes. Both ends know the length of each frame before it
+    frame: a header of 56 bytes (`MessageHeader`). The server answers with a header and, if the header announces a
+    model, a second frame with its bytes. Then the server closes. Both ends know the length of each frame before it
     comes, so a frame that declares another length is refused unread, and no memory is ever taken for a declared length.
     Each wait ends at a deadline, and a reply also when no byte of it was taken for PEER_SECONDS. TLS, if there is any,
     is below the frames.

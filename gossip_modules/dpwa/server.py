@@ -105,7 +105,7 @@ class SnapshotPool:
 
     @contextlib.contextmanager
     def reading(self, *, is_newest: bool = False) -> Iterator[ModelSnapshot | None]:
-        """A context with the latest snapshot, whole and not written inside; None where there is none.
+        """A context with the latest snapshot, whole and not written inside; None before the first snapshot.
 
         Args:
             is_newest: whether to wait for a copy from the GPU that is not complete.

@@ -118,7 +118,7 @@ def _differences(n: int) -> Tensor:
 
 
 def _of_eigenvalues(w: Tensor, law: Law, *, is_symmetric: bool) -> float:
-    """Of a W - J that never changes: the blocks of its law commute, so that each eigenvalue has a law of its own."""
+    """The growth for a W - J that never changes. The blocks of its law commute, so each eigenvalue has its own law."""
     eigenvalues = (torch.linalg.eigvalsh if is_symmetric else torch.linalg.eigvals)(w)
     # The one that subtracting J has made 0.
     is_of_mean = torch.arange(len(w), device="cpu") == eigenvalues.abs().argmin()

@@ -206,6 +206,8 @@ class Over(Algorithm):
     The round of the outer algorithm runs unchanged. Each of its `Mix(x)` becomes a round of the inner algorithm about
     x, with the memory `m.inner`. The composition is itself an algorithm, so all drivers run it.
 
+    An inner round is its own transaction: its memory changes when it ends, even if the outer round fails afterwards.
+
     Args:
         outer: the algorithm that yields `Mix`.
         inner: the algorithm whose rounds answer `Mix`; may be an `Over` too.
@@ -267,7 +269,7 @@ class Over(Algorithm):
             if isinstance(request, Mix):
                 m.inner.fit(request.x, who=self.inner)
                 m.inner.scale(m.rates)
-                inner = self.inner.round(v.about(request.x, m.inner), m.inner, k)
+                inner = self.inner.round(v.about(request.x), m.inner, k)
                 reply = yield Inner(request.x, inner)
                 m.inner.end_round()
             else:

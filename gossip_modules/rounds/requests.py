@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from ..mixing_manager.base import MixingManager
-from .memory import Memory
 from .messages import Code, Message
 from .vector import Vector
 
@@ -131,10 +130,9 @@ class Vectors:
         self.x, self._mail, self.t, self.rank, self.num_ranks = x, mail, t, rank, num_ranks
         self.step, self.inner_rate = step, inner_rate
 
-    def about(self, x: Vector, m: Memory) -> Vectors:
-        """Return the description of the same round for another vector with its own memory."""
-        step = self.step if m.num_rounds else None
-        return Vectors(x, self._mail, self.t, self.rank, self.num_ranks, step=step, inner_rate=self.inner_rate)
+    def about(self, x: Vector) -> Vectors:
+        """Return the description of the same round for another vector, without the step of SGD."""
+        return Vectors(x, self._mail, self.t, self.rank, self.num_ranks, inner_rate=self.inner_rate)
 
     def encode(self, code: Code, x: Vector, *, key: object = "own") -> Message:
         """Return C(x) as a message.

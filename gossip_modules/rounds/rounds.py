@@ -433,7 +433,10 @@ class Rounds(Mixer):
             self._set_weight(v)
             return None
         if isinstance(request, Inner):
-            return self._run_inner(request)
+            try:
+                return self._run_inner(request)
+            except RoundLost:
+                return RoundLost
         if isinstance(request, Share):
             replies = self._exchange(dict.fromkeys(v.peers, request.message), {})
             return self.messages.row_of(request.message, replies)

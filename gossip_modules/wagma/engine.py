@@ -202,7 +202,7 @@ class WaitAvoidingEngine(Engine):
         return self.worker.is_idle
 
     def close(self, *, error: BaseException | None = None) -> None:
-        """See `Engine`. Does not settle. `error`: of this rank's own code, because of which it leaves at once."""
+        """See `Engine`. Does not settle. `error`: an error in the code of this rank, which then leaves at once."""
         self.is_closed = True
         self.worker.close(error=error)
         t = self._round_in_flight

@@ -183,7 +183,7 @@ class WaitAvoidingWorker:
         daemon.
 
         Args:
-            error: an error of this rank's own code, because of which it leaves at once: the others fail, and name it.
+            error: an error in the code of this rank. The rank then leaves at once; the others fail and name it.
         """
         if self._is_closing:
             return

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules import D2, Choco, GASLoC, GossipDataParallel, PowerGossip, SignNorm, SlowMo
-from gossip_modules.extend import Algorithm
+from gossip_modules import D2, Choco, GASLoC, GossipDataParallel, PowerGossip, RingGraph, SignNorm, SlowMo
+from gossip_modules.extend import (
+    Algorithm,
+    Average,
+    FlatVector,
+    Memory,
+    ProcessGroupTransport,
+    PushPull,
+    Round,
+    Vectors,
+)
+from gossip_modules.mixing_manager import MetropolisHastingsMixing
+from gossip_modules.rounds.rounds import Rounds
 from tests.harness.problems import mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.library.rounds.memories import rounds_of
 
 COMPOSITIONS = [
@@ -87,3 +99,35 @@ def test_a_new_cut_keeps_the_memory_of_the_inner_algorithm() -> None:
 
     with pytest.warns(UserWarning, match="other tensors are trained than before"):
         run_ranks(2, body)
+
+
+@dataclass(frozen=True)
+class InnerAverage(Algorithm):
+    """An inner algorithm that averages exactly, as one of a user's own may."""
+
+    is_plain: ClassVar[bool] = False
+    is_whole: ClassVar[bool] = True
+    takes_push_sum: ClassVar[bool] = True
+
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        sent = m.scratch().set_(v.x)
+        yield Average(sent)
+        v.x.set_(sent)
+
+
+def test_an_average_that_an_inner_round_loses_loses_the_whole_round() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rounds = Rounds(D2().over(InnerAverage()), PushPull())
+        rounds.bind(MetropolisHastingsMixing(RingGraph(2)), ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
+        x = FlatVector.over(torch.full((4,), float(group.rank()), device="cpu"))
+        rounds.begin(x)
+        rounds.averager.has_failed = True  # as `ElasticAverage` after the death of a worker
+        rounds.blocking(x, 0, 1)
+        assert rounds.has_failed
+        assert torch.equal(x.segments[0], torch.full((4,), float(group.rank()), device="cpu"))
+        rounds.averager.has_failed = False
+        rounds.blocking(x, 1, 2)
+        assert not rounds.has_failed
+        assert torch.equal(x.segments[0], torch.full((4,), 0.5, device="cpu"))
+
+    run_ranks(2, body)

@@ -69,7 +69,7 @@ EXAMPLES: dict[type[Algorithm], list[Algorithm]] = {
 """Of algorithms that cannot be made without arguments, or take several ways with them."""
 
 
-def examples() -> list[Algorithm | Over]:
+def examples() -> list[Algorithm]:
     """An object of each algorithm at least."""
     return [made for kind in found_algorithms() for made in (EXAMPLES[kind] if kind in EXAMPLES else [kind()])]
 
@@ -79,7 +79,7 @@ def targets(dtype: torch.dtype) -> Tensor:
     return torch.randn(NUM_RANKS, *SHAPE, dtype=dtype, generator=torch.Generator().manual_seed(1))
 
 
-def momentum_of(algorithm: Algorithm | Over) -> float:
+def momentum_of(algorithm: Algorithm) -> float:
     own = algorithm.outer if isinstance(algorithm, Over) else algorithm
     return 0.5 if own.needs_sgd else 0.0
 
@@ -103,7 +103,7 @@ class Quadratic(nn.Module):
         return (self.w - target).square().sum() / 2
 
 
-def in_threads(algorithm: Algorithm | Over, dtype: torch.dtype, **arguments: Any) -> tuple[Tensor, Any, float]:
+def in_threads(algorithm: Algorithm, dtype: torch.dtype, **arguments: Any) -> tuple[Tensor, Any, float]:
     """Training by ranks in threads: the models [n, d], the weights of the wrapper, and the bytes that a rank sends."""
     goals = targets(dtype)
 
@@ -141,7 +141,7 @@ def stacked(driver: Stacked, dtype: torch.dtype, schedule: gm.Schedule) -> Tenso
     return driver.estimates(x.data)
 
 
-def compare(algorithm: Algorithm | Over, dtype: torch.dtype, **arguments: Any) -> None:
+def compare(algorithm: Algorithm, dtype: torch.dtype, **arguments: Any) -> None:
     real, mixing, sent = in_threads(algorithm, dtype, **arguments)
     own = algorithm.outer if isinstance(algorithm, Over) else algorithm
     driver = Stacked(

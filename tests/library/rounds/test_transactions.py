@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import RingGraph, Schedule
+from gossip_modules import D2, GASLoC, PowerGossip, RingGraph, Schedule, SlowMo
 from gossip_modules.engine.engine import SyncEngine
 from gossip_modules.extend import FlatBuffer, ProcessGroupTransport, PushPull
 from gossip_modules.graph_manager import GraphManager
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager, default_mixing
 from gossip_modules.rounds.algorithm import Algorithm
-from gossip_modules.rounds.requests import Average, Mix, Request, RoundLost, Vectors
+from gossip_modules.rounds.requests import Average, Inner, Mix, Request, RoundLost, Vectors
 from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.rounds.vector import Vector
 from tests.harness.problems import net
@@ -25,7 +25,8 @@ from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.library.rounds.test_stacked import examples
 
 NUM_RANKS = 3
-ALGORITHMS = [algorithm for algorithm in examples() if isinstance(algorithm, Algorithm) and not algorithm.is_plain]
+COMPOSITIONS = [SlowMo(2, gossip_every=1).over(D2()), GASLoC(2, momentum=0).over(PowerGossip())]
+ALGORITHMS = [*(algorithm for algorithm in examples() if not algorithm.is_plain), *COMPOSITIONS]
 
 
 class FailingRounds(Rounds):
@@ -44,7 +45,8 @@ class FailingRounds(Rounds):
         failure = self.failure if len(self.requests) == self.at + 1 else ""
         if failure == "connection":
             raise ConnectionError("rank 1 is gone")
-        is_last = isinstance(request, Mix | Average) and request.x is v.x  # the answer itself changes the model
+        # The answer itself changes the model, or the memory of the inner algorithm.
+        is_last = isinstance(request, Inner) or (isinstance(request, Mix | Average) and request.x is v.x)
         reply = None if is_last and failure in ("interrupt", "lost") else super()._reply_to(request, v)
         if failure == "interrupt":
             raise KeyboardInterrupt
@@ -201,7 +203,7 @@ def test_a_generator_that_is_closed_changes_nothing(algorithm: Algorithm) -> Non
                 request = rounds._request
                 assert request is not None
                 assert rounds._v is not None
-                if isinstance(request, Mix | Average) and request.x is rounds._v.x:
+                if isinstance(request, Inner) or (isinstance(request, Mix | Average) and request.x is rounds._v.x):
                     break  # the end of a round, which its answer writes
                 reply = rounds._answer(request)
                 if number < at:
