@@ -45,7 +45,8 @@ Nine steps of training on four ranks with the library of an earlier commit and w
 difference of a parameter and of a running statistic at the end, where 0 means the same bits, and the
 bytes of all tensors that are alive after the last step, in models. Parameters, gradients and momentum
 are three of these. The model has a layer of BatchNorm, and the learning rate changes. A combination that one of
-the two libraries refuses is left out. Parameters keep their bits but for SparseLoCo in float32, which
+the two libraries refuses is left out. Overlapped rows count the temporary tensors of a round in flight, so their
+copies vary from run to run. Parameters keep their bits but for SparseLoCo in float32, which
 differs by rounding. Statistics differ by rounding in overlapped rounds of compressed messages and in
 three other rows. In Eager DiLoCo, which takes half of the averaged statistics, and in RelaySGD, which
 mixes them with the weights of the graph, they differ by definition.""",
