@@ -16,6 +16,7 @@ from gossip_modules import (
 )
 from gossip_modules.ad_psgd.engine import BilateralEngine
 from gossip_modules.flat.vector import FlatVector
+from tests.harness import progress
 
 PATIENCE = 10.0
 
@@ -30,7 +31,7 @@ def wrap(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> BilatGo
 
 def engine_of(wrapper: BilatGossipDataParallel) -> BilateralEngine:
     """Its engine."""
-    return cast(BilateralEngine, wrapper._engine)
+    return cast(BilateralEngine, progress.engine_of(wrapper))
 
 
 def is_active(wrapper: BilatGossipDataParallel) -> bool:

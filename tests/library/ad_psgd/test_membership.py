@@ -26,6 +26,7 @@ from gossip_modules.graph_manager import DynamicBipartiteCompleteGraph, DynamicB
 from gossip_modules.membership import limits
 from gossip_modules.membership.links import LinkTransport, alone, connect_links
 from gossip_modules.testing import Chaos, Join, Kill, Worker
+from tests.harness.progress import engine_of
 from tests.harness.ranks import TIMEOUT
 
 SECONDS = 60.0  # of any wait: nothing here should take as long
@@ -260,7 +261,7 @@ def test_one_exchange_at_most_is_waited_for_where_a_generation_begins() -> None:
     """Peers that ask again and again would hold it up for a timeout each."""
     membership = Membership(dist.HashStore(), min_workers=1, timeout=SECONDS)
     model = BilatGossipDataParallel(nn.Linear(4, 1), membership=membership)
-    engine: Any = model._engine
+    engine: Any = engine_of(model)
     model(X)
     assert engine.shared.is_open
     assert model._elastic is not None

@@ -28,6 +28,7 @@ from gossip_modules.extend import FlatBuffer, OuterMethod
 from gossip_modules.graph_manager import DynamicBipartiteExponentialGraph
 from gossip_modules.rounds.periodic import cut
 from tests.harness.problems import fill_, mlp, net
+from tests.harness.progress import engine_of
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, descended, solve
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
@@ -202,7 +203,7 @@ def test_memory_is_what_the_pages_say(outer: OuterMethod, num_models: int) -> No
     for _ in range(7):
         wrapper(torch.zeros(1, 64))
     wrapper.flush()
-    gossiper: Any = wrapper._engine.gossiper
+    gossiper: Any = engine_of(wrapper).gossiper
     found: dict[int, int] = {}
     for rounds in getattr(gossiper, "rounds", [gossiper]):
         memory = rounds.memory

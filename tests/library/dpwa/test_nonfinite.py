@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gossip_modules.dpwa.averager import PairwiseAverager
+from tests.harness.progress import engine_of
 from tests.harness.strangers import ask_and_never_read, connect
 from tests.library.dpwa.workers import ANY_PORT, REFUSED, averager, filled, num_descriptors, value_of, wait_for, wrap
 
@@ -117,7 +118,7 @@ def test_clients_that_read_nothing_leave_merges_as_they_are(workers: contextlib.
     with contextlib.ExitStack() as stack:
         for _ in range(4):
             worker.update_send()
-            stack.enter_context(ask_and_never_read(worker.address, worker._engine.server.shape))
+            stack.enter_context(ask_and_never_read(worker.address, engine_of(worker).server.shape))
         for _ in range(10):
             asker.update_send()
             assert asker.update_wait()

@@ -21,7 +21,18 @@ from gossip_modules.dpwa.interpolation import Standing
 from gossip_modules.dpwa.protocol import HEADER_BYTES, MessageHeader, MessageKind
 from tests.harness.certificates import Authority
 from tests.harness.strangers import LENGTH_BYTES, answer, framed
-from tests.library.dpwa.workers import REFUSED, averager, filled, introduce, silent_peer, value_of, wait_for, wrap
+from tests.library.dpwa.workers import (
+    REFUSED,
+    ask_first,
+    averager,
+    filled,
+    introduce,
+    scores_of,
+    silent_peer,
+    value_of,
+    wait_for,
+    wrap,
+)
 
 
 def test_a_refused_connection_tries_another_peer_in_the_same_round(workers: contextlib.ExitStack) -> None:
@@ -42,10 +53,10 @@ def test_a_silent_peer_leaves_time_for_another_in_the_same_round(workers: contex
         first = averager(workers, "a", filled(0.0), timeout=timedelta(seconds=1.0))
         introduce(("a", first), ("b", averager(workers, "b", filled(8.0))))
         first.add_peer("silent", address)
-        first._engine.scores.answered("silent")  # it is asked first
+        ask_first(first, "silent")
         first.update_send()
         assert first.update_wait()
-        assert first._engine.scores.scores == {"b": 1000, "silent": 900}
+        assert scores_of(first) == {"b": 1000, "silent": 900}
 
 
 def test_nobody_there_is_no_error(workers: contextlib.ExitStack) -> None:
@@ -79,13 +90,13 @@ def test_a_peer_that_starts_late_is_found_and_begins_with_a_live_model(workers: 
     for _ in range(15):
         first.update_send()
         first.update_wait()
-    assert first._engine.scores.scores["late"] < 1000
+    assert scores_of(first)["late"] < 1000
     module = filled(0.0)
     late = averager(workers, "late", module, address=address, peers={"a": first.address}, init_from_peers=True)
     assert value_of(module) == 3.0
     assert late.comm_stats()["clock"] > 0
     assert rounds_until(first, lambda: late.comm_stats()["num_models_sent"] > 0) <= 10
-    assert first._engine.scores.scores["late"] == 1000
+    assert scores_of(first)["late"] == 1000
 
 
 def test_killed_and_restarted_peers_are_fetched_from_again_within_ten_rounds(workers: contextlib.ExitStack) -> None:
@@ -167,7 +178,7 @@ def test_a_peer_whose_model_is_not_finite_is_refused_and_another_one_asked(worke
     a = filled(0.0)
     first, good = averager(workers, "a", a), averager(workers, "b", filled(8.0))
     introduce(("a", first), ("b", good), ("bad", averager(workers, "bad", filled(float("inf")))))
-    first._engine.scores.answered("bad")  # it is asked first
+    ask_first(first, "bad")
     first.update_send()
     assert first.update_wait()
     assert value_of(a) == 4.0

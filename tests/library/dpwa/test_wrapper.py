@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from datetime import timedelta
 from functools import partial
 
@@ -12,11 +13,14 @@ from torch import nn
 
 from gossip_modules.dpwa.interpolation import ClockInterpolation, ConstantInterpolation, LossInterpolation
 from tests.harness.problems import batch, mlp, net
+from tests.harness.progress import round_of, take_corrections
 from tests.library.dpwa.workers import (
     ANY_PORT,
+    REFUSED,
     averager,
     distance,
     filled,
+    has_fetched,
     introduce,
     silent_peer,
     value_of,
@@ -44,8 +48,9 @@ def test_one_exchange_is_the_interpolation(workers: contextlib.ExitStack) -> Non
 def test_by_clock_a_newcomer_takes_the_whole_model(workers: contextlib.ExitStack) -> None:
     a, b = filled(0.0), filled(8.0)
     first, second = (averager(workers, n, m, interpolation=ClockInterpolation()) for n, m in (("a", a), ("b", b)))
+    for _ in range(2):
+        second.update_send()  # alone
     introduce(("a", first), ("b", second))
-    second._engine.clock = 2.0
     second.update_send()
     first.update_send()
     assert first.update_wait()
@@ -153,7 +158,7 @@ def test_wrappers_converge_to_each_other_while_they_train(workers: contextlib.Ex
                     parameter.sub_(1e-3 * parameter.grad)
                     parameter.grad = None
             worker.report_loss(loss.item())
-            wait_for(partial(getattr, worker._engine.fetcher, "is_done"))
+            wait_for(partial(has_fetched, worker))
     assert distance(*modules) < before / 10
     stats = group[0][1].comm_stats()
     assert stats["num_rounds"] >= 55
@@ -169,9 +174,8 @@ def test_a_forward_does_not_wait_for_a_fetch(workers: contextlib.ExitStack) -> N
         stats = worker.comm_stats()
         assert stats["wait_seconds"] == 0
         assert stats["num_rounds"] == 0
-        assert worker._engine.t == 1  # the first fetch is under way all the time
+        assert round_of(worker) == 1  # the first fetch is under way all the time
         worker.eval()  # waits for it, as long as it may take, and finds nothing
-        assert not worker._engine.is_in_flight
         assert worker.comm_stats()["num_failed_fetches"] == 1
 
 
@@ -185,7 +189,7 @@ def test_eval_merges_what_is_under_way(workers: contextlib.ExitStack) -> None:
     assert value_of(a) == 4.0
     assert worker.last_peer == "b"
     worker(torch.ones(1, 50))
-    assert not worker._engine.is_in_flight
+    assert not take_corrections(worker)
 
 
 def test_a_merge_invalidates_older_graphs(workers: contextlib.ExitStack) -> None:
@@ -212,12 +216,13 @@ def test_a_loss_that_is_needed_must_be_reported(workers: contextlib.ExitStack) -
 def test_fetch_probability(workers: contextlib.ExitStack) -> None:
     def fetches(name: str, probability: float) -> list[bool]:
         worker = averager(workers, name, filled(0.0), fetch_probability=probability)
-        taken = []
+        worker.add_peer("dead", REFUSED)
+        counts = [0.0]
         for _ in range(200):
             worker.update_send()
-            taken.append(worker._engine.is_in_flight)
             worker.update_wait()
-        return taken
+            counts.append(worker.comm_stats()["num_fetches"])
+        return [after > before for before, after in itertools.pairwise(counts)]
 
     assert not any(fetches("a", 0.0))
     assert all(fetches("a", 1.0))

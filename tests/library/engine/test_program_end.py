@@ -13,6 +13,7 @@ from gossip_modules.engine import background
 from gossip_modules.engine.background import close_at_program_end, close_in_thread
 from tests.harness.problems import loss_of, mlp, sgd
 from tests.harness.processes import run_processes
+from tests.harness.progress import engine_of
 
 
 class Recording:
@@ -93,7 +94,7 @@ def end_without_close(rank: int, is_kept: bool) -> list[int]:
     if is_kept:
         _kept.append(model)
     optimizer = sgd(model)
-    closed: Any = model._engine._bilateral.closed_peers  # type: ignore[attr-defined]
+    closed: Any = engine_of(model)._bilateral.closed_peers
     num_left = 5
     while num_left:
         loss_of(model, rank, num_left).backward()

@@ -19,6 +19,7 @@ from gossip_modules.graph_manager.named_graphs import undirected_ring
 from gossip_modules.membership.links import LinkTransport
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.mixer import GlobalAverage
+from tests.harness.progress import engine_of
 from tests.library.membership.test_links import Ended, run_links
 from tests.library.membership.test_membership import Job, Worker, close
 
@@ -118,7 +119,7 @@ def test_an_average_on_demand_that_fails_leaves_the_model_as_it_was() -> None:
 
 
 def averages_again(job: Job, workers: list[Worker]) -> None:
-    averages: list[Any] = [worker.wrapper._engine._scheduled_average for worker in workers if worker.wrapper]
+    averages: list[Any] = [engine_of(worker.wrapper)._scheduled_average for worker in workers if worker.wrapper]
     for average in averages:
         average.has_failed = True
     job.until(lambda: not any(average.has_failed for average in averages), "all average again")

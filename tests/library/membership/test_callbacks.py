@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gossip_modules import GossipDataParallel, Membership
 from gossip_modules.membership.participant import Change
+from tests.harness.progress import round_of, step_of
 from tests.library.membership.test_membership import _no_thread_stays, member_of, model_of
 
 __all__ = ["_no_thread_stays"]
@@ -37,24 +38,24 @@ def follow(member: Membership, wrapper: GossipDataParallel, caught: list[int], *
         nonlocal last
         wrapper(torch.ones(4, 4)).sum().backward()
         if last == 1 << 30 and member.world_size == 3:
-            last = wrapper._engine.step + 2
+            last = step_of(wrapper) + 2
 
     def train_on() -> None:
         if uses_steps:
             for step in member.steps(1 << 30):
-                assert step == wrapper._engine.step
+                assert step == step_of(wrapper)
                 train()
                 if step + 1 >= last:
                     return
-        while wrapper._engine.step < last:
+        while step_of(wrapper) < last:
             train()
 
     while True:
         try:
             train_on()
-            return wrapper._engine.step
+            return step_of(wrapper)
         except (OSError, FloatingPointError):
-            caught.append(wrapper._engine.step)
+            caught.append(step_of(wrapper))
 
 
 @pytest.mark.parametrize("error", [OSError, FloatingPointError])
@@ -77,7 +78,7 @@ def test_who_catches_the_error_of_a_callback_takes_that_step(uses_steps: bool, e
             wrapper = GossipDataParallel(model_of(k), membership=member)
             has_begun.set()
             last = follow(member, wrapper, caught.setdefault(k, []), uses_steps=uses_steps)
-            clocks[k] = member.worker.generations.clock, wrapper._engine.t, last
+            clocks[k] = member.worker.generations.clock, round_of(wrapper), last
             wrapper.flush()
             both.wait(30.0)
             wrapper.close()

@@ -30,6 +30,7 @@ from gossip_modules.membership.liveness.contact import LifeSign
 from gossip_modules.membership.liveness.monitor import LivenessMonitor
 from gossip_modules.membership.view import Joiner, View
 from gossip_modules.membership.worker import LocalWorker
+from tests.harness.progress import round_of
 from tests.library.membership.test_membership import (
     SECONDS,
     Job,
@@ -136,7 +137,7 @@ def test_matcha_goes_on_with_those_who_live_and_come() -> None:
     job.until_live(workers[1:])
     job.until_live([*workers[1:], *job.start(1, seed=1)])
     alive = job.end()
-    assert len({worker.wrapper._engine.t for worker in alive if worker.wrapper is not None}) == 1
+    assert len({round_of(worker.wrapper) for worker in alive}) == 1
     assert planned.count(2) == planned.count(3) == 4, "each worker plans once for each number of workers"
     close(alive)
 

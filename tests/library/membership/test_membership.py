@@ -24,6 +24,7 @@ from gossip_modules.membership.background_log import log
 from gossip_modules.membership.joining import Joining
 from gossip_modules.membership.participant import Change
 from gossip_modules.transport.deadline import Deadline
+from tests.harness.progress import step_of
 from tests.harness.ranks import assert_no_gossip_threads, at_the_end
 from tests.library.membership.stores import serve
 
@@ -177,9 +178,9 @@ class Worker:
         generator = torch.Generator().manual_seed(member.number)
         while True:
             with self.job.lock:
-                if wrapper._engine.step >= self.job.last:
+                if step_of(wrapper) >= self.job.last:
                     break
-                self.step = wrapper._engine.step + 1
+                self.step = step_of(wrapper) + 1
             if self.is_killed.is_set():
                 die(member)
                 wrapper.close()
@@ -228,7 +229,7 @@ def test_workers_die_and_come_and_nobody_raises(options: dict[str, Any]) -> None
     another, *_ = job.start(1, seed=2)
     job.until_live([*founders[1:], newcomer, another])
     alive = job.end()
-    assert [worker.wrapper._engine.step for worker in alive if worker.wrapper is not None] == [job.last] * 4
+    assert [step_of(worker.wrapper) for worker in alive] == [job.last] * 4
     for worker in founders[1:]:
         assert [len(change.members) for change in worker.changes] == [3, 4, 3, 4]
         assert list(worker.changes[2].left.values()) == ["its connection closed"]
@@ -306,7 +307,7 @@ def test_steps_are_those_of_the_job() -> None:
     seen = []
     for step in member.steps(3):
         wrapper(torch.ones(4, 4)).sum().backward()
-        seen.append((step, wrapper._engine.step))
+        seen.append((step, step_of(wrapper)))
     assert seen == [(0, 1), (1, 2), (2, 3)]
     with pytest.raises(RuntimeError, match="got no training forward in step 3, expected one"):
         list(member.steps(5))
@@ -481,7 +482,7 @@ def test_a_copy_is_a_snapshot_and_a_state_fits_any_worker() -> None:
     saved.update(rank=3, world_size=4)
     again = GossipDataParallel(model_of(1), membership=member_of(store, min_workers=1))
     again.load_state_dict(state)
-    assert again._engine.step == 1
+    assert step_of(again) == 1
     for name, value in again.module.state_dict().items():
         assert torch.equal(value, wrapper.module.state_dict()[name])
     with pytest.raises(ValueError, match="got a wrapper with a membership inside Join, expected none"):

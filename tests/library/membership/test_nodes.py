@@ -35,6 +35,7 @@ from gossip_modules.graph_manager import GraphManager, NetworkXGraph
 from gossip_modules.membership import limits
 from gossip_modules.transport.shared_group import Use
 from tests.harness.problems import loss_of, mlp, sgd
+from tests.harness.progress import engine_of, round_of, step_of
 from tests.harness.ranks import HangUp, assert_no_gossip_threads, run_ranks, thread_group
 from tests.harness.reference import flatten
 
@@ -208,7 +209,7 @@ def die(process: Process) -> None:
     """As at the end of a process: its connections close, and nobody is told."""
     membership = process.membership
     membership.release()
-    process.model._engine.close()
+    engine_of(process.model).close()
     with suppress(RuntimeError):  # a wait that ends by its timeout closes the connections
         process.inside.recv([torch.empty(1)], 1 - process.local, 0).wait(timedelta(milliseconds=1))
 
@@ -338,7 +339,7 @@ def test_infinities_are_raised_in_all_processes_of_a_node_which_may_go_on(
                         for parameter, value in zip(model.parameters(), saved, strict=True):
                             parameter.copy_(value)
         model.flush()
-        counts = model._engine.t, model._engine.step, member.worker.generations.clock if process.local == 0 else 0
+        counts = round_of(model), step_of(model), member.worker.generations.clock if process.local == 0 else 0
         place = member.rank, process.local
         result = {"place": place, "seen": seen, "raised": raised, "counts": counts, "model": flatten(model.module)}
         model.close()
@@ -360,14 +361,14 @@ def test_after_an_error_in_a_round_all_processes_have_the_model_of_the_first_one
 
     def body(group: dist.ProcessGroup) -> list[Tensor]:
         process, leads = Process(group, nodes, push_sum=False, schedule=2), group.rank() == 0
-        models, engine = [process.step(0)], process.model._engine
+        models, engine = [process.step(0)], engine_of(process.model)
 
         def half(x: FlatVector) -> bool:
             x.segments[0].mul_(0.5)
             raise KeyError("half written")
 
         if leads:
-            engine.round = half  # type: ignore[method-assign]
+            engine.round = half
         with pytest.raises(KeyError if leads else RuntimeError, match="half written"):
             process.step(1)
         vars(engine).pop("round", None)

@@ -15,6 +15,7 @@ from torch import Tensor
 from gossip_modules import GossipDataParallel, Membership
 from gossip_modules.membership.participant import Change
 from tests.harness.problems import loss_of, mlp, sgd
+from tests.harness.progress import engine_of, round_of, step_of
 from tests.harness.ranks import run_ranks
 from tests.library.membership.test_membership import SECONDS, _no_thread_stays, member_of
 from tests.library.membership.test_nodes import PER_NODE, Nodes
@@ -70,7 +71,7 @@ def train_into_a_generation(
     model = wrapped(member, **options)
     optimizer = sgd(model)
     member.join()
-    steps: Iterable[int] = member.steps(NUM_STEPS) if uses_steps else iter(lambda: model._engine.step, NUM_STEPS)
+    steps: Iterable[int] = member.steps(NUM_STEPS) if uses_steps else iter(lambda: step_of(model), NUM_STEPS)
     seen: list[int] = []
     raised: list[int] = []
     for step in steps:
@@ -93,9 +94,9 @@ def train_into_a_generation(
         "seen": seen,
         "raised": raised,
         "begun": [(change.generation, change.step) for change in changes],
-        "counts": (model._engine.t, model._engine.step),
+        "counts": (round_of(model), step_of(model)),
         "clock": member.worker.generations.clock if member.node is None or member.node.leads else NUM_STEPS - 1,
-        "is_turned": model._engine.gossiper.transport is model._transport,
+        "is_turned": engine_of(model).gossiper.transport is model._transport,
         "is_finite": all(bool(parameter.isfinite().all()) for parameter in model.parameters()),
     }
     model.close()
@@ -199,6 +200,6 @@ def test_a_step_is_counted_once_where_infinities_were_in_flight(what: Callable[[
             raised.append(step)
         weights.append(model._buffer.vector.push_sum_weight.clone())
     assert raised == [3]
-    assert (member.worker.generations.clock, model._engine.step) == (4, 5)
+    assert (member.worker.generations.clock, step_of(model)) == (4, 5)
     assert weights[-1].item() == 1.0
     model.close()

@@ -33,6 +33,7 @@ from gossip_modules.rounds.rounds import Rounds, rounds_of
 from gossip_modules.schedule import Schedule
 from gossip_modules.testing import Chaos, Join, Kill
 from gossip_modules.testing import Worker as ChaosWorker
+from tests.harness.progress import engine_of
 from tests.harness.ranks import TIMEOUT
 from tests.library.membership.scripted import Ended, ScriptedWorker, run_workers
 
@@ -120,9 +121,9 @@ def freeze_first(wrapper: GossipDataParallel) -> None:
     """The first layer leaves the vector, as after a round that has taken it along."""
     wrapper.module.get_submodule("0").requires_grad_(False)
     wrapper._choose()
-    wrapper._engine.t += 1
+    engine_of(wrapper).t += 1
     wrapper._choose()
-    wrapper._engine.t -= 1
+    engine_of(wrapper).t -= 1
     assert len(wrapper._buffer.tensors) == 2
 
 
@@ -134,7 +135,7 @@ def training(rule: Algorithm, first_rounds: dict[int, Any], last: list[int]) -> 
         wrapper = GossipDataParallel(nn.Linear(3, 1), membership=membership, algorithm=rule)
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.01, momentum=0.9)
         membership.track(optimizer=optimizer)
-        first, engine = membership.join(), wrapper._engine
+        first, engine = membership.join(), engine_of(wrapper)
         memory = memory_of(engine)
         for step in membership.steps(1 << 30):
             if worker.rank == 3 and step == first + 10:
@@ -184,7 +185,7 @@ def test_a_worker_that_joins_takes_what_is_still_trained_where_less_is_trained_s
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
         wrappers.append(GossipDataParallel(model, membership=membership, algorithm=rule))
     wrapper = wrappers[1]
-    donor, newcomer = (each._engine for each in wrappers)
+    donor, newcomer = (engine_of(each) for each in wrappers)
     whole = wrappers[0]._buffer.vector
     donor.round(whole)
     memory_of(donor).momentum.parts[0].fill_(0.5)
@@ -208,7 +209,7 @@ def test_a_worker_that_joins_takes_what_is_still_trained_where_less_is_trained_s
 def test_sums_are_in_no_state_that_is_loaded_under_a_membership(rule: Algorithm) -> None:
     membership = Membership(dist.HashStore(), min_workers=1)
     wrapper = GossipDataParallel(nn.Linear(3, 1), membership=membership, algorithm=rule)
-    engine, x = wrapper._engine, wrapper._buffer.vector
+    engine, x = engine_of(wrapper), wrapper._buffer.vector
     engine.round(x)
     assert memory_of(engine).state_dict()["vectors"]
     joins = engine.state_for_newcomer(x)["gossiper"]["memory"]

@@ -9,11 +9,12 @@ from gossip_modules.rounds.memory import Memory
 from gossip_modules.rounds.optimizer_watch import OptimizerWatch
 from gossip_modules.rounds.pieces import Pieces
 from gossip_modules.rounds.rounds import Rounds
+from tests.harness.progress import engine_of
 
 
 def rounds_of(wrapper: GossipDataParallel) -> list[Rounds]:
     """One for each fragment."""
-    gossiper: object = wrapper._engine.gossiper
+    gossiper: object = engine_of(wrapper).gossiper
     if isinstance(gossiper, Pieces):
         return gossiper.rounds
     assert isinstance(gossiper, Rounds)

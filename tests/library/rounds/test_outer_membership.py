@@ -36,6 +36,7 @@ from gossip_modules.rounds.pieces import Pieces, mixer_of
 from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.testing import Chaos, Join, Kill
 from gossip_modules.testing import Worker as ChaosWorker
+from tests.harness.progress import engine_of
 from tests.harness.ranks import TIMEOUT
 from tests.library.membership.scripted import Ended, ScriptedWorker, run_workers
 
@@ -371,7 +372,7 @@ def training(outer: OuterMethod, seen: dict[int, Any], last: list[int]) -> Calla
         wrapper = GossipDataParallel(model, membership=membership, algorithm=outer, push_sum=False)
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.001)
         membership.track(optimizer=optimizer)
-        first, engine, own = membership.join(), wrapper._engine, seen.setdefault(worker.rank, {})
+        first, engine, own = membership.join(), engine_of(wrapper), seen.setdefault(worker.rank, {})
         for step in membership.steps(1 << 30):
             if worker.rank == 3 and step == first + 3 * H:
                 last.append(step + 4 * H)  # nobody is two outer steps ahead of it

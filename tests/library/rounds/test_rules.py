@@ -30,12 +30,13 @@ from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rounds import Rounds, rounds_of
 from gossip_modules.wrappers.choices import Choices
 from tests.harness.problems import adamw, loss_of, mlp, net, train_step
+from tests.harness.progress import engine_of
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.harness.reference import flatten
 
 
 def memory_of(wrapper: GossipDataParallel) -> Memory:
-    rounds = wrapper._engine.gossiper
+    rounds = engine_of(wrapper).gossiper
     assert isinstance(rounds, Rounds)
     return rounds.memory
 

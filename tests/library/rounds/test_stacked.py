@@ -33,6 +33,7 @@ from gossip_modules.algorithms.streaming_diloco import StreamingDiLoCo
 from gossip_modules.rounds.algorithm import Algorithm, Over
 from gossip_modules.rounds.requests import SGDStep
 from gossip_modules.rounds.stacked import Stacked
+from tests.harness.progress import engine_of
 from tests.harness.ranks import run_ranks
 
 NUM_RANKS, NUM_STEPS, SHAPE, LR = 5, 13, (8, 16), 0.1  # 2 x 64 elements: no message ends in padding
@@ -117,7 +118,7 @@ def in_threads(algorithm: Algorithm, dtype: torch.dtype, **arguments: Any) -> tu
             loss.backward()
             optimizer.step()
         model.settle()
-        trained, mixing = model.module.w.detach().clone(), model._engine.gossiper.mixing
+        trained, mixing = model.module.w.detach().clone(), engine_of(model).gossiper.mixing
         sent = model.comm_stats()["bytes_sent"] - before
         model.close()
         return trained.flatten(), mixing, sent

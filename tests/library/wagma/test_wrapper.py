@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
 from gossip_modules.wagma.engine import WaitAvoidingEngine
 from gossip_modules.wagma.wrapper import GroupAverageDataParallel
+from tests.harness import progress
 from tests.harness.problems import loss_of, mlp, sgd, train_step
-from tests.harness.ranks import assert_no_gossip_threads, run_ranks, solo_group
+from tests.harness.ranks import assert_no_gossip_threads, gossip_threads, run_ranks, solo_group
 from tests.harness.reference import Matrix, Oracle, flatten
 from tests.library.wagma.workers import be_on_time
 
@@ -49,8 +50,9 @@ def block_matrix(n: int, size: int) -> Matrix:
 
 def engine_of(wrapper: GroupAverageDataParallel) -> WaitAvoidingEngine:
     """Its engine."""
-    assert isinstance(wrapper._engine, WaitAvoidingEngine)
-    return wrapper._engine
+    found = progress.engine_of(wrapper)
+    assert isinstance(found, WaitAvoidingEngine)
+    return found
 
 
 def fill(wrapper: GroupAverageDataParallel, value: float) -> None:
@@ -91,7 +93,7 @@ def test_local_sgd_needs_no_threads() -> None:
     def body(group: dist.ProcessGroup) -> tuple[list[Tensor], Tensor]:
         wrapper = wrap(group, group_size=1, sync_period=3)
         before = flatten(wrapper)
-        assert not wrapper._engine.is_asynchronous
+        assert gossip_threads() == []
         rows = []
         for _ in range(3):
             wrapper(torch.ones(1, 3))

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from gossip_modules import GossipDataParallel, RingGraph, Schedule
 from gossip_modules.graph_manager import NetworkXGraph
 from tests.harness.problems import adamw, batch, fill_, loss_of, mlp, net, sgd, train_step
+from tests.harness.progress import step_of, take_corrections
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
 from tests.library.wrappers.wrapping import MODES, irregular, wrap
@@ -242,7 +243,7 @@ def test_ranks_stay_in_step_when_an_epoch_ends_inside_no_sync(options: dict[str,
                     optimizer.zero_grad()
             wrapper.eval()
             wrapper.train()
-            steps.append(wrapper._engine.step)
+            steps.append(step_of(wrapper))
         wrapper.close()
         return tuple(steps)
 
@@ -255,9 +256,10 @@ def test_train_and_eval_are_chainable_and_eval_flushes(options: dict[str, Any]) 
         wrapper = wrap(mlp(group.rank()), group, **options)
         assert wrapper.train() is wrapper
         loss_of(wrapper, 0, 0)
-        assert wrapper._engine.is_in_flight is wrapper.overlap
+        before = flatten(wrapper)
         assert wrapper.eval() is wrapper
-        assert not wrapper._engine.is_in_flight
+        assert torch.equal(flatten(wrapper), before) is not wrapper.overlap
+        assert not take_corrections(wrapper)
         assert not wrapper.module.training
         rounds = wrapper.comm_stats()["num_rounds"]
         loss_of(wrapper, 0, 1)

@@ -15,6 +15,7 @@ from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from tests.harness.problems import loss_of, mlp, numerator, sgd
 from tests.harness.processes import run_processes
+from tests.harness.progress import round_of, take_corrections
 from tests.harness.ranks import solo_group
 from tests.harness.reference import flatten
 
@@ -46,9 +47,9 @@ def body(rank: int) -> list[dict[str, Any]]:
                 before = numerator(wrapper)
                 optimizer.step()
                 put_in += numerator(wrapper) - before
-        assert not wrapper._engine.is_in_flight
+        assert not take_corrections(wrapper)
         weight = wrapper.get_extra_state()["weight"]
-        results.append({"put_in": put_in, "x": flatten(model) * weight, "t": wrapper._engine.t, "weight": weight})
+        results.append({"put_in": put_in, "x": flatten(model) * weight, "t": round_of(wrapper), "weight": weight})
         wrapper.close()
     return results
 

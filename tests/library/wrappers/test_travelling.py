@@ -29,6 +29,7 @@ from gossip_modules import (
     Sparta,
     StreamingDiLoCo,
 )
+from tests.harness.progress import step_of
 from tests.harness.ranks import run_ranks, solo_group
 
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -350,7 +351,7 @@ def test_a_functional_call_starts_no_round_and_mixes_nothing(lender: str, option
         trainer.step(2)
         lent = LENDERS[lender](trainer.wrapper, other)
         before = [x.detach().clone() for x in lent.values()]
-        own, rounds = flat(model), trainer.wrapper._engine.step
+        own, rounds = flat(model), step_of(trainer.wrapper)
         x = torch.ones(1, 3, dtype=torch.float64)
         result = functional_call(trainer.wrapper, lent, (x,))
         if result.requires_grad:
@@ -360,7 +361,7 @@ def test_a_functional_call_starts_no_round_and_mixes_nothing(lender: str, option
         torch.testing.assert_close(result.detach(), x, rtol=0, atol=1e-12)
         assert all(torch.equal(x.detach(), y) for x, y in zip(lent.values(), before, strict=True))
         assert torch.equal(flat(model), own)
-        assert trainer.wrapper._engine.step == rounds
+        assert step_of(trainer.wrapper) == rounds
         trainer.step(4)
         trainer.wrapper.average_()
         trainer.wrapper.close()
@@ -376,5 +377,5 @@ def test_a_jacobian_over_parameters_mixes_nothing() -> None:
     parameters = {name: p.detach() for name, p in wrapper.named_parameters()}
     jacobian = jacrev(lambda values: functional_call(wrapper, values, (x,)))(parameters)
     torch.testing.assert_close(jacobian["module.0.bias"][0], torch.eye(3, dtype=torch.float64))
-    assert wrapper._engine.step == 1
+    assert step_of(wrapper) == 1
     wrapper.close()

@@ -231,7 +231,6 @@ def test_a_state_dict_without_the_key_still_loads() -> None:
         state = wrapper.state_dict()
         del state["_extra_state"]
         other.load_state_dict(state)
-        assert other._engine.t == 2
         assert other.get_extra_state() == wrapper.get_extra_state()
         for each in (wrapper, other):
             each.close()

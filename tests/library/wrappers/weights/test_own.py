@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import BilatGossipDataParallel, GossipDataParallel, gossip
-from gossip_modules.ad_psgd.engine import BilateralEngine
 from tests.harness.problems import loss_of, mlp, train_step
+from tests.harness.progress import engine_of
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
 from tests.library.wrappers.wrapping import irregular
@@ -40,6 +40,13 @@ def swap_out(module: nn.Module, saved: list[Tensor]) -> None:
 # AD-PSGD: a correction of one, as if a peer had answered.
 
 
+def mail_to(wrapper: BilatGossipDataParallel) -> None:
+    shared = engine_of(wrapper).shared
+    correction = shared.host_vector()
+    correction.segments[0].fill_(1.0)
+    shared.deliver(correction, alpha=1.0)
+
+
 class Mailed:
     """A rank without peers that has taken a step; `mail` brings it a correction of one."""
 
@@ -50,11 +57,7 @@ class Mailed:
         self.start = flatten(self.wrapper.module)
 
     def mail(self) -> None:
-        assert isinstance(self.wrapper._engine, BilateralEngine)
-        shared = self.wrapper._engine.shared
-        correction = shared.host_vector()
-        correction.segments[0].fill_(1.0)
-        shared.deliver(correction, alpha=1.0)
+        mail_to(self.wrapper)
 
     def change(self) -> Tensor:
         """What the next training forward finds added to the weights."""
@@ -171,9 +174,7 @@ def test_a_loop_that_writes_parameters_itself_is_flushed_as_ever() -> None:
     for parameter in wrapper.parameters():
         parameter.data.sub_(0.1)
     before = flatten(wrapper.module)
-    correction = wrapper._engine.shared.host_vector()  # type: ignore[attr-defined]
-    correction.segments[0].fill_(1.0)
-    wrapper._engine.shared.deliver(correction, alpha=1.0)  # type: ignore[attr-defined]
+    mail_to(wrapper)
     evaluate(wrapper)
     torch.testing.assert_close(flatten(wrapper.module) - before, torch.ones_like(before))
     wrapper.close()

@@ -1,0 +1,36 @@
+"""How far a wrapper has come, by its public state; and its engine, for tests of engines alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.harness.reference import flatten
+
+
+def engine_of(wrapper: Any) -> Any:
+    """The engine, for tests that make it fail or hold it up."""
+    return wrapper._engine
+
+
+def state_of(wrapper: Any) -> Any:
+    """The algorithm's own state, as checkpoints hold it."""
+    return wrapper.get_extra_state()["engine"]
+
+
+def step_of(wrapper: Any) -> int:
+    """The training steps so far."""
+    return int(state_of(wrapper)["step"])
+
+
+def round_of(wrapper: Any) -> int:
+    """The rounds that were started so far."""
+    return int(state_of(wrapper)["t"])
+
+
+def take_corrections(wrapper: Any) -> bool:
+    """Flush, and return whether that has changed the model."""
+    before = flatten(wrapper)
+    wrapper.flush()
+    return not torch.equal(flatten(wrapper), before)
