@@ -154,6 +154,9 @@ class Echo:
     rank = 0
     world_size = 2
     names: Sequence[int] = (0, 1)
+    timeout = timedelta(minutes=5)
+    is_elastic = False
+    lost: frozenset[int] = frozenset()
     num_bytes_sent = 0
     asked_at: float | None = None
     copy_seconds = 0.0

@@ -134,6 +134,8 @@ class _TimedPending:
         arrived: called then.
     """
 
+    lost: frozenset[int] = frozenset()
+
     def __init__(self, pending: Pending, arrived: Callable[[], None]) -> None:
         self._pending: Any = pending
         self._arrived = arrived

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from ..engine.liveness import ControlMessage, Liveness
 from ..engine.shared_model import SharedModel
 from ..flat.nonfinite import check_policy, is_finite, refuse
 from ..rounds.gossip_thread import GossipThread
-from ..transport.base import ElasticPending, Pending
+from ..transport.base import Pending
 from ..transport.deadline import Deadline
 from ..transport.exchange import LinkClosedError, PointToPoint
 
@@ -198,7 +198,7 @@ class BilateralAverage:
     def _wait(self, pending: Pending, deadline: Deadline) -> None:
         """Wait for a message, at most until the deadline of the exchange."""
         pending.wait(deadline.left_for_gloo)
-        if self.transport.is_elastic and cast("ElasticPending", pending).lost:
+        if pending.lost:
             raise _PeerLostError
 
     def _exchange(self, peer: int, weight: float, what: str, deadline: Deadline) -> None:

@@ -13,12 +13,11 @@ from ..consensus_control import ConsensusControl, ControlLaw, Differences, Obser
 from ..flat.vector import SCRATCH_NUMEL, FlatVector
 from ..rounds.mixer import GlobalAverage, Mixer
 from ..rounds.push_pull import PushPull
-from ..transport.base import is_elastic
 
 
 def check_control(gossiper: Mixer, control: ConsensusControl) -> None:
     """Raise ValueError if the corrections of a mixer do not measure the distance between ranks."""
-    if is_elastic(gossiper.transport):
+    if gossiper.transport.is_elastic:
         raise ValueError(
             f"got schedule={control} with a membership, expected a Schedule: ranks that may lose messages cannot all "
             "decide alike; use Schedule(gossip_every=...)"

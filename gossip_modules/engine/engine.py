@@ -18,7 +18,7 @@ from ..mixing_manager.base import MixingManager
 from ..rounds.mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
 from ..rounds.old_checkpoints import converted
 from ..schedule import Action, Schedule
-from ..transport.base import Transport, is_elastic, timeout_of
+from ..transport.base import Transport
 from ..transport.state_tree import copied
 from .controlled import ControlledMixer
 
@@ -186,11 +186,11 @@ class LockstepEngine(Engine):
         self.schedule = schedule
         # The mean of the weights changes if a rank leaves out messages of peers, which have given weight away, or if a
         # rank dies, or joins with half the weight of another rank.
-        loses_weight = on_nonfinite == "skip" or is_elastic(gossiper.transport)
+        loses_weight = on_nonfinite == "skip" or gossiper.transport.is_elastic
         sums_weights = loses_weight and gossiper.is_weighted
         self.averager = GlobalAverage(gossiper.transport, sums_weights=sums_weights)
         self._scheduled_average = self.averager
-        if is_elastic(gossiper.transport):
+        if gossiper.transport.is_elastic:
             self._scheduled_average = ElasticAverage(gossiper.transport, sums_weights=sums_weights)
         self._control = None if control is None else ControlledMixer(gossiper, self.averager, control)
         self.step = 0  # training steps seen so far
@@ -230,7 +230,7 @@ class LockstepEngine(Engine):
 
     def forget_models(self) -> None:
         """See `Engine`. If workers may fail during the average, links are kept, since both ends must stay equal."""
-        if is_elastic(self.gossiper.transport):
+        if self.gossiper.transport.is_elastic:
             self.gossiper.end_average()
         else:
             self.gossiper.forget_models()
@@ -311,7 +311,7 @@ class LockstepEngine(Engine):
             peers = [transport.names[i] for i in mixer.sources if i != transport.rank]
             return f"rank {transport.names[transport.rank]}: round {t} with ranks {peers}"
 
-        return {"what": what, "timeout": timeout_of(transport)}
+        return {"what": what, "timeout": transport.timeout}
 
     def _refuse_nonfinite(self, mixer: Mixer, t: int, *, is_own: bool, is_here: bool = True) -> NoReturn:
         names, rank = self.gossiper.transport.names, self.gossiper.transport.rank

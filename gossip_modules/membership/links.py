@@ -119,7 +119,7 @@ class LinkTransport(PointToPoint):
                 for k in range(num_chunks):
                     fill(k)
         exchange = super().exchange(sends, recvs, tag=tag, what=what, fill=fill)
-        exchange.lost.update(lost)  # type: ignore[attr-defined]
+        exchange.lost |= lost
         return exchange
 
     def loses(self, peer: int, error: RuntimeError, seconds: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ..compression.compressor import Code as Code
 from ..compression.compressor import Compressor
 from ..flat.vector import add_
 from ..mixing_manager.base import MixingManager
-from ..transport.base import ElasticPending, Pending, Transport, is_elastic
+from ..transport.base import Pending, Transport
 from .memory import Memory
 from .messages import Message, MessageBuffer, Received, warn_of_little
 from .push_pull import Neighbours
@@ -102,7 +102,7 @@ class MessageCheck:
         pending, self._pending = self._pending, None
         assert pending is not None, "a header is posted with every message"
         pending.wait()
-        return cast("ElasticPending", pending).lost if is_elastic(transport) else frozenset()
+        return pending.lost
 
     def forget(self, peer: int) -> None:
         """Drop the digest of a peer, so that the next message starts a new one."""
@@ -181,7 +181,7 @@ class MessageRounds:
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
         """Set the peers and the transport."""
-        self.mixing, self.transport, self._is_elastic = mixing, transport, is_elastic(transport)
+        self.mixing, self.transport, self._is_elastic = mixing, transport, transport.is_elastic
         self._row = Neighbours(mixing, transport)
 
     @property
@@ -350,7 +350,7 @@ class MessageRounds:
         lost = self._message_check.wait(self.transport, t=self._t) if self._is_checked else frozenset()
         messages.wait()
         if self._is_elastic:
-            self._lost |= lost | cast("ElasticPending", messages).lost
+            self._lost |= lost | messages.lost
             if lost := self._lost.intersection(self._row.in_peers):
                 self._leave_out(lost)
         if self._is_checked:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
-from ..transport.base import Transport, is_elastic
+from ..transport.base import Transport
 
 _T = TypeVar("_T", Tensor, FlatVector)
 
@@ -286,7 +286,7 @@ class GlobalAverage(Mixer):
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`. On an elastic transport a copy of s is taken, and restored if the all-reduce fails."""
-        before = s.clone() if is_elastic(self.transport) else None
+        before = s.clone() if self.transport.is_elastic else None
         try:
             self._sum(s)
         except BaseException:

@@ -16,7 +16,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
-from ..transport.base import Transport, timeout_of
+from ..transport.base import Transport
 from .algorithm import Algorithm
 from .gossip_thread import GossipThread
 from .memory import Memory
@@ -201,7 +201,7 @@ class Pieces(Mixer):
         try:
             with record_function("gossip.wait"):
                 assert self._thread is not None, "the thread runs all rounds in flight"
-                self._thread.result(flight.future, what=what, timeout=timeout_of(self.transport))
+                self._thread.result(flight.future, what=what, timeout=self.transport.timeout)
         except Exception:  # an error of the round; an interrupt leaves the round in flight
             self._flights.clear()
             for rounds in self.rounds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..flat.layout import CHUNK_BYTES, FlatLayout, check_chunk_bytes
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights, knows_period
 from ..old_calls import GOSSIPER_ARGUMENTS, foreign_arguments
-from ..transport.base import ElasticPending, Pending, Transport, is_elastic, lost_peers
+from ..transport.base import Pending, Transport
 from .mixer import Mixer
 
 Messages: TypeAlias = Mapping[int, Sequence[Tensor]]  # by rank
@@ -69,7 +69,7 @@ class PushPull(Mixer):
         """See `Mixer`."""
         super().bind(mixing, transport)
         self._row = Neighbours(mixing, transport, sends_shares=self.sends_shares)
-        self._sends_weight, self._is_elastic = self.is_weighted, is_elastic(transport)
+        self._sends_weight, self._is_elastic = self.is_weighted, transport.is_elastic
         # 0: messages are sent whole. All ranks compute the same number, since they agree on its inputs.
         self._cut_bytes = self.chunk_bytes if self.wire_dtype is None and transport.device.type == "cpu" else 0
 
@@ -180,7 +180,7 @@ class PushPull(Mixer):
         assert self._pending is not None, "no round is in flight: start() comes first"
         pending, self._pending = self._pending, None
         pending.wait()
-        if self._is_elastic and (lost := cast("ElasticPending", pending).lost):
+        if lost := pending.lost:
             kept = self._row.leave_out(lost)
             self.received = [self.received[k] for k in kept] if self.received else ()
 
@@ -214,9 +214,9 @@ class PushPull(Mixer):
         if is_alone or not self._is_elastic:
             self._pending = None
             return range(len(self.chunks(s))) if is_alone else pending.arrivals()
-        return self._arrivals_while_all_live(cast("ElasticPending", pending))
+        return self._arrivals_while_all_live(pending)
 
-    def _arrivals_while_all_live(self, pending: ElasticPending) -> Iterator[int]:
+    def _arrivals_while_all_live(self, pending: Pending) -> Iterator[int]:
         """Do the same as `Pending.arrivals`; if a peer fails, raise PeersLost and leave the round in flight."""
         for k in chain(pending.arrivals(), (None,)):
             if pending.lost:
@@ -296,7 +296,7 @@ class PushSum(PushPull):
     @property
     def is_weighted(self) -> bool:
         """See `Mixer`; True if W(t) is not doubly stochastic, or may lose rows and columns with ranks that die."""
-        return is_elastic(self.transport) or not self.mixing.is_doubly_stochastic
+        return self.transport.is_elastic or not self.mixing.is_doubly_stochastic
 
 
 _MAX_PLANS = 4096  # the number of plans to keep; graphs with a longer period plan each round again
@@ -362,7 +362,7 @@ class Neighbours:
                 self._plans[t % self._period] = plan
         self.t = t
         self.out_peers, self.in_peers, self.weights, self.buffer_weights = plan
-        self.keeps_all = self._sends_shares and bool(lost_peers(self._transport)) and weight.item() < _LEAST_WEIGHT
+        self.keeps_all = self._sends_shares and bool(self._transport.lost) and weight.item() < _LEAST_WEIGHT
         if self.keeps_all:
             self._take_back(self.out_peers)
 

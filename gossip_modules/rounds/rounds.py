@@ -15,7 +15,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.nonfinite import is_finite
 from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager
-from ..transport.base import Transport, is_elastic
+from ..transport.base import Transport
 from .algorithm import Algorithm, next_request
 from .memory import Memory
 from .message_rounds import MessageRounds
@@ -82,20 +82,20 @@ class Rounds(Mixer):
 
     def _join(self, mixing: MixingManager, transport: Transport) -> None:
         self.mixing, self.transport = mixing, transport
-        if self.is_weighted and self.algorithm.averages_exactly and is_elastic(transport):
+        if self.is_weighted and self.algorithm.averages_exactly and transport.is_elastic:
             raise ValueError(
                 f"got push_sum=True between the exact averages of {self.algorithm} with a membership, expected "
                 "push_sum=False: when workers die and join, the sum of the push-sum weights is not known, and an exact "
                 "average needs it"
             )
-        if self.algorithm.writes_early and self.algorithm.averages_exactly and is_elastic(transport):
+        if self.algorithm.writes_early and self.algorithm.averages_exactly and transport.is_elastic:
             raise ValueError(
                 f"got {self.algorithm} with a membership, expected an algorithm that waits for its averages: this one "
                 "moves the anchor before the average, which may fail; take StreamingDiLoCo, for example"
             )
         self.messages.bind(mixing, transport)
         self.memory.weights = repr(mixing)
-        self.averager: GlobalAverage = (ElasticAverage if is_elastic(transport) else GlobalAverage)(transport)
+        self.averager: GlobalAverage = (ElasticAverage if transport.is_elastic else GlobalAverage)(transport)
         self.stamps.begin_generation(is_needed=self._must_agree)
 
     def sibling(self) -> Rounds:
@@ -121,7 +121,7 @@ class Rounds(Mixer):
 
     @property
     def _must_agree(self) -> bool:
-        return self.algorithm.has_equal_memory and is_elastic(self.transport)
+        return self.algorithm.has_equal_memory and self.transport.is_elastic
 
     @property
     def own_buffer_weight(self) -> float:
@@ -209,7 +209,7 @@ class Rounds(Mixer):
         has_changed = False
         step = None if self.watch is None else self.watch.step
         if step is not None and not self._has_checked_step:
-            if not is_elastic(self.transport):
+            if not self.transport.is_elastic:
                 self.algorithm.check_step(self.mixing, step)
             self._has_checked_step = True
         if not self._has_begun:
@@ -446,7 +446,7 @@ class Rounds(Mixer):
         try:
             received = self.messages.gather(request.message, self._buffers)
         except (ConnectionError, TimeoutError):
-            if is_elastic(self.transport):
+            if self.transport.is_elastic:
                 return RoundLost
             raise
         self._own_buffer_weight *= 1 / self.transport.world_size
@@ -454,7 +454,7 @@ class Rounds(Mixer):
         return received
 
     def _exchange(self, messages: Mapping[int, Message], checksums: Mapping[int, int]) -> dict[int, Message]:
-        self._is_cut_off = not is_elastic(self.transport)
+        self._is_cut_off = not self.transport.is_elastic
         self.messages.post(messages, self._buffers, checksums=checksums)
         replies = self.messages.wait(self._buffers)
         self._is_cut_off = False
@@ -524,7 +524,7 @@ class Rounds(Mixer):
         return {
             "algorithm": self.algorithm.name,
             "links": sorted(self.mixing.graph.phone_book(self.transport.rank)) if self.algorithm.keeps_links else [],
-            "memory": self.memory.state_dict(has_links=not is_elastic(self.transport)),
+            "memory": self.memory.state_dict(has_links=not self.transport.is_elastic),
             "messages": self.messages.state_dict(),
             "optimizer": {} if self.watch is None else self.watch.state_dict(),
             "stamps": self.stamps.state(),
@@ -549,12 +549,12 @@ class Rounds(Mixer):
         self._has_begun = self._is_torn = self._is_cut_off = False
         self.stamps.taken, self.stamps.lost = state.get("stamps", (0, 0))
         memory = state.get("memory", {})
-        if is_elastic(self.transport):  # this worker may have other peers than the one that saved the state
+        if self.transport.is_elastic:  # this worker may have other peers than the one that saved the state
             memory = without_links(memory, self.algorithm.parts)
         elif state.get("links"):
             self._check_links(state["links"])
         self.memory.load_state_dict(memory)
-        if is_elastic(self.transport):
+        if self.transport.is_elastic:
             self.memory.begin_generation(self.memory.weights)
         self.messages.load_state_dict(state.get("messages", {}))
         if self.watch is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -11,7 +11,14 @@ from torch import Tensor
 
 
 class Pending(Protocol):
-    """The messages of one round, which are under way."""
+    """The messages of one round, which are under way.
+
+    Attributes:
+        lost: peers that have failed, whose messages are not there. Only over an elastic transport; elsewhere a peer
+            that fails is an error.
+    """
+
+    lost: frozenset[int]
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return when all messages have been received and sent, or raise an error that names the peer.
@@ -31,38 +38,26 @@ class Pending(Protocol):
         """
 
 
-class ElasticPending(Pending, Protocol):
-    """The messages of a round over a transport on which rounds go on without peers that fail.
+class Transport(Protocol):
+    """A network that gossip runs over; ranks count within the group, tensors are contiguous.
 
     Attributes:
-        lost: peers that have failed, whose messages are not there.
+        rank, world_size: of this process in the group, and the number of its ranks.
+        device: where messages live on the wire.
+        names: the global rank of each member, for error messages.
+        timeout: the limit of every operation.
+        is_elastic: whether rounds go on without peers that fail.
+        lost: peers that have failed; empty unless the transport is elastic.
+        num_bytes_sent: by this rank.
     """
-
-    lost: Set[int]
-
-
-def is_elastic(transport: Transport) -> bool:
-    """Whether its rounds go on without peers that fail: `exchange` returns an `ElasticPending`."""
-    return getattr(transport, "is_elastic", False)
-
-
-def lost_peers(transport: Transport) -> Set[int]:
-    """Peers of an elastic transport that have failed."""
-    return getattr(transport, "lost", frozenset())
-
-
-def timeout_of(transport: Transport) -> timedelta:
-    """The limit of each of its waits, five minutes by default."""
-    return getattr(transport, "timeout", timedelta(minutes=5))
-
-
-class Transport(Protocol):
-    """A network that gossip runs over; ranks count within the group, tensors are contiguous."""
 
     rank: int
     world_size: int
-    device: torch.device  # where messages live on the wire
-    names: Sequence[int]  # the global rank of each member, for error messages
+    device: torch.device
+    names: Sequence[int]
+    timeout: timedelta
+    is_elastic: bool
+    lost: frozenset[int]
     num_bytes_sent: int
 
     def exchange(

@@ -109,7 +109,7 @@ class PendingExchange:
 
     def __init__(self, link: PointToPoint, num_chunks: int, *, tag: int, what: str) -> None:
         self.link, self.num_chunks, self.tag, self.what = link, num_chunks, tag, what
-        self.lost: set[int] = set()
+        self.lost: frozenset[int] = frozenset()
         self._works: list[list[_Work]] = [[] for _ in range(num_chunks)]
         self._staged: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_chunks)]
         self._num_done = 0  # chunks
@@ -199,7 +199,7 @@ class PendingExchange:
         if link.board is not None:
             link.board.raise_if_known()
         if peer is not None and link.loses(peer, error, seconds):
-            self.lost.add(peer)
+            self.lost |= {peer}
             return
         if peer is not None:
             which = f", chunk {k + 1} of {self.num_chunks}" if self.num_chunks > 1 else ""
@@ -220,7 +220,8 @@ class PointToPoint(ABC):
         use: of the process group.
     """
 
-    is_elastic = False  # see `Transport`
+    is_elastic = False
+    lost: frozenset[int] = frozenset()
     has_listener = False  # a `Listener` waits for messages without a limit
     board: ChangeBoard | None = None  # see [Note: changes that not all ranks make]
     waits: Waits | None = None  # which can be given up; see [Note: waits that do not end]

@@ -15,7 +15,6 @@ from ..flat.buffer import FlatBuffer
 from ..flat.slots import Slot
 from ..flat.vector import FlatVector
 from ..transport.agreement import broadcast_state, check_agreement
-from ..transport.base import is_elastic
 from ..transport.change_board import REMEDY, digest_of
 
 _MAX_AGREED = 1000  # choices that are remembered
@@ -77,7 +76,7 @@ class Travelling:
             return [] if (kept := buffer()) is None else describe(kept, kept.slots)
 
         transport.watch_changes(step=step, tensors=tensors)
-        self._is_first = is_elastic(transport)
+        self._is_first = transport.is_elastic
 
     def change(self, wrapper: Any, transport: Any, averager: Any, *, may_leave: bool) -> None:
         """Exchange the tensors that are trained now, on all ranks alike; may_leave: whether frozen tensors may leave.
@@ -94,7 +93,7 @@ class Travelling:
         try:
             self._change(wrapper, transport, averager, may_leave=may_leave)
         except (TimeoutError, ConnectionError):
-            if not is_elastic(transport):
+            if not transport.is_elastic:
                 raise
 
     def _change(self, wrapper: Any, transport: Any, averager: Any, *, may_leave: bool) -> None:
@@ -190,7 +189,7 @@ class Travelling:
         vector.push_sum_weight.copy_(wrapper._buffer.vector.push_sum_weight)
         vector.multiply_by_weight_()
         averager.mix(vector, t)
-        if is_elastic(averager.transport):  # as in `ElasticAverage`: it takes effect on all ranks or on none
+        if averager.transport.is_elastic:  # as in `ElasticAverage`: it takes effect on all ranks or on none
             what = f"end of the average of frozen tensors after {t}"
             averager.transport.all_reduce(torch.zeros(1, device="cpu"), what=what)
         vector.unpack_to(tensors)

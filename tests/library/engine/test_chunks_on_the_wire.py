@@ -232,6 +232,9 @@ PEER = 10.0
 class Scripted:
     """Rank 0 of two. `error` is raised after `num_sent` chunks of the next round."""
 
+    timeout, is_elastic = TIMEOUT, False
+    lost: frozenset[int] = frozenset()
+
     def __init__(self) -> None:
         self.rank, self.world_size, self.num_bytes_sent = 0, 2, 0
         self.device = CPU

@@ -31,6 +31,9 @@ PATIENCE = 20.0
 class ScriptedTransport:
     """Rank 0 of two; the message of round t arrives when `gates[t]` is set, or is the error in `errors[t]`."""
 
+    timeout, is_elastic = timedelta(seconds=PATIENCE), False
+    lost: frozenset[int] = frozenset()
+
     def __init__(self) -> None:
         self.rank, self.world_size, self.num_bytes_sent = 0, 2, 0
         self.device = torch.device("cpu")
@@ -71,6 +74,8 @@ class ScriptedTransport:
 
 class ScriptedPending:
     """A message on its way."""
+
+    lost: frozenset[int] = frozenset()
 
     def __init__(self, transport: ScriptedTransport, t: int, inbox: Tensor) -> None:
         self.transport, self.t, self.inbox = transport, t, inbox

@@ -224,7 +224,7 @@ def test_a_wait_for_a_message_that_is_half_sent_ends_when_its_link_is_broken() -
         pending = transport.exchange({1: [message]}, {}, tag=0)
         threading.Timer(0.3, transport.break_link, (1,)).start()
         pending.wait()
-        assert pending.lost == {1}  # type: ignore[attr-defined]
+        assert pending.lost == {1}
         has_ended.set()
         return True
 
@@ -246,13 +246,13 @@ def test_waits_under_way_are_ended_at_the_exit_of_the_interpreter() -> None:
         thread.start()
         return thread
 
-    def body(transport: LinkTransport, barrier: threading.Barrier) -> set[int]:
-        lost: set[int] = set()
+    def body(transport: LinkTransport, barrier: threading.Barrier) -> frozenset[int]:
+        lost: frozenset[int] = frozenset()
         if transport.rank == 0:
             ending = end_when(transport, transport._own_waits)
             pending = transport.exchange({}, {1: [torch.zeros(1)]}, tag=0)
             pending.wait()
-            lost = pending.lost  # type: ignore[attr-defined]
+            lost = pending.lost
             ending.join()
             ending = end_when(transport, transport._whole_waits)
             with pytest.raises(ConnectionError, match="the average among ranks"):
@@ -276,7 +276,7 @@ def test_a_wait_ends_when_its_link_is_broken() -> None:
             timer.start()
             pending = transport.exchange({}, {1: [torch.empty(3)]}, tag=0)
             pending.wait()
-            assert pending.lost == {1}  # type: ignore[attr-defined]
+            assert pending.lost == {1}
         barrier.wait()
         if transport.rank != 1:
             other, got = 2 - transport.rank, torch.empty(3)
