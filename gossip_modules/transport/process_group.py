@@ -91,6 +91,8 @@ class ProcessGroupTransport(PointToPoint):
         )
         self._group: dist.ProcessGroup | None = group
         self.notes = notes
+        # The context of each collective, by its name. An asynchronous engine ends the wait when any rank has failed.
+        self.watch: Callable[[str], contextlib.AbstractContextManager[None]] = lambda what: contextlib.nullcontext()
         # At the exit of the interpreter groups end with the process.
         self._lost = weakref.finalize(self, self._use.lose)
         self._lost.atexit = False
@@ -186,6 +188,10 @@ class ProcessGroupTransport(PointToPoint):
 
     def _collective(self, post: Callable[[Any], dist.Work], options: Any, what: str) -> None:
         """Post a collective and wait for it; options: such as AllreduceOptions, which have a timeout."""
+        with self.watch(what):
+            self._run(post, options, what)
+
+    def _run(self, post: Callable[[Any], dist.Work], options: Any, what: str) -> None:
         self._staging.synchronize()
         start = time.monotonic()
         left = self.timeout

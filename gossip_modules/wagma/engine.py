@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from ..engine.engine import Engine
 from ..engine.liveness import Activity, ControlMessage
 from ..flat.nonfinite import is_finite, refuse
 from ..flat.vector import FlatVector
-from ..rounds.mixer import GlobalAverage
+from ..graph_manager.butterfly_groups import ButterflyGroups
+from ..rounds.mixer import ElasticAverage, GlobalAverage
 from .group_average import GroupAverage
 from .pace import RelativePace
 from .worker import SETTLING, WaitAvoidingWorker
+
+_PATIENCE = 1.0  # seconds without a generation until another one is asked for, though no worker is known to be dead
 
 
 class WaitAvoidingEngine(Engine):
@@ -56,11 +60,30 @@ class WaitAvoidingEngine(Engine):
     [Note: settling] A rank that settles waits until all ranks do, and takes part in the global averages of those that
     still train. So loops of equal length and loops `while engine.t < n` both end together.
 
+    [Note: generations of WAGMA] The threads of a rank, its connections and its groups belong to one generation, and
+    all of them are in `worker`. A fixed world has one generation, in which the first failure ends training. With a
+    membership:
+
+        when a worker of the generation dies, or some rank has closed its connections because of that:
+            close mine                                      # so all learn it, in at most log2 n hops
+            end the round: x stays as it is
+        at each step from then on, x is trained alone
+        when the next generation is known:
+            t <- its first round;  y <- x
+            new connections, threads and ButterflyGroups(n); ranks wait for each other before the first round
+
+    A rank that is not next to the dead one cannot tell a sum that lacks a part from a sum that is late. So a round is
+    not completed among the rest: all abandon it. A rank whose average was complete by then keeps it; the next average
+    over all ranks makes them equal. Where that one is cut short, all go back to their models of before
+    (`ElasticAverage`). A rank that is behind when the others begin the next generation leaves out the steps up to its
+    first one. A rank that stands still while its process lives also ends a generation, after the timeout; the
+    membership is told its number. Only an error of this rank itself is raised.
+
     All methods belong to the training thread. State that other threads share is in `worker`, under `worker.state`.
 
     Args:
-        average: the average of the groups, over Gloo, with messages in CPU memory; its transport carries nothing else.
-        averager: the average of all ranks, over the same transport.
+        choose: the groups for a number of ranks; the same function on all.
+        transport: of the first generation, over Gloo, with messages in CPU memory; it carries nothing else.
         x: the parameters.
         sync_period: the number of rounds from one global average to the next; 0 = never.
         overlap: whether the average of the group is applied one step later instead of being waited for.
@@ -71,8 +94,8 @@ class WaitAvoidingEngine(Engine):
 
     def __init__(
         self,
-        average: GroupAverage,
-        averager: GlobalAverage,
+        choose: Callable[[int], ButterflyGroups],
+        transport: Any,
         x: FlatVector,
         *,
         sync_period: int,
@@ -80,18 +103,58 @@ class WaitAvoidingEngine(Engine):
         on_nonfinite: str = "raise",
     ) -> None:
         super().__init__()
-        self.on_nonfinite, self.overlap, self._sync_period = on_nonfinite, overlap, sync_period
+        self.on_nonfinite, self.overlap = on_nonfinite, overlap
+        self._choose, self._sync_period = choose, sync_period
         self._round_in_flight: int | None = None  # with `overlap`: x as of then is y
         self._merged = -1  # the newest round whose average is in x
-        self._is_reset, self._pace = False, RelativePace()
-        self._connect(average, averager, x)
+        self._is_reset = False
+        self._num_skipped_steps, self._device = 0, x.raw.device
+        self._begin_generation(transport, x)
 
-    def _connect(self, average: GroupAverage, averager: GlobalAverage, x: FlatVector) -> None:
-        """Start the threads."""
+    def _begin_generation(self, transport: Any, x: FlatVector) -> None:
+        """Start the threads of a generation."""
+        whole = transport.whole if transport.is_elastic else transport
+        average = GroupAverage(self._choose(transport.world_size), whole)
+        self._averager = ElasticAverage(transport) if transport.is_elastic else GlobalAverage(transport)
         options: dict[str, Any] = {"sync_period": self._sync_period, "on_nonfinite": self.on_nonfinite}
         self.worker = WaitAvoidingWorker(average, x, stats=self.stats, **options)
-        self._groups, self._averager, self._transport = average.groups, averager, average.transport
-        self._device = x.raw.device
+        self._pace, self._links, self._alone_since = RelativePace(), transport, 0.0
+        whole.watch = self.together
+        # The errors of peers that end a generation. A fixed world has no other one, so they are raised.
+        self._endings: tuple[type[Exception], ...] = ()
+        if transport.is_elastic:
+            self._endings = ConnectionError, TimeoutError
+            self.worker.liveness.on_late = transport.loses
+
+    def turn_to(self, transport: Any, x: FlatVector) -> None:
+        """Begin another generation; see [Note: generations of WAGMA]. Nothing is in flight. Waits for no rank."""
+        before = self.worker
+        self._begin_generation(transport, x)
+        self.worker.control.num_bytes_sent += before.control.num_bytes_sent
+        self._set_round(self.t)
+        threading.Thread(target=_leave, args=(before,), name="gossip-closing", daemon=True).start()
+
+    def restart(self, x: FlatVector, t: int) -> None:
+        """Go on with another model, in round t; before the first round of a generation."""
+        self._set_round(t)
+        with self.worker.state:
+            self.worker.publish(x, t=t - 1)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a rank of this generation has left it, died or gone on, and another generation is to follow."""
+        liveness = self.worker.liveness
+        return bool(self._endings) and (liveness.has_failed or bool(liveness.closed))
+
+    @property
+    def has_peers(self) -> bool:
+        """See `Engine`."""
+        return not self.is_cut_off
+
+    def skipped(self) -> int:
+        """The training steps that were left out since the last call, as the others had passed them."""
+        num_steps, self._num_skipped_steps = self._num_skipped_steps, 0
+        return num_steps
 
     @property
     def is_in_flight(self) -> bool:
@@ -99,20 +162,36 @@ class WaitAvoidingEngine(Engine):
         return self._round_in_flight is not None
 
     def flush(self, x: FlatVector) -> bool:
-        """See `Engine`."""
-        with self.worker.state:
+        """See `Engine`; an average that lacks a rank is abandoned."""
+        with contextlib.suppress(*self._endings), self.worker.state:
             try:
                 return self._apply_in_flight(x)
             except Exception:  # of the average, which is lost; an interrupt instead leaves it in flight
                 self._round_in_flight = None
                 raise
+        return False
 
     def round(self, x: FlatVector) -> bool:
-        """See `Engine` and [Note: wait-avoiding average].
+        """See `Engine`, [Note: wait-avoiding average] and [Note: generations of WAGMA].
 
         Raises:
             TimeoutError, ConnectionError: a peer is late or gone; names it.
         """
+        t = self.t
+        if self.is_cut_off:
+            is_written = self.flush(x)
+            self._ask_for_a_generation()
+        else:
+            try:
+                is_written = self._run_round(x)
+            except self._endings:
+                is_written, self._round_in_flight = True, None  # maybe one average of two was complete
+        self.t = max(self.t, t + 1)
+        self._num_skipped_steps += self.t - t - 1
+        return is_written
+
+    def _run_round(self, x: FlatVector) -> bool:
+        """A round of a generation that is whole."""
         worker = self.worker
         worker.liveness.round = self.t
         worker.engage()
@@ -147,8 +226,7 @@ class WaitAvoidingEngine(Engine):
             return
         with worker.state:
             worker.begin()
-        with self.together("waiting until all ranks begin"):
-            rounds = self._gather_rounds("the beginning")
+        rounds = self._gather_rounds("the beginning of training on all ranks")
         if min(rounds) != max(rounds):
             raise ValueError(
                 f"got a model of round {self.t} among models of rounds {min(rounds)} to {max(rounds)} on other ranks, "
@@ -160,7 +238,7 @@ class WaitAvoidingEngine(Engine):
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """A context of a collective, also of a rank that is idle otherwise; errors name the rank that failed first."""
+        """The context of collectives, also of a rank that is idle otherwise; errors name the rank that failed first."""
         worker = self.worker
         was_idle, worker.liveness.round = worker.is_idle, self.t
         worker.engage()
@@ -173,7 +251,7 @@ class WaitAvoidingEngine(Engine):
     def settle(self, x: FlatVector, *, is_patient: bool = False) -> bool:
         """Wait until all ranks settle, in one round and with no average under way; collective.
 
-        See [Note: settling]. Raises as `round()`.
+        See [Note: settling]. Raises as `round()`, also where a rank leaves the generation meanwhile.
 
         Args:
             x: the parameters.
@@ -185,14 +263,16 @@ class WaitAvoidingEngine(Engine):
         first = self.t
         self.worker.engage()
         self.begin()
-        newest = self._wait_until_all_settle(x, is_patient=is_patient)
-        is_written = self.t != first
-        with self.worker.state:
-            self.worker.arrive_at(newest - 1)  # the ARRIVED message may not have come yet
-        self._wait_for_rounds_before(newest)
-        self.t = newest
-        with self.together("waiting until no rank averages"):
-            self._gather_rounds("the end of all rounds")
+        try:
+            newest = self._wait_until_all_settle(x, is_patient=is_patient)
+            is_written = self.t != first
+            with self.worker.state:
+                self.worker.arrive_at(newest - 1)  # the ARRIVED message may not have come yet
+            self._wait_for_rounds_before(newest)
+            self.t = newest
+        finally:
+            self._num_skipped_steps += self.t - first
+        self._gather_rounds("the end of all rounds")
         self.worker.is_idle = True
         return is_written
 
@@ -204,7 +284,8 @@ class WaitAvoidingEngine(Engine):
     def close(self, *, error: BaseException | None = None) -> None:
         """See `Engine`. Does not settle. `error`: an error in the code of this rank, which then leaves at once."""
         self.is_closed = True
-        self.worker.close(error=error)
+        with contextlib.suppress(*self._endings):
+            self.worker.close(error=error)
         t = self._round_in_flight
         if t is not None and self.worker.num_done <= t:
             warnings.warn(f"closed before the group average of round {t}: it is lost", stacklevel=2)
@@ -232,8 +313,7 @@ class WaitAvoidingEngine(Engine):
         self._is_reset = published is None
         if published is not None:
             with self.worker.state:
-                y = FlatVector(y.layout, published.to(self._device))
-                self.worker.publish(y, t=state["published_at"])
+                self.worker.publish(FlatVector(y.layout, published.to(self._device)), t=state["published_at"])
 
     def reset(self) -> None:
         """See `Engine`. `publish_loaded()` is to follow."""
@@ -263,7 +343,7 @@ class WaitAvoidingEngine(Engine):
         if newest == self._merged:
             assert is_late, "a round that no rank has started has no result"
         elif is_late:
-            n = self._groups.num_members(self._transport.rank, newest)
+            n = worker.average.groups.num_members(worker.transport.rank, newest)
             worker.result.merge_to(x, weight=n / (n + 1))  # x <- (n * average + x) / (n + 1)
         else:
             worker.result.merge_to(x, weight=1.0)  # x <- average
@@ -283,9 +363,9 @@ class WaitAvoidingEngine(Engine):
 
     def _wait_for_group(self, t: int) -> None:
         """With the lock, which it releases while it waits."""
-        names = [self._transport.names[rank] for rank in self._groups.members(self._transport.rank, t)]
-        what = f"waiting for the group average of ranks {names} in round {t}"
-        self.worker.wait_for(lambda: self.worker.num_done > t, what)
+        worker, transport = self.worker, self.worker.transport
+        names = [transport.names[rank] for rank in worker.average.groups.members(transport.rank, t)]
+        worker.wait_for(lambda: worker.num_done > t, f"waiting for the group average of ranks {names} in round {t}")
 
     def _wait_for_rounds_before(self, t: int) -> None:
         """Wait until this rank's worker has done all rounds before t. Takes the lock and releases it while it waits."""
@@ -301,9 +381,9 @@ class WaitAvoidingEngine(Engine):
         self._wait_for_rounds_before(t)
         start = time.perf_counter()
         if self.on_nonfinite == "raise" and not is_finite(x):
-            refuse(self._transport.names[self._transport.rank], f"round {t}")
+            refuse(worker.transport.names[worker.transport.rank], f"round {t}")
         before = x.clone() if self.on_nonfinite == "skip" else None
-        with record_function("gossip.average", f"t={t}"), self.together(f"the global average in round {t}"):
+        with record_function("gossip.average", f"t={t}"):
             self._averager.mix(x, t)
         if before is not None and not is_finite(x):
             x.copy_(before)
@@ -353,11 +433,25 @@ class WaitAvoidingEngine(Engine):
 
     def _gather_rounds(self, what: str) -> list[int]:
         """The round of every rank."""
-        rounds = torch.empty(self._transport.world_size, dtype=torch.int64, device="cpu")
-        self._transport.all_gather(rounds, torch.tensor([self.t], device="cpu"), what=what)
+        transport = self.worker.transport
+        rounds = torch.empty(transport.world_size, dtype=torch.int64, device="cpu")
+        transport.all_gather(rounds, torch.tensor([self.t], device="cpu"), what=what)
         return [int(t) for t in rounds.tolist()]
 
     def _set_round(self, t: int) -> None:
         with self.worker.state:
             self.worker.set_round(t)
         self.t, self._merged, self._round_in_flight = t, t - 1, None
+
+    def _ask_for_a_generation(self) -> None:
+        now = time.monotonic()
+        self._alone_since = self._alone_since or now
+        if now - self._alone_since > _PATIENCE:
+            self._links.ask_for_another()
+
+
+def _leave(worker: WaitAvoidingWorker) -> None:
+    """Close the worker of a generation that is over, and drop the error that has ended it."""
+    with contextlib.suppress(Exception):
+        worker.close()
+    worker.liveness.background.forget()

@@ -101,7 +101,7 @@ class WaitAvoidingWorker:
         self.settling: dict[tuple[int, int], int] = {}
         self.num_beginnings = self.num_settled = 0
         self.is_idle = True
-        self._average, self._sync_period, self._stats = average, sync_period, stats
+        self.average, self._sync_period, self._stats = average, sync_period, stats
         self._is_closing = False
         self.set_round(0)
         self.out_peers, self.in_peers = control_peers(transport.rank, transport.world_size)
@@ -157,7 +157,7 @@ class WaitAvoidingWorker:
         Raises:
             TimeoutError, ConnectionError: a peer is late or gone; names it, see `Liveness`.
         """
-        with self.liveness.waiting(what, lambda: self._average.partner, activity=Activity.EXCHANGING):
+        with self.liveness.waiting(what, lambda: self.average.partner, activity=Activity.EXCHANGING):
             self.wait(is_over)
 
     def wait(self, is_over: Callable[[], bool], *, seconds: float | None = None) -> bool:
@@ -216,7 +216,7 @@ class WaitAvoidingWorker:
         threads.join_at_exit(threading.current_thread())
         try:
             while (t := self._next_round()) is not None:
-                with self.liveness.waiting(f"telling others of round {t}", lambda: self._average.partner):
+                with self.liveness.waiting(f"telling others of round {t}", lambda: self.average.partner):
                     for peer in self.out_peers:
                         self.liveness.post(peer, ControlMessage(ARRIVED, t, self.num_beginnings))
                 if t != self.next_global(t):
@@ -248,9 +248,9 @@ class WaitAvoidingWorker:
         average = self.result.accumulator  # only this thread exchanges it with the result
         if self.on_nonfinite == "raise" and not is_finite(average):
             refuse(self.transport.names[self.transport.rank], f"round {t}")
-        waiting = self.liveness.waiting(f"the group average in round {t}", lambda: self._average.partner)
+        waiting = self.liveness.waiting(f"the group average in round {t}", lambda: self.average.partner)
         with waiting, torch.no_grad(), record_function("gossip.round", f"t={t}"):
-            self._average.mix(average, t)
+            self.average.mix(average, t)
         is_skipped = self.on_nonfinite == "skip" and not is_finite(average)
         with self.state:
             self.result.finish(is_skipped=is_skipped)

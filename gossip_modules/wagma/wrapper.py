@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -14,14 +14,14 @@ from torch import nn
 
 from ..engine.background import close_at_program_end
 from ..engine.engine import SyncEngine
-from ..engine.liveness import WatchedTransport
 from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
 from ..graph_manager.butterfly_groups import ButterflyGroups
-from ..membership.links import alone
+from ..membership.links import LinkTransport, alone
 from ..membership.lockstep import check_links
 from ..membership.membership import Membership
+from ..membership.participant import ModelParticipant
 from ..old_calls import foreign_arguments
 from ..rounds.mixer import GlobalAverage
 from ..schedule import Schedule
@@ -30,9 +30,9 @@ from ..wrappers.arguments import Links, as_timeout, as_whole, check_flags
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import hold
 from ..wrappers.other_names import DDP_ARGUMENTS, WAGMA_ARGUMENTS
-from .elastic import ElasticGroupEngine, GroupParticipant, choose_groups
 from .engine import WaitAvoidingEngine
 from .group_average import GroupAverage
+from .worker import control_peers
 
 
 class GroupAverageDataParallel(GossipWrapper):
@@ -94,7 +94,7 @@ class GroupAverageDataParallel(GossipWrapper):
             the group has NCCL.
         timeout: the time that a rank waits for a peer before it fails; a number means seconds.
         membership: a `Membership`, where workers may die and join; it has the timeout then. There are groups
-            for any number of workers, see [Note: generations of WAGMA] of `ElasticGroupEngine`. `close()` does not
+            for any number of workers, see [Note: generations of WAGMA] of `WaitAvoidingEngine`. `close()` does not
             wait.
         on_nonfinite: the reaction to a model that holds infinities or NaN. "raise": FloatingPointError at the rank
             that has it, before others get it; for them it is a rank that has left. "skip": leave out averages that are
@@ -157,58 +157,41 @@ class GroupAverageDataParallel(GossipWrapper):
             "gossip_buffers, ignore": str((selection.gossip_buffers, selection.ignore)),
             "gossip_in_eval_mode, on_nonfinite": str((gossip_in_eval_mode, check_policy(on_nonfinite))),
         }
-        options: dict[str, Any] = {"sync_period": sync_period, "overlap": overlap, "on_nonfinite": on_nonfinite}
+        timeout = as_timeout(timeout)
+        links = Links(process_group, comm_device=comm_device, timeout=timeout)
         if membership is not None:
-            given: dict[str, Any] = {"comm_device": comm_device, "timeout": as_timeout(timeout)}
-            check_links(membership, group=process_group, init_sync=init_sync, **given)
-            if not wait_avoiding:
-                raise ValueError(
-                    "got wait_avoiding=False with a membership, expected True: a group that waits for its members "
-                    "would lose part of a sum with each that dies; for rounds in lockstep take GossipDataParallel with "
-                    "a membership"
-                )
-            self._start_elastic(membership, group_size, **options)
+            check_links(membership, group=process_group, init_sync=init_sync, comm_device=comm_device, timeout=timeout)
+            _check_elastic(group_size, wait_avoiding=wait_avoiding)
+            # Until the membership has a place for this worker, it is a world of one.
+            self._transport: Any = alone(membership.timeout)
         else:
-            links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
-            self._start_among(links, group_size, wait_avoiding=wait_avoiding, init_sync=init_sync, **options)
+            self._place = links.place
+            groups = ButterflyGroups(self._place[1], group_size=group_size)
+            self._description["groups"] = str(groups)
+            wait_avoiding = wait_avoiding and groups.group_size > 1
+            self._transport = self._open(_of_threads(links) if wait_avoiding else links, init_sync=init_sync)
+        self._averager = GlobalAverage(self._transport)
+        options: dict[str, Any] = {"on_nonfinite": on_nonfinite}
+        if wait_avoiding:
+            options |= {"sync_period": sync_period, "overlap": overlap}
+            choose = choose_groups(group_size)
+            self._engine = WaitAvoidingEngine(choose, self._transport, self._buffer.vector, **options)
+            close_when_collected(self, self._engine)
+        else:
+            make = OverlapEngine if overlap else SyncEngine
+            self._engine = make(GroupAverage(groups, self._transport), Schedule(average_every=sync_period), **options)
+        if membership is not None:
+            self._elastic = GroupParticipant(self, membership)
+            try:
+                membership.attach(self._elastic)
+            except BaseException:
+                self._engine.close()
+                raise
+        elif wait_avoiding:
+            close_at_program_end(self, seconds=timeout.total_seconds())
         self.register_load_state_dict_post_hook(_publish_loaded)
         self._set_out()
         hold(self)
-
-    def _start_among(
-        self, links: Links, group_size: int | None, *, wait_avoiding: bool, init_sync: bool, **options: Any
-    ) -> None:
-        """Take part in a world of ranks that stays; `options` are for the engine."""
-        self._place = links.place
-        groups = ButterflyGroups(self._place[1], group_size=group_size)
-        self._description["groups"] = str(groups)
-        is_asynchronous = wait_avoiding and groups.group_size > 1
-        self._transport: Any = self._open(_of_threads(links) if is_asynchronous else links, init_sync=init_sync)
-        average = GroupAverage(groups, self._transport)
-        if not is_asynchronous:
-            self._averager = GlobalAverage(self._transport)
-            make = OverlapEngine if options["overlap"] else SyncEngine
-            schedule = Schedule(average_every=options["sync_period"])
-            self._engine = make(average, schedule, on_nonfinite=options["on_nonfinite"])
-            return
-        engine = WaitAvoidingEngine(average, GlobalAverage(self._transport), self._buffer.vector, **options)
-        self._engine = engine
-        self._averager = GlobalAverage(WatchedTransport(self._transport, engine.together))
-        close_when_collected(self, engine)
-        close_at_program_end(self, seconds=links.timeout.total_seconds())
-
-    def _start_elastic(self, membership: Membership, group_size: int | None, **options: Any) -> None:
-        """Take part in the generations of a membership; until it has a place for this worker, it is a world of one."""
-        choose, self._transport = choose_groups(group_size), alone(membership.timeout)
-        engine = self._engine = ElasticGroupEngine(choose, self._transport, self._buffer.vector, **options)
-        self._averager = GlobalAverage(self._transport)
-        self._elastic = GroupParticipant(self, membership)
-        try:
-            membership.attach(self._elastic)
-        except BaseException:
-            engine.close()
-            raise
-        close_when_collected(self, engine)
 
     @property
     def round(self) -> int:
@@ -238,18 +221,11 @@ class GroupAverageDataParallel(GossipWrapper):
 
     @property
     def _bytes_sent(self) -> int:
-        transports = self._transports
-        if isinstance(self._engine, WaitAvoidingEngine):
-            transports.add(self._engine.worker.control)
-        return sum(transport.num_bytes_sent for transport in transports)
-
-    @property
-    def _transports(self) -> set[Any]:
-        return {self._transport, self._averager.transport}  # one object unless a thread answers peers
+        engine, num_bytes = self._engine, int(self._transport.num_bytes_sent)
+        return num_bytes + (engine.worker.control.num_bytes_sent if isinstance(engine, WaitAvoidingEngine) else 0)
 
     def _release(self) -> None:
-        for transport in self._transports:
-            transport.close()
+        self._transport.close()
         super()._release()
 
     @torch.no_grad()
@@ -287,3 +263,71 @@ def _publish_loaded(module: nn.Module, incompatible_keys: Any) -> None:
     if isinstance(engine, WaitAvoidingEngine):
         module.flush()  # `assign=True` has put other tensors in place of ours
         engine.publish_loaded(module._gossiped)
+
+
+def _check_elastic(group_size: int | None, *, wait_avoiding: bool) -> None:
+    """Raise ValueError for options that do not fit a membership."""
+    if not wait_avoiding:
+        raise ValueError(
+            "got wait_avoiding=False with a membership, expected True: a group that waits for its members "
+            "would lose part of a sum with each that dies; for rounds in lockstep take GossipDataParallel with "
+            "a membership"
+        )
+    if group_size is not None and (as_whole(group_size, name="group_size") < 2 or group_size.bit_count() != 1):
+        raise ValueError(
+            f"got group_size={group_size!r} with a membership, expected a power of two from 2 on, or None; "
+            "GossipDataParallel with schedule=Schedule(gossip_every=H, average_every=1) is local SGD, and takes one"
+        )
+
+
+def choose_groups(group_size: int | None) -> Callable[[int], ButterflyGroups]:
+    """The groups for any number of workers: of `group_size`, or of as many as there are, down to a power of two."""
+
+    def choose(n: int) -> ButterflyGroups:
+        return ButterflyGroups(n, group_size=group_size and min(group_size, 1 << n.bit_length() - 1))
+
+    return choose
+
+
+class GroupParticipant(ModelParticipant):
+    """The part of a `GroupAverageDataParallel` in its membership; see [Note: generations of WAGMA].
+
+    Steps are rounds. All messages go over the group of all ranks, as a lost worker ends all rounds of a generation; a
+    worker watches the ranks from which it gets control messages.
+    """
+
+    def _turn_to(self, transport: LinkTransport, growth: float) -> None:
+        """See `ModelParticipant`."""
+        self.engine.turn_to(transport, self.buffer.vector)
+        self.wrapper._averager.transport = transport
+
+    def peers(self, rank: int, world_size: int) -> Iterable[int]:
+        """See `ModelParticipant`."""
+        out_peers, in_peers = control_peers(rank, world_size)
+        return {*out_peers, *in_peers}
+
+    def links(self, rank: int, world_size: int) -> Iterable[int]:
+        """See `ModelParticipant`."""
+        return ()
+
+    @property
+    def is_cut_off(self) -> bool:
+        """See `ModelParticipant`."""
+        return bool(self.engine.is_cut_off)
+
+    def skipped(self) -> int:
+        """See `ModelParticipant`."""
+        return int(self.engine.skipped())
+
+    @property
+    def step(self) -> int:
+        """See `ModelParticipant`."""
+        return int(self.engine.t)
+
+    def advance(self, num_steps: int) -> None:
+        """See `ModelParticipant`."""
+        self.engine.t += num_steps
+
+    def _go_to(self, t: int, step: int) -> None:
+        """See `ModelParticipant`."""
+        self.engine.restart(self.buffer.vector, t)

@@ -21,9 +21,10 @@ from gossip_modules.membership.links import LinkTransport
 from gossip_modules.membership.participant import Change
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.testing import Chaos, Join, Kill, Stop, StoreKill, Worker
-from gossip_modules.wagma import elastic
-from gossip_modules.wagma.elastic import ElasticGroupEngine, choose_groups
+from gossip_modules.wagma import engine as engine_module
+from gossip_modules.wagma.engine import WaitAvoidingEngine
 from gossip_modules.wagma.worker import WaitAvoidingWorker
+from gossip_modules.wagma.wrapper import choose_groups
 from tests.harness.ranks import assert_no_gossip_threads
 from tests.library.membership.test_links import Ended, run_links
 
@@ -130,13 +131,13 @@ def test_survivors_go_on_and_a_newcomer_gets_the_state_of_training(overlap: bool
 def test_former_generations_are_let_go_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else their connections stay until garbage is collected."""
     former: list[weakref.ref[WaitAvoidingWorker]] = []
-    rebind = ElasticGroupEngine.rebind
+    turn_to = WaitAvoidingEngine.turn_to
 
-    def noting(engine: ElasticGroupEngine, links: LinkTransport, x: FlatVector) -> None:
+    def noting(engine: WaitAvoidingEngine, links: LinkTransport, x: FlatVector) -> None:
         former.append(weakref.ref(engine.worker))
-        rebind(engine, links, x)
+        turn_to(engine, links, x)
 
-    monkeypatch.setattr(ElasticGroupEngine, "rebind", noting)
+    monkeypatch.setattr(WaitAvoidingEngine, "turn_to", noting)
     gc.disable()
     try:
         Chaos([Kill(step=10, rank=0), Join(step=12)]).run(Train(3, has_joined), 3)
@@ -186,8 +187,8 @@ def test_the_store_dies_with_a_worker() -> None:
 MIXING = MetropolisHastingsMixing(undirected_ring(3))
 
 
-def engine_over(transport: LinkTransport, x: FlatVector, *, sync_period: int = 2) -> ElasticGroupEngine:
-    return ElasticGroupEngine(
+def engine_over(transport: LinkTransport, x: FlatVector, *, sync_period: int = 2) -> WaitAvoidingEngine:
+    return WaitAvoidingEngine(
         choose_groups(None), transport, x, sync_period=sync_period, overlap=False, on_nonfinite="raise"
     )
 
@@ -195,7 +196,7 @@ def engine_over(transport: LinkTransport, x: FlatVector, *, sync_period: int = 2
 @pytest.mark.parametrize("is_global", [False, True], ids=["group", "all"])
 def test_a_round_that_lacks_a_rank_leaves_the_model_as_it_is(is_global: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 ends after a round; each of the others goes on alone, and asks once for another generation."""
-    monkeypatch.setattr(elastic, "_PATIENCE", -1.0)
+    monkeypatch.setattr(engine_module, "_PATIENCE", -1.0)
 
     def body(transport: LinkTransport, barrier: Any) -> list[Any]:
         x, asked = FlatVector.over(torch.full((5,), float(transport.rank))), []

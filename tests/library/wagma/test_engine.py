@@ -115,7 +115,7 @@ def test_an_overlapped_late_rank_waits_for_nothing() -> None:
 
     def body(group: dist.ProcessGroup) -> None:
         rank = Rank(group, overlap=True)
-        average = rank.worker._average.mix
+        average = rank.worker.average.mix
 
         def gated(x: Any, t: int) -> Any:
             if t == 2 and group.rank() == 1:
@@ -123,7 +123,7 @@ def test_an_overlapped_late_rank_waits_for_nothing() -> None:
             assert t < 2 or may_run.wait(PATIENCE), "nobody let round 2 run"
             return average(x, t)
 
-        rank.worker._average.mix = gated  # type: ignore[method-assign]
+        rank.worker.average.mix = gated  # type: ignore[method-assign]
         turn.wait(PATIENCE)
         if group.rank() == 0:
             assert rank.round(10.0) == 10.0
@@ -174,7 +174,7 @@ def test_a_rank_that_comes_while_its_round_runs_waits_for_it() -> None:
     def body(group: dist.ProcessGroup) -> None:
         rank = Rank(group)
         if group.rank() == 1:
-            average = rank.worker._average
+            average = rank.worker.average
             start = average.start
 
             def held_start(s: FlatVector, t: int) -> None:

@@ -122,7 +122,7 @@ def test_settle_ends_in_one_round_though_others_train_on(monkeypatch: pytest.Mon
 
     def late(engine: WaitAvoidingEngine, what: str) -> list[int]:
         rounds = gather(engine, what)
-        if what == "the end of all rounds" and engine._transport.rank == 3 and engine.t == 2:
+        if what == "the end of all rounds" and engine.worker.transport.rank == 3 and engine.t == 2:
             worker = workers[1]
             with worker.state:
                 assert worker.state.wait_for(lambda: worker.newest_arrival >= 2, PATIENCE)
@@ -219,7 +219,7 @@ def test_a_hung_peer_is_named(impatient_close: None, monkeypatch: pytest.MonkeyP
         rank.round()
         rank.engine.settle(rank.vector)
         if group.rank() == hung:
-            average = rank.worker._average
+            average = rank.worker.average
             start = average.start
 
             def held_start(s: FlatVector, t: int) -> None:

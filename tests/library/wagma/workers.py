@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossip_modules.extend import FlatVector, GlobalAverage, ProcessGroupTransport
+from gossip_modules.extend import FlatVector, ProcessGroupTransport
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
 from gossip_modules.wagma.engine import WaitAvoidingEngine
-from gossip_modules.wagma.group_average import GroupAverage
 from gossip_modules.wagma.worker import WaitAvoidingWorker
 from tests.harness.ranks import CPU, TIMEOUT
 
@@ -34,9 +33,8 @@ class Rank:
         self.x = torch.full((numel,), float(group.rank()))
         self.vector = FlatVector.over(self.x)
         transport = ProcessGroupTransport(group, device=CPU, timeout=timeout)
-        average = GroupAverage(ButterflyGroups(group.size(), group_size=size), transport)
         self.engine = WaitAvoidingEngine(
-            average, GlobalAverage(transport), self.vector, sync_period=period, overlap=overlap
+            lambda n: ButterflyGroups(n, group_size=size), transport, self.vector, sync_period=period, overlap=overlap
         )
         self.worker = self.engine.worker
         self.engine.begin()
