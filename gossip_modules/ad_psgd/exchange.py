@@ -14,10 +14,10 @@ import torch
 from ..engine.liveness import ControlMessage, Liveness
 from ..engine.shared_model import SharedModel
 from ..flat.nonfinite import check_policy, is_finite, refuse
-from ..rounds.gossip_thread import GossipThread
 from ..transport.base import Pending
 from ..transport.deadline import Deadline
 from ..transport.exchange import LinkClosedError, PointToPoint
+from ..transport.threads import CallThread
 
 _REQUEST = 0  # the kind of a control message
 _CONTROL_TAG, _MODEL_TAG = 0, 1
@@ -87,7 +87,7 @@ class BilateralAverage:
         self.is_serving = self.is_closing = False
         self._sent, self._received = shared.host_vector(), shared.host_vector()
         self._exchanges: deque[Future[float]] = deque()  # which have not ended, in their order
-        self._thread: GossipThread | None = None  # made with the first exchange
+        self._thread: CallThread | None = None  # made with the first exchange
         self.liveness = Liveness(transport, peers, tag=_CONTROL_TAG)
         self.liveness.background.start(f"gossip-{transport.rank}-listener", self._listen)
 
@@ -150,7 +150,7 @@ class BilateralAverage:
             return 0.0
 
         if self._thread is None:
-            self._thread = GossipThread(f"gossip-{self.transport.rank}")
+            self._thread = CallThread(f"gossip-{self.transport.rank}")
         self._exchanges.append(self._thread.submit(run))
 
     def _ask(self, peer: int, t: int, weight: float) -> None:

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from ..engine.background import Background
 from ..flat.nonfinite import is_finite
 from ..flat.vector import SCRATCH_NUMEL, FlatVector
-from ..rounds.gossip_thread import GossipThread
+from ..transport.threads import CallThread
 from .config import DEFAULT_MAX_DISTANCE, PairwiseConfig
 from .interpolation import Standing
 from .peer_scores import PeerScores
@@ -99,7 +99,7 @@ class ModelFetcher:
         self._connections = PeerConnections()
         self._probed: set[str] = set()
         self._asked: str | None = None  # the last peer, for errors
-        self._thread = GossipThread(f"gossip-fetch-{config.name}")
+        self._thread = CallThread(f"gossip-fetch-{config.name}")
         self._future: Future[float] | None = None
         self._fetched: Fetched | None = None
         self.is_own_finite = True

@@ -304,7 +304,7 @@ class LockstepEngine(Engine):
             self.stats.num_skipped += 1
 
     def _limit_of(self, mixer: Mixer, t: int) -> dict[str, Any]:
-        """Return the arguments of `GossipThread.result` for round t: the timeout and the description for the error."""
+        """Return the arguments of `CallThread.result` for round t: the timeout and the description for the error."""
         transport = self.gossiper.transport
 
         def what() -> str:

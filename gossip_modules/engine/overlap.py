@@ -17,9 +17,9 @@ from torch.profiler import record_function
 from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import FiniteCheck, is_finite
 from ..flat.vector import FlatVector, add_
-from ..rounds.gossip_thread import GossipThread
 from ..rounds.mixer import Mixer
 from ..schedule import Schedule
+from ..transport.threads import CallThread
 from .engine import LockstepEngine
 
 _ROUNDING = 16  # units in the last place
@@ -99,7 +99,7 @@ class OverlapEngine(LockstepEngine):
         self._sent_buffers: list[Tensor] = []  # copies of the snapshot's buffers, before it becomes a correction
         self._flight: _Flight | None = None
         self._flushed_alpha: float | None = None  # alpha of the correction that a flush applied since the last round
-        self._thread: GossipThread | None = None
+        self._thread: CallThread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._is_finite = FiniteCheck()
 
@@ -313,7 +313,7 @@ class OverlapEngine(LockstepEngine):
 
     def _submit(self, flight: _Flight) -> None:
         if self._thread is None:
-            self._thread = GossipThread(f"gossip-{self.gossiper.transport.rank}")
+            self._thread = CallThread(f"gossip-{self.gossiper.transport.rank}")
         self._thread.submit(flight.job, flight.future)
         flight.is_submitted = True
 

@@ -200,8 +200,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         for work in tuple(self._works):
             work.cancel("the process group was closed")
         if self._completer is not None:
-            self._completer.end()
-            self._completer.thread.join()
+            self._completer.close()
 
     def shutdown(self) -> None:
         """`abort`, then free the communicator if no operation is left in it. Collective and idempotent."""

@@ -149,7 +149,7 @@ class MpiWork(dist.Work):
         if self._future is None:
             assert self._completer is not None, "only collectives have futures"
             self._future = torch.futures.Future()
-            self._completer().call(self._settle)
+            self._completer().submit(self._settle)
         return self._future
 
     def _settle(self) -> None:

@@ -17,8 +17,8 @@ from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport
+from ..transport.threads import CallThread
 from .algorithm import Algorithm
-from .gossip_thread import GossipThread
 from .memory import Memory
 from .mixer import Mixer
 from .periodic import Fragment, Periodic, check_names, cut
@@ -68,7 +68,7 @@ class Pieces(Mixer):
         self._fragments: list[Fragment] = []
         self._layout: FlatLayout | None = None  # of the whole vector
         self._flights: list[_TravellingRound] = []  # in the order in which they began
-        self._thread: GossipThread | None = None
+        self._thread: CallThread | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
@@ -186,7 +186,7 @@ class Pieces(Mixer):
                 return job()
 
         if self._thread is None:
-            self._thread = GossipThread(f"gossip-{self.transport.rank}")
+            self._thread = CallThread(f"gossip-{self.transport.rank}")
         self._flights.append(_TravellingRound(p, self._k + self.times.delay, self._thread.submit(run)))
 
     def _arrive(self, x: FlatVector) -> None:

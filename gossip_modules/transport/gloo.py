@@ -9,6 +9,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -96,16 +97,12 @@ def at_once(makes: Sequence[Callable[[], Any]], *, name: str) -> list[Any]:
         makes: at least one.
         name: of the threads.
     """
-    replies = [CallThread(f"{name}-{i}").call(make) for i, make in enumerate(makes)]
-    answers = [reply.get() for reply in replies]
-    error = next((error for _, error in answers if error is not None), None)
-    if error is None:
-        return [result for result, _ in answers]
-    answers.clear()
+    futures = [CallThread(f"{name}-{i}").submit(make) for i, make in enumerate(makes)]
+    wait(futures)
     try:
-        raise error
+        return list(map(Future.result, futures))
     finally:
-        del error
+        futures.clear()
 
 
 def close_ports(store: dist.Store, rank: int, num_devices: int) -> int:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from .deadline import Deadline
-from .threads import CallThread, Reply, result_of
+from .threads import CallThread
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.005
@@ -103,26 +104,24 @@ class _Client:
 
     def __init__(self) -> None:
         self._thread = CallThread("store-requests")
-        self._late: tuple[Reply, float] | None = None  # the first request that was given up, and when it was made
+        self._late: tuple[Future[Any], float] | None = None  # the first request that was given up; when it was made
 
     def ask(self, request: Callable[[], T], seconds: float) -> T:
         """The result of a request, or _NoAnswer after so many seconds."""
         start = time.monotonic()
         if (late := self._late) is not None:
-            reply, asked = late
-            try:
-                answer = reply.get(timeout=max(asked + seconds - start, 0.0))
-            except queue.Empty:
-                raise _NoAnswer(f"no answer to an earlier request for {time.monotonic() - asked:.1f} s") from None
-            reply.put(answer)  # other threads may wait for it too
+            earlier, asked = late
+            if futures.wait([earlier], max(asked + seconds - start, 0.0)).not_done:
+                raise _NoAnswer(f"no answer to an earlier request for {time.monotonic() - asked:.1f} s")
             self._late = None
-        reply = self._thread.call(request)
+        future = self._thread.submit(request)
+        if futures.wait([future], max(start + seconds - time.monotonic(), 0.0)).not_done:
+            self._late = self._late or (future, start)
+            raise _NoAnswer(f"no answer within {seconds:g} s")
         try:
-            result: T = result_of(reply, timeout=max(start + seconds - time.monotonic(), 0.0))
-        except queue.Empty:
-            self._late = self._late or (reply, start)
-            raise _NoAnswer(f"no answer within {seconds:g} s") from None
-        return result
+            return future.result()
+        finally:
+            del future  # its error holds this frame
 
 
 _clients: weakref.WeakKeyDictionary[dist.Store, _Client] = weakref.WeakKeyDictionary()  # one thread per store

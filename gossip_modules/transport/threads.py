@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent import futures
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
 from .deadline import Deadline
 
+T = TypeVar("T")
 _EXIT_SECONDS = 1.0
 _AT_ONCE = timedelta(milliseconds=1)
-
-Reply: TypeAlias = "SimpleQueue[tuple[Any, BaseException | None]]"
-"""Gets the result of one call, or its error."""
+_NUM_WAITS = 10  # a round has at most so many waits; each ends at the timeout of the transport and names its peer
+_LOOK_SECONDS = 1.0
+_Calls: TypeAlias = "SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
 
 
 def start(body: Callable[..., object], *arguments: Any, name: str) -> threading.Thread:
@@ -42,39 +47,69 @@ def join_at_exit(thread: threading.Thread) -> None:
 
 
 class CallThread:
-    """A thread that makes calls one after the other. It ends when the object is collected, or at exit."""
+    """A daemon thread that makes calls in order. A future carries the result or the exception of each call.
+
+    This is not a ThreadPoolExecutor, whose thread keeps a failed program from ending until the last wait times out.
+    The thread ends when it is closed, when the object is collected, or at exit.
+    """
 
     def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Reply] | None] = SimpleQueue()
+        self._calls: _Calls = SimpleQueue()
         self.thread = start(_make_calls, self._calls, name=name)
-        weakref.finalize(self, self._calls.put, None).atexit = False
+        self._end = weakref.finalize(self, self._calls.put, None)
+        self._end.atexit = False
         with _lock:
             _callers.add(self)
 
-    def call(self, function: Callable[[], Any]) -> Reply:
-        """Make the call after all earlier ones. `result_of` waits for the result."""
-        reply: Reply = SimpleQueue()
-        self._calls.put((function, reply))
-        return reply
+    def submit(self, call: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
+        """Make a call after all calls that were submitted before it.
+
+        Args:
+            call: the function; it is called once, even if you submit it several times with the same future.
+            future: the future of the result; None: a new one.
+
+        Raises:
+            RuntimeError: the thread is closed, so nothing would make the call.
+        """
+        if not self._end.alive:
+            raise RuntimeError(f"got a job for the thread {self.thread.name} after its close(), expected none")
+        future = Future() if future is None else future
+        self._calls.put((call, future))
+        return future
+
+    def result(self, future: Future[T], *, what: Callable[[], str], timeout: timedelta) -> T:
+        """Wait for a submitted call that waits for peers. Returns its result, or raises its exception.
+
+        Args:
+            future: the future that `submit` returned.
+            what: returns a description of the call and of the ranks that it waits for; called for the error.
+            timeout: the timeout of one wait of the call.
+
+        Raises:
+            TimeoutError: the thread ended without the call, or the call runs longer than its waits may take together.
+        """
+        limit = _NUM_WAITS * timeout.total_seconds()
+        start = time.monotonic()
+        while not future.done():
+            with suppress(futures.TimeoutError):
+                future.exception(_LOOK_SECONDS)
+            seconds = time.monotonic() - start
+            if not future.done() and (seconds > limit or not self.thread.is_alive()):
+                state = "still runs it" if self.thread.is_alive() else "has ended without it"
+                raise TimeoutError(
+                    f"{what()} has not ended after {seconds:.1f} s: the thread {self.thread.name} {state}"
+                )
+        return future.result()
 
     def end(self) -> None:
-        """End after the calls so far."""
-        self._calls.put(None)
+        """Let the thread end after the calls so far. Idempotent."""
+        self._end()
 
-
-def result_of(reply: Reply, *, timeout: float | None = None) -> Any:
-    """The result of a call; raises its error.
-
-    Raises:
-        queue.Empty: the call has not ended after `timeout` seconds.
-    """
-    result, error = reply.get(timeout=timeout)
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error  # its traceback holds this frame, and so the objects of the caller
-    return result
+    def close(self) -> None:
+        """End the thread after the calls so far. Waits at most a second, as a call may wait for a peer. Idempotent."""
+        self._end()
+        if self.thread is not threading.current_thread():
+            self.thread.join(_EXIT_SECONDS)
 
 
 class Waits:
@@ -91,7 +126,7 @@ class Waits:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[CallThread] = []
-        self._under_way: dict[Reply, int | None] = {}  # and the peer
+        self._under_way: dict[Future[bool], int | None] = {}  # and the peer
         self._given_up: set[int | None] = set()
         self._is_closed = False
 
@@ -110,23 +145,22 @@ class Waits:
             is_over = self._is_closed or of in self._given_up
             if not is_over:
                 thread = self._idle.pop() if self._idle else CallThread("gossip-wait")
-                reply = thread.call(partial(work.wait, timeout))
-                self._under_way[reply] = of
+                future = thread.submit(partial(work.wait, timeout))
+                self._under_way[future] = of
         if is_over:  # the connection is closed: the operation is done already, or never will be
             work.wait(_AT_ONCE)
             return
-        _, error = reply.get()  # an interrupt leaves the wait under way
+        future.exception()  # an interrupt leaves the wait under way
         with self._lock:
-            if reply in self._under_way:
-                del self._under_way[reply]
+            if future in self._under_way:
+                del self._under_way[future]
                 self._idle.append(thread)
             else:  # it was given up
                 thread.end()
         try:
-            if error is not None:
-                raise error
+            future.result()
         finally:
-            del error  # its traceback holds this frame, and so the caller's objects
+            del future  # its error holds this frame, and so the caller's objects
 
     def give_up(self, *of: int) -> None:
         """End the waits for these peers, present and future, with an error; from any thread.
@@ -135,7 +169,7 @@ class Waits:
         """
         with self._lock:
             self._given_up.update(of)
-            self._end([reply for reply, peer in self._under_way.items() if peer in of])
+            self._end([future for future, peer in self._under_way.items() if peer in of])
 
     def under_way(self) -> set[int]:
         """The peers that are waited for now."""
@@ -156,20 +190,24 @@ class Waits:
                 thread.end()
             self._idle.clear()
 
-    def _end(self, replies: Iterable[Reply]) -> None:
-        for reply in replies:
-            del self._under_way[reply]
-            reply.put((None, RuntimeError("the wait was given up, since its connection was closed by this process")))
+    def _end(self, waits: Iterable[Future[bool]]) -> None:
+        why = "the wait was given up, since its connection was closed by this process"
+        for future in waits:
+            del self._under_way[future]
+            with suppress(InvalidStateError):  # it has just ended
+                future.set_exception(RuntimeError(why))
 
 
-def _make_calls(calls: SimpleQueue[tuple[Callable[[], Any], Reply] | None]) -> None:
+def _make_calls(calls: _Calls) -> None:
     while (item := calls.get()) is not None:
-        function, reply = item
-        try:
-            reply.put((function(), None))
-        except BaseException as error:  # noqa: BLE001 (`result_of` raises it)
-            reply.put((None, error))
-        del item, function, reply  # which hold the store, or the tensors, of a call that is over
+        call, future = item
+        with suppress(InvalidStateError):  # nobody waits for the call any more
+            try:
+                if not future.done():
+                    future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 (the future raises it)
+                future.set_exception(error)
+        del item, call, future  # the objects of a call that is over must not live until the next one
 
 
 @atexit.register

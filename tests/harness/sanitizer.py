@@ -39,8 +39,7 @@ from tests.harness.workloads import WORKLOADS, Workload
 
 _THREADED = {  # modules that share state between threads
     "engine": ("background", "liveness", "overlap", "shared_model"),
-    "rounds": ("gossip_thread",),
-    "transport": ("listener",),
+    "transport": ("listener", "threads"),
     "ad_psgd": ("engine", "exchange"),
     "wagma": ("engine", "group_average", "group_result", "worker"),
     "dpwa": ("averager", "engine", "fetcher", "peer_scores", "protocol", "server", "wrapper"),

@@ -6,9 +6,7 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from gossip_modules import GossipDataParallel, RingGraph, Schedule
 from gossip_modules.engine.engine import LockstepEngine
 from gossip_modules.extend import FlatVector, OverlapEngine, PushSum, SyncEngine
 from gossip_modules.mixing_manager import UniformMixing
-from gossip_modules.rounds.gossip_thread import GossipThread
 from tests.harness.problems import fill_, loss_of, mlp
 from tests.harness.ranks import HangUp, assert_no_gossip_threads, gossip_threads, run_ranks
 
@@ -336,43 +333,6 @@ def test_close_is_idempotent_and_ends_the_thread() -> None:
     transport.gates[0].set()
     assert_no_gossip_threads()
     SyncEngine(*scripted()[:1], Schedule()).close()
-
-
-def test_thread_runs_jobs_in_order() -> None:
-    thread = GossipThread("gossip-test")
-    done: list[int] = []
-
-    def job(i: int) -> float:
-        done.append(i)
-        return float(i)
-
-    futures = [thread.submit(partial(job, i)) for i in range(5)]
-    thread.close()
-    assert [future.result(PATIENCE) for future in futures] == [0, 1, 2, 3, 4]
-    assert done == [0, 1, 2, 3, 4]
-    assert_no_gossip_threads()
-
-
-def test_a_job_after_close_is_refused_as_nothing_would_run_it() -> None:
-    thread = GossipThread("gossip-test")
-    thread.close()
-    with pytest.raises(RuntimeError, match=r"got a job for the thread gossip-test after its close\(\)"):
-        thread.submit(lambda: 0.0)
-    assert_no_gossip_threads()
-
-
-def test_a_job_that_a_thread_has_lost_or_hangs_in_is_not_waited_for_without_limit() -> None:
-    thread, go_on = GossipThread("gossip-test"), threading.Event()
-    stuck = thread.submit(lambda: float(go_on.wait(PATIENCE)))
-    with pytest.raises(TimeoutError, match=r"with ranks \[1\] has not ended after .* gossip-test still runs it"):
-        thread.result(stuck, what=lambda: "round 3 with ranks [1]", timeout=timedelta(microseconds=1))
-    go_on.set()
-    assert thread.result(stuck, what=str, timeout=timedelta(seconds=PATIENCE)) == 1.0
-    thread.close()
-    lost: Future[float] = Future()
-    with pytest.raises(TimeoutError, match=r"round 4 has not ended .* gossip-test has ended without it"):
-        thread.result(lost, what=lambda: "round 4", timeout=timedelta(seconds=PATIENCE))
-    assert_no_gossip_threads()
 
 
 def test_a_wrapper_raises_what_its_thread_met_and_closes() -> None:
