@@ -19,6 +19,7 @@ from ..transport.threads import Waits
 from . import limits
 from .background_log import log
 from .liveness.contact import LifeSign
+from .roster import Roster
 from .view import Joiner
 
 _LOOK_SECONDS = 1.0
@@ -115,13 +116,14 @@ class Donor:
         log.warning("job %s: %s did not get the state of training: %r", self.job.name, joiner.member, error)
         view = self.worker.generations.active
         is_same_on_all = isinstance(error, TypeError) or view is None or joiner.attempt + 1 >= len(view.members)
-        self._give_up(joiner, why=f"{type(error).__name__}: {error}" if is_same_on_all else "")
+        if is_same_on_all:
+            self.worker.say(Roster.refuse, *joiner.key, why=f"{type(error).__name__}: {error}")
+        else:
+            self.worker.say(Roster.change_donor, *joiner.key)
 
-    def _give_up(self, joiner: Joiner, *, why: str = "", is_gone: bool = False) -> None:
-        if is_gone:
-            log.warning("job %s: %s does not come for the state of training: forgotten", self.job.name, joiner.member)
-        event = {"event": "gave up", "id": joiner.member.id, "attempt": joiner.attempt, "by": self.worker.id}
-        self.worker.say({**event, "why": why, "is_gone": is_gone})
+    def _forget(self, joiner: Joiner) -> None:
+        log.warning("job %s: %s does not come for the state of training: forgotten", self.job.name, joiner.member)
+        self.worker.say(Roster.forget, *joiner.key)
 
     def _serve(self, joiner: Joiner, state: Mapping[str, Any]) -> None:
         """In a thread of its own: send the state to a joiner; see [Note: joiners that do not come]."""
@@ -136,12 +138,15 @@ class Donor:
             log.warning("job %s: %s did not get the state of training: %s", self.job.name, joiner.member, error)
             view, sign = self.worker.roster.view, self._sign_of(joiner)
             is_gone = sign is LifeSign.SILENT and view is not None and joiner.attempt >= len(view.members)
-            self._give_up(joiner, is_gone=is_gone or sign is LifeSign.ENDED)
+            if is_gone or sign is LifeSign.ENDED:
+                self._forget(joiner)
+            else:
+                self.worker.say(Roster.change_donor, *joiner.key)
             return
         until = time.monotonic() + self.job.timeout.total_seconds()
         while self._is_loading(joiner):
             if time.monotonic() > until and self._sign_of(joiner) is not LifeSign.LIVES:
-                self._give_up(joiner, is_gone=True)
+                self._forget(joiner)
                 return
 
     def _is_loading(self, joiner: Joiner) -> bool:

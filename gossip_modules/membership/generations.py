@@ -16,7 +16,7 @@ from .background_log import log
 from .links import LinkTransport, connect_links
 from .liveness.contact import Contact
 from .participant import Change
-from .roster import MARGIN
+from .roster import MARGIN, Event, Roster
 from .view import View
 
 
@@ -59,6 +59,7 @@ class Generations:
         self._hurried: set[int] = set()  # generations whose late members were reported
         self._asked_again: set[int] = set()  # generations that the others were asked to form again
         self._retired: list[tuple[float, LinkTransport]] = []  # with the time at which they close
+        self._ready: Event | None = None  # the last one of this worker
         self._garbage: list[str] = []  # keys in the store
 
     # Beginning.
@@ -89,7 +90,7 @@ class Generations:
             while not (self.limit is None or self.limit > clock or worker.is_excluded or self.job.closed.is_set()):
                 worker.moved.wait(limits.POLL)
                 if not self.job.store.is_connected or deadline.is_over:
-                    worker.unsent = [event for event in worker.unsent if event["event"] != "ready"]
+                    worker.unsent = [event for event in worker.unsent if event is not self._ready]
                     self.limit = None
 
     def drop_late(self) -> None:
@@ -209,7 +210,7 @@ class Generations:
     def _ask_again(self, view: View) -> None:
         """Ask the others to form a generation again: this worker has no links, or lost them."""
         self._asked_again.add(view.generation)
-        self.worker.say({"event": "again", "by": self.worker.id, "generation": view.generation})
+        self.worker.say(Roster.form_again, self.worker.id, view.generation)
 
     def _form(self, view: View) -> None:
         """In a thread of its own: connect with the members of a generation, and post "ready"."""
@@ -245,9 +246,8 @@ class Generations:
             step = 0
             if participant.is_in_lockstep:
                 step = self.limit = self.clock + MARGIN if self.active is not None else 0
-            ready = {"event": "ready", "id": worker.id, "generation": view.generation, "step": step}
-            worker.unsent.append({**ready, "weight": participant.weight})
-        self.job.wake.set()
+            worker.say(Roster.mark_ready, worker.id, view.generation, step=step, weight=participant.weight)
+            self._ready = worker.unsent[-1]
 
     def _is_void(self, view: View) -> bool:
         """Whether a generation that has not begun is not being formed any more: another one is in its place."""

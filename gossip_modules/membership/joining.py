@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from .links import alone
 from .liveness.contact import LifeSign
 from .liveness.monitor import LivenessMonitor
 from .participant import Change
+from .roster import Roster
 from .view import Joiner, Member, View
 from .worker import LocalWorker
 
@@ -63,10 +64,10 @@ class Joining:
             TimeoutError, RuntimeError, ValueError, JobFullError: it has no place.
         """
         worker = self.worker
-        member = asdict(this_member(worker.start_liveness()))
+        member = this_member(worker.start_liveness())
         with worker.lock:
             min_workers, description = self.job.min_workers, self.job.description
-            worker.coming = {"event": "come", "member": member, "description": description, "min_workers": min_workers}
+            worker.coming = {"member": member, "description": description, "min_workers": min_workers}
         self.job.wake.set()
         limit, generations = self.job.timeout, worker.generations
         while not generations.due:
@@ -150,7 +151,7 @@ class Joining:
                 f"{deadline.seconds:g} s, while its workers live: {self._reason}; start this one again"
             )
         if worker.joiner == joiner:
-            worker.say({"event": "gave up", "id": worker.id, "attempt": joiner.attempt, "by": worker.id})
+            worker.say(Roster.change_donor, worker.id, joiner.attempt)
             worker.wait_until(lambda: worker.joiner != joiner, Deadline(min(limits.QUERY, deadline.left)))
         return None
 
@@ -209,7 +210,7 @@ class Joining:
         """Whether no member shows a sign of life; see [Note: abandoned jobs]. False: that is not known in time."""
         worker, job = self.worker, self.job
         with worker.lock:
-            seen, members = self._seen(), worker.roster.present()
+            seen, members = self._seen(), list(worker.roster.present().values())
         has_asked, start = False, time.monotonic()
         while not (job.closed.is_set() or job.is_leaving):
             signs = worker.signs_of(members)
@@ -217,7 +218,7 @@ class Joining:
                 return False
             if not has_asked:
                 has_asked = True
-                worker.say({"event": "query", "id": worker.id})
+                worker.say(Roster.ask, random.SystemRandom().getrandbits(32))
             have_ended = set(signs.values()) == {LifeSign.ENDED}
             patience = limits.ENDED if have_ended else job.timeout.total_seconds()
             if not job.store.is_connected:  # a reply would not arrive
@@ -237,12 +238,12 @@ class Joining:
         """Post "restart", and wait for what becomes of it."""
         worker, seen = self.worker, self._seen()
         assert worker.coming is not None
-        worker.say({**worker.coming, "event": "restart", "generation": seen[0], "replies": seen[1]})
+        worker.say(Roster.restart, **worker.coming, seen=seen)
         worker.wait_until(lambda: worker.joiner is None or self._seen() != seen, deadline)
 
     def _seen(self) -> tuple[int, int]:
         """Changes where any member lives."""
-        return self.worker.roster.last_generation, self.worker.roster.num_replies
+        return self.worker.roster.last_generation, self.worker.roster.reply
 
     # Errors.
 
@@ -332,7 +333,7 @@ def rejoin(membership: Any, deadline: Deadline) -> Change:
     old.release()
     worker = membership.worker = LocalWorker(job)
     if old.has_stopped:
-        worker.say({"event": "leave", "id": old.id, "why": "an error ended its training"})
+        worker.say(Roster.leave, old.id, why="an error ended its training")
     try:
         Joining(worker).join(deadline)
     except (TimeoutError, ConnectionError) as error:
@@ -359,7 +360,7 @@ def go_on_alone(worker: LocalWorker, before: View, number: int, clock: int, seco
     """
     job, generations = worker.job, worker.generations
     assert worker.liveness is not None
-    worker.say({"event": "leave", "id": worker.id, "why": "it could not join"})
+    worker.say(Roster.leave, worker.id, why="it could not join")
     with worker.lock:
         generation = max(before.generation, worker.roster.last_generation)
         me = this_member(worker.liveness, number)

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from operator import methodcaller
 from typing import Any
 
 import torch.distributed as dist
@@ -466,7 +467,7 @@ class Membership:
             return
         acts = self.node is None or self.node.leads
         if acts and self.job.participant is not None and not self.worker.is_excluded:
-            has_left = self.job.store.update([{"event": "leave", "id": self.id, "why": "it left"}])
+            has_left = self.job.store.update([methodcaller("leave", self.id, why="it left")])
             if self.worker.liveness is not None:
                 self.worker.liveness.is_leaving = has_left
         self.release()

@@ -17,7 +17,7 @@ from .links import LinkTransport
 from .lockstep import LockstepParticipant
 from .membership import Membership
 from .participant import Change, ModelParticipant
-from .view import view_of
+from .view import View, parsed
 
 PATIENCE = 5  # times the timeout of the membership: the first process waits for other workers while the others wait
 _KINDS = (ValueError, TypeError, FloatingPointError, TimeoutError, ConnectionError, JobFullError, LeftWhileJoiningError)
@@ -238,7 +238,7 @@ class NodeProcesses:
         job.num_joins, job.num_deaths = int(self.stats["joins"]), int(self.stats["deaths"])
         job.untold += [Change(**change) for change in message["changes"]]
         if "view" in message:
-            membership.worker.generations.active = view_of(message["view"])
+            membership.worker.generations.active = parsed(View, message["view"])
             self._participant.take(message["model"])
             self._participant.place()
         states = message.get("tracked", job.tracked)

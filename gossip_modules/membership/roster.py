@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TypeAlias
 
-from .view import FailureReport, Joiner, Member, View, differences, member_of, report_of, view_of
+from .view import FailureReport, Joiner, Member, View, differences, parsed
 
-# What the events of a stranger, or of another version, may raise.
-GARBAGE = (AttributeError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError)
 _MAX_REFUSED = 64
 _SQRT_HALF = 0.7071067811865476
 MARGIN = 2  # training steps between the last rank that is ready for a generation and its first step
 
 
+@dataclass
 class Roster:
     """The state of the membership: a function of the events of its workers, in their order, and of nothing else.
 
@@ -24,8 +24,12 @@ class Roster:
     part of it: a worker that finds another one late reports it in an event.
 
     A change begins when a member reports another one, leaves, or has loaded the state of training. Then the remaining
-    workers form the next generation. Each connects with the others and posts "ready", with a step that it does not
+    workers form the next generation. Each connects with the others and is marked ready, with a step that it does not
     begin (see [Note: first step]) before all are ready. Then the generation starts at the largest of these steps.
+
+    [Note: events] An event is one of the public methods below `loads`, with its arguments. One that comes too late
+    changes nothing. One that is applied twice changes as much as if it were applied once: a worker that does not
+    receive the reply of the store applies it again.
 
     [Note: majority] Members that cannot reach each other report each other. A generation needs more than half of the
     members of the one before, or half with the first of them; members whose process has ended do not count. Where the
@@ -37,162 +41,105 @@ class Roster:
     [Note: weights] A worker that joins has half of its donor's push-sum weight. All then multiply their weights by the
     number of members over the number before, so the mean of the weights is as before. Workers that die take their
     weight with them, so that the mean may be anything after hundreds of deaths. The optimizer steps on x = z w, so a
-    step of z is as long as the learning rate over w. Therefore each worker posts its weight with "ready", and where
+    step of z is as long as the learning rate over w. Therefore each worker posts its weight when it is ready, and where
     their mean would be more than a factor of sqrt(2) from one, all multiply theirs by a power of two, which changes no
     z.
 
     [Note: stale snapshot] A store that was started again is empty, and each worker that finds it so posts its own
-    roster ("know"). The first one restores the job. If it was stopped or cut off, it knows too little: the others went
-    on without it, and the generations that it forms alone must not take the job from them. So a roster with a later
-    generation than the restored one replaces it, and its members form the next generation.
+    roster (`restore`). The first one restores the job. If it was stopped or cut off, it knows too little: the others
+    went on without it, and the generations that it forms alone must not take the job from them. So a roster with a
+    later generation than the restored one replaces it, and its members form the next generation.
 
     Attributes:
+        on_partition: see `Membership`.
         view: the generation that trains; None before the first.
-        loaded: the generation with which a roster was restored; 0: it never was.
         forming: the generation that is being formed.
         ready: by member of `forming`, a step that it does not begin, and its push-sum weight.
         joiners: the join queue, by worker.
         founders: the workers that wait for the first generation.
         asked: how many workers each of them asks for.
+        description: the options that all workers have in common.
         reports: of failures, in their order.
         left: why each worker of `view` that has left by itself did so.
-        num_queries, num_replies: of workers that ask for a sign of life; see [Note: abandoned jobs] of `Joining`.
+        last_generation: the largest number of a generation.
+        next_number: the number of the next worker.
+        loaded: the generation with which a roster was restored; 0: it never was.
+        query, reply: the numbers of the last query for a sign of life, and of the last that a member has answered; see
+            [Note: abandoned jobs] of `Joining`.
     """
 
-    def __init__(self, *, on_partition: str = "majority") -> None:
-        self.on_partition = on_partition
-        self.view: View | None = None
-        self.forming: View | None = None
-        self.ready: dict[int, tuple[int, float]] = {}
-        self.joiners: dict[int, Joiner] = {}
-        self.founders: dict[int, Member] = {}
-        self.asked: dict[int, int] = {}
-        self.description: dict[str, str] = {}
-        self.reports: list[FailureReport] = []
-        self.left: dict[int, str] = {}
-        self.last_generation = self.next_number = self.loaded = 0
-        self.num_queries = self.num_replies = 0
+    on_partition: str = "majority"
+    view: View | None = None
+    forming: View | None = None
+    ready: dict[int, tuple[int, float]] = field(default_factory=dict)
+    joiners: dict[int, Joiner] = field(default_factory=dict)
+    founders: dict[int, Member] = field(default_factory=dict)
+    asked: dict[int, int] = field(default_factory=dict)
+    description: dict[str, str] = field(default_factory=dict)
+    reports: list[FailureReport] = field(default_factory=list)
+    left: dict[int, str] = field(default_factory=dict)
+    last_generation: int = 0
+    next_number: int = 0
+    loaded: int = 0
+    query: int = 0
+    reply: int = 0
 
     @property
     def num_founders(self) -> int:
         """The size of the first generation: the largest that a founder asks for."""
         return max((self.asked.get(worker, 1) for worker in self.founders), default=1)
 
-    def present(self) -> list[Member]:
-        """The members of the generation that trains, and of the one that is being formed."""
+    def present(self) -> dict[int, Member]:
+        """The members of the generation that trains, and of the one that is being formed, by id."""
         views = [view for view in (self.view, self.forming) if view is not None]
-        return list({member.id: member for view in views for member in view.members}.values())
+        return {member.id: member for view in views for member in view.members}
 
     def has_place(self, worker: int) -> bool:
         """Whether the worker is a member, a founder or in the join queue."""
-        return worker in self.joiners or worker in self.founders or any(worker == m.id for m in self.present())
+        return worker in self.joiners or worker in self.founders or worker in self.present()
 
     def dumps(self) -> str:
         """The roster as text."""
-        return json.dumps({key: value for key, value in vars(self).items() if key != "on_partition"}, default=asdict)
+        return json.dumps(asdict(self))
 
-    @classmethod
-    def loads(cls, text: str, *, on_partition: str = "majority") -> Roster:
+    @staticmethod
+    def loads(text: str) -> Roster:
         """The roster of a text from `dumps`; raises one of `GARBAGE` for any other."""
-        state, new = json.loads(text), cls(on_partition=on_partition)
-        new.view, new.forming = (view and view_of(view) for view in (state["view"], state["forming"]))
-        new.ready = {int(worker): (int(step), float(weight)) for worker, (step, weight) in state["ready"].items()}
-        new.joiners = {int(k): Joiner(**{**j, "member": member_of(j["member"])}) for k, j in state["joiners"].items()}
-        new.founders = {int(worker): member_of(member) for worker, member in state["founders"].items()}
-        new.asked = {int(worker): int(count) for worker, count in state["asked"].items()}
-        new.description = dict(state["description"])
-        new.reports = list(map(report_of, state["reports"]))
-        new.left = {int(worker): str(why) for worker, why in state["left"].items()}
-        for name in ("last_generation", "next_number", "loaded", "num_queries", "num_replies"):
-            setattr(new, name, int(state[name]))
-        return new
-
-    def apply(self, event: Mapping[str, Any]) -> None:
-        """Take in one event; one that is not understood, or comes too late, changes nothing."""
-        handlers = {
-            "come": self._come,
-            "loaded": self._loaded,
-            "gave up": self._gave_up,
-            "ready": self._ready,
-            "report": self._report,
-            "leave": self._leave,
-            "again": self._again,
-            "query": self._query,
-            "reply": self._reply,
-            "restart": self._restart,
-            "know": self._know,
-        }
-        handler = handlers.get(str(event.get("event")))
-        if handler is None:
-            return
-        try:
-            handler(event)
-        except GARBAGE:
-            return
+        roster: Roster = parsed(Roster, json.loads(text))
+        return roster
 
     # Workers that come.
 
-    def _come(self, event: Mapping[str, Any]) -> None:
-        member = member_of(event["member"])
+    def come(self, member: Member, *, description: Mapping[str, str], min_workers: int, attempt: int = 0) -> None:
+        """A worker asks for a place; attempt: see `Joiner`."""
         if self.has_place(member.id):
             return
-        if self.view is None and self.forming is None:
-            self._found(member, event)
-            return
-        refusal = differences(self.description, event["description"])
+        is_first = not self.present()
+        refusal = differences(self.description, description) if self.founders or not is_first else ""
         if refusal:
             self._refuse(member, refusal)
-            return
-        members = (self.forming or self.view).members  # type: ignore[union-attr]
-        limit = int(self.description.get("max_workers", 0))
-        if limit and len({m.id for m in (*members, *self._waiting())}) >= limit:
-            self._refuse(member, f"max_workers={limit}", is_full=True)
-            return
-        attempt, donor = int(event.get("attempt", 0)), members[member.id % len(members)].id
-        self.reports = [r for r in self.reports if member.id not in (r.by, r.of)]  # it was left out, and comes again
-        self.joiners[member.id] = Joiner(replace(member, number=self._new_number()), donor, attempt)
-
-    def _found(self, member: Member, event: Mapping[str, Any]) -> None:
-        description = {str(key): str(value) for key, value in event["description"].items()}
-        refusal = differences(self.description, description) if self.founders else ""
-        if refusal:
-            self._refuse(member, refusal)
-            return
-        self.asked[member.id] = int(event["min_workers"])
-        self.description = description
-        self.founders[member.id] = replace(member, number=self._new_number())
-        self._begin()
+        elif is_first:
+            self.asked[member.id] = min_workers
+            self.description = dict(description)
+            self.founders[member.id] = self._numbered(member)
+            self._begin()
+        else:
+            self._enqueue(member, attempt)
 
     def _begin(self) -> None:
         """Form the first generation, if all have come."""
         if len(self.founders) >= self.num_founders:
             self._form(self.founders.values(), {})
 
-    def _query(self, event: Mapping[str, Any]) -> None:
-        self.num_queries += 1
-
-    def _reply(self, event: Mapping[str, Any]) -> None:
-        """A member replies to a query."""
-        if any(member.id == event["id"] for member in self.present()):
-            self.num_replies += 1
-
-    def _restart(self, event: Mapping[str, Any]) -> None:
-        """A joining worker has found no member alive: the workers in the join queue found the job again."""
-        worker, seen = int(event["member"]["id"]), (event["generation"], event["replies"])
-        waiting, description = self._waiting(), self.description
-        if self.present():
-            if seen != (self.last_generation, self.num_replies) or worker not in self.joiners:
-                return
-            self._end()
-        self.joiners.pop(worker, None)
-        self._come(event)
-        for member in waiting:
-            self._come({**event, "member": asdict(member), "description": description})
-
-    def _end(self) -> None:
-        """The job is over, and another may begin."""
-        self.view = self.forming = None
-        self.reports, self.left, self.founders, self.asked, self.joiners = [], {}, {}, {}, {}
+    def _enqueue(self, member: Member, attempt: int) -> None:
+        members = (self.forming or self.view).members  # type: ignore[union-attr]
+        limit = int(self.description.get("max_workers", 0))
+        if limit and len({m.id for m in (*members, *self._waiting())}) >= limit:
+            self._refuse(member, f"max_workers={limit}", is_full=True)
+            return
+        donor = members[member.id % len(members)].id
+        self.reports = [r for r in self.reports if member.id not in (r.by, r.of)]  # it was left out, and comes again
+        self.joiners[member.id] = Joiner(self._numbered(member), donor, attempt)
 
     def _refuse(self, member: Member, why: str, *, is_full: bool = False) -> None:
         """The worker reads the refusal in the join queue; the oldest refusals are dropped."""
@@ -201,58 +148,96 @@ class Roster:
             del self.joiners[worker]
         self.joiners[member.id] = Joiner(member, donor=-1, refusal=why, is_full=is_full)
 
-    def _new_number(self) -> int:
+    def _numbered(self, member: Member) -> Member:
         self.next_number += 1
-        return self.next_number - 1
+        return replace(member, number=self.next_number - 1)
 
-    def _loaded(self, event: Mapping[str, Any]) -> None:
-        joiner = self.joiners[event["id"]]
-        if not joiner.refusal and joiner.attempt == event["attempt"] and not joiner.is_loaded:
-            self.joiners[joiner.member.id] = replace(joiner, is_loaded=True)
+    def ask(self, query: int) -> None:
+        """A joining worker asks the members for a sign of life; query: a number that it has drawn."""
+        self.query = query
+
+    def answer(self, worker: int, query: int) -> None:
+        """A member answers a query."""
+        if worker in self.present():
+            self.reply = query
+
+    def restart(
+        self, member: Member, *, description: Mapping[str, str], min_workers: int, seen: tuple[int, int]
+    ) -> None:
+        """A joining worker has found no member alive: the workers in the join queue found the job again.
+
+        seen: the last generation and the last answered query that this worker knows.
+        """
+        waiting, before = self._waiting(), self.description
+        if self.present():
+            if seen != (self.last_generation, self.reply) or member.id not in self.joiners:
+                return
+            self._end()
+        self.joiners.pop(member.id, None)
+        self.come(member, description=description, min_workers=min_workers)
+        for other in waiting:
+            self.come(other, description=before, min_workers=min_workers)
+
+    def _end(self) -> None:
+        """The job is over, and another may begin."""
+        self.view = self.forming = None
+        self.reports, self.left, self.founders, self.asked, self.joiners = [], {}, {}, {}, {}
+
+    def mark_loaded(self, worker: int, attempt: int) -> None:
+        """A worker in the join queue has loaded the state that its donor sent in this attempt."""
+        joiner = self._open(worker, attempt)
+        if joiner is not None:
+            self.joiners[worker] = replace(joiner, is_loaded=True)
             self._change()
 
-    def _gave_up(self, event: Mapping[str, Any]) -> None:
-        """A transfer has failed: another donor tries, unless the reason is the state itself, or the worker is gone."""
-        joiner = self.joiners[event["id"]]
-        if self.view is None or joiner.refusal or joiner.attempt != event["attempt"] or joiner.is_loaded:
-            return
-        if event.get("is_gone"):
-            del self.joiners[joiner.member.id]
-        elif event.get("why"):
-            self.joiners[joiner.member.id] = replace(joiner, refusal=str(event["why"]))
-        elif event["by"] in (joiner.member.id, joiner.donor):
-            self._give_another_donor(joiner)
+    def refuse(self, worker: int, attempt: int, *, why: str) -> None:
+        """A donor cannot send the state to a worker in the join queue, and no other could."""
+        joiner = self._open(worker, attempt)
+        if joiner is not None:
+            self.joiners[worker] = replace(joiner, refusal=why)
 
-    def _give_another_donor(self, joiner: Joiner) -> None:
-        assert self.view is not None
+    def forget(self, worker: int, attempt: int) -> None:
+        """A worker in the join queue is gone."""
+        if self._open(worker, attempt) is not None:
+            del self.joiners[worker]
+
+    def change_donor(self, worker: int, attempt: int) -> None:
+        """A transfer has failed: another member sends the state to a worker in the join queue."""
+        joiner = self._open(worker, attempt)
+        if joiner is None or self.view is None:
+            return
         members = [m for m in self.view.members if m.id not in self.left and m.id != joiner.donor] or self.view.members
-        attempt = joiner.attempt + 1
-        donor = members[(joiner.member.id + attempt) % len(members)].id
-        self.joiners[joiner.member.id] = replace(joiner, donor=donor, attempt=attempt)
+        donor = members[(worker + attempt + 1) % len(members)].id
+        self.joiners[worker] = replace(joiner, donor=donor, attempt=attempt + 1)
+
+    def _open(self, worker: int, attempt: int) -> Joiner | None:
+        """A worker in the join queue that waits for the state in this attempt."""
+        joiner = self.joiners.get(worker)
+        is_open = joiner is not None and joiner.attempt == attempt and not (joiner.refusal or joiner.is_loaded)
+        return joiner if is_open else None
 
     def _replace_lost_donors(self) -> None:
         """Give another donor to joiners whose donor is not in the generation that trains."""
         assert self.view is not None
-        for joiner in list(self.joiners.values()):
-            if not (joiner.refusal or joiner.is_loaded or self.view.has(joiner.donor)):
-                self._give_another_donor(joiner)
+        for worker, joiner in list(self.joiners.items()):
+            if not self.view.has(joiner.donor):
+                self.change_donor(worker, joiner.attempt)
 
     # Workers that go.
 
-    def _report(self, event: Mapping[str, Any]) -> None:
-        report = report_of(event)
+    def report(self, report: FailureReport) -> None:
+        """A member reports that another one has failed."""
         if self.view is not None and 0 < report.generation <= self.view.generation:
             return  # [Note: late reports]
-        present = {member.id for member in self.present()}
-        if {report.by, report.of} <= present and _add_report(self.reports, report):
+        if {report.by, report.of} <= self.present().keys() and _add_report(self.reports, report):
             self._change()
 
-    def _leave(self, event: Mapping[str, Any]) -> None:
-        worker = int(event["id"])
-        if self.joiners.pop(worker, None) is None and self.founders.pop(worker, None) is None and self.view is None:
-            return
-        if any(worker == member.id for member in self.present()):
-            self.left[worker] = str(event["why"])
+    def leave(self, worker: int, *, why: str) -> None:
+        """A worker leaves by itself."""
+        self.joiners.pop(worker, None)
+        self.founders.pop(worker, None)
+        if worker in self.present():
+            self.left[worker] = why
             self._change()
         elif not self.present():  # it may have asked for more than the others
             self._begin()
@@ -290,10 +275,10 @@ class Roster:
     def _waiting(self) -> list[Member]:
         return [joiner.member for joiner in self.joiners.values() if not joiner.refusal]
 
-    def _again(self, event: Mapping[str, Any]) -> None:
+    def form_again(self, by: int, generation: int) -> None:
         """A generation could not be connected, or begun in time: the same members form another one."""
         view = self.forming or self.view
-        if view is not None and view.generation == event["generation"] and view.has(int(event["by"])):
+        if view is not None and view.generation == generation and view.has(by):
             self.forming = None
             self._form(view.members, view.reasons)
 
@@ -305,16 +290,20 @@ class Roster:
         self.forming = View(self.last_generation, members, reasons=dict(reasons))
         self.ready = {}
 
-    def _ready(self, event: Mapping[str, Any]) -> None:
-        """[Note: first step] `step` is one that the member does not start before it knows the first step."""
-        forming, worker = self.forming, int(event["id"])
-        if forming is None or event["generation"] != forming.generation or not forming.has(worker):
+    def mark_ready(self, worker: int, generation: int, *, step: int, weight: float) -> None:
+        """A member has connected with the others: [Note: first step], [Note: weights].
+
+        Args:
+            worker: the member.
+            generation: that is being formed.
+            step: a step that the member does not start before it knows the first one of the generation.
+            weight: its push-sum weight.
+        """
+        forming, is_usable = self.forming, 0.0 < weight < math.inf
+        if forming is None or generation != forming.generation or not forming.has(worker) or not is_usable:
             return
-        weight = float(event["weight"])
-        if not 0.0 < weight < math.inf:
-            raise ValueError(f"got weight {weight}, expected a number above 0")
-        self.ready[worker] = int(event["step"]), weight
-        if set(self.ready) != set(forming.ids):
+        self.ready[worker] = step, weight
+        if self.ready.keys() != set(forming.ids):
             return
         start, growth, turns = max(step for step, _ in self.ready.values()), 1.0, 0
         if self.view is not None:
@@ -331,22 +320,27 @@ class Roster:
         if self.reports:
             self._change()
 
-    def _know(self, event: Mapping[str, Any]) -> None:
-        """See [Note: stale snapshot]."""
-        before, later = self, Roster.loads(event["roster"], on_partition=self.on_partition)
-        if later.view is None or later.view.generation <= before.loaded:
+    def restore(self, known: Roster) -> None:
+        """A worker has found a store that was started again, and knows this roster: [Note: stale snapshot]."""
+        if known.view is None or known.view.generation <= self.loaded:
             return
-        later.loaded = later.view.generation
-        joiners = {**later.joiners, **before.joiners}
-        later.joiners = {worker: joiner for worker, joiner in joiners.items() if not later.view.has(worker)}
-        later.last_generation = max(before.last_generation, later.last_generation)
-        later.next_number = max(before.next_number, later.next_number)
-        later._replace_lost_donors()
-        members, was_forming = (later.forming or later.view).members, later.forming is not None
-        later.forming = None
-        if was_forming or before.view is not None:
-            later._form(members, {})
-        self.__dict__.update(vars(later))
+        view, had_begun, joiners = known.view, self.view is not None, {**known.joiners, **self.joiners}
+        restored = replace(
+            copy.deepcopy(known),
+            forming=None,
+            joiners={worker: joiner for worker, joiner in joiners.items() if not view.has(worker)},
+            last_generation=max(self.last_generation, known.last_generation),
+            next_number=max(self.next_number, known.next_number),
+            loaded=view.generation,
+        )
+        vars(self).update(vars(restored))
+        self._replace_lost_donors()
+        if known.forming is not None or had_begun:
+            self._form((known.forming or view).members, {})
+
+
+Event: TypeAlias = Callable[[Roster], object]
+"""One of the public methods of `Roster` with its arguments: see [Note: events]."""
 
 
 def _growth(weights: Sequence[float], num_joined: int) -> float:

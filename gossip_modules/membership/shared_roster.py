@@ -8,9 +8,8 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -18,7 +17,8 @@ from ..transport.deadline import Deadline
 from ..transport.stores import BoundedStore, EndableStore
 from .address import connect_store, store_address
 from .background_log import log
-from .roster import GARBAGE, Roster
+from .roster import Event, Roster
+from .view import GARBAGE
 
 _RECONNECT_SECONDS = 1.0
 _FRESH_SECONDS = 1.0  # after which the roster is read again, even where its version is the same
@@ -34,7 +34,9 @@ class SharedRoster:
     which writers increase. A writer may die before it does, so readers also look once a second.
 
     [Note: store that came back] A store that was started again is empty, and has another epoch. The next update of each
-    worker posts its own roster as an event ("know") before any other. The first one restores the job.
+    worker restores the roster that it knows before all other events. The first one restores the job. The same happens
+    where another program has put anything but a roster in its place: whoever reads that, or a roster that has been
+    restored since, restores the one that it knows.
 
     Args:
         store: a key-value store that the workers share; or "host:port", of one that `membership.serve` runs, or
@@ -58,7 +60,7 @@ class SharedRoster:
     ) -> None:
         self.name, self.timeout, self._given, self._on_partition = name, timeout, store, on_partition
         self.ended = threading.Event()
-        self.roster = Roster(on_partition=on_partition)
+        self.roster = Roster(on_partition)
         self._text = ""  # of `roster`, in the store
         self._version, self._read_at = -1, 0.0
         self._must_restore = False
@@ -81,7 +83,7 @@ class SharedRoster:
         given = self._given
         return store_address(given) if isinstance(given, str) else BoundedStore(given).address
 
-    def update(self, events: Sequence[Mapping[str, Any]] = ()) -> bool:
+    def update(self, events: Sequence[Event] = ()) -> bool:
         """Apply events to the roster in the store, and read it; False: the store cannot be reached now."""
         deadline = Deadline(self.timeout)
         if not self._updating.acquire(timeout=deadline.left):
@@ -97,47 +99,60 @@ class SharedRoster:
             self._updating.release()
         return True
 
-    def _update(self, store: BoundedStore, events: Sequence[Mapping[str, Any]], deadline: Deadline) -> None:
-        if events or self._must_restore:
+    def _update(self, store: BoundedStore, events: Sequence[Event], deadline: Deadline) -> None:
+        if events or self._must_restore or not self._read(store, deadline):
             self._write(store, events, deadline)
-            return
+
+    def _read(self, store: BoundedStore, deadline: Deadline) -> bool:
+        """Take over the roster in the store; returns False if this worker must restore the roster that it knows."""
         version = store.add(self._key("version"), 0, what="reading the roster", timeout=deadline.left_for_gloo)
         if version == self._version and time.monotonic() - self._read_at < _FRESH_SECONDS:
-            return
+            return True
         value = store.get(self._key("roster"), what="reading the roster", timeout=deadline.left_for_gloo)
         text = (value or b"").decode(errors="replace")
         if text != self._text:
-            self.roster, self._text = self._parsed(text), text
+            roster = self._parsed(text)
+            if not self._goes_on(roster):
+                return False
+            self.roster, self._text = roster, text
         self._version, self._read_at = version, time.monotonic()
+        return True
 
-    def _write(self, store: BoundedStore, events: Sequence[Mapping[str, Any]], deadline: Deadline) -> None:
+    def _write(self, store: BoundedStore, events: Sequence[Event], deadline: Deadline) -> None:
         """See [Note: compare and set]."""
-        known = [{"event": "know", "roster": self.roster.dumps()}] if self._must_restore else []
         text = "" if self._must_restore else self._text
         for num_attempts in itertools.count(1):
             roster = self._parsed(text)
-            for event in (*known, *events):
-                roster.apply(event)
+            if self._must_restore or not self._goes_on(roster):
+                roster.restore(self.roster)
+            for event in events:
+                event(roster)
             new, limit = roster.dumps(), deadline.left_for_gloo
             was = store.compare_set(self._key("roster"), text, new, what="writing the roster", timeout=limit)
-            found = was.decode(errors="replace")
-            if found == new:
+            text, before = was.decode(errors="replace"), text
+            if text == new:
                 break
             if deadline.is_over:
                 raise ConnectionError(f"other workers write the roster of job {self.name!r} again and again")
-            text = found
+            if text.encode() != was:  # it is no text, with which the store could compare it
+                store.delete(self._key("roster"), what="writing the roster", timeout=deadline.left_for_gloo)
+                text = ""
             time.sleep(random.uniform(0.0, _BACK_OFF_SECONDS * num_attempts))
-        if new != text:
+        if new != before:
             store.add(self._key("version"), 1, what="writing the roster", timeout=deadline.left_for_gloo)
         self.roster, self._text, self._must_restore = roster, new, False
 
+    def _goes_on(self, roster: Roster) -> bool:
+        """Whether no worker has restored this roster since the known one, nor must: [Note: store that came back]."""
+        return self.roster.view is None or (roster.last_generation > 0 and roster.loaded == self.roster.loaded)
+
     def _parsed(self, text: str) -> Roster:
-        if text:
-            try:
-                return Roster.loads(text, on_partition=self._on_partition)
-            except GARBAGE as error:
-                log.warning("job %s: the store has no roster of a job (%r): ignored", self.name, error)
-        return Roster(on_partition=self._on_partition)
+        """The roster of a text; an empty one where it is none."""
+        try:
+            return Roster.loads(text) if text else Roster(self._on_partition)
+        except GARBAGE as error:
+            log.warning("job %s: the store has no roster of a job (%r): ignored", self.name, error)
+            return Roster(self._on_partition)
 
     @contextlib.contextmanager
     def lent_store(

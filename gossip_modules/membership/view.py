@@ -1,34 +1,50 @@
-"""The entries of a roster: members, generations, joining workers, and reports of failures."""
+"""The entries of a roster: members, generations, joining workers, and reports of failures; and their JSON."""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache
+from itertools import repeat
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from .liveness.contact import Address, Contact
+
+# What the value of another program, or of another version, may raise where it is read.
+GARBAGE = (AttributeError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Member:
     """One worker.
 
+    Raises:
+        ValueError: no packet can be sent to it: the roster is in a store to which anybody may write.
+
     Attributes:
         id: of this start of the process; another start is another member.
         number: of the worker in names and logs: 0, 1, ... in the order of arrival; -1: not given yet.
         host: of the process.
         pid: of the process.
-        address: of its heartbeats, (host, port).
+        address: of its listener, (host, port).
         secret: its random number in hexadecimal digits; see [Note: secrets of workers].
     """
 
     id: int
-    number: int = -1
-    host: str = ""
-    pid: int = 0
-    address: Address = ("", 0)
+    number: int
+    host: str
+    pid: int
+    address: Address
     secret: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        host, port = self.address
+        ipaddress.IPv4Address(host)
+        bytes.fromhex(self.secret)
+        if not 0 < port < 1 << 16 or not 0 <= self.id < 1 << 64:
+            raise ValueError(f"got worker {self.id} at port {port}, expected one that fits a packet")
 
     @property
     def contact(self) -> Contact:
@@ -118,27 +134,34 @@ class FailureReport:
     generation: int = 0
 
 
-def member_of(state: Mapping[str, Any]) -> Member:
-    """A member from the store, where anybody may write; raises ValueError for one to which no packet can be sent."""
-    host, port = state["address"]
-    host, port, worker = str(host), int(port), int(state["id"])
-    ipaddress.IPv4Address(host)
-    if not 0 < port < 1 << 16 or not 0 <= worker < 1 << 64:
-        raise ValueError(f"got worker {worker} at port {port}, expected one that fits a packet")
-    secret = bytes.fromhex(state.get("secret", "")).hex()
-    return Member(worker, int(state["number"]), str(state["host"]), int(state["pid"]), (host, port), secret)
+def parsed(kind: Any, value: Any) -> Any:
+    """The value of a type, such as a dataclass of typed fields, from its JSON; raises one of `GARBAGE` for any other.
+
+    Args:
+        kind: a dataclass, a number, a string, a bool; or a dict, a list, a tuple or an optional value of such.
+        value: as `json.loads` returns it for the JSON of `asdict`.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        hints = _hints_of(kind)  # type: ignore[arg-type]
+        if hints.keys() != value.keys():
+            raise ValueError(f"got {sorted(value)}, expected {sorted(hints)}")
+        return kind(**{name: parsed(hints[name], entry) for name, entry in value.items()})  # type: ignore[operator]
+    if origin is UnionType:
+        return None if value is None else parsed(arguments[0], value)
+    if origin in (dict, Mapping):
+        return {parsed(arguments[0], key): parsed(arguments[1], entry) for key, entry in value.items()}
+    if origin is list:
+        return [parsed(arguments[0], entry) for entry in value]
+    if origin is tuple:
+        kinds = repeat(arguments[0]) if Ellipsis in arguments else arguments
+        return tuple(parsed(*pair) for pair in zip(kinds, value))
+    return kind(value)
 
 
-def report_of(state: Mapping[str, Any]) -> FailureReport:
-    by, of, generation = int(state["by"]), int(state["of"]), int(state.get("generation", 0))
-    return FailureReport(by, of, str(state["why"]), bool(state["is_sure"]), generation)
-
-
-def view_of(state: Mapping[str, Any]) -> View:
-    members = tuple(member_of(member) for member in state["members"])
-    reasons = {int(number): str(why) for number, why in state["reasons"].items()}
-    generation, start, turns = (int(state[x]) for x in ("generation", "start", "turns"))
-    return View(generation, members, start, float(state["growth"]), turns, reasons)
+@cache
+def _hints_of(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from operator import methodcaller
+from typing import Any, Concatenate, ParamSpec
 
 from ..transport import threads
 from ..transport.deadline import Deadline
@@ -20,9 +21,11 @@ from .generations import Generations
 from .liveness.contact import LifeSign, digest, probe
 from .liveness.monitor import LivenessMonitor
 from .participant import Change, ModelParticipant
-from .roster import Roster
+from .roster import Event, Roster
 from .shared_roster import SharedRoster
-from .view import Joiner, Member, View
+from .view import FailureReport, Joiner, Member, View
+
+P = ParamSpec("P")
 
 
 @dataclass
@@ -93,7 +96,7 @@ class LocalWorker:
         id: of this start.
         roster: as last read.
         unsent: events to post.
-        coming: the event "come"; None before this worker comes.
+        coming: the arguments of `Roster.come`; None before this worker comes.
         attempt: the latest attempt of this worker in the join queue; -1: it was never there.
         num_comings: how often it has come.
         is_founder: whether it begins with the model of the first worker, and not with a donor's.
@@ -112,15 +115,15 @@ class LocalWorker:
         self.lock = threading.RLock()
         self.moved = threading.Condition(self.lock)
         self.roster = Roster()
-        self.unsent: list[Mapping[str, Any]] = []
-        self.coming: Mapping[str, Any] | None = None
+        self.unsent: list[Event] = []
+        self.coming: dict[str, Any] | None = None
         self.attempt, self.num_comings = -1, 0
         self.is_founder = False
         self.loaded: tuple[int, int] | None = None
         self.receiving: tuple[int, Waits] | None = None
         self.is_excluded = self.can_rejoin = self.is_cut_off = self.has_stopped = False
         self.next_probe, self._next_doubt = 0.0, 0.0
-        self._num_queries, self._num_epochs = 0, job.store.num_epochs
+        self._query, self._num_epochs = 0, job.store.num_epochs
         self.liveness: LivenessMonitor | None = None
         self.generations = Generations(self)
         self.donor = Donor(self)
@@ -133,7 +136,7 @@ class LocalWorker:
     @property
     def is_member(self) -> bool:
         """Whether it is in the generation that trains, or in the one that is being formed."""
-        return any(member.id == self.id for member in self.roster.present())
+        return self.id in self.roster.present()
 
     def start_liveness(self) -> LivenessMonitor:
         generations, options = self.generations, self.job.liveness_options
@@ -141,10 +144,10 @@ class LocalWorker:
         self.liveness = LivenessMonitor(self.id, job=self.job.name, host=self.job.host, **told, **options)  # type: ignore[arg-type]
         return self.liveness
 
-    def say(self, event: Mapping[str, Any]) -> None:
-        """Have the watcher post an event."""
+    def say(self, event: Callable[Concatenate[Roster, P], None], *arguments: P.args, **options: P.kwargs) -> None:
+        """Have the watcher post an event: a method of `Roster`, with its arguments."""
         with self.lock:
-            self.unsent.append(event)
+            self.unsent.append(methodcaller(event.__name__, *arguments, **options))
         self.job.wake.set()
 
     def wait_until(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
@@ -236,8 +239,7 @@ class LocalWorker:
             self._post_report(worker, why, is_sure=False, generation=generation)
 
     def _post_report(self, worker: int, why: str, *, is_sure: bool, generation: int = 0) -> None:
-        about = {"of": worker, "why": why, "is_sure": is_sure, "generation": generation}
-        self.say({"event": "report", "by": self.id, **about})
+        self.say(Roster.report, FailureReport(self.id, worker, why, is_sure, generation))
 
     def _report_if_ended(self, worker: int, why: str, is_reported: bool = False) -> None:
         """In a thread of its own: report a worker, and whether its process has ended.
@@ -299,7 +301,7 @@ class LocalWorker:
         if (joiner := self.joiner) is not None:
             self.attempt, self.is_founder = joiner.attempt, False
             if joiner.key == self.loaded and not joiner.is_loaded:  # not posted yet, or lost with the store
-                self.unsent.append({"event": "loaded", "id": self.id, "attempt": joiner.attempt})
+                self.say(Roster.mark_loaded, self.id, joiner.attempt)
         if self._num_epochs != self.job.store.num_epochs:
             self._num_epochs = self.job.store.num_epochs
             generations.begin_epoch()
@@ -307,10 +309,10 @@ class LocalWorker:
             if self.num_comings and generations.active is None:
                 log.warning("job %s: this worker has lost its place before it began, and comes again", self.job.name)
             self.num_comings += 1
-            self.unsent.append({**self.coming, "attempt": self.attempt + 1})  # type: ignore[dict-item]
-        if roster.num_queries != self._num_queries and self.is_member:
-            self.unsent.append({"event": "reply", "id": self.id})
-        self._num_queries = roster.num_queries
+            self.say(Roster.come, **self.coming, attempt=self.attempt + 1)  # type: ignore[arg-type]
+        if roster.query != self._query and self.is_member:
+            self.say(Roster.answer, self.id, roster.query)
+        self._query = roster.query
 
     def _must_come(self) -> bool:
         """See [Note: coming again]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from datetime import timedelta
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def test_a_store_that_has_moved_is_found_and_restored(tmp_path: Path, monkeypatc
     shared.roster = job(3)
     del first
     deadline = time.monotonic() + 20
-    while shared.update([{"event": "query", "id": 0}]):  # until the connection is seen to be closed
+    while shared.update([methodcaller("ask", 1)]):  # until the connection is seen to be closed
         assert time.monotonic() < deadline
     shared.roster = job(3)
     second = serve(path)  # at another port, and empty

@@ -120,17 +120,18 @@ def test_a_membership_that_was_closed_before_it_was_wrapped_leaves_no_thread() -
 
 _CLOSES_WHILE_IT_CONNECTS = """
 import sys, threading, time
+from operator import methodcaller
 from torch import nn
 from gossip_modules import GossipDataParallel, Membership
 from gossip_modules.membership import limits
+from gossip_modules.membership.view import Member
 
 limits.CONNECT = 600.0
 member = Membership(sys.argv[1], min_workers=1, timeout=600.0)
 wrapper = GossipDataParallel(nn.Linear(2, 1), membership=member)
-never = {"id": 1, "number": -1, "host": "elsewhere", "pid": 1, "address": ["127.0.0.1", 1]}
-come = {"event": "come", "member": never, "description": member.job.description, "min_workers": 1}
-for event in (come, {"event": "loaded", "id": 1, "attempt": 0}):
-    member.job.store.update([event])
+never = Member(1, -1, "elsewhere", 1, ("127.0.0.1", 1))
+come = methodcaller("come", never, description=member.job.description, min_workers=1)
+member.job.store.update([come, methodcaller("mark_loaded", 1, 0)])
 member.job.store.arrive("2/1")
 while not any(thread.name.startswith("connecting") for thread in threading.enumerate()):
     time.sleep(0.01)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
+from operator import methodcaller
 from typing import Any
 
 import networkx as nx
@@ -28,7 +28,8 @@ from gossip_modules.membership.donor import Donor
 from gossip_modules.membership.generations import Generations
 from gossip_modules.membership.liveness.contact import LifeSign
 from gossip_modules.membership.liveness.monitor import LivenessMonitor
-from gossip_modules.membership.view import Joiner, View
+from gossip_modules.membership.roster import Roster
+from gossip_modules.membership.view import FailureReport, View
 from gossip_modules.membership.worker import LocalWorker
 from tests.harness.progress import round_of
 from tests.library.membership.test_membership import (
@@ -193,7 +194,7 @@ def test_what_a_worker_got_that_dies_before_it_joins_goes_back_to_its_donor(
                 key: (until if is_loaded else 0.0, state) for key, (until, state) in donor.worker.donor.given.items()
             }
     if is_loaded:
-        member.job.store.update([{"event": "loaded", "id": member.id, "attempt": 0}])
+        member.job.store.update([methodcaller("mark_loaded", member.id, 0)])
     die(member)
     wrapper.close()
     if is_loaded:
@@ -217,13 +218,14 @@ def test_who_vanishes_before_it_gets_the_state_is_forgotten(sign: LifeSign, monk
     if sign is LifeSign.SILENT:  # its machine has no power
         monkeypatch.setattr(worker_module, "probe", lambda addresses, **_: dict.fromkeys(addresses, sign))
     attempts: list[tuple[int, bool]] = []
-    give_up = Donor._give_up
+    say = LocalWorker.say
 
-    def record(donor: Donor, joiner: Joiner, *, is_gone: bool = False, **options: Any) -> None:
-        attempts.append((joiner.attempt, is_gone))
-        give_up(donor, joiner, is_gone=is_gone, **options)
+    def record(worker: LocalWorker, event: Any, *arguments: Any, **options: Any) -> None:
+        if event in (Roster.change_donor, Roster.forget):
+            attempts.append((arguments[1], event is Roster.forget))
+        say(worker, event, *arguments, **options)
 
-    monkeypatch.setattr(Donor, "_give_up", record)
+    monkeypatch.setattr(LocalWorker, "say", record)
     member = member_of(job.store, min_workers=2)
     wrapper = GossipDataParallel(model_of(), membership=member)
     die(member)
@@ -259,7 +261,7 @@ def test_who_joins_is_not_thrown_out_by_a_donor_that_waited_for_it_before(monkey
     workers = job.start(1)
     job.until_live(workers)
     late = [threading.Event() for _ in range(3)]
-    meet, give_up = joining.gloo_backend, Donor._give_up
+    meet, say = joining.gloo_backend, LocalWorker.say
 
     def fail_at_first(*args: Any, **options: Any) -> dist.ProcessGroup:
         if num_failures[0] < len(late):
@@ -267,14 +269,14 @@ def test_who_joins_is_not_thrown_out_by_a_donor_that_waited_for_it_before(monkey
             raise RuntimeError("as told")
         return meet(*args, **options)
 
-    def note(donor: Donor, joiner: Joiner, **options: Any) -> None:
-        give_up(donor, joiner, **options)
-        if joiner.attempt < len(late):
-            late[joiner.attempt].set()
+    def note(worker: LocalWorker, event: Any, *arguments: Any, **options: Any) -> None:
+        say(worker, event, *arguments, **options)
+        if event in (Roster.change_donor, Roster.forget) and arguments[0] != worker.id and arguments[1] < len(late):
+            late[arguments[1]].set()
 
     num_failures = [0]
     monkeypatch.setattr(joining, "gloo_backend", fail_at_first)
-    monkeypatch.setattr(Donor, "_give_up", note)
+    monkeypatch.setattr(LocalWorker, "say", note)
     (newcomer,) = job.start(1)
     job.until_live([*workers, newcomer])
     assert newcomer.membership is not None
@@ -387,15 +389,15 @@ def test_who_came_late_to_its_first_generation_stays_in_the_next(monkeypatch: py
     """That it did not come to form the first one is read when that has begun."""
     monkeypatch.setattr(limits, "FORMING", 0.1)
     say, form = LocalWorker.say, Generations._form
-    said: list[tuple[LocalWorker, Mapping[str, Any]]] = []
+    said: list[tuple[LocalWorker, FailureReport]] = []
     is_accused = threading.Event()
 
-    def say_by(self: LocalWorker, event: Mapping[str, Any]) -> None:
-        if event["event"] == "report":
-            said.append((self, event))
+    def say_by(self: LocalWorker, event: Any, *arguments: Any, **options: Any) -> None:
+        if event is Roster.report:
+            said.append((self, *arguments))
             is_accused.set()
         else:
-            say(self, event)
+            say(self, event, *arguments, **options)
 
     def form_by(self: Generations, view: View) -> None:
         if not self.worker.is_founder and self.active is None:
@@ -410,8 +412,8 @@ def test_who_came_late_to_its_first_generation_stays_in_the_next(monkeypatch: py
     (newcomer,) = job.start(1, seed=1)
     job.until_live([*workers, newcomer])
     assert said
-    for by, event in said:
-        by.job.store.update([event])
+    for by, report in said:
+        by.job.store.update([methodcaller("report", report)])
     (another,) = job.start(1, seed=2)
     job.until_live([*workers, newcomer, another])
     for worker in (*workers, newcomer):

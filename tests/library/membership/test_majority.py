@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.library.membership.test_roster import formed, forming, ids, job, report
+from tests.library.membership.test_roster import apply, formed, forming, ids, job, report
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from tests.library.membership.test_roster import formed, forming, ids, job, repo
 def test_the_majority_goes_on(size: int, reports: list[tuple[int, int]], remaining: tuple[int, ...]) -> None:
     roster = job(size)
     for by, of in reports:
-        roster.apply(report(by, of))
+        apply(roster, report(by, of))
     if roster.forming is not None:
         formed(roster)
     assert set(ids(roster)) == set(remaining)
@@ -28,7 +28,7 @@ def test_the_majority_goes_on(size: int, reports: list[tuple[int, int]], remaini
 def test_who_goes_for_what_it_said_of_another_is_told_so() -> None:
     """Of two, the first one remains, though it may be the one that does not answer."""
     roster = job(2)
-    roster.apply(report(1, 0))
+    apply(roster, report(1, 0))
     assert roster.forming is not None
     assert dict(roster.forming.reasons) == {1: "it said of worker 0: it was silent"}
     assert ids(formed(roster)) == (0,)
@@ -38,7 +38,7 @@ def test_a_minority_forms_nothing() -> None:
     roster = job(5)
     for by in (3, 4):
         for of in (0, 1, 2):
-            roster.apply(report(by, of))
+            apply(roster, report(by, of))
     if roster.forming is not None:
         formed(roster)
     assert {0, 1, 2} & set(ids(roster)), "three of five were left out by two"
@@ -47,14 +47,14 @@ def test_a_minority_forms_nothing() -> None:
 def test_both_parts_go_on_where_that_is_asked_for() -> None:
     roster = job(5, on_partition="both")
     for of in (0, 1, 2):
-        roster.apply(report(4, of))
+        apply(roster, report(4, of))
     assert ids(formed(roster)) == (3, 4)
 
 
 def test_processes_that_have_ended_do_not_count() -> None:
     roster = job(4)
     for of in (0, 1, 2):
-        roster.apply(report(3, of, is_sure=True))
+        apply(roster, report(3, of, is_sure=True))
     assert ids(formed(roster)) == (3,)
 
 
@@ -62,10 +62,10 @@ def test_an_accusation_becomes_sure_when_the_silent_have_ended() -> None:
     roster = job(5)
     for by in (3, 4):
         for of in (0, 1, 2):
-            roster.apply(report(by, of))
+            apply(roster, report(by, of))
     assert forming(roster) == (0, 1, 2), "two of five are no majority"
     for of in (0, 1):
-        roster.apply(report(3, of, is_sure=True))
-        roster.apply(report(3, of))
+        apply(roster, report(3, of, is_sure=True))
+        apply(roster, report(3, of))
     assert len(roster.reports) == 6
     assert forming(roster) == (3, 4), "two of the three that may live"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -268,7 +269,7 @@ def test_a_worker_that_dies_at_the_door_holds_nobody_up(monkeypatch: pytest.Monk
     member = member_of(job.store, min_workers=2)
     wrapper = GossipDataParallel(model_of(), membership=member)
     Joining(member.worker)._load(receive_state(member))
-    member.job.store.update([{"event": "loaded", "id": member.id, "attempt": 0}])
+    member.job.store.update([methodcaller("mark_loaded", member.id, 0)])
     die(member)
     wrapper.close()
     workers[0].is_killed.set()

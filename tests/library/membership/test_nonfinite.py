@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gossip_modules import GossipDataParallel, Membership
 from gossip_modules.membership.participant import Change
+from gossip_modules.membership.roster import Roster
 from tests.harness.problems import loss_of, mlp, sgd
 from tests.harness.progress import engine_of, round_of, step_of
 from tests.harness.ranks import run_ranks
@@ -77,7 +78,7 @@ def train_into_a_generation(
     for step in steps:
         if step == 2:
             if member.node is None or member.node.leads:
-                member.worker.say({"event": "again", "by": member.id, "generation": 1})
+                member.worker.say(Roster.form_again, member.id, 1)
                 await_(lambda: bool(member.worker.generations.due), "they form another generation")
                 first_steps.append(member.worker.generations.due[0][0].start)
             everyone.wait(SECONDS)

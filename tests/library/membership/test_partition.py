@@ -15,7 +15,8 @@ from gossip_modules.membership.background_log import log
 from gossip_modules.membership.generations import Generations
 from gossip_modules.membership.joining import Joining
 from gossip_modules.membership.liveness.contact import LifeSign, probe
-from gossip_modules.membership.view import Joiner
+from gossip_modules.membership.roster import Roster
+from gossip_modules.membership.view import FailureReport, Joiner
 from gossip_modules.membership.worker import LocalWorker
 from gossip_modules.transport.deadline import Deadline
 from tests.library.membership.stores import serve
@@ -145,15 +146,20 @@ def test_nobody_is_taken_for_ended_who_lives(has_ended: bool, monkeypatch: pytes
     first, stopped = (worker.membership for worker in by_rank)
     assert first is not None
     assert stopped is not None
-    said: list[dict[str, Any]] = []
-    monkeypatch.setattr(stopped.worker, "say", said.append)
+    said: list[FailureReport] = []
+
+    def say(event: Any, *arguments: Any, **_: Any) -> None:
+        if event is Roster.report:
+            said.extend(arguments)
+
+    monkeypatch.setattr(stopped.worker, "say", say)
     if has_ended:
         by_rank[0].is_killed.set()
         by_rank[0].thread.join()
     else:
         stopped.worker.generations.on_ended(first.id)
-    job.until(lambda: any(event["event"] == "report" for event in said), "it reports")
-    assert next(event["is_sure"] for event in said if event["event"] == "report") == has_ended
+    job.until(lambda: bool(said), "it reports")
+    assert said[0].is_sure == has_ended
     monkeypatch.undo()
     for worker in workers:
         worker.is_killed.set()

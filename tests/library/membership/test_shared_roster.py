@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from gossip_modules.membership.address import connect_store
 from gossip_modules.membership.shared_roster import SharedRoster
 from gossip_modules.transport.stores import BoundedStore
 from tests.library.membership.stores import serve
-from tests.library.membership.test_roster import come, ids, job, report
+from tests.library.membership.test_roster import come, ids, job, ready, report
 from tests.library.transport.clock import Clock
 
 TIMEOUT = timedelta(seconds=20)
@@ -60,7 +61,7 @@ def test_the_store_holds_one_roster_however_long_the_job_lasts() -> None:
     store = dist.HashStore()
     shared = SharedRoster(store, name="job", timeout=TIMEOUT)
     for _ in range(40):
-        assert shared.update([{"event": "query", "id": 0}])
+        assert shared.update([methodcaller("ask", 1)])
     assert store.num_keys() == 3  # epoch, version, roster
 
 
@@ -87,6 +88,54 @@ def test_garbage_is_no_roster(garbage: str) -> None:
     assert numbers(SharedRoster(store, name="job", timeout=TIMEOUT)) == [1]
 
 
+@pytest.mark.parametrize("garbage", ["not json", b"\xff\xfe", "{}"])
+def test_a_job_that_runs_repairs_its_roster(garbage: str | bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose first reader has missed the latest generation."""
+    monkeypatch.setattr(shared_roster, "_FRESH_SECONDS", 0.0)
+    store = dist.HashStore()
+    stale, first, second = (SharedRoster(store, name="job", timeout=TIMEOUT) for _ in range(3))
+    assert first.update([come(i, min_workers=3) for i in range(3)])
+    assert first.update([ready(i, 1, step=0) for i in range(3)])
+    assert stale.update()
+    assert first.update([report(0, 2)])
+    assert first.update([ready(i, 2, step=5) for i in range(2)])
+    assert second.update()
+    store.set(KEY, garbage)
+    for shared in (stale, first, second):
+        assert shared.update()
+    assert ids(first.roster) == ids(second.roster) == (0, 1)
+    assert stale.update()
+    assert stale.roster == second.roster
+    store.set(KEY, garbage)
+    assert second.update([come(9)])
+    assert list(second.roster.joiners) == [9]
+    assert ids(second.roster) == (0, 1)
+
+
+def test_an_event_whose_reply_is_lost_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_roster, "_RECONNECT_SECONDS", 0.0)
+    store = dist.HashStore()
+    shared = SharedRoster(store, name="job", timeout=TIMEOUT)
+    compare_set, is_lost = BoundedStore.compare_set, []
+
+    def lose(self: BoundedStore, key: str, *arguments: Any, **options: Any) -> bytes:
+        value = compare_set(self, key, *arguments, **options)
+        if key == KEY and not is_lost:
+            is_lost.append(True)
+            raise ConnectionError("Connection reset by peer")
+        return value
+
+    monkeypatch.setattr(BoundedStore, "compare_set", lose)
+    events = [*(come(i, min_workers=2) for i in range(2)), *(ready(i, 1, step=0) for i in range(2)), come(9)]
+    for i, event in enumerate(events):
+        is_lost.clear()
+        assert not shared.update([event]), "the reply is lost"
+        assert shared.update([event]), f"event {i} is posted again"
+    assert ids(shared.roster) == (0, 1)
+    assert shared.roster.joiners[9].attempt == 0
+    assert shared.roster.next_number == 3
+
+
 def test_a_store_that_came_back_gets_the_roster() -> None:
     server = serve()
     port = server.port
@@ -94,8 +143,7 @@ def test_a_store_that_came_back_gets_the_roster() -> None:
     assert shared.update([come(i, min_workers=2) for i in range(2)])
     assert shared.roster.forming is not None
     generation = shared.roster.forming.generation
-    ready = {"event": "ready", "generation": generation, "step": 0, "weight": 1.0}
-    assert shared.update([{**ready, "id": i} for i in range(2)])
+    assert shared.update([ready(i, generation, step=0) for i in range(2)])
     assert ids(shared.roster) == (0, 1)
     del server
     assert not shared.update([report(0, 1)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from gossip_modules.membership.generations import Generations
 from gossip_modules.membership.joining import Joining
 from gossip_modules.membership.roster import Roster
 from gossip_modules.membership.shared_roster import SharedRoster
-from gossip_modules.membership.view import View
+from gossip_modules.membership.view import FailureReport, Member, View
 from gossip_modules.membership.worker import LocalWorker
 from gossip_modules.transport.deadline import Deadline
 from tests.library.membership.stores import serve
@@ -47,14 +46,11 @@ def test_who_was_stopped_does_not_take_the_job_when_the_store_comes_back(tmp_pat
     )
     server = serve()
     me = stopped.membership.id
-    events: list[dict[str, Any]] = [
-        {"event": "report", "by": me, "of": worker, "why": "its connection closed", "is_sure": True}
-        for worker in (first, second)
-    ]
-    events.append({"event": "ready", "id": me, "generation": 3, "step": 0, "weight": 1.0})
     roster = Roster()
-    for event in ({"event": "know", "roster": stale}, *events):
-        roster.apply(event)
+    roster.restore(Roster.loads(stale))
+    for worker in (first, second):
+        roster.report(FailureReport(me, worker, "its connection closed", is_sure=True))
+    roster.mark_ready(me, 3, step=0, weight=1.0)
     assert roster.view is not None
     assert roster.view.ids == (me,)
     server.set("gossip/job/roster", roster.dumps())
@@ -80,10 +76,8 @@ def test_a_worker_that_comes_to_an_empty_store_first_joins_the_job(tmp_path: Pat
     server = serve()
     assert workers[0].membership is not None
     description = workers[0].membership.worker.roster.description
-    member = {"id": 7, "number": -1, "host": "node", "pid": 1, "address": ["127.0.0.1", 9]}
-    come = {"event": "come", "member": member, "description": description, "min_workers": 2}
     roster = Roster()
-    roster.apply(come)
+    roster.come(Member(7, -1, "node", 1, ("127.0.0.1", 9)), description=description, min_workers=2)
     server.set("gossip/job/roster", roster.dumps())
     tell(address, server)
     newcomer, *_ = job.start(1)
