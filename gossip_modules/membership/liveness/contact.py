@@ -13,8 +13,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...transport.bounded_listener import BACKLOG
-
 Address = tuple[str, int]
 SECRET_BYTES = 16
 PACKET = struct.Struct("!8sQ16s")  # the job, the worker that it is about, and a code that only the job can compute
@@ -24,7 +22,6 @@ _NUM_PUBLIC = 16  # bytes of a packet that are no secret
 class Packet(enum.Enum):
     """The messages of liveness; the code of one kind is of no use for another."""
 
-    HEARTBEAT = b"heartbeat"  # a datagram: this worker runs
     GREETING = b"greeting"  # of a listener: it is this worker's
     WATCH = b"watch"  # the answer: the connection is one of a worker of this job
 
@@ -39,7 +36,7 @@ class Contact:
 
     Attributes:
         worker: its id.
-        address: of its heartbeats and its listener.
+        address: of its listener.
         secret: its random number.
     """
 
@@ -109,26 +106,6 @@ def probe(contacts: Mapping[int, Contact], *, job: bytes, seconds: float) -> dic
                     signs[worker] = LifeSign.ENDED
                     selector.unregister(other)
     return signs
-
-
-def open_listener(host: str) -> tuple[socket.socket, socket.socket]:
-    """A socket for datagrams and one that listens, on the same port of an address of this machine.
-
-    Raises:
-        OSError: `host` is no address of this machine, or there is no such port.
-    """
-    while True:
-        with contextlib.ExitStack() as held:
-            datagrams = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
-            listener = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            datagrams.bind((host, 0))
-            with contextlib.suppress(OSError):  # another process listens there
-                listener.bind(datagrams.getsockname())
-                listener.listen(BACKLOG)
-                listener.setblocking(False)
-                datagrams.setblocking(False)
-                held.pop_all()
-                return datagrams, listener
 
 
 def connect(address: Address) -> socket.socket | None:

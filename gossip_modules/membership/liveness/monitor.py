@@ -1,9 +1,8 @@
-"""LivenessMonitor: heartbeats and connections that show whether a process is stopped, cut off or has ended."""
+"""LivenessMonitor: connections with heartbeats, which show whether a process is stopped, cut off or has ended."""
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import math
 import os
 import secrets
@@ -20,16 +19,16 @@ from functools import partial
 from types import MethodType
 from typing import ParamSpec
 
-from ...transport.bounded_listener import HANDSHAKE_SECONDS, MIN_CONNECTIONS, BoundedListener
+from ...transport.bounded_listener import BACKLOG, HANDSHAKE_SECONDS, MIN_CONNECTIONS, BoundedListener
 from ..background_log import log
-from .contact import PACKET, SECRET_BYTES, Contact, Packet, connect, digest, is_packet, open_listener
+from .contact import PACKET, SECRET_BYTES, Contact, Packet, connect, digest, is_packet
 
 P = ParamSpec("P")
-_WELCOME, _LEAVING = b"+", b"."
+_BEAT, _LEAVING = b"+", b"."
 _NUM_GAPS, _MIN_GAPS = 64, 8  # of one peer that are kept, and that a deadline needs
 _GRACE = 2  # intervals from the end of a connection to the report: the worker's last message may be on its way
 _LATE_SELF = 4  # intervals: a worker that was late itself does not judge others
-_MAX_DATAGRAMS = 256  # that are read before the next beat
+_MAX_BYTES = 4096  # that are read at once
 
 
 @dataclass(eq=False)
@@ -37,7 +36,6 @@ class _Peer:
     """A watched worker, and the connection to its listener; only the thread of `LivenessMonitor` uses `socket`."""
 
     contact: Contact
-    heartbeat: bytes  # its datagrams
     greeting: bytes  # of its listener
     last: float  # when it was heard
     deadline: float  # seconds of silence, as of the last beat
@@ -46,7 +44,8 @@ class _Peer:
     must_connect: bool = True
     socket: socket.socket | None = None
     was_greeted: bool = False  # on this connection or the one before
-    received: bytes = b""  # on this connection
+    received: bytes = b""  # the greeting of this connection, as far as it has come
+    latest: bytes = b""  # the last byte after it
     closed_at: float | None = None  # without notice
 
     @property
@@ -69,34 +68,32 @@ class _Inbound:
 class LivenessMonitor:
     """Tells when a watched worker is silent for too long, or when its process has ended.
 
-    Each worker sends a datagram to each watched worker every `interval`. A worker that is slow (it writes a
-    checkpoint, it evaluates) sends on, from a thread of its own; one that is stopped or cut off does not. The deadline
-    of a worker is the median of the times between its datagrams plus six times their median absolute deviation, and at
-    least `floor`. A worker that was never heard, as on a network that carries no UDP, is never silent: then only the
-    timeout of its links is left. A datagram counts that comes from the address of the worker, with a code that
-    strangers cannot make: see [Note: secrets of workers].
+    Each worker keeps a connection to the listener of each worker that it watches. Over it, the watched worker sends a
+    heartbeat of one byte every `interval`. A worker that is slow (it writes a checkpoint, it evaluates) sends on, from
+    a thread of its own; one that is stopped or cut off does not. The deadline of a worker is the median of the times
+    between its heartbeats plus six times their median absolute deviation, and at least `floor`. A worker that was never
+    heard is never silent: then only the timeout of its links is left.
 
-    Each worker also keeps a connection to the listener of each watched worker, which closes when the process ends. A
-    worker that leaves in order announces it there, and is not reported.
+    The connection closes when the process ends. A worker that leaves in order announces it there, and is not reported.
 
     [Note: forked children] The connections of Gloo are inherited by processes that are forked, such as the workers of a
     DataLoader, and stay open until the last of these has ended. These connections are closed in the child, so that they
     close with the parent.
 
     [Note: strangers at a listener] A listener greets each connection. A worker of the job answers with a packet that
-    strangers cannot make, and is welcomed: this connection is kept. All others are bounded in number, by
-    `BoundedListener`, and in time, by HANDSHAKE_SECONDS. A connection that is closed between greeting and welcome may
-    have been closed to make room for another one, so it does not show that a process has ended; the watcher connects
-    again, and if the machine refuses that, the process has ended.
+    strangers cannot make, and gets heartbeats from then on: this connection is kept. All others are bounded in number,
+    by `BoundedListener`, and in time, by HANDSHAKE_SECONDS. A connection that is closed between the greeting and the
+    first heartbeat may have been closed to make room for another one, so it does not show that a process has ended; the
+    watcher connects again, and if the machine refuses that, the process has ended.
 
     Args:
         worker: the id of this worker.
         job: the name of the job; packets of others are dropped.
-        host: the address of this machine at which this worker is reached; it listens and sends there only.
+        host: the address of this machine at which this worker is reached; it listens there only.
         on_silent: called by the thread with a worker that is silent for too long, and the seconds; once. If it is a
             method, the thread ends with its object: a worker that is freed without `close` must not seem alive.
         on_ended: called by the thread with a worker whose process has ended; once.
-        interval: seconds between two datagrams.
+        interval: seconds between two heartbeats.
         floor: seconds of silence that are always allowed.
 
     Attributes:
@@ -117,8 +114,9 @@ class LivenessMonitor:
         interval: float = 0.05,
         floor: float = 0.2,
     ) -> None:
-        self._socket, listener = open_listener(host)
-        self.contact = Contact(worker, (host, self._socket.getsockname()[1]), secrets.token_bytes(SECRET_BYTES))
+        listener = socket.create_server((host, 0), backlog=BACKLOG)
+        listener.setblocking(False)
+        self.contact = Contact(worker, (host, listener.getsockname()[1]), secrets.token_bytes(SECRET_BYTES))
         self._job, self._interval, self._floor = digest(job), interval, floor
         self.lock = threading.Lock()  # of `_peers`
         self._peers: dict[int, _Peer] = {}
@@ -128,7 +126,6 @@ class LivenessMonitor:
         self._on_silent, self._on_ended = _weak(on_silent), _weak(on_ended)
         self.has_met = self.is_leaving = False
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._socket, selectors.EVENT_READ, self._receive)
         self._listener: BoundedListener[_Inbound] = BoundedListener(
             listener,
             self._selector,
@@ -174,8 +171,8 @@ class LivenessMonitor:
                 held.close()
 
     def _peer(self, contact: Contact) -> _Peer:
-        heartbeat, greeting = (contact.packet(kind, self._job) for kind in (Packet.HEARTBEAT, Packet.GREETING))
-        return _Peer(contact, heartbeat, greeting, time.monotonic(), self._deadline(()))
+        greeting = contact.packet(Packet.GREETING, self._job)
+        return _Peer(contact, greeting, time.monotonic(), self._deadline(()))
 
     def _deadline(self, gaps: deque[float] | tuple[float, ...]) -> float:
         if len(gaps) < _MIN_GAPS:
@@ -193,13 +190,11 @@ class LivenessMonitor:
                     self._is_closed.wait(self._interval)
             for caller in (*self._strangers, *self._watchers):
                 if self.is_leaving:
-                    with contextlib.suppress(OSError):
-                        caller.socket.send(_LEAVING)
+                    _send(caller.socket, _LEAVING)
                 self._disconnect(caller)
             for peer in tuple(self._connected):
                 self._drop(peer)
         self._listener.socket.close()
-        self._socket.close()
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(max(self._next_turn() - time.monotonic(), 0.0)):
@@ -230,10 +225,8 @@ class LivenessMonitor:
                 if late_by > _LATE_SELF * self._interval:  # this process stood still: others may have sent meanwhile
                     peer.last = now
                 peer.deadline = self._deadline(peer.gaps)
-        heartbeat = self.contact.packet(Packet.HEARTBEAT, self._job)
-        for peer in peers.values():
-            with contextlib.suppress(OSError):  # no route, or a full buffer: as if it were lost on its way
-                self._socket.sendto(heartbeat, peer.contact.address)
+        for watcher in self._watchers:
+            _send(watcher.socket, _BEAT)
         if self._listener.is_due():
             for caller in [caller for caller in self._strangers if caller.since <= now - HANDSHAKE_SECONDS]:
                 self._disconnect(caller)
@@ -247,31 +240,11 @@ class LivenessMonitor:
             if peer.closed_at is not None and peer.closed_at <= now - _GRACE * self._interval:
                 self._tell(self._on_ended, worker)
 
-    def _receive(self) -> None:
-        now = time.monotonic()
-        for _ in range(_MAX_DATAGRAMS):
-            try:
-                packet, source = self._socket.recvfrom(64)
-            except BlockingIOError:
-                return
-            except OSError:  # an earlier datagram found no listener, or no route
-                continue
-            if len(packet) != PACKET.size:
-                continue
-            _, sender, _ = PACKET.unpack(packet)
-            with self.lock:
-                peer = self._peers.get(sender)
-                if peer is None or source != peer.contact.address or not hmac.compare_digest(packet, peer.heartbeat):
-                    continue
-                if peer.was_heard:
-                    peer.gaps.append(now - peer.last)
-                peer.last, peer.was_heard = now, True
-
     # Connections to others.
 
     def _connect(self, peer: _Peer) -> None:
         peer.socket = connect(peer.contact.address)
-        peer.must_connect, peer.received = False, b""
+        peer.must_connect, peer.received, peer.latest = False, b"", b""
         if peer.socket is not None:
             self._connected.add(peer)
             self._selector.register(peer.socket, selectors.EVENT_READ, partial(self._read, peer))
@@ -279,27 +252,37 @@ class LivenessMonitor:
     def _read(self, peer: _Peer) -> None:
         if peer.socket is None:
             return
+        now = time.monotonic()
         try:
-            data = peer.socket.recv(64)
+            data = peer.socket.recv(_MAX_BYTES)
         except BlockingIOError:
             return
         except ConnectionRefusedError:
-            peer.closed_at = time.monotonic() if peer.was_greeted else None
+            peer.closed_at = now if peer.was_greeted else None
             self._drop(peer)
             return
         except OSError:  # reset, or no route
             data = b""
-        had_greeting, peer.received = len(peer.received) >= PACKET.size, peer.received + data
-        is_greeting, rest = is_packet(peer.received, peer.greeting), peer.received[PACKET.size :]
+        had_greeting, received = len(peer.received) == PACKET.size, peer.received + data
+        peer.received, beats = received[: PACKET.size], received[PACKET.size :]
+        is_greeting = is_packet(peer.received, peer.greeting)
         if is_greeting and not had_greeting:
             self.has_met = peer.was_greeted = True
-            with contextlib.suppress(OSError):  # it has closed: that is read next
-                peer.socket.send(peer.contact.packet(Packet.WATCH, self._job))
+            _send(peer.socket, peer.contact.packet(Packet.WATCH, self._job))
+        if is_greeting and beats:
+            self._note_beat(peer, now)
+            peer.latest = beats[-1:]
         if not data:
-            peer.must_connect = bool(is_greeting) and not rest
-            peer.closed_at = time.monotonic() if is_greeting and rest == _WELCOME else None
-        if not data or is_greeting is False or rest not in (b"", _WELCOME):
+            peer.must_connect = bool(is_greeting) and not peer.latest
+            peer.closed_at = now if peer.latest == _BEAT else None
+        if not data or is_greeting is False or beats.strip(_BEAT + _LEAVING):
             self._drop(peer)
+
+    def _note_beat(self, peer: _Peer, now: float) -> None:
+        with self.lock:
+            if peer.was_heard:
+                peer.gaps.append(now - peer.last)
+            peer.last, peer.was_heard = now, True
 
     def _drop(self, peer: _Peer) -> None:
         self._connected.discard(peer)
@@ -314,8 +297,8 @@ class LivenessMonitor:
         caller = _Inbound(other, host, time.monotonic())
         self._strangers.add(caller)
         self._selector.register(other, selectors.EVENT_READ, partial(self._hear, caller))
-        with contextlib.suppress(OSError):  # it has gone: that is read next
-            other.send(self.contact.packet(Packet.GREETING, self._job))
+        other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _send(other, self.contact.packet(Packet.GREETING, self._job))
 
     def _hear(self, caller: _Inbound) -> None:
         """A caller sends the answer to the greeting, and nothing after that; or it has gone."""
@@ -337,14 +320,19 @@ class LivenessMonitor:
             self._strangers.discard(caller)
             self._watchers.add(caller)
             caller.has_asked = True
-            with contextlib.suppress(OSError):  # it has gone: that is read next
-                caller.socket.send(_WELCOME)
+            _send(caller.socket, _BEAT)
 
     def _disconnect(self, caller: _Inbound) -> None:
         self._strangers.discard(caller)
         self._watchers.discard(caller)
         self._selector.unregister(caller.socket)
         caller.socket.close()
+
+
+def _send(other: socket.socket, data: bytes) -> None:
+    """Send a few bytes, unless the other end has gone, which is read next, or reads nothing."""
+    with contextlib.suppress(OSError):
+        other.send(data)
 
 
 def _weak(function: Callable[P, None]) -> Callable[[], Callable[P, None] | None]:
