@@ -100,13 +100,13 @@ def test_a_job_that_runs_repairs_its_roster(garbage: str | bytes, monkeypatch: p
     assert first.update([report(0, 2)])
     assert first.update([ready(i, 2, step=5) for i in range(2)])
     assert second.update()
-    store.set(KEY, garbage)
+    store.set(KEY, garbage)  # type: ignore[arg-type]
     for shared in (stale, first, second):
         assert shared.update()
     assert ids(first.roster) == ids(second.roster) == (0, 1)
     assert stale.update()
     assert stale.roster == second.roster
-    store.set(KEY, garbage)
+    store.set(KEY, garbage)  # type: ignore[arg-type]
     assert second.update([come(9)])
     assert list(second.roster.joiners) == [9]
     assert ids(second.roster) == (0, 1)
@@ -116,7 +116,8 @@ def test_an_event_whose_reply_is_lost_counts_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(shared_roster, "_RECONNECT_SECONDS", 0.0)
     store = dist.HashStore()
     shared = SharedRoster(store, name="job", timeout=TIMEOUT)
-    compare_set, is_lost = BoundedStore.compare_set, []
+    compare_set = BoundedStore.compare_set
+    is_lost: list[bool] = []
 
     def lose(self: BoundedStore, key: str, *arguments: Any, **options: Any) -> bytes:
         value = compare_set(self, key, *arguments, **options)
