@@ -59,6 +59,13 @@ ANY_GRAPH = [name for name in ALGORITHMS if "Choco" not in name]
 ANY_NAME = pytest.mark.parametrize("name", ALGORITHMS)
 
 
+ANY_MEMORY = ["Choco TopK", "DeepSqueeze SignNorm", "Moniqua", "PowerGossip rank 2, twice"]
+"""One for each kind of memory: public copies, an error, none, and links."""
+
+
+EACH_MEMORY = pytest.mark.parametrize("name", ANY_MEMORY)
+
+
 def ring(n: int) -> MixingManager:
     """Both neighbours."""
     return MetropolisHastingsMixing(RingGraph(n, peers_per_itr=2 if n > 2 else 1))

@@ -18,7 +18,9 @@ from tests.harness.problems import net
 from tests.harness.ranks import HangUp, run_ranks, solo_group
 from tests.library.algorithms.contract import (
     ALGORITHMS,
+    ANY_MEMORY,
     ANY_NAME,
+    EACH_MEMORY,
     MIXINGS,
     bound,
     cases,
@@ -30,7 +32,7 @@ from tests.library.algorithms.contract import (
 )
 
 
-@cases("star", "bipartite")
+@cases("star", of=ANY_MEMORY)
 def test_a_checkpoint_continues_bit_for_bit(name: str, graph: str) -> None:
     """Also one that is taken before the first round, and one of a gossiper that has itself just been loaded."""
 
@@ -76,7 +78,7 @@ def in_old_form(state: dict[str, Any]) -> dict[str, Any]:
     return {**old, **mixing, "peers": messages["peers"], "digests": messages["digests"]}
 
 
-@cases("star", "bipartite", of=[name for name in ALGORITHMS if "PowerGossip" not in name])
+@cases("star", of=ANY_MEMORY[:3])
 def test_a_checkpoint_of_an_older_version_continues_bit_for_bit(name: str, graph: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
         rounds, s = bound(ALGORITHMS[name](), MIXINGS[graph], group), vector_of(group.rank())
@@ -92,7 +94,7 @@ def test_a_checkpoint_of_an_older_version_continues_bit_for_bit(name: str, graph
     run_ranks(4, body)
 
 
-@ANY_NAME
+@EACH_MEMORY
 def test_a_loaded_state_is_a_copy(name: str) -> None:
     """The one that it came from goes on before the other one has begun."""
 
@@ -111,7 +113,7 @@ def test_a_loaded_state_is_a_copy(name: str) -> None:
     run_ranks(2, body)
 
 
-@ANY_NAME
+@EACH_MEMORY
 def test_an_empty_state_starts_afresh(name: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
         results = []
@@ -127,7 +129,7 @@ def test_an_empty_state_starts_afresh(name: str) -> None:
     run_ranks(2, body)
 
 
-@ANY_NAME
+@EACH_MEMORY
 def test_a_copy_goes_its_own_way(name: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
         gossiper, s = bound(ALGORITHMS[name](), ring(2), group), vector_of(group.rank())
@@ -208,7 +210,7 @@ def test_other_tensors_restart_the_state_with_a_warning(name: str) -> None:
         run_ranks(2, body)
 
 
-@ANY_NAME
+@EACH_MEMORY
 def test_ranks_out_of_step_are_named(name: str) -> None:
     """One resumes an older checkpoint: an error on both ends, never silent corruption. [Note: out of step]"""
 
@@ -268,7 +270,7 @@ def test_another_run_of_the_same_number_is_seen(name: str) -> None:
     run_ranks(2, body)
 
 
-@ANY_NAME
+@EACH_MEMORY
 def test_a_round_without_an_answer_changes_nothing(name: str) -> None:
     """Neither the model nor the memory; in DeepSqueeze to rounding."""
 

@@ -25,12 +25,11 @@ from gossip_modules import (
 )
 from gossip_modules.algorithms.choco import Choco
 from gossip_modules.algorithms.d_psgd import DPSGD
-from gossip_modules.extend import Algorithm, SGDStep
+from gossip_modules.extend import Algorithm
 from gossip_modules.graph_manager import BaseGraph, DynamicBipartiteExponentialGraph, NetworkXGraph
-from gossip_modules.mixing_manager import MetropolisHastingsMixing, UniformMixing
-from gossip_modules.rounds.stacked import Stacked
+from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager, UniformMixing, default_mixing
 from tests.harness.problems import loss_of, mlp
-from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, plain_sgd, solve
+from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, plain_sgd, solve, train_rows
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
 
@@ -158,17 +157,17 @@ def quasi_global_of(n: int, matrices: Callable[[int], Tensor]) -> Tensor:
     return x
 
 
-def limit(rule: Algorithm | None, *, num_steps: int, momentum: float = 0.0, lr: float = LEARNING_RATE) -> Tensor:
-    """x of all ranks after so many steps: rounds of the rule itself on the vector of all ranks, in one thread."""
-    x = start()
-    m, driver = torch.zeros_like(x), Stacked(DPSGD() if rule is None else rule, MetropolisHastingsMixing(RING))
-    for step in range(num_steps):
-        m = momentum * m + gradient(x)
-        x -= lr * m
-        driver.step(x[:, None], step, sgd=SGDStep(lr, momentum) if step else None)
-        if driver.momentum is not None:
-            m = driver.momentum[:, 0].clone()
-    return x
+def limit(
+    rule: Algorithm,
+    *,
+    num_steps: int = 300,
+    lr: float = LEARNING_RATE,
+    mixing: MixingManager | None = None,
+    **options: Any,
+) -> Tensor:
+    """x of all ranks after so many steps, on the ring."""
+    mixing = MetropolisHastingsMixing(RING) if mixing is None else mixing
+    return train_rows(rule, mixing, num_steps, rate=lambda k: lr, **options)[-1]
 
 
 @pytest.mark.parametrize(
@@ -177,14 +176,14 @@ def limit(rule: Algorithm | None, *, num_steps: int, momentum: float = 0.0, lr: 
     ids=["d2", "d2-momentum", "exact", "tracking"],
 )
 def test_ranks_with_different_data_reach_the_optimum(rule: Algorithm, momentum: float) -> None:
-    assert (limit(rule, num_steps=300, momentum=momentum) - OPTIMUM).abs().max() < 1e-9
-    assert (limit(None, num_steps=300, momentum=momentum) - OPTIMUM).abs().max() > 0.05  # D-PSGD
+    assert (limit(rule, momentum=momentum) - OPTIMUM).abs().max() < 1e-9
+    assert (limit(DPSGD(), momentum=momentum) - OPTIMUM).abs().max() > 0.05  # D-PSGD
 
 
 @pytest.mark.parametrize(("graph", "n"), [(DynamicBipartiteExponentialGraph, 4), (BaseGraph, 5)])
 def test_gradient_tracking_reaches_the_optimum_on_graphs_that_change(graph: Callable[[int], Any], n: int) -> None:
     """Each round mixes two vectors, both by W(t), so that both meet all the graphs of an even period."""
-    found = solve(lambda: {"graph": graph, "algorithm": GradientTracking()}, num_steps=300, num_ranks=n)
+    found = limit(GradientTracking(), mixing=default_mixing(graph(n), push_sum=False))
     optimum = float((A[:n] * B[:n]).sum() / A[:n].sum())
     assert (found - optimum).abs().max() < 1e-9
 
@@ -192,10 +191,10 @@ def test_gradient_tracking_reaches_the_optimum_on_graphs_that_change(graph: Call
 def test_the_bias_of_momentum_is_smaller_where_it_sees_the_round() -> None:
     """D-PSGD stays beside the optimum, with momentum further; DecentLaM has the bias of D-PSGD without momentum."""
 
-    def bias(rule: Algorithm | None, momentum: float) -> float:
+    def bias(rule: Algorithm, momentum: float) -> float:
         return float((limit(rule, num_steps=600, momentum=momentum, lr=0.02) - OPTIMUM).abs().max())
 
-    plain, local = bias(None, 0.0), bias(None, 0.8)
+    plain, local = bias(DPSGD(), 0.0), bias(DPSGD(), 0.8)
     assert bias(DecentLaM(), 0.8) == pytest.approx(plain, rel=1e-3)
     assert plain > 0.05
     assert local > 3 * plain
@@ -261,7 +260,7 @@ def descent_of(rates: Tensor, num_steps: int) -> float:
 
 @pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), GradientTracking()], ids=repr)
 def test_two_steps_between_rounds_count_as_one(rule: Algorithm) -> None:
-    found = solve(lambda: {"algorithm": rule, "graph": RING, "schedule": 2}, num_steps=300)
+    found = limit(rule, schedule=Schedule(2))
     assert (found - descent_of(LEARNING_RATE * A, 2)).abs().max() < 1e-12
 
 
@@ -269,9 +268,8 @@ def test_two_steps_between_rounds_count_as_one(rule: Algorithm) -> None:
 def test_exact_averages_between_rounds_take_all_ranks_to_one_model(rule: Algorithm) -> None:
     """Without a new beginning after each of them D2 would take ranks further apart with each."""
     momentum = 0.5 if rule.needs_sgd else 0.0
-    schedule = Schedule(average_every=4)
-    options = {"algorithm": rule, "graph": RING, "schedule": schedule}
-    found = solve(lambda: options, num_steps=103, make_optimizer=sgd(lr=0.05 * (1 - momentum), momentum=momentum))
+    lr, schedule = LEARNING_RATE * (1 - momentum), Schedule(average_every=4)
+    found = limit(rule, num_steps=103, momentum=momentum, lr=lr, schedule=schedule)
     assert found.std() < 1e-12, "step 103 averages"
     assert abs(found.mean() - OPTIMUM) < 0.05
 
@@ -279,7 +277,7 @@ def test_exact_averages_between_rounds_take_all_ranks_to_one_model(rule: Algorit
 @pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), GradientTracking()], ids=repr)
 def test_a_narrow_wire_takes_the_mean_nowhere(rule: Algorithm) -> None:
     """What one rank gives away its peers get, so that sums stay; the resolution of bfloat16 at 0.8 is 0.004."""
-    found = solve(lambda: {"algorithm": rule, "graph": RING, "wire_dtype": torch.bfloat16}, num_steps=300)
+    found = limit(rule, wire_dtype=torch.bfloat16)
     assert (found - OPTIMUM).abs().max() < 0.008
     assert (found - OPTIMUM).abs().max() > 1e-6, "the wire is narrow"
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from gossip_modules import (
     DPSGD,
@@ -26,6 +25,8 @@ from gossip_modules import (
     Sparta,
 )
 from gossip_modules.extend import Algorithm, OuterMethod
+from gossip_modules.mixing_manager import MetropolisHastingsMixing
+from gossip_modules.rounds.stacked import Stacked
 from tests.harness.problems import mlp
 from tests.harness.ranks import run_ranks, solo_group
 
@@ -73,25 +74,16 @@ def test_differences_shrink_where_compressed_rounds_are_allowed(
     outer: OuterMethod, make_compressed: Callable[[], Algorithm]
 ) -> None:
     """Models that were moved apart once and never train."""
-
-    def body(group: dist.ProcessGroup) -> tuple[float, float]:
-        model = nn.Linear(20, 10)
-        graph = RingGraph(5, peers_per_itr=2)
-        wrapper = GossipDataParallel(model, process_group=group, algorithm=outer.over(make_compressed()), graph=graph)
-        generator, distances = torch.Generator().manual_seed(group.rank()), []
-        for k in range(150):
-            wrapper(torch.zeros(1, 20))
-            if k == 1:
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.add_(torch.randn(parameter.shape, generator=generator))
-            if k in (1, 149):
-                distances.append(wrapper.consensus_distance())
-        wrapper.close()
-        return distances[0], distances[1]
-
-    for first, last in run_ranks(5, body):
-        assert last < first / 3
+    driver = Stacked(
+        outer.over(make_compressed()), MetropolisHastingsMixing(RingGraph(5, peers_per_itr=2)), shape=(10, 20)
+    )
+    x = torch.zeros(5, 200)
+    driver.step(x, 0)
+    x += torch.randn(5, 200, generator=torch.Generator().manual_seed(0))
+    first = (x - x.mean(0)).norm()
+    for k in range(1, 150):
+        driver.step(x, k)
+    assert (x - x.mean(0)).norm() < first / 3
 
 
 def test_an_algorithm_of_ones_own_that_leaves_nothing_out_declares_it() -> None:

@@ -18,7 +18,7 @@ from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rates import RateUnits
 from gossip_modules.rounds.vector import Vector
 from tests.harness.problems import loss_of, mlp, train_step
-from tests.harness.quadratics import CURVATURES, MINIMA, START
+from tests.harness.quadratics import CURVATURES, MINIMA, START, train_rows
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
 
@@ -78,14 +78,14 @@ def oracle(rule: Algorithm, rate: Rate, num_steps: int, *, momentum: float = 0.0
     return torch.stack(history)
 
 
-def train(rule: Algorithm, rate: Rate, num_steps: int, *, momentum: float = 0.0, curvatures: Tensor = A) -> Tensor:
+def train(rule: Algorithm, rate: Rate, num_steps: int, *, momentum: float) -> Tensor:
     """The same by the wrapper and torch.optim.SGD, on ranks that are threads."""
 
     def body(group: dist.ProcessGroup) -> Tensor:
         rank, x = group.rank(), nn.Parameter(torch.full((1,), START, dtype=torch.float64))
         module = nn.Module()
         module.x = x
-        module.forward = lambda: curvatures[rank] / 2 * (x - B[rank]).square().sum()
+        module.forward = lambda: A[rank] / 2 * (x - B[rank]).square().sum()
         model = GossipDataParallel(module, process_group=group, algorithm=rule, graph=RING)
         optimizer = torch.optim.SGD([x], lr=1.0, momentum=momentum)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
@@ -108,8 +108,7 @@ def train(rule: Algorithm, rate: Rate, num_steps: int, *, momentum: float = 0.0,
 RATES = [(drop, 1e-12), (warm_up, 1e-12), (cosine, 1e-12), (restarts, 1e-10)]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize(("rate", "bound"), RATES)
+@pytest.mark.parametrize(("rule", "rate", "bound"), [(rule, *case) for rule, case in zip([*RULES, D2()], RATES)])
 def test_every_rank_follows_the_law_at_rates_that_change(rule: Algorithm, rate: Rate, bound: float) -> None:
     starts: dict[Rate, int] = {drop: 240, warm_up: 0, cosine: 280, restarts: 90}
     first = starts[rate]
@@ -139,7 +138,8 @@ def test_a_drop_by_ten_keeps_the_optimum(rule: Algorithm) -> None:
     def rate(k: int) -> float:
         return 0.4 if k < 120 else 0.04
 
-    distance = (train(rule, rate, 130, curvatures=MILD) - optimum_of(MILD)).abs().amax(1)
+    x = train_rows(rule, MetropolisHastingsMixing(RING), 130, rate=rate, curvatures=MILD.tolist())
+    distance = (x[1:] - optimum_of(MILD)).abs().amax(1)
     assert distance[118:].max() < 1e-12
 
 

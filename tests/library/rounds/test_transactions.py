@@ -26,7 +26,8 @@ from tests.library.rounds.test_stacked import examples
 
 NUM_RANKS = 3
 COMPOSITIONS = [SlowMo(2, gossip_every=1).over(D2()), GASLoC(2, momentum=0).over(PowerGossip())]
-ALGORITHMS = [*(algorithm for algorithm in examples() if not algorithm.is_plain), *COMPOSITIONS]
+ALGORITHMS = [*{type(a): a for a in examples() if not a.is_plain}.values(), *COMPOSITIONS]
+"""One of each class: the codes of messages make no difference here."""
 
 
 class FailingRounds(Rounds):
