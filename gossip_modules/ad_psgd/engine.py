@@ -6,18 +6,19 @@ import contextlib
 import time
 import warnings
 from collections.abc import Collection
+from typing import Any
 
 import torch
 
 from ..engine.engine import Engine
 from ..engine.liveness import Activity, Liveness
-from ..engine.shared_model import SharedModel
+from ..flat.nonfinite import is_finite, refuse
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..transport.deadline import Deadline
-from ..transport.exchange import PointToPoint
 from ..transport.listener import SHUTDOWN_TIMEOUT
 from .exchange import BilateralAverage
+from .shared_model import SharedModel
 
 _GRACE = 1.0  # seconds beyond the timeout, for an error that names the rank that is missing
 
@@ -66,19 +67,24 @@ class BilateralEngine(Engine):
     def __init__(
         self,
         mixing: MixingManager,
-        transport: PointToPoint,
+        transport: Any,
         x: FlatVector,
         *,
         on_nonfinite: str = "raise",
     ) -> None:
         super().__init__()
-        self.shared = SharedModel(x)
-        self.step = 0
-        self._published_at = 0  # step
+        self.shared, self.on_nonfinite = SharedModel(x), on_nonfinite
+        self.step, self._is_refused = 0, False
+        self._begin_generation(mixing, transport)
+
+    def _begin_generation(self, mixing: MixingManager, transport: Any) -> None:
+        """Start the threads of a generation."""
         peers = self._peers_in(mixing, transport.rank)
         self._bilateral = BilateralAverage(
-            self.shared, transport, peers, clock=lambda: self._published_at, on_nonfinite=on_nonfinite
+            self.shared, transport, peers, stats=self.stats, on_nonfinite=self.on_nonfinite
         )
+        if not transport.is_elastic:
+            transport.watch = self.together
 
     def _peers_in(self, mixing: MixingManager, rank: int) -> Collection[int]:
         """Take these weights; returns all ranks with which this one exchanges in some round."""
@@ -93,7 +99,7 @@ class BilateralEngine(Engine):
         """The control messages and the failures of this rank."""
         return self._bilateral.liveness
 
-    def rebind(self, mixing: MixingManager, transport: PointToPoint) -> None:
+    def rebind(self, mixing: MixingManager, transport: Any) -> None:
         """Exchange with other ranks from now on, over links on which no exchange was: [Note: generations of an engine].
 
         Waits for the exchange under way. Corrections stay for the next `round`.
@@ -103,7 +109,7 @@ class BilateralEngine(Engine):
         self._wait()
         before.shut_down()
         before.close(0.0)
-        self._bilateral = before.over(transport, self._peers_in(mixing, transport.rank), self.shared)
+        self._begin_generation(mixing, transport)
 
     def give_up(self, x: FlatVector) -> None:
         """x becomes another model: x <- x + the corrections that are there; later ones are dropped."""
@@ -129,8 +135,7 @@ class BilateralEngine(Engine):
             is_written = self._collect(x)
             self.step += 1
             if not is_asking:  # else only that exchange, which has its snapshot, reads y before the next one
-                self.shared.publish(x)
-                self._published_at = self.step
+                self.shared.publish(x, step=self.step)
         self.liveness.round = self.step
         if self.is_active and not is_asking:
             self._ask()
@@ -153,6 +158,13 @@ class BilateralEngine(Engine):
     def add_again(self, x: FlatVector) -> bool:
         """See `Engine`."""
         return self.shared.add_again(x)
+
+    def check(self, x: FlatVector) -> None:
+        """Raise FloatingPointError, once, where x is not finite, and no exchange has noticed."""
+        if self.on_nonfinite == "raise" and not (self.liveness.has_failed or self._is_refused or is_finite(x)):
+            self._is_refused = True
+            transport = self._bilateral.transport
+            refuse(transport.names[transport.rank], f"step {self.step}")
 
     def withdraw(self) -> None:
         """Reply "not yet" to peers until the next round. After a `flush()`, no exchange with the old y is under way."""
@@ -209,10 +221,7 @@ class BilateralEngine(Engine):
 
         is_kept: whether `add_again` may follow.
         """
-        with self.shared.lock:
-            self.stats.num_skipped = self._bilateral.num_skipped
-            if not self.shared.collect(x, is_kept=is_kept):
-                return False
-            while self._bilateral.delivered:
-                self.stats.record(self.step - self._bilateral.delivered.popleft())
-            return True
+        steps = self.shared.collect(x, is_kept=is_kept)
+        for step in steps:
+            self.stats.record(self.step - step)
+        return bool(steps)

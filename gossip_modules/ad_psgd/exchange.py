@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 
+from ..engine.engine import EngineStats
 from ..engine.liveness import ControlMessage, Liveness
-from ..engine.shared_model import SharedModel
+from ..engine.snapshots import Snapshot
 from ..flat.nonfinite import check_policy, is_finite, refuse
+from ..flat.vector import add_
 from ..transport.base import Pending
 from ..transport.deadline import Deadline
 from ..transport.exchange import LinkClosedError, PointToPoint
 from ..transport.threads import CallThread
+from .shared_model import SharedModel
 
 _REQUEST = 0  # the kind of a control message
 _CONTROL_TAG, _MODEL_TAG = 0, 1
@@ -32,7 +35,7 @@ class BilateralAverage:
     """Exchanges between an active rank i and a passive rank j, while both of them train:
 
         i -> j: a request with the round t and the weight w        j -> i: "ready"
-        both:   s <- y                                             # a snapshot, under the lock
+        both:   s <- y                                             # a snapshot that is not written meanwhile
                 send s, receive r                                  # without the lock
                 y <- y + w (r - s)                                 # under the lock; training adds the same to x later
 
@@ -56,13 +59,11 @@ class BilateralAverage:
         shared: y of this rank, and the correction that training has not applied yet.
         transport: a Gloo transport that carries nothing else but collectives of the same ranks.
         peers: the ranks with which this one exchanges in some round.
-        clock: returns the step of training, for `delivered`.
+        stats: mutated: the number of exchanges whose correction was skipped.
         on_nonfinite: the reaction to a correction that is not finite: "raise" an error at both ranks, "skip" it at
             both ranks, or "spread": do not check.
 
     Attributes:
-        num_skipped: the number of exchanges whose correction was skipped.
-        delivered: the step at which y was read, for each exchange in the pending correction; the engine takes them out.
         liveness: the control messages and the failures of this rank.
         closed_peers: passive ranks that have replied that they have closed, or were lost.
         is_serving: whether an exchange that a peer asked for is under way.
@@ -75,27 +76,19 @@ class BilateralAverage:
         transport: PointToPoint,
         peers: Collection[int],
         *,
-        clock: Callable[[], int],
+        stats: EngineStats,
         on_nonfinite: str = "raise",
     ) -> None:
         self.shared, self.transport = shared, transport
         self.on_nonfinite = check_policy(on_nonfinite)
-        self.clock = clock
-        self.num_skipped = 0
-        self.delivered: deque[int] = deque()
+        self._stats = stats
         self.closed_peers: set[int] = set()
         self.is_serving = self.is_closing = False
-        self._sent, self._received = shared.host_vector(), shared.host_vector()
+        self._received = shared.snapshots.vector()
         self._exchanges: deque[Future[float]] = deque()  # which have not ended, in their order
         self._thread: CallThread | None = None  # made with the first exchange
         self.liveness = Liveness(transport, peers, tag=_CONTROL_TAG)
         self.liveness.background.start(f"gossip-{transport.rank}-listener", self._listen)
-
-    def over(self, transport: PointToPoint, peers: Collection[int], shared: SharedModel) -> BilateralAverage:
-        """A `BilateralAverage` over other links that counts on from this one, which has nothing under way any more."""
-        other = BilateralAverage(shared, transport, peers, clock=self.clock, on_nonfinite=self.on_nonfinite)
-        other.num_skipped, other.delivered = self.num_skipped, self.delivered
-        return other
 
     @property
     def under_way(self) -> Future[float] | None:
@@ -112,7 +105,9 @@ class BilateralAverage:
             t: the round of this rank, for error messages.
             weight: w, which is sent with the request, so that both ranks use the same.
         """
-        self._submit(partial(self._ask, peer, t, weight))
+        y = self.shared.snapshots.hold()
+        assert y is not None, "publish() comes first"
+        self._submit(partial(self._ask, peer, t, weight, y))
 
     def wait(self, seconds: float) -> bool:
         """Wait for the exchange under way, or for a failure of this rank; returns whether the exchange is over."""
@@ -153,37 +148,37 @@ class BilateralAverage:
             self._thread = CallThread(f"gossip-{self.transport.rank}")
         self._exchanges.append(self._thread.submit(run))
 
-    def _ask(self, peer: int, t: int, weight: float) -> None:
+    def _ask(self, peer: int, t: int, weight: float, y: Snapshot) -> None:
         """The exchange of an active rank."""
         reply = torch.empty(1, dtype=torch.int64, device="cpu")
         status, deadline = _CLOSED, Deadline(self.transport.timeout)
-        with self._exchanging(peer, f"asking in round {t}", t):
+        with self._exchanging(peer, f"asking in round {t}", t, y):
             message = ControlMessage(_REQUEST, t, _bits(weight))
             pending = self.liveness.request(peer, message, reply=reply, what=f"asking in round {t}")
             if pending is not None:
                 self._wait(pending, deadline)
                 status = int(reply)
             if status == _READY:
-                self._exchange(peer, weight, f"averaging in round {t}", deadline)
+                self._exchange(peer, weight, y, f"averaging in round {t}", deadline)
         if status == _CLOSED:
             self.closed_peers.add(peer)
 
     def _answer(self, source: int, t: int, weight: float) -> None:
         """The exchange of a passive rank."""
         what, deadline = f"answering round {t} of rank {self.transport.names[source]}", Deadline(self.transport.timeout)
-        with self._exchanging(source, what, t):
-            with self.shared.lock:  # so that `withdraw` comes before the reply, or waits until `is_serving` is set
-                is_closed = self.is_closing or self.liveness.has_failed
-                status = _CLOSED if is_closed else _READY if self.shared.is_open else _NOT_YET
-                self.is_serving = status == _READY
-            reply = torch.tensor([status], device="cpu")
+        with self.shared.lock:  # so that `withdraw` comes before the reply, or waits until `is_serving` is set
+            is_closed = self.is_closing or self.liveness.has_failed
+            y = None if is_closed else self.shared.snapshots.hold()
+            self.is_serving = y is not None
+        with self._exchanging(source, what, t, y):
+            reply = torch.tensor([_CLOSED if is_closed else _NOT_YET if y is None else _READY], device="cpu")
             self._wait(self.transport.exchange({source: [reply]}, {}, tag=_CONTROL_TAG, what=what), deadline)
-            if status == _READY:
-                self._exchange(source, weight, what, deadline)
+            if y is not None:
+                self._exchange(source, weight, y, what, deadline)
 
     @contextlib.contextmanager
-    def _exchanging(self, peer: int, what: str, t: int) -> Iterator[None]:
-        """A context for an exchange. An error of the network becomes the failure that caused it.
+    def _exchanging(self, peer: int, what: str, t: int, y: Snapshot | None) -> Iterator[None]:
+        """A context for an exchange, which lets go of y. An error of the network becomes the failure that caused it.
 
         Where the peer is lost, the context ends with the exchange: [Note: lost peers of an exchange].
         """
@@ -193,6 +188,7 @@ class BilateralAverage:
             with contextlib.suppress(_PeerLostError, LinkClosedError), waiting, profiled:
                 yield
         finally:
+            self.shared.snapshots.release(y)
             self.is_serving = False
 
     def _wait(self, pending: Pending, deadline: Deadline) -> None:
@@ -201,25 +197,26 @@ class BilateralAverage:
         if pending.lost:
             raise _PeerLostError
 
-    def _exchange(self, peer: int, weight: float, what: str, deadline: Deadline) -> None:
-        """y_i <- y_i + w (y_j - y_i), and training does the same to x. In the thread that exchanges, without a lock."""
-        step = self.clock()
-        self.shared.snapshot(self._sent)
-        sends, recvs = {peer: [self._sent.raw]}, {peer: [self._received.raw]}
-        self._wait(self.transport.exchange(sends, recvs, tag=_MODEL_TAG, what=what), deadline)
-        for buffers in self.shared.buffers_of(self._sent):
-            buffers.zero_()  # the received buffers are averaged: [Note: buffers of a pending correction]
-        self._received.add_segments_(self._sent, alpha=-1.0)  # y_j - y_i
-        if self.on_nonfinite != "spread" and not is_finite(self._received):
+    def _exchange(self, peer: int, weight: float, y: Snapshot, what: str, deadline: Deadline) -> None:
+        """y_i <- y_i + w (y_j - y_i), and training does the same to x. In the thread that exchanges, without a lock.
+
+        The received buffers stay as they are: [Note: buffers of a pending correction].
+        """
+        y.wait()
+        received, sent = self._received, y.vector
+        self._wait(
+            self.transport.exchange({peer: [sent.raw]}, {peer: [received.raw]}, tag=_MODEL_TAG, what=what), deadline
+        )
+        for theirs, own in zip(received.parameters, sent.parameters, strict=True):
+            add_(theirs, own, alpha=-1.0)  # y_j - y_i
+        if self.on_nonfinite != "spread" and not is_finite(received):
             if self.on_nonfinite == "raise":
                 names = self.transport.names
-                senders = [names[peer]] if is_finite(self._sent) else ()
+                senders = [names[peer]] if is_finite(sent) else ()
                 refuse(names[self.transport.rank], what, senders=senders)
-            self.num_skipped += 1  # at both ranks: the difference that is not finite is the same at both
+            self._stats.num_skipped += 1  # at both ranks: the difference that is not finite is the same at both
             return
-        with self.shared.lock:
-            self.shared.deliver(self._received, alpha=weight)  # y_i <- y_i + w (y_j - y_i)
-            self.delivered.append(step)
+        self.shared.deliver(received, alpha=weight, step=y.standing)  # y_i <- y_i + w (y_j - y_i)
 
 
 def _bits(weight: float) -> int:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ..engine.background import close_at_program_end
-from ..engine.liveness import WatchedTransport
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
 from ..membership.links import alone
@@ -28,6 +27,9 @@ from ..wrappers.composition import hold
 from ..wrappers.other_names import AD_PSGD_ARGUMENTS, DDP_ARGUMENTS
 from .engine import BilateralEngine
 from .participant import BilateralParticipant
+
+_EXAMPLE = "None or DynamicBipartiteCompleteGraph"
+_DESCRIBED_SIZE = 8  # workers of a membership compare their graphs of so many ranks
 
 
 class BilatGossipDataParallel(GossipWrapper):
@@ -62,7 +64,8 @@ class BilatGossipDataParallel(GossipWrapper):
             process is raised at the next step, without waiting for it. A `Membership` has its own.
         on_nonfinite: the reaction to a difference of two models that holds infinities or NaN. "raise":
             FloatingPointError at both of them, "skip": leave it out at both, which `comm_stats()` counts, "spread": do
-            not look.
+            not look. With "raise", `settle()` and `close()` also look at the rank's own model, which may not have been
+            exchanged since.
         init_sync: whether training starts from the parameters and buffers of rank 0; with a membership it always does.
         gossip_buffers: whether pairs average running statistics (BatchNorm) too, or each keeps its own; a sequence of
             names or patterns = those floating-point buffers in their place; see `Selection`.
@@ -74,7 +77,7 @@ class BilatGossipDataParallel(GossipWrapper):
             which exist for any, and all begin with the model of the first worker.
 
     Raises:
-        FloatingPointError: (forward, `flush()`) see `on_nonfinite`.
+        FloatingPointError: (forward, `flush()`, `settle()`, `close()`) see `on_nonfinite`.
         ValueError: arguments that do not fit, or ranks that disagree on model, graph, mixing or options.
         RuntimeError: torch.distributed is not initialised.
         TimeoutError, ConnectionError: (construction, forward, `flush()`, collectives) a peer is late or has died; names
@@ -110,73 +113,45 @@ class BilatGossipDataParallel(GossipWrapper):
     ) -> None:
         flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
         super().__init__(module, selection=Selection(gossip_buffers, ignore), **flags)
-        self._on_nonfinite = check_policy(on_nonfinite)
+        timeout, place = as_timeout(timeout), None
         if membership is not None:
-            given = {"group": process_group, "init_sync": init_sync, "timeout": as_timeout(timeout)}
-            self._start_elastic(graph, mixing, membership, **given)
+            given = {"group": process_group, "init_sync": init_sync, "timeout": timeout}
+            check_elastic(membership, graph=graph, mixing=mixing, example=f"graph={_EXAMPLE}", **given)
         else:
-            links = Links(process_group, comm_device="cpu", backend="gloo", timeout=as_timeout(timeout))
-            self._place = links.place
-            weights = choose_bipartite_mixing(graph, mixing, world_size=self._place[1])
-            self._describe(weights, init_sync=init_sync)
+            links = Links(process_group, comm_device="cpu", backend="gloo", timeout=timeout)
+            place = self._place = links.place
+
+        def choose(world_size: int) -> MixingManager:
+            is_alone = membership is not None and world_size == 1  # until the membership has a place for this worker
+            own = (None, None) if is_alone else (graph, mixing)
+            return choose_bipartite_mixing(*own, world_size=world_size)
+
+        if membership is not None:
+            participant = self._elastic = BilateralParticipant(self, membership, choose, example=_EXAMPLE)
+        weights = choose(_DESCRIBED_SIZE if place is None else place[1])
+        options = {"graph": weights.graph, "mixing": weights, "on_nonfinite": check_policy(on_nonfinite)}
+        options |= {"gossip_buffers, ignore": (self._selection.gossip_buffers, self._selection.ignore), **flags}
+        self._description = {name: str(value) for name, value in options.items()}
+        if membership is not None:
+            self._transport, weights = alone(membership.timeout), choose(1)
+        else:
+            self._description["init_sync"] = str(init_sync)
             self._transport = self._open(links, init_sync=init_sync)
-            engine = self._make_engine(weights)
+        self._averager = GlobalAverage(self._transport)
+        engine = self._engine = BilateralEngine(
+            weights, self._transport, self._buffer.vector, on_nonfinite=on_nonfinite
+        )
+        if membership is not None:
+            membership.attach(participant)
+        else:
             close_when_collected(self, engine)
             close_at_program_end(engine)
-            self._averager = GlobalAverage(WatchedTransport(self._transport, engine.together))
         self._set_out()
         hold(self)
 
-    def _start_elastic(
-        self, graph: GraphLike | None, mixing: MixingLike | None, membership: Membership, **given: Any
-    ) -> None:
-        """Take part in the generations of a membership; until it has a place for this worker, it is a world of one.
-
-        given: see `check_links`.
-        """
-        example = "None or DynamicBipartiteCompleteGraph"
-        check_elastic(membership, graph=graph, mixing=mixing, example=f"graph={example}", **given)
-
-        def choose(world_size: int) -> MixingManager:
-            own = (graph, mixing) if world_size > 1 else (None, None)
-            return choose_bipartite_mixing(*own, world_size=world_size)
-
-        self._elastic = BilateralParticipant(self, membership, choose, example=example)
-        self._describe(choose(8))
-        self._transport = alone(membership.timeout)
-        self._make_engine(choose(1))
-        self._averager = GlobalAverage(self._transport)
-        membership.attach(self._elastic)
-
-    def _describe(self, weights: MixingManager, **options: object) -> None:
-        """Note the options on which the ranks must agree, by name."""
-        options |= {
-            "graph": weights.graph,
-            "mixing": weights,
-            "on_nonfinite": self._on_nonfinite,
-            "gossip_buffers": self._buffer.selection.gossip_buffers,
-            **({"ignore": ignored} if (ignored := self._buffer.selection.ignore) else {}),
-            "gossip_in_eval_mode": self.gossip_in_eval_mode,
-        }
-        self._description = {name: str(value) for name, value in options.items()}
-
-    def _make_engine(self, weights: MixingManager) -> BilateralEngine:
-        vector, policy = self._buffer.vector, self._on_nonfinite
-        self._engine = BilateralEngine(weights, self._transport, vector, on_nonfinite=policy)
-        return self._engine
-
     def _release(self) -> None:
         super()._release()
-        for transport in self._transports:
-            transport.close()
-
-    @property
-    def _transports(self) -> set[Any]:
-        return {self._transport, self._averager.transport}  # one with a membership
-
-    @property
-    def _bytes_sent(self) -> int:
-        return sum(transport.num_bytes_sent for transport in self._transports)
+        self._transport.close()
 
     def settle(self) -> None:
         """See `AveragingMixin`. When no rank asks any more, all corrections that have come are applied.
@@ -187,10 +162,22 @@ class BilatGossipDataParallel(GossipWrapper):
         if isinstance(self._engine, BilateralEngine):  # a copy has another one
             self._engine.raise_if_failed()  # at every call, unlike flush(): the others would wait in vain
         self.flush()
+        self._check()
         self._meet("waiting until no rank asks")
         self._withdraw()
         self.flush()
         self._meet("waiting until no rank answers")
+
+    def close(self) -> None:
+        """See `AveragingMixin`."""
+        if not self._is_closed:
+            super().close()
+            self._check()
+
+    def _check(self) -> None:
+        """See `on_nonfinite`."""
+        if isinstance(self._engine, BilateralEngine):
+            self._engine.check(self._gossiped)
 
     def _meet(self, what: str) -> None:
         self._averager.transport.all_reduce(torch.zeros(1, device="cpu"), what=what)

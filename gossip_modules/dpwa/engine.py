@@ -12,6 +12,7 @@ from torch.profiler import record_function
 
 from ..engine.background import Background
 from ..engine.engine import Engine
+from ..engine.snapshots import SnapshotPool
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..transport.bounded_listener import MIN_CONNECTIONS
@@ -20,7 +21,7 @@ from .fetcher import Fetched, ModelFetcher
 from .interpolation import Standing
 from .peer_scores import PeerScores
 from .protocol import Counts, ModelShape
-from .server import ModelServer, SnapshotPool
+from .server import ModelServer
 
 _CONNECTIONS_PER_PEER = 2  # above MIN_CONNECTIONS, for each peer that is known: one to fetch and one to probe
 _REMEDY = (
@@ -88,14 +89,13 @@ class PairwiseEngine(Engine):
         self.config, self.rule = config, config.rule
         self.num_refused_losses = 0
         self.last_peer: str | None = None
-        self._layout, self._device = x.layout, x.raw.device
         self._fetch_step = 0  # the step in which the fetch under way began
         self._warned: set[str] = set()
         self._peers = config.others
         self.background, self.counts = Background(), Counts()
         self.scores = PeerScores(self._peers)
         self._start_anew()
-        self.snapshots = SnapshotPool(x.layout, is_pinned=x.raw.is_cuda)
+        self.snapshots = SnapshotPool(x)
         shared: dict[str, Any] = {
             "shape": ModelShape.of(buffer.signature(), x.layout),
             "snapshots": self.snapshots,
@@ -183,7 +183,7 @@ class PairwiseEngine(Engine):
 
     def republish(self, x: FlatVector) -> None:
         """Serve x, which no round follows now, if an older x is served; the clock stays. Never waits."""
-        if not self.is_closed and self.snapshots.is_serving and self._fits(x):
+        if not self.is_closed and self.snapshots.is_open and self.snapshots.fits(x):
             self._publish(x)
 
     def flush(self, x: FlatVector) -> bool:
@@ -263,12 +263,7 @@ class PairwiseEngine(Engine):
         self.background.raise_if_failed()
         if self.is_closed:
             raise RuntimeError(f"worker {self.config.name!r} is closed, expected no more rounds; make a new one")
-        if not self._fits(x):
-            raise ValueError(
-                f"worker {self.config.name!r}: got a model of {x.layout.num_bytes} bytes on {x.raw.device} whose "
-                "dtypes, trained tensors or device changed since it was wrapped, expected the same; peers may ask for "
-                "it at any time: call .to(), .half() and requires_grad_() before wrapping"
-            )
+        self.snapshots.check(x, who=f"worker {self.config.name!r}: ")
         while self.counts.refusals:
             peer, why = self.counts.refusals.popitem()
             if peer not in self._warned:
@@ -282,9 +277,6 @@ class PairwiseEngine(Engine):
             "expected finite numbers: training has diverged"
         )
 
-    def _fits(self, x: FlatVector) -> bool:
-        return x.raw.device == self._device and x.layout == self._layout
-
     def _advance(self, x: FlatVector) -> None:
         self.step += 1
         self.clock += 1
@@ -295,7 +287,8 @@ class PairwiseEngine(Engine):
             self.fetcher.start()
 
     def _publish(self, x: FlatVector) -> None:
-        if self.loss is None or math.isfinite(self.loss):
+        is_refused = self.loss is not None and not math.isfinite(self.loss)
+        if not (is_refused or self.snapshots.is_copying):  # training would wait for the GPU
             with record_function("gossip.publish"):
                 self.snapshots.publish(x, Standing(self.clock, self.loss))
 

@@ -15,6 +15,7 @@ import torch
 from torch.profiler import record_function
 
 from ..engine.background import Background
+from ..engine.snapshots import SnapshotPool
 from ..flat.nonfinite import is_finite
 from ..flat.vector import SCRATCH_NUMEL, FlatVector
 from ..transport.threads import CallThread
@@ -34,7 +35,6 @@ from .protocol import (
     RefusedModelError,
     connect,
 )
-from .server import SnapshotPool
 
 REPLY_FRACTION = 0.25  # of a round's timeout, until a peer has begun to answer
 GRACE_SECONDS = 5.0  # beyond the timeout of a round, for the copy and check of a model that has arrived
@@ -208,7 +208,7 @@ class ModelFetcher:
 
     def _check(self, y: FlatVector | None = None) -> None:
         """Check the own model, and refuse a model y that is not finite or too far from it."""
-        with self._snapshots.reading(is_newest=True) as snapshot:
+        with self._snapshots.reading() as snapshot:
             own = None if snapshot is None else snapshot.vector
             if y is None:
                 self.is_own_finite = own is None or is_finite(own)

@@ -1,24 +1,18 @@
-"""ModelServer: answers peers with the model that this worker has published last, from a few snapshots."""
+"""ModelServer: answers peers with the model that this worker has published last."""
 
 from __future__ import annotations
 
 import contextlib
 import selectors
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from ..engine.background import Background
-from ..engine.shared_model import HostCopy
-from ..flat.layout import FlatLayout
-from ..flat.vector import FlatVector
+from ..engine.snapshots import SnapshotPool
 from ..transport.bounded_listener import TICK_SECONDS, BoundedListener
 from .config import PairwiseConfig
-from .interpolation import Standing
 from .protocol import (
     PEER_SECONDS,
     Counts,
@@ -31,119 +25,6 @@ from .protocol import (
     RefusedModelError,
     listen,
 )
-
-MAX_SNAPSHOTS = 7
-
-
-class ModelSnapshot:
-    """A copy of a model in host memory.
-
-    Args:
-        vector: the memory; pinned if the model is on a GPU.
-
-    Attributes:
-        standing: the clock and loss of its publication.
-        written: the event after which a copy from a GPU is complete.
-        num_readings: the number of its readers; it is not written while there are any.
-    """
-
-    def __init__(self, vector: FlatVector) -> None:
-        self.vector = vector
-        self.num_readings = 0
-        self.standing = Standing()
-        self.written: torch.cuda.Event | None = None
-
-
-class SnapshotPool:
-    """A few snapshots that are used again and again: training publishes into one while peers read others.
-
-    [Note: Serving never blocks training] A model is sent without a copy, directly from its snapshot, which is not
-    written again before its last byte has left. Publishing takes another snapshot: one copy, and a lock that is held
-    while a reference is exchanged, never while bytes are copied or sent. While slow peers read all snapshots but the
-    latest, that one stays the latest, so memory is bounded and no peer is without a model.
-
-    `publish` and `withdraw` belong to the training thread; contexts may be entered in any. `_lock` guards all state.
-
-    Args:
-        layout: the layout of the model.
-        is_pinned: whether snapshots are in pinned memory, for copies from a GPU.
-    """
-
-    def __init__(self, layout: FlatLayout, *, is_pinned: bool) -> None:
-        self.snapshots: list[ModelSnapshot] = []
-        self._layout, self._is_pinned = layout, is_pinned
-        self._copy = HostCopy()
-        self._lock = threading.Lock()
-        self._latest: ModelSnapshot | None = None
-        self._next: ModelSnapshot | None = None  # its copy from a GPU may not be complete
-
-    def publish(self, x: FlatVector, standing: Standing) -> bool:
-        """Serve a copy of x from now on, or from when its copy from the GPU is complete.
-
-        Returns:
-            False where the last copy from the GPU is not complete, which is served next, or all snapshots are read.
-        """
-        with self._lock:
-            self._promote()
-            snapshot = None if self._next is not None else self.take()
-        if snapshot is None:
-            return False
-        self.write(snapshot, x)
-        with self._lock:
-            snapshot.standing, self._next = standing, snapshot
-        return True
-
-    def withdraw(self) -> None:
-        """Serve no model until the next `publish`. Replies that have begun are completed."""
-        with self._lock:
-            self._latest = self._next = None
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether a model is published and not withdrawn."""
-        return self._latest is not None or self._next is not None
-
-    @contextlib.contextmanager
-    def reading(self, *, is_newest: bool = False) -> Iterator[ModelSnapshot | None]:
-        """A context with the latest snapshot, whole and not written inside; None before the first snapshot.
-
-        Args:
-            is_newest: whether to wait for a copy from the GPU that is not complete.
-        """
-        with self._lock:
-            self._promote()
-            snapshot = (self._next if is_newest else None) or self._latest
-            if snapshot is not None:
-                snapshot.num_readings += 1
-        try:
-            if snapshot is not None and snapshot.written is not None:
-                snapshot.written.synchronize()
-            yield snapshot
-        finally:
-            if snapshot is not None:
-                with self._lock:
-                    snapshot.num_readings -= 1
-
-    def take(self) -> ModelSnapshot | None:
-        """A snapshot that is neither read nor the latest one; its content is old. None: all are. Under the lock."""
-        for snapshot in self.snapshots:
-            if snapshot is not self._latest and snapshot.num_readings == 0:
-                return snapshot
-        if len(self.snapshots) == MAX_SNAPSHOTS:
-            return None
-        # Zeros, not empty memory: the padding between segments is sent too, and must not reveal what was there before.
-        raw = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned, device="cpu")
-        self.snapshots.append(ModelSnapshot(FlatVector(self._layout, raw)))
-        return self.snapshots[-1]
-
-    def write(self, snapshot: ModelSnapshot, x: FlatVector) -> None:
-        """snapshot <- x. From a GPU nothing waits: see `ModelSnapshot.written` and [Note: copies to the host]."""
-        snapshot.written = self._copy.write(snapshot.vector, x)
-
-    def _promote(self) -> None:
-        """Make the next snapshot the latest one, if its copy is complete. Under the lock."""
-        if self._next is not None and (self._next.written is None or self._next.written.query()):
-            self._latest, self._next = self._next, None
 
 
 class ModelServer:

@@ -293,15 +293,13 @@ class WaitAvoidingEngine(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`. After `settle()`, so that all ranks are in one round."""
-        shared = self.worker.shared
-        with self.worker.state:
-            copy = shared.host_vector()
-            shared.snapshot(copy)
-            return {**super().state_dict(), "published": copy.raw, "published_at": self.worker.published_at}
+        with self.worker.published.reading() as y:
+            assert y is not None, "a model is published from the beginning"
+            return {**super().state_dict(), "published": y.vector.raw.clone(), "published_at": y.standing}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`, and [Note: beginning]. Raises ValueError for the state of another model too."""
-        y = self.worker.result.vector  # of the layout of the model
+        y = self.worker.published.latest.vector  # of the layout of the model
         published = state.get("published")  # None: the state of a copy, which has published nothing
         if published is not None and (published.dtype, published.shape) != (y.raw.dtype, y.raw.shape):
             raise ValueError(

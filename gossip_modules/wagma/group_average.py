@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
+import torch
 from torch.profiler import record_function
 
+from ..flat.layout import CHUNK_BYTES
 from ..flat.vector import FlatVector
 from ..graph_manager.butterfly_groups import ButterflyGroups, Phase
 from ..rounds.mixer import Mixer
 from ..transport.base import Pending, Transport
+
+_NUM_POSTED = 3  # chunks that are under way at a time
 
 
 class GroupAverage(Mixer):
@@ -22,9 +27,10 @@ class GroupAverage(Mixer):
         x <- x / (number of members)
 
     Since a + b and b + a are the same number, all members end with the same bits. Sums are in the dtype of the vector,
-    each addition in float32 where that dtype is narrower. A round needs one receive buffer. The push-sum weight is not
-    sent: it becomes one. In a world that is no power of two some ranks give their x to a member before the phases and
-    get the sum after them: see [Note: other worlds] of `ButterflyGroups`.
+    each addition in float32 where that dtype is narrower. A vector is sent in chunks, and a chunk is added while the
+    next ones are under way; so a round needs room for the sum and for a few chunks. A round that fails leaves x as it
+    was. The push-sum weight is not sent: it becomes one. In a world that is no power of two some ranks give their x to
+    a member before the phases and get the mean after them: see [Note: other worlds] of `ButterflyGroups`.
 
     Args:
         groups: the groups of the transport's world.
@@ -42,10 +48,12 @@ class GroupAverage(Mixer):
             )
         self.groups = groups
         self.transport = transport
-        self._inbox: FlatVector | None = None
-        self._phases: tuple[Phase, ...] = ()
-        self._pending: Pending | None = None
         self.partner = -1
+        self._inbox: tuple[FlatVector, ...] = ()  # by chunk; the memory is that of a few
+        self._sum: FlatVector | None = None  # of `finish`
+        self._phases: tuple[Phase, ...] = ()
+        self._posted: deque[Pending] = deque()
+        self._num_posted = 0  # in the present phase
 
     @property
     def own_buffer_weight(self) -> float:
@@ -58,44 +66,64 @@ class GroupAverage(Mixer):
         return self.groups.members(self.transport.rank, self._t)
 
     def start(self, s: FlatVector, t: int) -> None:
-        """See `Mixer`. Posts the first phase."""
-        assert self._pending is None, "a round is in flight: finish() it before the next start()"
-        self._t = t
+        """See `Mixer`. Posts the first chunks of the first phase."""
+        assert not self._posted, "a round is in flight: finish() it before the next start()"
+        self._t, self._source = t, s
         self._phases = self.groups.phases(self.transport.rank, t)
-        if self._inbox is None or self._inbox.layout != s.layout or self._inbox.raw.device != s.raw.device:
-            self._inbox = s.like()
+        if [x.layout for x in self._inbox] != [x.layout for x in s.chunks()]:
+            self._inbox = _inbox_like(s)
         if self._phases:
-            self._post(self._phases[0], s)
+            self._post(self._phases[0], _NUM_POSTED)
 
     def finish(self, s: FlatVector) -> None:
-        """See `Mixer`. All phases but the first are posted here, each when the one before it is summed."""
-        if not self._phases:
-            return
-        assert self._inbox is not None, "start() comes first"
-        num_members = self.groups.num_members(self.transport.rank, self._t)
-        for i, phase in enumerate(self._phases):
-            if i > 0:
-                self._post(phase, s)
-            assert self._pending is not None, "no round is in flight: start() comes first"
-            pending, self._pending = self._pending, None
-            with record_function("gossip.wait"):
-                pending.wait()
-            if phase.is_result:
-                s.raw.copy_(self._inbox.raw)
-            elif phase.in_peer is not None:
-                s.add_segments_(self._inbox, alpha=1.0)
-        self.partner = -1
-        s.push_sum_weight.fill_(num_members)
-        s.divide_by_weight_()
+        """See `Mixer`."""
+        if self._sum is None or self._sum.layout != s.layout or self._sum.raw.device != s.raw.device:
+            self._sum = s.like()
+        self.finish_to(self._sum)
+        s.raw.copy_(self._sum.raw)
         s.push_sum_weight.fill_(1.0)
 
-    def _post(self, phase: Phase, s: FlatVector) -> None:
-        assert self._inbox is not None, "start() makes it"
+    def finish_to(self, out: FlatVector) -> None:
+        """Wait, then out <- the mean, where `start` was called with another vector of the same layout."""
+        sums = [phase for phase in self._phases if phase.in_peer is not None and not phase.is_result]
+        num_members = torch.full((1,), self.groups.num_members(self.transport.rank, self._t), device=out.raw.device)
+        if not self._phases:
+            out.raw.copy_(self._source.raw)
+        for phase in self._phases:
+            for k, chunk in enumerate(out.chunks()):
+                self._post(phase, k + _NUM_POSTED)
+                with record_function("gossip.wait"):
+                    self._posted.popleft().wait()
+                if phase.in_peer is None:
+                    continue
+                received = self._inbox[k]  # in cache
+                if not phase.is_result:
+                    received.add_segments_(self._source.chunks()[k], alpha=1.0)
+                if sums and phase is sums[-1]:
+                    received.divide_by_weight_(num_members)
+                chunk.raw.copy_(received.raw)
+            self._num_posted = 0
+            if phase.in_peer is not None:
+                self._source = out
+        self.partner = -1
+
+    def _post(self, phase: Phase, stop: int) -> None:
+        """Post the chunks before the `stop`-th one."""
         partner = phase.in_peer if phase.out_peer is None else phase.out_peer
         self.partner = -1 if partner is None else partner
-        sends = {} if phase.out_peer is None else {phase.out_peer: [s.raw]}
-        recvs = {} if phase.in_peer is None else {phase.in_peer: [self._inbox.raw]}
-        self._pending = self.transport.exchange(sends, recvs, tag=self._t, what=f"group average in round {self._t}")
+        chunks, what = self._source.chunks(), f"group average in round {self._t}"
+        for k in range(self._num_posted, min(stop, len(chunks))):
+            sends = {} if phase.out_peer is None else {phase.out_peer: [chunks[k].raw]}
+            recvs = {} if phase.in_peer is None else {phase.in_peer: [self._inbox[k].raw]}
+            self._posted.append(self.transport.exchange(sends, recvs, tag=self._t, what=what))
+            self._num_posted = k + 1
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.groups})"
+
+
+def _inbox_like(s: FlatVector) -> tuple[FlatVector, ...]:
+    """Receive buffers for all chunks of s, in memory for those that are under way at a time."""
+    memory = [s.raw.new_zeros(min(CHUNK_BYTES, s.layout.num_bytes)) for _ in range(min(_NUM_POSTED, len(s.chunks())))]
+    places = [(x.layout, memory[k % len(memory)]) for k, x in enumerate(s.chunks())]
+    return tuple(FlatVector(layout, raw[: layout.num_bytes]) for layout, raw in places)

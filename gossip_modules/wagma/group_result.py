@@ -5,51 +5,49 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..engine.shared_model import SharedModel
+from ..engine.snapshots import SnapshotPool
 from ..flat.vector import FlatVector
 
 
 class GroupResult:
-    """Two vectors in host memory: the newest average, for training, and an accumulator, for the worker.
+    """The newest average, in host memory, until training has merged it.
 
-    The worker copies y into the accumulator, averages it with the other members of its group without any lock, and then
-    exchanges the two vectors. Except for that average, every method and attribute is for the thread that holds the lock
-    of `shared`; so training never reads a vector that the worker writes.
+    The worker takes a vector, writes an average to it without any lock, and puts it in the place of the one before.
+    Training merges it, after which the memory is free for the next average: one vector is enough while training is on
+    time, two where it is late. Methods are for the thread that holds the lock of the snapshots; so training never
+    reads a vector that the worker writes.
 
     Args:
-        shared: y, the model that this rank has published.
-
-    Attributes:
-        vector: the newest average.
-        accumulator: the vector that the worker averages.
+        published: the models that this rank has published; the latest one is y.
     """
 
-    def __init__(self, shared: SharedModel) -> None:
-        self.vector, self.accumulator = shared.host_vector(), shared.host_vector()
-        self._shared = shared
-        self._correction: FlatVector | None = None  # with its bounds, made when they are first needed
-        self._bounds: list[tuple[Tensor, Tensor]]
-        self._on_gpu: FlatVector | None = None  # with its event, made when they are first needed
-        self._copied: torch.cuda.Event
+    def __init__(self, published: SnapshotPool) -> None:
+        self._published = published
+        self._newest: FlatVector | None = None
+        self._free: list[FlatVector] = []
+        self._bounds: list[tuple[Tensor, Tensor]] = []  # made when they are first needed, as the next ones
+        self._on_gpu: FlatVector | None = None
+        self._copied: torch.cuda.Event | None = None
 
-    def take_snapshot(self) -> None:
-        """accumulator <- y."""
-        self._wait_for_copy()  # the accumulator was the result before
-        self._shared.snapshot(self.accumulator)
+    def take(self) -> FlatVector:
+        """The memory of the next average; its content is old."""
+        if self._copied is not None:
+            self._copied.synchronize()  # a merge may still read it
+        return self._free.pop() if self._free else self._published.vector()
 
-    def finish(self, *, is_skipped: bool) -> None:
-        """Make the accumulator the newest average; `is_skipped`: after it has taken y, as the average is not finite."""
-        if is_skipped:
-            self._shared.snapshot(self.accumulator)
-        self.vector, self.accumulator = self.accumulator, self.vector
+    def put(self, average: FlatVector) -> None:
+        """Make this the newest average."""
+        self._end()
+        self._newest = average
 
     def merge_to(self, x: FlatVector, *, weight: float) -> None:
         """x <- (1 - weight) x + weight * average."""
-        average = self._beside(x, self.vector)
+        average = self._beside(x)
         if weight == 1.0:
             x.raw.copy_(average.raw)
         else:
             x.combine_(1 - weight, [average], [weight])
+        self._end()
 
     def correct(self, x: FlatVector) -> None:
         """x <- x + (average - y), where y is the contribution of this rank: later steps of x are kept.
@@ -58,38 +56,34 @@ class GroupResult:
         that has decayed since y was published could become negative. So each element of a buffer is clamped to the
         interval between the average and its present value.
         """
-        buffers_of = self._shared.buffers_of
-        correction = self._beside(x, self._difference(x))
-        for (average, low), mean, own in zip(self._bounds, buffers_of(self.vector), buffers_of(x), strict=True):
-            average.copy_(mean, non_blocking=True)
-            torch.minimum(own, average, out=low)
-            torch.maximum(own, average, out=average)
-        x.add_segments_(correction, alpha=1.0)
-        for (high, low), own in zip(self._bounds, buffers_of(x), strict=True):
+        assert self._newest is not None, "each average is merged once"
+        if not self._bounds:
+            self._bounds = [(torch.empty_like(own), torch.empty_like(own)) for own in x.buffers]
+        for (high, low), mean, own in zip(self._bounds, self._newest.buffers, x.buffers, strict=True):
+            high.copy_(mean)
+            torch.minimum(own, high, out=low)
+            torch.maximum(own, high, out=high)
+        y = self._published.latest
+        y.wait()
+        for average, own in zip(self._newest.segments, y.vector.segments, strict=True):
+            torch.sub(average, own, out=average)
+        x.add_segments_(self._beside(x), alpha=1.0)
+        for (high, low), own in zip(self._bounds, x.buffers, strict=True):
             torch.clamp(own, low, high, out=own)
+        self._end()
 
-    def _difference(self, x: FlatVector) -> FlatVector:
-        """average - y, in host memory."""
-        if self._correction is None:
-            self._correction = self._shared.host_vector()
-            buffers = self._shared.buffers_of(x)
-            self._bounds = [(torch.empty_like(own), torch.empty_like(own)) for own in buffers]
-        self._wait_for_copy()  # of the last correction
-        self._shared.snapshot(self._correction)
-        for y, average in zip(self._correction.segments, self.vector.segments, strict=True):
-            torch.sub(average, y, out=y)
-        return self._correction
-
-    def _beside(self, x: FlatVector, vector: FlatVector) -> FlatVector:
-        """The vector on the device of x; on a GPU it is a copy that is queued in training's stream."""
+    def _beside(self, x: FlatVector) -> FlatVector:
+        """The average on the device of x; on a GPU it is a copy that is queued in training's stream."""
+        assert self._newest is not None, "each average is merged once"
         if not x.raw.is_cuda:
-            return vector
-        if self._on_gpu is None:
+            return self._newest
+        if self._on_gpu is None or self._copied is None:
             self._on_gpu, self._copied = x.like(), torch.cuda.Event()
-        self._on_gpu.raw.copy_(vector.raw, non_blocking=True)
+        self._on_gpu.raw.copy_(self._newest.raw, non_blocking=True)
         self._copied.record(torch.cuda.current_stream(x.raw.device))
         return self._on_gpu
 
-    def _wait_for_copy(self) -> None:
-        if self._on_gpu is not None:
-            self._copied.synchronize()
+    def _end(self) -> None:
+        if self._newest is not None:
+            self._free.append(self._newest)
+        self._newest = None

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from ..engine.engine import EngineStats
 from ..engine.liveness import Activity, ControlMessage, Liveness
-from ..engine.shared_model import SharedModel
+from ..engine.snapshots import SnapshotPool
 from ..flat.nonfinite import check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
 from ..transport import threads
@@ -47,13 +47,13 @@ class WaitAvoidingWorker:
             wait until training has arrived at t, or a peer says that some rank has
             send ARRIVED(t) to the out-peers, which wakes their workers
             if t is averaged globally: wait until training has done that; continue
-            y <- the model that training published last   (under `state`)
+            y <- the model that training published last   (under `state`; y is not written until the round has ended)
             average <- mean of y over the group           (without any lock)
             result <- average; num_done <- t + 1          (under `state`)
 
     so each round runs once and in order, whichever rank arrived there first.
 
-    [Note: locks of WAGMA] `state` is a condition over the lock of `shared`, so one lock guards y, the result and all
+    [Note: locks of WAGMA] `state` is a condition over the lock of `published`, so one lock guards y, the result and all
     counters. It is reentrant, and no thread holds it while it waits for a peer: the worker averages without it,
     training waits in `Condition.wait`, which releases it, and `Liveness` is called without it. So neither two threads
     of a rank nor two ranks can wait for each other's locks.
@@ -69,8 +69,7 @@ class WaitAvoidingWorker:
             itself in the place of an average that is not finite; "spread": do not check.
 
     Attributes:
-        shared: y, the model that this rank contributes.
-        published_at: the round in which training published y.
+        published: the latest is y, the model that this rank contributes, with the round in which training published it.
         control: the transport of control messages.
         liveness: the control messages and the failures of this rank.
         out_peers, in_peers: see `control_peers`.
@@ -95,9 +94,10 @@ class WaitAvoidingWorker:
         assert isinstance(transport, ProcessGroupTransport), "control messages need a process group"
         self.control = copy.deepcopy(transport)  # control messages have a channel of their own
         self.on_nonfinite = check_policy(on_nonfinite)
-        self.shared, self.published_at = SharedModel(x), -1
-        self.state = threading.Condition(self.shared.lock)
-        self.result = GroupResult(self.shared)  # after round num_done - 1
+        self.published = SnapshotPool(x)
+        self.publish(x, t=-1)
+        self.state = threading.Condition(self.published.lock)
+        self.result = GroupResult(self.published)  # after round num_done - 1
         self.settling: dict[tuple[int, int], int] = {}
         self.num_beginnings = self.num_settled = 0
         self.is_idle = True
@@ -114,7 +114,7 @@ class WaitAvoidingWorker:
     def set_round(self, t: int) -> None:
         """Put training at round t while no round runs; none starts before `release()`."""
         self._next = self.num_started = self.num_done = t
-        self.newest_arrival = self.published_at = t - 1
+        self.newest_arrival = self.published.latest.standing = t - 1
         self.is_held = True
 
     def begin(self) -> None:
@@ -129,8 +129,7 @@ class WaitAvoidingWorker:
 
     def publish(self, x: FlatVector, *, t: int) -> None:
         """y <- x, the model of round t."""
-        self.shared.publish(x)
-        self.published_at = t
+        self.published.publish(x, t)
 
     def next_global(self, t: int) -> int | None:
         """The first round from t on that is averaged globally; None = none is."""
@@ -242,19 +241,25 @@ class WaitAvoidingWorker:
     def _run(self, t: int) -> None:
         """Average round t over the group. Called by the worker thread; holds no lock while peers are waited for."""
         with self.state:
-            self.result.take_snapshot()
+            y, average = self.published.hold(), self.result.take()
+            assert y is not None, "a model is published from the beginning"
             self.num_started = t + 1
-            self._stats.record(t - self.published_at)
-        average = self.result.accumulator  # only this thread exchanges it with the result
-        if self.on_nonfinite == "raise" and not is_finite(average):
+            self._stats.record(t - y.standing)
+        y.wait()
+        if self.on_nonfinite == "raise" and not is_finite(y.vector):
             refuse(self.transport.names[self.transport.rank], f"round {t}")
         waiting = self.liveness.waiting(f"the group average in round {t}", lambda: self.average.partner)
         with waiting, torch.no_grad(), record_function("gossip.round", f"t={t}"):
-            self.average.mix(average, t)
+            self.average.start(y.vector, t)
+            self.average.finish_to(average)
         is_skipped = self.on_nonfinite == "skip" and not is_finite(average)
         with self.state:
-            self.result.finish(is_skipped=is_skipped)
-            self._stats.num_skipped += is_skipped
+            if is_skipped:
+                self.published.latest.wait()
+                average.raw.copy_(self.published.latest.vector.raw)
+                self._stats.num_skipped += 1
+            self.published.release(y)
+            self.result.put(average)
             self.num_done = t + 1
             self.state.notify_all()
 

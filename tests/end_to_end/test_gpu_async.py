@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import BilatGossipDataParallel, GroupAverageDataParallel, PairwiseDataParallel
-from gossip_modules.engine.shared_model import SharedModel
+from gossip_modules.ad_psgd.shared_model import SharedModel
 from gossip_modules.extend import FlatBuffer, FlatVector
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.ranks import run_ranks
@@ -31,27 +31,27 @@ def forwards(model: nn.Module, count: int) -> None:
 def test_what_peers_see_is_what_was_published_whatever_training_writes_after_it() -> None:
     x = FlatVector.over(torch.zeros(NUM_ELEMENTS, device="cuda"))
     shared = SharedModel(x)
-    seen = shared.host_vector()
-    assert seen.raw.is_pinned()
     for k in range(NUM_ROUNDS):
         x.segments[0].fill_(k)
-        shared.publish(x)
+        shared.publish(x, step=0)
         x.segments[0].fill_(-1)  # queued at once: the copy must not see it
-        shared.snapshot(seen)
-        assert seen.segments[0].unique().tolist() == [k]
+        with shared.snapshots.reading() as y:
+            assert y is not None
+            assert y.vector.raw.is_pinned()
+            assert y.vector.segments[0].unique().tolist() == [k]
 
 
 def test_corrections_are_added_on_the_card_once() -> None:
     x = FlatVector.over(torch.zeros(NUM_ELEMENTS, device="cuda"))
     shared = SharedModel(x)
-    correction = shared.host_vector()
+    correction = shared.snapshots.vector()
     for k in range(NUM_ROUNDS):
         correction.segments[0].fill_(2.0 * k)
-        shared.deliver(correction, alpha=0.5)
+        shared.deliver(correction, alpha=0.5, step=0)
         correction.segments[0].fill_(1e9)  # the shared keeps nothing of it
         assert shared.collect(x)
         assert not shared.collect(x)
-        shared.publish(x)
+        shared.publish(x, step=0)
     assert x.segments[0].unique().tolist() == [sum(range(NUM_ROUNDS))]
 
 
@@ -136,4 +136,4 @@ def test_a_model_that_left_the_card_is_refused() -> None:
     buffer = FlatBuffer(mlp().cuda())
     shared = SharedModel(buffer.vector)
     with pytest.raises(ValueError, match=r"got a model of .* on cpu .* expected the same.*before wrapping"):
-        shared.publish(FlatVector(buffer.vector.layout, buffer.vector.raw.cpu()))
+        shared.publish(FlatVector(buffer.vector.layout, buffer.vector.raw.cpu()), step=0)

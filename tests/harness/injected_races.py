@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from gossip_modules.ad_psgd.exchange import BilateralAverage
+from gossip_modules.ad_psgd.shared_model import SharedModel
 from gossip_modules.dpwa.engine import PairwiseEngine
 from gossip_modules.dpwa.fetcher import ModelFetcher
-from gossip_modules.dpwa.server import ModelSnapshot, SnapshotPool
 from gossip_modules.engine.overlap import Filling, OverlapEngine, _Flight
-from gossip_modules.engine.shared_model import SharedModel
+from gossip_modules.engine.snapshots import Snapshot, SnapshotPool
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.transport.deadline import Deadline
 from gossip_modules.wagma.group_average import GroupAverage
@@ -85,35 +85,41 @@ def linger(k: int) -> None:
 def lose_updates(patch: pytest.MonkeyPatch) -> None:
     """The steps that training has taken since it published y are lost."""
 
-    def overwrite(shared: SharedModel, x: FlatVector, **_: object) -> bool:
-        if not shared.has_pending:
-            return False
-        shared._has_pending = False
-        x.raw.copy_(shared._public.raw)
-        return True
+    def overwrite(shared: SharedModel, x: FlatVector, **_: object) -> Sequence[int]:
+        steps, shared._steps = shared._steps, []
+        if steps:
+            x.raw.copy_(shared.snapshots.latest.vector.raw)
+        return steps
 
     patch.setattr(SharedModel, "collect", overwrite)
 
 
-def tear_snapshots(patch: pytest.MonkeyPatch) -> None:
-    """Copied in halves without the lock."""
-    patch.setattr(SharedModel, "snapshot", lambda shared, out: copy_in_halves(out, shared._public))
+def publish_over_what_is_read(patch: pytest.MonkeyPatch) -> None:
+    """A snapshot is written over while it is on its way to a peer."""
+
+    def publish(pool: SnapshotPool, x: FlatVector, standing: Any = None) -> bool:
+        if not pool.snapshots:
+            pool.snapshots.append(Snapshot(pool.vector()))
+        with pool.lock, let_go_of(pool.lock):
+            copy_in_halves(pool.latest.vector, x)
+        pool.latest.standing, pool.is_open = standing, True
+        return True
+
+    patch.setattr(SnapshotPool, "publish", publish)
 
 
 def read_early(patch: pytest.MonkeyPatch) -> None:
     """What a peer sends is read before it has arrived."""
 
-    def exchange(bilateral: BilateralAverage, peer: int, weight: float, what: str, deadline: Deadline) -> None:
-        step = bilateral.clock()
-        bilateral.shared.snapshot(bilateral._sent)
-        sends, recvs = {peer: [bilateral._sent.raw]}, {peer: [bilateral._received.raw]}
+    def exchange(
+        bilateral: BilateralAverage, peer: int, weight: float, y: Snapshot, what: str, deadline: Deadline
+    ) -> None:
+        sends, recvs = {peer: [y.vector.raw]}, {peer: [bilateral._received.raw]}
         pending = bilateral.transport.exchange(sends, recvs, tag=1, what=what)
         received = bilateral._received.clone()
         pending.wait()
-        received.add_segments_(bilateral._sent, alpha=-1.0)
-        with bilateral.shared.lock:
-            bilateral.shared.deliver(received, alpha=weight)
-            bilateral.delivered.append(step)
+        received.add_segments_(y.vector, alpha=-1.0)
+        bilateral.shared.deliver(received, alpha=weight, step=y.standing)
 
     patch.setattr(BilateralAverage, "_exchange", exchange)
 
@@ -121,11 +127,13 @@ def read_early(patch: pytest.MonkeyPatch) -> None:
 def deliver_without_the_lock(patch: pytest.MonkeyPatch) -> None:
     """A correction is added to a pending one that training has taken meanwhile."""
 
-    def deliver(shared: SharedModel, correction: FlatVector, *, alpha: float) -> None:
-        shared._public.add_segments_(correction, alpha=alpha)
+    def deliver(shared: SharedModel, correction: FlatVector, *, alpha: float, step: int) -> None:
+        shared.snapshots.latest.vector.add_segments_(correction, alpha=alpha)
         if shared._pending is None:
-            shared._pending, shared._in_transfer = shared.host_vector(), shared.host_vector()
-        pending, has_pending, shared._has_pending = shared._pending, shared._has_pending, True
+            shared._pending = shared.snapshots.vector()
+        pending, steps = shared._pending, shared._steps
+        has_pending = bool(steps)
+        steps.append(step)
         with shared.lock, let_go_of(shared.lock):
             linger(1)
         if has_pending:
@@ -139,33 +147,17 @@ def deliver_without_the_lock(patch: pytest.MonkeyPatch) -> None:
 def collect_without_the_lock(patch: pytest.MonkeyPatch) -> None:
     """What is delivered while the pending correction is added to x is lost."""
 
-    def collect(shared: SharedModel, x: FlatVector, **_: object) -> bool:
+    def collect(shared: SharedModel, x: FlatVector, **_: object) -> Sequence[int]:
         if not shared.has_pending:
-            return False
+            return ()
         assert shared._pending is not None
         with shared.lock, let_go_of(shared.lock):
             x.add_segments_(shared._pending, alpha=1.0)
             linger(1)
-            shared._has_pending = False
-        return True
+            steps, shared._steps = shared._steps, []
+        return steps
 
     patch.setattr(SharedModel, "collect", collect)
-
-
-def send_uncopied(patch: pytest.MonkeyPatch) -> None:
-    """y itself is sent, over a slow link, and training publishes the next one over it meanwhile."""
-
-    def exchange(bilateral: BilateralAverage, peer: int, weight: float, what: str, deadline: Deadline) -> None:
-        step = bilateral.clock()
-        bilateral.shared.snapshot(bilateral._sent)
-        sends, recvs = {peer: halves(bilateral.shared._public)}, {peer: halves(bilateral._received)}
-        bilateral.transport.exchange(sends, recvs, tag=1, what=what, fill=linger).wait()
-        bilateral._received.add_segments_(bilateral._sent, alpha=-1.0)
-        with bilateral.shared.lock:
-            bilateral.shared.deliver(bilateral._received, alpha=weight)
-            bilateral.delivered.append(step)
-
-    patch.setattr(BilateralAverage, "_exchange", exchange)
 
 
 def wait_with_the_lock(patch: pytest.MonkeyPatch) -> None:
@@ -240,69 +232,46 @@ def merge_without_the_lock(patch: pytest.MonkeyPatch) -> None:
 
     def merge_to(result: GroupResult, x: FlatVector, *, weight: float) -> None:
         slowness = seen.setdefault(result, len(seen))  # some ranks are slower than others
+        newest = result._newest
+        assert newest is not None
+        result._end()
         for half in range(2):
-            part, average = halves(x)[half], halves(result.vector)[half]
+            part, average = halves(x)[half], halves(newest)[half]
             part.mul_(1 - weight).add_(average, alpha=weight)
-            with let_go_of(result._shared.lock):
+            with let_go_of(result._published.lock):
                 linger(10 * slowness)
 
     patch.setattr(GroupResult, "merge_to", merge_to)
 
 
-def publish_without_the_lock(patch: pytest.MonkeyPatch) -> None:
-    """The worker may take y while it is half written."""
-
-    def publish(shared: SharedModel, x: FlatVector) -> None:
-        with shared.lock, let_go_of(shared.lock):
-            copy_in_halves(shared._public, x)
-        shared.is_open = True
-
-    patch.setattr(SharedModel, "publish", publish)
-
-
 def reuse_the_inbox(patch: pytest.MonkeyPatch) -> None:
     """The message of the next phase comes into the inbox before the last one is added."""
-    finish = GroupAverage.finish
+    finish = GroupAverage.finish_to
 
-    def finish_early(average: GroupAverage, s: FlatVector) -> None:
+    def finish_early(average: GroupAverage, out: FlatVector) -> None:
         _, *others = average._phases
-        if len(others) != 1:
-            finish(average, s)
+        if len(others) != 1 or len(average._posted) != 1:
+            finish(average, out)
             return
-        assert average._inbox is not None
-        assert average._pending is not None
+        (inbox,), (pending,) = average._inbox, average._posted
         assert others[0].in_peer is not None
         assert others[0].out_peer is not None
-        average._pending.wait()
-        coming = average.transport.exchange({}, {others[0].in_peer: [average._inbox.raw]}, tag=average._t)
+        pending.wait()
+        coming = average.transport.exchange({}, {others[0].in_peer: [inbox.raw]}, tag=average._t)
         linger(1)
-        s.add_segments_(average._inbox, alpha=1.0)
-        average.transport.exchange({others[0].out_peer: [s.raw]}, {}, tag=average._t).wait()
+        out.raw.copy_(average._source.raw)
+        out.add_segments_(inbox, alpha=1.0)
+        average.transport.exchange({others[0].out_peer: [out.raw]}, {}, tag=average._t).wait()
         coming.wait()
-        s.add_segments_(average._inbox, alpha=1.0)
-        average._pending = None
-        s.push_sum_weight.fill_(average.groups.num_members(average.transport.rank, average._t))
-        s.divide_by_weight_()
-        s.push_sum_weight.fill_(1.0)
+        out.add_segments_(inbox, alpha=1.0)
+        average._posted.clear()
+        average._num_posted = 0
+        out.segments[0].div_(average.groups.num_members(average.transport.rank, average._t))
 
-    patch.setattr(GroupAverage, "finish", finish_early)
+    patch.setattr(GroupAverage, "finish_to", finish_early)
 
 
 # dpwa.
-
-
-def reuse_what_is_served(patch: pytest.MonkeyPatch) -> None:
-    """A snapshot is written over while it is on its way to a peer."""
-    take = SnapshotPool.take
-
-    def take_any(pool: SnapshotPool) -> ModelSnapshot | None:
-        return pool.snapshots[0] if pool.snapshots else take(pool)
-
-    def write(pool: SnapshotPool, snapshot: ModelSnapshot, x: FlatVector) -> None:
-        copy_in_halves(snapshot.vector, x)
-
-    patch.setattr(SnapshotPool, "take", take_any)
-    patch.setattr(SnapshotPool, "write", write)
 
 
 def merge_while_the_next_arrives(patch: pytest.MonkeyPatch) -> None:
@@ -330,11 +299,10 @@ def merge_while_the_next_arrives(patch: pytest.MonkeyPatch) -> None:
 
 RACES = (
     Race("updates that are lost", "adpsgd", lose_updates, SUM, 2),
-    Race("snapshots that are torn", "adpsgd", tear_snapshots, TORN, 3),
     Race("lock left out in deliver", "adpsgd", deliver_without_the_lock, f"{SUM}|{TORN}", 2),
     Race("lock left out in collect", "adpsgd", collect_without_the_lock, f"{SUM}|{TORN}", 5),
     Race("message read before it is there", "adpsgd", read_early, f"{SUM}|{TORN}", 2),
-    Race("y sent without a copy", "adpsgd", send_uncopied, f"{SUM}|{TORN}", 5),
+    Race("y overwritten while sent", "adpsgd", publish_over_what_is_read, f"{SUM}|{TORN}", 5),
     Race("deadlock", "adpsgd", wait_with_the_lock, DEADLOCK, 2),
     Race("training while x is filled", "osgp", train_while_x_is_filled, f"{SUM}|{TORN}", 1),
     Race("snapshot overwritten while sent", "osgp", overwrite_what_is_sent, f"{SUM}|{TORN}", 1, LONG),
@@ -342,8 +310,8 @@ RACES = (
     Race("correction applied twice", "osgp", correct_twice, f"{SUM}|{TORN}|{IN_FLIGHT}", 9),
     Race("flush that does not wait", "osgp", flush_without_waiting, f"{SUM}|{TORN}|{IN_FLIGHT}", 9),
     Race("result replaced while merged", "wagma", merge_without_the_lock, f"{HULL}|{TORN}", 10),
-    Race("y published without the lock", "wagma", publish_without_the_lock, f"{HULL}|{TORN}", 9),
+    Race("y overwritten while sent", "wagma", publish_over_what_is_read, f"{HULL}|{TORN}", 9),
     Race("inbox used again before it is added", "wagma", reuse_the_inbox, f"{HULL}|{TORN}", 10),
-    Race("snapshot reused while served", "dpwa", reuse_what_is_served, f"{HULL}|{TORN}", 5),
+    Race("snapshot reused while served", "dpwa", publish_over_what_is_read, f"{HULL}|{TORN}", 5),
     Race("fetch into what is merged", "dpwa", merge_while_the_next_arrives, f"{HULL}|{TORN}", 5),
 )

@@ -38,9 +38,9 @@ from tests.harness.ranks_at_work import LENGTH, LONG, Board, Rank
 from tests.harness.workloads import WORKLOADS, Workload
 
 _THREADED = {  # modules that share state between threads
-    "engine": ("background", "liveness", "overlap", "shared_model"),
+    "engine": ("background", "liveness", "overlap", "snapshots"),
     "transport": ("listener", "threads"),
-    "ad_psgd": ("engine", "exchange"),
+    "ad_psgd": ("engine", "exchange", "shared_model"),
     "wagma": ("engine", "group_average", "group_result", "worker"),
     "dpwa": ("averager", "engine", "fetcher", "peer_scores", "protocol", "server", "wrapper"),
 }

@@ -15,7 +15,6 @@ from gossip_modules import (
     BilatGossipDataParallel,
 )
 from gossip_modules.ad_psgd.engine import BilateralEngine
-from gossip_modules.flat.vector import FlatVector
 from tests.harness import progress
 
 PATIENCE = 10.0
@@ -77,15 +76,15 @@ def one_exchange_double(wrapper: BilatGossipDataParallel, meeting: Meeting) -> N
 
 
 class Gate:
-    """Holds the listener of a passive rank just before it reads y."""
+    """Holds a passive rank just before it sends y."""
 
     def __init__(self, wrapper: BilatGossipDataParallel) -> None:
         self.entered, self.opened = threading.Event(), threading.Event()
-        self._shared = engine_of(wrapper).shared
-        self._snapshot = self._shared.snapshot
-        self._shared.snapshot = self._wait  # type: ignore[method-assign]
+        bilateral = engine_of(wrapper)._bilateral
+        self._exchange = bilateral._exchange
+        bilateral._exchange = self._wait  # type: ignore[assignment]
 
-    def _wait(self, out: FlatVector) -> None:
+    def _wait(self, *exchange: Any) -> None:
         self.entered.set()
         assert self.opened.wait(PATIENCE), "nobody opened the gate"
-        self._snapshot(out)
+        self._exchange(*exchange)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import BilatGossipDataParallel, RingGraph
-from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager import (
     DynamicBipartiteCompleteGraph,
     DynamicBipartiteExponentialGraph,
@@ -161,13 +160,14 @@ def test_training_goes_on_while_no_answer_comes_and_staleness_says_so() -> None:
                 assert asked.wait(PATIENCE)
                 wrapper(X)  # no lock is held over the network
         else:
-            snapshot = engine_of(wrapper).shared.snapshot
+            bilateral = engine_of(wrapper)._bilateral
+            exchange = bilateral._exchange
 
-            def tell(out: FlatVector) -> None:
-                snapshot(out)
+            def tell(*what: Any) -> None:
                 asked.set()
+                exchange(*what)
 
-            engine_of(wrapper).shared.snapshot = tell  # type: ignore[method-assign]
+            bilateral._exchange = tell  # type: ignore[assignment]
             assert ready.wait(PATIENCE)
             before = flatten(wrapper.module)
             wrapper(X)

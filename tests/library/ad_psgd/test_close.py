@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_an_error_of_the_listener_is_raised_in_training() -> None:
         wrapper = wrap(mlp(group.rank()), group)
         if group.rank() == 0:
 
-            def fail(correction: FlatVector, *, alpha: float) -> None:
+            def fail(correction: FlatVector, **how: Any) -> None:
                 raise MemoryError("no room for a correction")
 
             engine_of(wrapper).shared.deliver = fail  # type: ignore[method-assign]
@@ -176,16 +177,16 @@ def test_a_passive_rank_that_closes_while_it_answers_says_what_is_lost(monkeypat
 
     def body(group: dist.ProcessGroup) -> None:
         wrapper = wrap(mlp(group.rank()), group)
-        shared = engine_of(wrapper).shared
+        bilateral = engine_of(wrapper)._bilateral
         if group.rank() == 0:
-            snapshot = shared.snapshot
+            exchange = bilateral._exchange
 
-            def late(out: FlatVector) -> None:
+            def late(*what: Any) -> None:
                 is_answering.set()
                 assert is_over.wait(PATIENCE)
-                snapshot(out)
+                exchange(*what)
 
-            shared.snapshot = late  # type: ignore[method-assign]
+            bilateral._exchange = late  # type: ignore[assignment]
             wrapper(X)
             assert is_answering.wait(PATIENCE)
             with pytest.warns(UserWarning, match="closed while an exchange was under way"):
@@ -421,3 +422,20 @@ def test_an_active_rank_that_stops_between_exchanges_is_missed_by_nobody() -> No
     outcomes = outcomes_of(1, signal.SIGSTOP)
     for rank in (0, 2, 3):
         assert (outcomes[rank].result, outcomes[rank].exit_code) == (MISSED_NOBODY, 0), outcomes[rank]
+
+
+@pytest.mark.parametrize("ends", ["close", "settle"])
+def test_a_model_that_is_not_finite_is_never_silent(ends: str) -> None:
+    """A rank whose steps are faster than its exchanges may end before any exchange has the NaN."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(mlp(group.rank()), group)
+        wrapper(X)
+        wrapper.flush()
+        with torch.no_grad():
+            next(wrapper.parameters()).fill_(float("nan"))
+        with pytest.raises(FloatingPointError, match=rf"rank {group.rank()}: .* infinities or NaN"):
+            getattr(wrapper, ends)()
+        wrapper.close()
+
+    run_ranks(1, body)

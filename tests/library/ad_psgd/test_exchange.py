@@ -7,13 +7,15 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from gossip_modules.ad_psgd.exchange import BilateralAverage
-from gossip_modules.engine.shared_model import SharedModel
+from gossip_modules.ad_psgd.shared_model import SharedModel
+from gossip_modules.engine.engine import EngineStats
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.transport.connect import connect
 from tests.harness.ranks import CPU, TIMEOUT, HangUp, run_ranks, solo_group
@@ -35,11 +37,11 @@ class Rank:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.x = FlatVector.over(torch.full((4,), start, dtype=dtype))
-        self.shared = SharedModel(self.x)
-        self.shared.publish(self.x)
+        self.shared, self.steps = SharedModel(self.x), list[int]()
+        self.shared.publish(self.x, step=STEP)
         self.transport = connect(group, module_device=CPU, timeout=timeout)
         peers = [0] if group.rank() else range(1, group.size())
-        self.bilateral = BilateralAverage(self.shared, self.transport, peers, clock=lambda: STEP)
+        self.bilateral = BilateralAverage(self.shared, self.transport, peers, stats=EngineStats())
 
     def ask(self, t: int, weight: float = 0.5) -> bool:
         """Exchange with rank 0; returns whether it is still there."""
@@ -65,7 +67,7 @@ class Rank:
 
     def value(self) -> float:
         """x with its pending correction."""
-        self.shared.collect(self.x)
+        self.steps += self.shared.collect(self.x)
         assert len(self.x.segments[0].unique()) == 1
         return float(self.x.segments[0][0])
 
@@ -79,8 +81,9 @@ def test_both_ends_move_by_opposite_corrections(weight: float, dtype: torch.dtyp
             assert me.ask(3, weight)
         me.wait_for(lambda: me.shared.has_pending)
         me.close()
-        assert list(me.bilateral.delivered) == [STEP]
-        return me.value()
+        value = me.value()
+        assert me.steps == [STEP]
+        return value
 
     assert run_ranks(2, body) == [8 * weight, 8 - 8 * weight]
 
@@ -104,10 +107,10 @@ def test_corrections_are_added_to_what_the_model_has_become() -> None:
         me = Rank(group, start=8.0 * group.rank())
         deliver = me.shared.deliver
 
-        def train_then_deliver(correction: FlatVector, *, alpha: float) -> None:
+        def train_then_deliver(correction: FlatVector, **how: Any) -> None:
             me.x.segments[0].add_(100.0)
-            me.shared.publish(me.x)
-            deliver(correction, alpha=alpha)
+            me.shared.publish(me.x, step=STEP)
+            deliver(correction, **how)
 
         me.shared.deliver = train_then_deliver  # type: ignore[method-assign]
         if group.rank() == 1:
@@ -125,11 +128,11 @@ def test_a_passive_rank_answers_several_ranks_until_all_have_shut_down() -> None
     def body(group: dist.ProcessGroup) -> tuple[float, int]:
         me = Rank(group, start=float(group.rank()), dtype=torch.float64)
         if group.rank() == 0:
-            me.wait_for(lambda: len(me.bilateral.delivered) == 6 * num_exchanges)
+            me.wait_for(lambda: len(me.shared._steps) == 6 * num_exchanges)
         else:
             assert all(me.ask(t) for t in range(num_exchanges * group.rank()))
         me.close()
-        return me.value(), len(me.bilateral.delivered)
+        return me.value(), len(me.steps)
 
     results = run_ranks(4, body)
     assert sum(value for value, _ in results) == pytest.approx(0 + 1 + 2 + 3, abs=1e-12)
@@ -166,7 +169,7 @@ def test_a_rank_that_has_withdrawn_its_model_is_still_there() -> None:
             withdrawn.set()
             assert asked.wait(PATIENCE)
             assert not me.shared.has_pending
-            me.shared.publish(me.x)
+            me.shared.publish(me.x, step=STEP)
             published.set()
         else:
             assert withdrawn.wait(PATIENCE)
@@ -252,9 +255,9 @@ def test_training_waits_for_the_exchange_under_way() -> None:
             return me.value()
         deliver = me.shared.deliver
 
-        def late(correction: FlatVector, *, alpha: float) -> None:
+        def late(correction: FlatVector, **how: Any) -> None:
             is_serving.set()
-            deliver(correction, alpha=alpha)
+            deliver(correction, **how)
 
         me.shared.deliver = late  # type: ignore[method-assign]
         assert is_serving.wait(PATIENCE)

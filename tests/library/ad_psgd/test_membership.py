@@ -20,7 +20,8 @@ from torch import nn
 
 from gossip_modules import BilatGossipDataParallel, Membership
 from gossip_modules.ad_psgd.exchange import BilateralAverage
-from gossip_modules.engine.shared_model import SharedModel
+from gossip_modules.ad_psgd.shared_model import SharedModel
+from gossip_modules.engine.engine import EngineStats
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager import DynamicBipartiteCompleteGraph, DynamicBipartiteExponentialGraph
 from gossip_modules.membership import limits
@@ -182,8 +183,8 @@ def test_an_exchange_whose_other_end_is_lost_changes_nothing(is_ready: bool, mon
         transport = connect(rank)
         x = FlatVector.over(torch.full((4,), 8.0 * rank))
         shared = SharedModel(x)
-        shared.publish(x)
-        bilateral = BilateralAverage(shared, transport, [1 - rank], clock=lambda: 0)
+        shared.publish(x, step=0)
+        bilateral = BilateralAverage(shared, transport, [1 - rank], stats=EngineStats())
         if rank == 0:
 
             def die(*_: object) -> Any:
@@ -192,7 +193,7 @@ def test_an_exchange_whose_other_end_is_lost_changes_nothing(is_ready: bool, mon
                 return nullcontext()
 
             if is_ready:
-                monkeypatch.setattr(shared, "snapshot", die)
+                monkeypatch.setattr(bilateral, "_exchange", die)
             else:
                 monkeypatch.setattr(bilateral, "_answer", die)
             assert is_closed.wait(SECONDS)
@@ -246,7 +247,9 @@ def test_an_exchange_is_given_up_with_its_peer_where_gloo_does_not_end_the_wait(
     transport, link = alone(timedelta(days=1)), HalfReceived()
     transport._links, transport.names = {1: link}, [0, 1]  # type: ignore[dict-item]
     x = FlatVector.over(torch.ones(4))
-    bilateral = BilateralAverage(SharedModel(x), transport, [], clock=lambda: 0)
+    shared = SharedModel(x)
+    shared.publish(x, step=0)
+    bilateral = BilateralAverage(shared, transport, [], stats=EngineStats())
     bilateral.ask(1, 0, 0.5)
     assert link.is_waited_for.wait(SECONDS)
     transport.break_link(1)
@@ -263,10 +266,10 @@ def test_one_exchange_at_most_is_waited_for_where_a_generation_begins() -> None:
     model = BilatGossipDataParallel(nn.Linear(4, 1), membership=membership)
     engine: Any = engine_of(model)
     model(X)
-    assert engine.shared.is_open
+    assert engine.shared.snapshots.is_open
     assert model._elastic is not None
     model._elastic.flush()
-    assert not engine.shared.is_open, "peers that ask now get the reply: not yet"
+    assert not engine.shared.snapshots.is_open, "peers that ask now get the reply: not yet"
     under_way, later = Future[float](), Future[float]()
     engine._bilateral._exchanges.extend([under_way, later])
     ending = threading.Timer(0.1, under_way.set_result, [0.0])
@@ -274,7 +277,7 @@ def test_one_exchange_at_most_is_waited_for_where_a_generation_begins() -> None:
     engine.rebind(engine.mixing, alone(membership.timeout))
     assert under_way.done()
     model(X)
-    assert engine.shared.is_open
+    assert engine.shared.snapshots.is_open
     model.close()
 
 

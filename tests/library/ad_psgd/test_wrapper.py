@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -129,12 +129,12 @@ def test_no_model_is_torn(n: int) -> None:
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=1.0)
         deliver, num_received = engine_of(wrapper).shared.deliver, 0
 
-        def check(correction: FlatVector, *, alpha: float) -> None:
+        def check(correction: FlatVector, **how: Any) -> None:
             nonlocal num_received
             (values,) = correction.segments
             assert (values == values[0]).all(), "torn"
             num_received += 1
-            deliver(correction, alpha=alpha)
+            deliver(correction, **how)
 
         engine_of(wrapper).shared.deliver = check  # type: ignore[method-assign]
 
@@ -353,10 +353,10 @@ def test_variances_that_decay_while_an_exchange_is_under_way_stay_variances(num_
         meeting.wait()
         wrapper.flush()
 
-        def decay_then_deliver(correction: FlatVector, *, alpha: float) -> None:
+        def decay_then_deliver(correction: FlatVector, **how: Any) -> None:
             nonlocal num_delivered
             norm.running_var.fill_(0.01)  # type: ignore[union-attr]
-            deliver(correction, alpha=alpha)
+            deliver(correction, **how)
             num_delivered += 1
 
         engine_of(wrapper).shared.deliver = decay_then_deliver  # type: ignore[method-assign]

@@ -15,8 +15,9 @@ from gossip_modules.dpwa.config import PairwiseConfig
 from gossip_modules.dpwa.fetcher import Fetched, ModelFetcher
 from gossip_modules.dpwa.peer_scores import PeerScores
 from gossip_modules.dpwa.protocol import Counts, ModelShape
-from gossip_modules.dpwa.server import ModelServer, SnapshotPool
+from gossip_modules.dpwa.server import ModelServer
 from gossip_modules.engine.background import Background
+from gossip_modules.engine.snapshots import SnapshotPool
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.transport.bounded_listener import MIN_CONNECTIONS
 from tests.harness.strangers import TIMEOUT
@@ -55,7 +56,7 @@ class Served:
         round_seconds: float = TIMEOUT,
         context: ssl.SSLContext | None = None,
     ) -> None:
-        self.counts, self.snapshots, self.background = Counts(), SnapshotPool(x.layout, is_pinned=False), Background()
+        self.counts, self.snapshots, self.background = Counts(), SnapshotPool(x), Background()
         self.max_connections = MIN_CONNECTIONS
         self.server = ModelServer(
             PairwiseConfig(name, {name: address}, timeout=timedelta(seconds=round_seconds), **both(context)),
@@ -98,7 +99,7 @@ class Asking:
             {"s": address},
             self.scores,
             shape=shape_of(x),
-            snapshots=SnapshotPool(x.layout, is_pinned=False),
+            snapshots=SnapshotPool(x),
             counts=self.counts,
             background=self.background,
         )

@@ -20,7 +20,7 @@ from gossip_modules.dpwa import protocol, server
 from gossip_modules.dpwa.fetcher import Fetched
 from gossip_modules.dpwa.interpolation import Standing
 from gossip_modules.dpwa.protocol import HEADER_BYTES, MessageHeader, MessageKind
-from gossip_modules.dpwa.server import MAX_SNAPSHOTS
+from gossip_modules.engine.snapshots import MAX_SNAPSHOTS
 from gossip_modules.transport import bounded_listener
 from tests.harness.certificates import Authority
 from tests.harness.ranks import assert_no_gossip_threads, gossip_threads
@@ -284,12 +284,12 @@ def test_withdrawn_models_are_not_served() -> None:
     x, inbox = vector_of(1.0), vector_of(0.0)
     with serving(x) as served:
         client = Asking(served.address, inbox)
-        assert not served.snapshots.is_serving
+        assert not served.snapshots.is_open
         served.publish(x, Standing())
-        assert served.snapshots.is_serving
+        assert served.snapshots.is_open
         assert client.fetch(inbox) is not None
         served.snapshots.withdraw()
-        assert not served.snapshots.is_serving
+        assert not served.snapshots.is_open
         assert client.fetch(inbox) is None
         assert client.count("num_failed_fetches") == 0
         served.publish(x, Standing())

@@ -115,15 +115,15 @@ def test_an_overlapped_late_rank_waits_for_nothing() -> None:
 
     def body(group: dist.ProcessGroup) -> None:
         rank = Rank(group, overlap=True)
-        average = rank.worker.average.mix
+        start = rank.worker.average.start
 
-        def gated(x: Any, t: int) -> Any:
+        def gated(s: FlatVector, t: int) -> None:
             if t == 2 and group.rank() == 1:
                 is_running.set()
             assert t < 2 or may_run.wait(PATIENCE), "nobody let round 2 run"
-            return average(x, t)
+            start(s, t)
 
-        rank.worker.average.mix = gated  # type: ignore[method-assign]
+        rank.worker.average.start = gated  # type: ignore[method-assign]
         turn.wait(PATIENCE)
         if group.rank() == 0:
             assert rank.round(10.0) == 10.0
@@ -291,7 +291,7 @@ def test_a_rank_in_training_joins_a_global_average_that_others_are_at() -> None:
                 rank.worker.wait_for(lambda: rank.worker.newest_arrival == 3, "the global average")
             assert rank.round(100.0) == (30 + 100) / 2  # not round 0: one step for four of the other
         assert rank.engine.t == 4
-        assert rank.worker.published_at == 3
+        assert rank.worker.published.latest.standing == 3
         turn.wait(PATIENCE)
         rank.end()
 

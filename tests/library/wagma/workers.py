@@ -65,7 +65,7 @@ def be_on_time(monkeypatch: pytest.MonkeyPatch, *, before: int = 1 << 31) -> Non
 
     def patient_run(worker: WaitAvoidingWorker, t: int) -> None:
         with worker.state:
-            is_there = worker.state.wait_for(lambda: t >= before or worker.published_at >= t, PATIENCE)
+            is_there = worker.state.wait_for(lambda: t >= before or worker.published.latest.standing >= t, PATIENCE)
             assert is_there, f"training never came to round {t}"
         run(worker, t)
 

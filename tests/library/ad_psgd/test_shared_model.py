@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossip_modules.engine.shared_model import SharedModel
+from gossip_modules.ad_psgd.shared_model import SharedModel
 from gossip_modules.flat.buffer import FlatBuffer
 from gossip_modules.flat.vector import FlatVector
 
@@ -29,9 +29,7 @@ def value(x: FlatVector) -> float:
 
 def snapshot(shared: SharedModel) -> FlatVector:
     """What a peer would get."""
-    out = shared.host_vector()
-    shared.snapshot(out)
-    return out
+    return shared.snapshots.latest.vector.clone()
 
 
 def test_y_is_a_copy_that_only_publish_renews() -> None:
@@ -40,7 +38,7 @@ def test_y_is_a_copy_that_only_publish_renews() -> None:
     assert value(snapshot(shared)) == 1.0
     x.segments[0].fill_(2.0)
     assert value(snapshot(shared)) == 1.0
-    shared.publish(x)
+    shared.publish(x, step=0)
     assert value(snapshot(shared)) == 2.0
 
 
@@ -49,8 +47,8 @@ def test_a_correction_goes_to_y_at_once_and_to_x_once() -> None:
     shared = SharedModel(x)
     assert not shared.has_pending
     assert not shared.collect(x)
-    shared.deliver(vector(4.0), alpha=0.5)
-    shared.deliver(vector(1.0), alpha=-1.0)
+    shared.deliver(vector(4.0), alpha=0.5, step=0)
+    shared.deliver(vector(1.0), alpha=-1.0, step=0)
     assert shared.has_pending
     assert (value(x), value(snapshot(shared))) == (1.0, 2.0)
     x.segments[0].add_(10.0)  # a step of training meanwhile
@@ -66,7 +64,7 @@ def test_corrections_start_from_zero_each_time() -> None:
     x = vector(0.0)
     shared = SharedModel(x)
     for i in range(5):
-        shared.deliver(vector(1.0), alpha=1.0)
+        shared.deliver(vector(1.0), alpha=1.0, step=0)
         assert shared.collect(x)
         assert value(x) == i + 1
 
@@ -74,8 +72,8 @@ def test_corrections_start_from_zero_each_time() -> None:
 def test_publish_keeps_the_pending_correction() -> None:
     x = vector(1.0)
     shared = SharedModel(x)
-    shared.deliver(vector(1.0), alpha=1.0)
-    shared.publish(x)
+    shared.deliver(vector(1.0), alpha=1.0, step=0)
+    shared.publish(x, step=0)
     assert value(snapshot(shared)) == 1.0
     assert shared.collect(x)
     assert value(x) == 2.0
@@ -84,13 +82,13 @@ def test_publish_keeps_the_pending_correction() -> None:
 def test_y_is_for_peers_from_publish_to_withdraw() -> None:
     x = vector(1.0)
     shared = SharedModel(x)
-    assert not shared.is_open
+    assert not shared.snapshots.is_open
     for _ in range(2):
-        shared.publish(x)
-        assert shared.is_open
+        shared.publish(x, step=0)
+        assert shared.snapshots.is_open
         shared.withdraw()
-        assert not shared.is_open
-    shared.deliver(vector(1.0), alpha=1.0)  # of an exchange that was under way
+        assert not shared.snapshots.is_open
+    shared.deliver(vector(1.0), alpha=1.0, step=0)  # of an exchange that was under way
     assert shared.collect(x)
     assert value(x) == 2.0
 
@@ -100,10 +98,10 @@ def test_all_dtypes_of_a_model() -> None:
     x = FlatBuffer(module).vector
     start = x.clone()
     shared = SharedModel(x)
-    correction = shared.host_vector()
+    correction = shared.snapshots.vector()
     for segment in correction.segments:
         segment.fill_(0.5)
-    shared.deliver(correction, alpha=0.25)
+    shared.deliver(correction, alpha=0.25, step=0)
     shared.collect(x)
     assert {segment.dtype for segment in x.segments} == {torch.float32, torch.float64, torch.bfloat16}
     for before, after in zip(start.segments, x.segments, strict=True):
@@ -119,9 +117,9 @@ def test_buffers_are_averaged_with_what_is_there_when_mail_is_applied(dtype: tor
     (y,) = shared.buffers_of(x)
     assert y.numel() == 6
     for received, alpha in ((8.0, 0.5), (2.0, 0.25)):
-        correction = shared.host_vector()
+        correction = shared.snapshots.vector()
         correction.segments[0].fill_(received)
-        shared.deliver(correction, alpha=alpha)
+        shared.deliver(correction, alpha=alpha, step=0)
     (published,) = shared.buffers_of(snapshot(shared))
     assert published.tolist() == [(0 + 8) / 2 * 3 / 4 + 2 / 4] * 3 + [(1 + 8) / 2 * 3 / 4 + 2 / 4] * 3
     for start in (16.0, 0.0):  # twice: nothing of the correction before comes back
@@ -131,9 +129,9 @@ def test_buffers_are_averaged_with_what_is_there_when_mail_is_applied(dtype: tor
         assert y.tolist() == [3 / 8 * start + 3.5] * 6
         assert (module.weight == before + 4.5).all()
         for received, alpha in ((8.0, 0.5), (2.0, 0.25)):
-            correction = shared.host_vector()
+            correction = shared.snapshots.vector()
             correction.segments[0].fill_(received)
-            shared.deliver(correction, alpha=alpha)
+            shared.deliver(correction, alpha=alpha, step=0)
 
 
 @pytest.mark.parametrize("call", ["publish", "collect"])
@@ -143,7 +141,7 @@ def test_another_layout_is_refused(call: str) -> None:
         with pytest.raises(
             ValueError, match=r"got a model of \d+ bytes on cpu .* \(16 bytes on cpu\), expected .*before wrapping"
         ):
-            getattr(shared, call)(other)
+            shared.publish(other, step=0) if call == "publish" else shared.collect(other)
 
 
 @pytest.fixture
@@ -165,11 +163,11 @@ def test_no_snapshot_is_torn() -> None:
     is_over = threading.Event()
 
     def peer(i: int) -> int:
-        out, correction, seen = shared.host_vector(), vector(float(i), 200_000), set()
+        correction, seen = vector(float(i), 200_000), set()
         while not is_over.is_set():
-            shared.snapshot(out)
-            seen.add(value(out))
-            shared.deliver(correction, alpha=1.0)
+            with shared.lock:  # as a rank that sends nothing of it
+                seen.add(value(shared.snapshots.latest.vector))
+            shared.deliver(correction, alpha=1.0, step=0)
         return len(seen)
 
     with ThreadPoolExecutor(2) as pool:
@@ -177,7 +175,7 @@ def test_no_snapshot_is_torn() -> None:
         try:
             for i in range(300):
                 x.segments[0].fill_(float(i))
-                shared.publish(x)
+                shared.publish(x, step=0)
                 shared.collect(x)
                 value(x)
         finally:
@@ -194,7 +192,7 @@ def test_no_correction_is_lost() -> None:
 
     def peer(size: float) -> None:
         for _ in range(num_corrections):
-            shared.deliver(vector(size, 10_000), alpha=1.0)
+            shared.deliver(vector(size, 10_000), alpha=1.0, step=0)
 
     with ThreadPoolExecutor(3) as pool:
         peers = [pool.submit(peer, size) for size in (1.0, 5.0, -2.0)]
@@ -204,7 +202,7 @@ def test_no_correction_is_lost() -> None:
             steps += 1
             with shared.lock:
                 shared.collect(x)
-                shared.publish(x)
+                shared.publish(x, step=0)
                 assert value(snapshot(shared)) == value(x)
         for one in peers:
             one.result(PATIENCE)

@@ -1,0 +1,168 @@
+"""SharedModel: one object with one lock between training and the thread that exchanges models with peers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..engine.snapshots import SnapshotPool
+from ..flat.vector import FlatVector, scale_and_add_
+
+
+class SharedModel:
+    """The public model y of a rank, which peers receive, and the pending correction for training.
+
+    The training thread calls `publish` and `collect` at the safe point. The exchanging thread reads `snapshots` and
+    calls `deliver` at any time. Peers receive a snapshot that is not written meanwhile, so no message mixes old and new
+    values. A correction is added to the pending correction and never overwrites parameters, so no update is lost.
+
+    [Note: pinned memory] For parameters on a GPU, y and the pending correction are in pinned host memory. `publish` is
+    a `HostCopy`, and the background threads wait for it before they read or change y. `collect` queues the copy to the
+    GPU in the stream of training, which does not wait for it; `deliver` does.
+
+    [Note: buffers of a pending correction] A correction is a difference to the model at the beginning of an exchange.
+    BatchNorm statistics decay meanwhile, so a late correction can make a variance negative. So the buffers r of a peer
+    are averaged with the present buffers b when the correction is applied: b <- (1 - alpha) b + alpha r. This keeps
+    variances non-negative. Several averages are combined into one share of b and one term that is added.
+
+    Args:
+        x: the model. y starts as a copy of it, which peers may not receive yet.
+
+    Attributes:
+        snapshots: the latest one is y.
+        lock: guards y and the pending correction.
+
+    Raises:
+        ValueError: (`publish`, `collect`) the tensors, dtypes or device of x have changed.
+    """
+
+    def __init__(self, x: FlatVector) -> None:
+        self.snapshots = SnapshotPool(x)
+        self.lock = self.snapshots.lock
+        self._pending: FlatVector | None = None  # made when it is first needed, as the others
+        self._kept: FlatVector | None = None  # the corrections for `add_again`
+        self._arrived: FlatVector | None = None  # the pending correction on the GPU
+        self._applied: torch.cuda.Event | None = None  # recorded after the copy to it
+        self._steps: list[int] = []  # of the exchanges in the pending correction
+        self._is_kept = False
+        self._first_buffers = tuple(segment.numel for segment in x.layout.where(is_buffer=False).segments)
+        self._has_buffers = any(segment.numel for segment in x.layout.where(is_buffer=True).segments)
+        self._buffer_share = 1.0  # [Note: buffers of a pending correction]
+        self.publish(x, step=0)
+        self.withdraw()
+        self._buffer_terms = [buffers.clone() for buffers in self.buffers_of(self.snapshots.latest.vector)]
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether `collect` would change anything."""
+        return bool(self._steps)
+
+    def publish(self, x: FlatVector, *, step: int) -> None:
+        """y <- x, the model of a training step. Called by the training thread."""
+        self.snapshots.publish(x, step)
+
+    def withdraw(self) -> None:
+        """Do not let peers receive y until the next `publish`, because parameters change or must stay unchanged."""
+        self.snapshots.withdraw()
+
+    def collect(self, x: FlatVector, *, is_kept: bool = False) -> Sequence[int]:
+        """x <- x + the pending correction, which becomes zero. Called by the training thread.
+
+        Buffers are averaged: see [Note: buffers of a pending correction].
+
+        Args:
+            x: the model, mutated.
+            is_kept: whether `add_again` may follow. It adds all corrections since the last call with is_kept=False.
+
+        Returns:
+            The step of y for each exchange in the correction; none if there was no correction.
+        """
+        self.snapshots.check(x)
+        with self.lock:
+            steps, self._steps = self._steps, []
+            was_kept, self._is_kept = self._is_kept, is_kept and (self._is_kept or bool(steps))
+            if not steps:
+                return steps
+            correction = self._pending
+            assert correction is not None
+            for buffers, term in zip(self.buffers_of(correction), self._buffer_terms, strict=True):
+                buffers.copy_(term)
+            if is_kept and was_kept and self._kept is not None:
+                self._kept.add_segments_(correction, alpha=1.0)
+            elif is_kept:
+                self._kept = correction.clone()
+            if x.raw.is_cuda:
+                if self._arrived is None:  # made here, in the stream of training
+                    self._arrived, self._applied = x.like(), torch.cuda.Event()
+                assert self._applied is not None
+                self._arrived.raw.copy_(correction.raw, non_blocking=True)
+                self._applied.record(torch.cuda.current_stream(x.raw.device))
+                correction = self._arrived
+            self._add(x, correction, alpha=1.0, share=self._buffer_share)
+            return steps
+
+    def add_again(self, x: FlatVector) -> bool:
+        """x <- x + the corrections that `collect` kept, without buffers; returns whether there were any."""
+        self.snapshots.check(x)
+        with self.lock:
+            if not self._is_kept or self._kept is None:
+                return False
+            for own, correction in zip(x.parameters, self._kept.parameters, strict=True):
+                own.add_(correction.to(own.device))
+            return True
+
+    def deliver(self, correction: FlatVector, *, alpha: float, step: int) -> None:
+        """Add alpha * correction to y and to the pending correction.
+
+        Args:
+            correction: received - sent for parameters, the received values for buffers. The buffers are overwritten.
+            alpha: the factor; from 0 to 1 if there are buffers.
+            step: of the y that was sent.
+        """
+        self._wait_for_gpu()  # without the lock, which training may want
+        with self.lock:
+            self._wait_for_gpu()
+            if self._pending is None:
+                self._pending = self.snapshots.vector()
+            if self._steps:
+                self._pending.add_segments_(correction, alpha=alpha)
+            else:
+                for pending, segment in zip(self._pending.segments, correction.segments, strict=True):
+                    torch.mul(segment, alpha, out=pending)
+            if self._has_buffers:
+                self._average_buffers(correction, alpha)
+            self._steps.append(step)
+            self._add(self.snapshots.latest.vector, correction, alpha=alpha, share=1 - alpha)
+
+    def buffers_of(self, vector: FlatVector) -> list[Tensor]:
+        """Return the buffers of each segment; views."""
+        return [segment[first:] for segment, first in zip(vector.segments, self._first_buffers, strict=True)]
+
+    def _average_buffers(self, received: FlatVector, alpha: float) -> None:
+        """Include one more average in the share and the terms of the pending correction."""
+        share = self._buffer_share if self._steps else 1.0
+        self._buffer_share = (1 - alpha) * share
+        for term, buffers in zip(self._buffer_terms, self.buffers_of(received), strict=True):
+            if not self._steps:
+                term.zero_()
+            scale_and_add_(term, buffers, scale=1 - alpha, alpha=alpha)
+
+    def _add(self, x: FlatVector, correction: FlatVector, *, alpha: float, share: float) -> None:
+        """x <- x + alpha * correction for parameters; b <- share * b + alpha * r for buffers, r of the correction."""
+        if not self._has_buffers:
+            x.add_segments_(correction, alpha=alpha)
+            return
+        results = self.buffers_of(correction)
+        for result, buffers in zip(results, self.buffers_of(x), strict=True):
+            scale_and_add_(result, buffers, scale=alpha, alpha=share)
+        x.add_segments_(correction, alpha=alpha)  # whole segments, since the length of a loop affects rounding
+        for result, buffers in zip(results, self.buffers_of(x), strict=True):
+            buffers.copy_(result)
+
+    def _wait_for_gpu(self) -> None:
+        """Wait until y is written and the pending correction is read: see [Note: pinned memory]."""
+        self.snapshots.latest.wait()
+        if self._applied is not None:
+            self._applied.synchronize()
