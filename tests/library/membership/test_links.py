@@ -233,12 +233,13 @@ def test_a_wait_for_a_message_that_is_half_sent_ends_when_its_link_is_broken() -
 
 
 def test_waits_under_way_are_ended_at_the_exit_of_the_interpreter() -> None:
-    """Of a round, and of a collective: rank 1 lives and takes part in neither."""
+    """Of a collective, and of a round: rank 1 lives and takes part in neither."""
 
     def end_when(transport: LinkTransport, waits: Waits) -> threading.Thread:
         def run() -> None:
             deadline = time.monotonic() + TIMEOUT.total_seconds()
-            while not waits.is_waiting and time.monotonic() < deadline:
+            while not waits.is_waiting:
+                assert time.monotonic() < deadline, "nothing is waited for"
                 time.sleep(0.002)
             transport.end_waits()
 
@@ -249,14 +250,14 @@ def test_waits_under_way_are_ended_at_the_exit_of_the_interpreter() -> None:
     def body(transport: LinkTransport, barrier: threading.Barrier) -> frozenset[int]:
         lost: frozenset[int] = frozenset()
         if transport.rank == 0:
+            ending = end_when(transport, transport._whole_waits)
+            with pytest.raises(ConnectionError, match="the average among ranks"):
+                transport.all_reduce(torch.ones(1), what="the average")
+            ending.join()
             ending = end_when(transport, transport._own_waits)
             pending = transport.exchange({}, {1: [torch.zeros(1)]}, tag=0)
             pending.wait()
             lost = pending.lost
-            ending.join()
-            ending = end_when(transport, transport._whole_waits)
-            with pytest.raises(ConnectionError, match="the average among ranks"):
-                transport.all_reduce(torch.ones(1), what="the average")
             ending.join()
         barrier.wait()
         return lost
