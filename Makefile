@@ -78,7 +78,9 @@ consensus: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m train.consensus --out-dir $(RUNS)/consensus --overwrite
 
 # Not --dist loadfile: where a process of pytest-xdist 3.8 ends in a test, it may wait for ever (its issue 1378).
-PYTEST_PARALLEL = -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+# One process more than there are cores, up to four, since a third of the time of tests is waiting.
+NUM_PROCESSES = $(shell $(VENV)/bin/python -c 'import os; print(min((os.cpu_count() or 1) + 1, 4))')
+PYTEST_PARALLEL = -m pytest --numprocesses $(NUM_PROCESSES) --dist worksteal
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST_PARALLEL)

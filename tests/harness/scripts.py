@@ -1,4 +1,4 @@
-"""Scripts as torchrun starts them, but as forks of a server that has imported torch: seconds less for each."""
+"""Scripts and modules as torchrun or Python starts them, but as forks of a server that has imported torch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,27 @@ def script_outputs(path: Path, world_size: int, *arguments: str) -> list[str]:
         world_size: the number of processes.
         arguments: of its command line.
     """
+    return _outputs(world_size, [str(path), *arguments])
+
+
+def module_output(name: str, *arguments: str) -> str:
+    """What `python -W error -m name arguments` prints; it must end well.
+
+    Args:
+        name: of the module or the package.
+        arguments: of its command line.
+    """
+    (output,) = _outputs(1, [name, *arguments])
+    return output
+
+
+def _outputs(world_size: int, command: list[str]) -> list[str]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
-    outcomes = run_processes(
-        world_size, _run_script, [str(path), *arguments], store.port, world_size, backend=None, timeout=100
-    )
+    outcomes = run_processes(world_size, _run, command, store.port, world_size, backend=None, timeout=100)
     return [outcome.result for outcome in outcomes]
 
 
-def _run_script(rank: int, command: list[str], port: int, world_size: int) -> str:
+def _run(rank: int, command: list[str], port: int, world_size: int) -> str:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -45,7 +58,10 @@ def _run_script(rank: int, command: list[str], port: int, world_size: int) -> st
     output = io.StringIO()
     try:
         with contextlib.redirect_stdout(output):
-            runpy.run_path(command[0], run_name="__main__")
+            if command[0].endswith(".py"):
+                runpy.run_path(command[0], run_name="__main__")
+            else:
+                runpy.run_module(command[0], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if end.code:
             raise RuntimeError(f"the script ended with code {end.code}: {output.getvalue()}") from end

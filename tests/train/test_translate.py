@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +22,7 @@ from tqdm import tqdm
 
 from gossip_modules.methods import METHODS
 from tests.harness.processes import run_processes
+from tests.harness.scripts import module_output
 from tests.train.test_gossip_sgd import leaves
 from train.job.preemption import StopRequest
 from train.job.world import World
@@ -144,11 +143,7 @@ def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(tmp_path: Path
 def test_the_script_trains_and_its_model_translates(tmp_path: Path) -> None:
     options = {**SMALL, "epochs": 1, "num_numbers": 100}
     arguments = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    # A world of one: more ranks are above, and each process takes seconds to import what it needs.
-    command = [sys.executable, "-m", "train.translate", "--out-dir", str(tmp_path), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    last = done.stdout.splitlines()[-1]
+    last = module_output("train.translate", "--out-dir", str(tmp_path), *arguments).splitlines()[-1]
     assert re.fullmatch(
         r"averaged model: test validation nll \d.*, nll \d.*, bleu .*, chrf .*, exact match \d+\.\d\d %", last
     )

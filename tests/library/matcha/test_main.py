@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gossip_modules import matcha
 from gossip_modules.matcha.__main__ import geometric, main, read_links
+from tests.harness.scripts import module_output
 
 
 def table(text: str, first_column: str) -> list[list[str]]:
@@ -129,7 +128,4 @@ def test_every_name_of_the_mathematics_is_there() -> None:
 
 @pytest.mark.e2e
 def test_the_command_runs_without_a_warning() -> None:
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "gossip_modules.matcha"]
-    result = subprocess.run([*command, "--graph", "5", "--budget", "0.5"], capture_output=True, text=True, check=True)
-    assert result.stderr == ""
-    assert "MATCHA" in result.stdout
+    assert "MATCHA" in module_output("gossip_modules.matcha", "--graph", "5", "--budget", "0.5")
