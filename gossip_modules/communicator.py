@@ -70,7 +70,7 @@ class Communicator:
 
     def _wrap(self, model: nn.Module) -> GossipDataParallel:
         wrapper = GossipDataParallel(model, **self._options)
-        place = wrapper._place
+        place = wrapper._local.place
         if place is not None and place != (self.rank, self.size):
             wrapper.close()
             raise ValueError(

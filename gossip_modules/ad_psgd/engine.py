@@ -63,6 +63,7 @@ class BilateralEngine(Engine):
     """
 
     is_asynchronous = True
+    is_in_lockstep = False
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class BilateralEngine(Engine):
     ) -> None:
         super().__init__()
         self.shared, self.on_nonfinite = SharedModel(x), on_nonfinite
-        self.step, self._is_refused = 0, False
+        self._is_refused = False
         self._begin_generation(mixing, transport)
 
     def _begin_generation(self, mixing: MixingManager, transport: Any) -> None:
@@ -99,8 +100,8 @@ class BilateralEngine(Engine):
         """The control messages and the failures of this rank."""
         return self._bilateral.liveness
 
-    def rebind(self, mixing: MixingManager, transport: Any) -> None:
-        """Exchange with other ranks from now on, over links on which no exchange was: [Note: generations of an engine].
+    def rebind(self, weights: MixingManager, transport: Any, x: FlatVector) -> None:
+        """See `Engine`: over links on which no exchange was; see [Note: generations of an engine].
 
         Waits for the exchange under way. Corrections stay for the next `round`.
         """
@@ -109,13 +110,18 @@ class BilateralEngine(Engine):
         self._wait()
         before.shut_down()
         before.close(0.0)
-        self._begin_generation(mixing, transport)
+        self._begin_generation(weights, transport)
 
-    def give_up(self, x: FlatVector) -> None:
-        """x becomes another model: x <- x + the corrections that are there; later ones are dropped."""
+    def go_to(self, x: FlatVector, t: int, step: int) -> None:
+        """See `Engine`. A worker that joins again may be ahead of its donor: no step comes twice."""
+        super().go_to(x, t, max(step, self.step))
+
+    def give_up(self, x: FlatVector) -> bool:
+        """See `Engine`."""
         self.shared.withdraw()
         self._collect(x)
         self.shared = SharedModel(x)  # which an exchange under way does not know
+        return True
 
     @property
     def is_in_flight(self) -> bool:
@@ -167,7 +173,7 @@ class BilateralEngine(Engine):
             refuse(transport.names[transport.rank], f"step {self.step}")
 
     def withdraw(self) -> None:
-        """Reply "not yet" to peers until the next round. After a `flush()`, no exchange with the old y is under way."""
+        """See `Engine`: the reply to peers is "not yet". After a `flush()`, no exchange with the old y is under way."""
         self.raise_if_failed()
         self.shared.withdraw()
 

@@ -13,8 +13,6 @@ from torch import nn
 from ..engine.background import close_at_program_end
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
-from ..membership.links import alone
-from ..membership.lockstep import check_elastic
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
 from ..old_calls import foreign_arguments
@@ -23,10 +21,9 @@ from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import GraphLike, Links, MixingLike, as_timeout
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.choices import choose_bipartite_mixing
-from ..wrappers.composition import hold
 from ..wrappers.other_names import AD_PSGD_ARGUMENTS, DDP_ARGUMENTS
+from ..wrappers.participant import Participant, check_elastic
 from .engine import BilateralEngine
-from .participant import BilateralParticipant
 
 _EXAMPLE = "None or DynamicBipartiteCompleteGraph"
 _DESCRIBED_SIZE = 8  # workers of a membership compare their graphs of so many ranks
@@ -92,8 +89,6 @@ class BilatGossipDataParallel(GossipWrapper):
         ...     optimizer.zero_grad()
     """
 
-    _transport: Any
-
     @foreign_arguments(DDP_ARGUMENTS, AD_PSGD_ARGUMENTS)
     def __init__(
         self,
@@ -113,13 +108,10 @@ class BilatGossipDataParallel(GossipWrapper):
     ) -> None:
         flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
         super().__init__(module, selection=Selection(gossip_buffers, ignore), **flags)
-        timeout, place = as_timeout(timeout), None
+        local, timeout = self._local, as_timeout(timeout)
         if membership is not None:
             given = {"group": process_group, "init_sync": init_sync, "timeout": timeout}
             check_elastic(membership, graph=graph, mixing=mixing, example=f"graph={_EXAMPLE}", **given)
-        else:
-            links = Links(process_group, comm_device="cpu", backend="gloo", timeout=timeout)
-            place = self._place = links.place
 
         def choose(world_size: int) -> MixingManager:
             is_alone = membership is not None and world_size == 1  # until the membership has a place for this worker
@@ -127,31 +119,23 @@ class BilatGossipDataParallel(GossipWrapper):
             return choose_bipartite_mixing(*own, world_size=world_size)
 
         if membership is not None:
-            participant = self._elastic = BilateralParticipant(self, membership, choose, example=_EXAMPLE)
-        weights = choose(_DESCRIBED_SIZE if place is None else place[1])
-        options = {"graph": weights.graph, "mixing": weights, "on_nonfinite": check_policy(on_nonfinite)}
+            local.world = Participant(local, membership, choose, example=_EXAMPLE)
+            described, weights = choose(_DESCRIBED_SIZE), choose(1)
+        else:
+            links = Links(process_group, comm_device="cpu", backend="gloo", timeout=timeout)
+            local.place = links.place
+            described = weights = choose(local.place[1])
+        options = {"graph": described.graph, "mixing": described, "on_nonfinite": check_policy(on_nonfinite)}
         options |= {"gossip_buffers, ignore": (self._selection.gossip_buffers, self._selection.ignore), **flags}
-        self._description = {name: str(value) for name, value in options.items()}
-        if membership is not None:
-            self._transport, weights = alone(membership.timeout), choose(1)
-        else:
-            self._description["init_sync"] = str(init_sync)
-            self._transport = self._open(links, init_sync=init_sync)
-        self._averager = GlobalAverage(self._transport)
-        engine = self._engine = BilateralEngine(
-            weights, self._transport, self._buffer.vector, on_nonfinite=on_nonfinite
-        )
-        if membership is not None:
-            membership.attach(participant)
-        else:
+        local.description = {name: str(value) for name, value in options.items()}
+        if membership is None:
+            local.description["init_sync"] = str(init_sync)
+            self._open(links, init_sync=init_sync)
+        engine = BilateralEngine(weights, local.transport, local.buffer.vector, on_nonfinite=on_nonfinite)
+        if membership is None:
             close_when_collected(self, engine)
             close_at_program_end(engine)
-        self._set_out()
-        hold(self)
-
-    def _release(self) -> None:
-        super()._release()
-        self._transport.close()
+        self._start(engine, GlobalAverage(local.transport))
 
     def settle(self) -> None:
         """See `AveragingMixin`. When no rank asks any more, all corrections that have come are applied.
@@ -159,34 +143,29 @@ class BilatGossipDataParallel(GossipWrapper):
         Until its next training forward a rank replies "not yet" to its peers. So its model stays as it is now, and all
         checkpoints are of one moment.
         """
-        if isinstance(self._engine, BilateralEngine):  # a copy has another one
-            self._engine.raise_if_failed()  # at every call, unlike flush(): the others would wait in vain
+        if isinstance(engine := self._local.engine, BilateralEngine):  # a copy has another one
+            engine.raise_if_failed()  # at every call, unlike flush(): the others would wait in vain
         self.flush()
         self._check()
         self._meet("waiting until no rank asks")
-        self._withdraw()
+        self._local.engine.withdraw()
         self.flush()
         self._meet("waiting until no rank answers")
 
     def close(self) -> None:
         """See `AveragingMixin`."""
-        if not self._is_closed:
+        if not self._local.is_closed:
             super().close()
             self._check()
 
     def _check(self) -> None:
         """See `on_nonfinite`."""
-        if isinstance(self._engine, BilateralEngine):
-            self._engine.check(self._gossiped)
+        if isinstance(engine := self._local.engine, BilateralEngine):
+            engine.check(self._local.vector)
 
     def _meet(self, what: str) -> None:
         self._averager.transport.all_reduce(torch.zeros(1, device="cpu"), what=what)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._withdraw()
+        self._local.engine.withdraw()  # an exchange with the old model would undo the load
         super()._load_from_state_dict(*args, **kwargs)
-
-    def _withdraw(self) -> None:
-        """The model is about to be replaced, or to be saved: an exchange with the old model would undo that."""
-        if isinstance(self._engine, BilateralEngine):  # a copy has another one
-            self._engine.withdraw()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..flat.buffer import FlatBuffer
 from ..flat.selection import Selection
@@ -56,6 +56,12 @@ class PairwiseWorker(AveragingMixin):
         """
         statistics = self._engine.statistics()
         return {**statistics, **super().comm_stats()}
+
+    def _forget_models(self) -> None:
+        self._engine.forget_models()
+
+    def _round_stats(self) -> dict[str, float]:
+        return self._engine.round_stats()
 
     @property
     def _bytes_sent(self) -> int:
@@ -163,6 +169,14 @@ class PairwiseAverager(PairwiseWorker):
         A fetch that is under way is dropped, and peers get no model until the next `update_send`.
         """
         self._engine.load_state_dict(state)
+
+    @property
+    def _selection(self) -> Selection:
+        return self._buffer.selection
+
+    @property
+    def _trained(self) -> Sequence[Tensor]:
+        return self._buffer.parameters
 
     def _read_attached(self) -> FlatVector:
         if not self._buffer.is_attached():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.profiler import record_function
 
 from ..engine.background import Background
-from ..engine.engine import Engine
+from ..engine.engine import Engine, IdleEngine
 from ..engine.snapshots import SnapshotPool
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
@@ -126,6 +126,10 @@ class PairwiseEngine(Engine):
     def is_in_flight(self) -> bool:
         """See `Engine`."""
         return self.fetcher.is_under_way
+
+    def snapshot(self) -> PairwiseRecord:
+        """See `Engine`."""
+        return PairwiseRecord(self)
 
     def statistics(self) -> dict[str, float]:
         """The part of `PairwiseDataParallel.comm_stats` that only dpwa has."""
@@ -298,3 +302,44 @@ class PairwiseEngine(Engine):
             return self.fetcher.wait()
         finally:
             self.stats.wait_seconds += time.perf_counter() - start
+
+
+class PairwiseRecord(IdleEngine):
+    """The engine of a copy: no rounds any more, with the state of the worker, which can be loaded into it again.
+
+    Args:
+        other: the engine of the worker, or of a copy of it. Nothing may be in flight.
+    """
+
+    def __init__(self, other: PairwiseEngine) -> None:
+        super().__init__(other)
+        self.last_peer: str | None = other.last_peer
+        self._statistics = other.statistics()
+        self._state = other.state_dict()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in ("server", "add_peer", "remove_peer"):
+            raise RuntimeError(
+                "got a request for the address or the peers of a copy, expected it of the worker itself: a copy stays "
+                "local; make a new worker to connect"
+            )
+        raise AttributeError(name)
+
+    def statistics(self) -> dict[str, float]:
+        """See `PairwiseEngine`; of the worker at the time of the copy."""
+        return dict(self._statistics)
+
+    def report_loss(self, loss: float) -> None:
+        """No peer asks for the loss."""
+
+    def republish(self, x: FlatVector) -> None:
+        """No peer asks for the model."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Engine`."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Engine`."""
+        super().load_state_dict(state)
+        self._state = dict(state)

@@ -6,17 +6,14 @@ import ssl
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..engine.engine import IdleEngine
 from ..flat.selection import Selection
-from ..flat.vector import FlatVector
 from ..old_calls import foreign_arguments
 from ..wrappers.base import GossipWrapper
-from ..wrappers.composition import hold
 from ..wrappers.other_names import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
 from .average_on_demand import AverageOnDemand
 from .averager import PairwiseWorker
@@ -90,7 +87,11 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         >>> model.close()
     """
 
-    _engine: PairwiseEngine  # in a copy a _PairwiseRecord
+    @property
+    def _engine(self) -> PairwiseEngine:  # type: ignore[override]
+        """In a copy a `PairwiseRecord`."""
+        engine: Any = self._local.engine
+        return engine
 
     @foreign_arguments(PAIRWISE_ARGUMENTS, CURVE_ARGUMENTS, DDP_ARGUMENTS)
     def __init__(
@@ -131,11 +132,10 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         )
         flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
         super().__init__(module, selection=Selection(gossip_buffers, ignore), **flags)
-        self._who = f"worker {name!r}: "
-        self._engine = PairwiseEngine(self._buffer, config, init_from_peers=init_from_peers)
-        self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
-        self._set_out()
-        hold(self)
+        buffer = self._local.buffer
+        self._local.who = f"worker {name!r}: "
+        engine = PairwiseEngine(buffer, config, init_from_peers=init_from_peers)
+        self._start(engine, AverageOnDemand(buffer.vector.raw.device, config.time_to_average))
 
     @classmethod
     def from_config(cls, module: nn.Module, name: str, path: str | PathLike[str], **options: Any) -> Self:
@@ -154,14 +154,11 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         """As `GossipWrapper.train`; on the way to eval mode the last update is published, as no round may follow."""
         was_training = self.training
         super().train(mode)
-        if was_training and not mode and not self._is_held and not self._own_weights.is_replaced():
+        local = self._local
+        if was_training and not mode and not local.is_held and not local.own_weights.is_replaced():
             with torch.no_grad():
-                self._engine.republish(self._buffer.vector)
+                self._engine.republish(local.buffer.vector)
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return {**state, "_engine": _PairwiseRecord(self._engine)}
 
     def close(self) -> None:
         """See `AveragingMixin`. A fetch that is under way is given up, not waited for."""
@@ -179,44 +176,3 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
     def last_peer(self) -> str | None:
         """With whose model this one was merged last; None before."""
         return self._engine.last_peer
-
-
-class _PairwiseRecord(IdleEngine):
-    """The engine of a copy: no rounds any more, with the state of the worker, which can be loaded into it again.
-
-    Args:
-        other: the engine of the worker, or of a copy of it. Nothing may be in flight.
-    """
-
-    def __init__(self, other: PairwiseEngine | _PairwiseRecord) -> None:
-        super().__init__(other)
-        self.last_peer: str | None = other.last_peer
-        self._statistics = other.statistics()
-        self._state = other.state_dict()
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name in ("server", "add_peer", "remove_peer"):
-            raise RuntimeError(
-                "got a request for the address or the peers of a copy, expected it of the worker itself: a copy stays "
-                "local; make a new worker to connect"
-            )
-        raise AttributeError(name)
-
-    def statistics(self) -> dict[str, float]:
-        """See `PairwiseEngine`; of the worker at the time of the copy."""
-        return dict(self._statistics)
-
-    def report_loss(self, loss: float) -> None:
-        """No peer asks for the loss."""
-
-    def republish(self, x: FlatVector) -> None:
-        """No peer asks for the model."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Engine`."""
-        return dict(self._state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Engine`."""
-        super().load_state_dict(state)
-        self._state = dict(state)

@@ -41,15 +41,33 @@ class EngineStats:
         self.total_staleness += staleness
         self.max_staleness = max(self.max_staleness, staleness)
 
+    def summary(self) -> dict[str, float]:
+        """Return the counters by the names of `comm_stats()`."""
+        return {
+            "wait_seconds": self.wait_seconds,
+            "num_rounds": self.num_rounds,
+            "num_skipped": self.num_skipped,
+            "mean_staleness": self.total_staleness / max(self.num_rounds, 1),
+            "max_staleness": self.max_staleness,
+        }
+
 
 class Engine(ABC):
     """Runs rounds of communication: `round` is called once per training step, at the safe point before the forward."""
 
     is_asynchronous: bool = False
     """Whether threads of the engine answer peers at any time, so that the rounds of ranks are not in lockstep."""
+    is_in_lockstep: bool = True
+    """Whether workers of a membership begin a generation at the same step, and not each at its own next step."""
+    is_cut_off: bool = False
+    """Whether rounds with this generation have ended, so that the next one need not wait for its first step."""
+
+    needs_generation: bool = False
+    """Whether steps are lost until the next generation begins, so that the next step waits for it."""
 
     def __init__(self) -> None:
         self.t = 0  # rounds started so far
+        self.step = 0  # training steps seen so far
         self.stats = EngineStats()
         self.is_closed = False
 
@@ -92,9 +110,46 @@ class Engine(ABC):
     def close(self) -> None:
         """End threads and free buffers; idempotent."""
 
-    def control_stats(self) -> dict[str, float]:
-        """Return the statistics of `ConsensusControl`; empty without it."""
-        return {}
+    def round_stats(self) -> dict[str, float]:
+        """Return the counters of rounds, for `comm_stats()`."""
+        return self.stats.summary()
+
+    def snapshot(self) -> Engine:
+        """Return an engine without rounds that has the counters of this one, for a copy of the model."""
+        return IdleEngine(self)
+
+    # What a membership asks for, at a safe point.
+
+    def rebind(self, weights: Any, transport: Any, x: FlatVector) -> None:
+        """Run rounds with these weights over this transport from now on; nothing is in flight."""
+        raise NotImplementedError(f"{type(self).__name__} runs rounds in a world that stays as it is")
+
+    def go_to(self, x: FlatVector, t: int, step: int) -> None:
+        """Go on with another model, from this round and this training step; the state of the algorithm is dropped."""
+        self.t, self.step = t, step
+
+    def advance(self, num_steps: int) -> None:
+        """Count training steps that ran elsewhere."""
+        self.step += num_steps
+
+    def skipped(self) -> int:
+        """Return the training steps that were left out since the last call, without `advance`."""
+        return 0
+
+    def withdraw(self) -> None:
+        """Give the model to no peer before the next round."""
+
+    def give_up(self, x: FlatVector) -> bool:
+        """Apply the corrections that are there to x and drop later ones; returns False if `flush` is to be called."""
+        return False
+
+    def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
+        """Return the state for a joining worker, without links to peers; no round is in flight."""
+        return {"t": self.t, "step": self.step}
+
+    def join(self, x: FlatVector, state: dict[str, Any]) -> None:
+        """Go on from the state that `state_for_newcomer` of another worker returned."""
+        self.go_to(x, int(state["t"]), int(state["step"]))
 
     @property
     def state_name(self) -> str:
@@ -140,7 +195,7 @@ class IdleEngine(Engine):
 
     def __init__(self, other: Engine) -> None:
         super().__init__()
-        self.t, self.stats = other.t, replace(other.stats)
+        self.t, self.step, self.stats = other.t, other.step, replace(other.stats)
         self._state_name = other.state_name
 
     @property
@@ -193,7 +248,6 @@ class LockstepEngine(Engine):
         if gossiper.transport.is_elastic:
             self._scheduled_average = ElasticAverage(gossiper.transport, sums_weights=sums_weights)
         self._control = None if control is None else ControlledMixer(gossiper, self.averager, control)
-        self.step = 0  # training steps seen so far
         # Returns whether the numbers are finite on all processes of a node, given whether they are on this process.
         # The result is equal on all, so that all raise or leave out the round together.
         self.agree_finite: Callable[[bool], bool] = bool
@@ -235,14 +289,20 @@ class LockstepEngine(Engine):
         else:
             self.gossiper.forget_models()
 
-    def rebind(self, mixing: MixingManager, transport: Transport) -> None:
-        """Change the weights and the transport. No round may be in flight."""
-        self.gossiper.rebind(mixing, transport)
+    def rebind(self, weights: MixingManager, transport: Transport, x: FlatVector) -> None:
+        """See `Engine`."""
+        self.gossiper.rebind(weights, transport)
         self.averager.transport = self._scheduled_average.transport = transport
 
-    def control_stats(self) -> dict[str, float]:
+    def go_to(self, x: FlatVector, t: int, step: int) -> None:
         """See `Engine`."""
-        return {} if self._control is None else self._control.law.stats()
+        self.reset()
+        super().go_to(x, t, step)
+
+    def round_stats(self) -> dict[str, float]:
+        """See `Engine`; with the statistics of `ConsensusControl`, if there is one."""
+        control = {} if self._control is None else self._control.law.stats()
+        return {**super().round_stats(), **control}
 
     def set_out(self, x: FlatVector) -> None:
         """See `Engine`."""
@@ -259,14 +319,12 @@ class LockstepEngine(Engine):
         return self.gossiper.flush(x)
 
     def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
-        """Return a copy of the state for a joining worker: `state_dict()` without links to peers.
-
-        No round may be in flight.
-
-        Args:
-            x: the model, as rounds mix it.
-        """
+        """See `Engine`: a copy of `state_dict()` without links to peers."""
         return dict(copied({**self.state_dict(), "gossiper": self.gossiper.state_for_newcomer()}))
+
+    def join(self, x: FlatVector, state: dict[str, Any]) -> None:
+        """See `Engine`."""
+        self.load_state_dict(state)
 
     def progress(self) -> tuple[float, ...]:
         """Return the counters, for `FollowingEngine.follow`."""
@@ -281,7 +339,7 @@ class LockstepEngine(Engine):
         self.gossiper.take_shared(x)
 
     def advance(self, num_steps: int) -> None:
-        """Count training steps that ran elsewhere."""
+        """See `Engine`; also counts the rounds of these steps."""
         for _ in range(num_steps):
             self.t += self._next_mixer() is not None
 

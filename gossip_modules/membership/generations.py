@@ -15,9 +15,8 @@ from . import limits
 from .background_log import log
 from .links import LinkTransport, connect_links
 from .liveness.contact import Contact
-from .participant import Change
 from .roster import MARGIN, Event, Roster
-from .view import View
+from .view import Change, View
 
 
 class Generations:

@@ -20,9 +20,8 @@ from .background_log import log
 from .links import alone
 from .liveness.contact import LifeSign
 from .liveness.monitor import LivenessMonitor
-from .participant import Change
 from .roster import Roster
-from .view import Joiner, Member, View
+from .view import Change, Joiner, Member, View
 from .worker import LocalWorker
 
 _MAX_STATES = 64  # times the model: the largest state that a donor may send

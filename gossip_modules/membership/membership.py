@@ -19,13 +19,13 @@ from .arguments import as_description, check_callback, check_num_steps, check_nu
 from .background_log import log
 from .joining import Joining, LeftWhileJoiningError, rejoin
 from .links import LinkTransport
-from .participant import Change, ModelParticipant
 from .shared_roster import SharedRoster
-from .view import View
+from .view import Change, View
 from .watcher import ends_by_error, watch
 from .worker import JobState, LocalWorker
 
 _STORE_SECONDS = 10.0  # of a request to the store, at most
+_GENERATION_SECONDS = 1.0  # that a step waits for the next generation, which does not come while the store is away
 
 
 class Membership:
@@ -358,11 +358,11 @@ class Membership:
                 "joins would wait in one for workers that wait for it in the other"
             )
 
-    def attach(self, participant: ModelParticipant) -> None:
+    def attach(self, participant: Any) -> None:
         """Come to the job: on return the first generation is formed, or this worker waits in the join queue of another.
 
         Args:
-            participant: of the wrapper that trains.
+            participant: the `wrappers.participant.Participant` of the wrapper that trains.
 
         Raises:
             ValueError: the job is another one; names the difference. It goes on without this worker.
@@ -411,6 +411,11 @@ class Membership:
         self._tell_callbacks()
         self._is_ahead = False
         return change
+
+    def wait_for_generation(self) -> None:
+        """Wait until the next generation is due, for a wrapper whose steps are lost until then; a second at most."""
+        generations, worker = self.worker.generations, self.worker
+        worker.wait_until(lambda: bool(generations.due) or worker.is_excluded, Deadline(_GENERATION_SECONDS))
 
     def repeat_step(self) -> None:
         """The round of this step has failed: the next call of `at_step` is of the same one."""

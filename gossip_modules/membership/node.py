@@ -13,50 +13,12 @@ from ..transport.agreement import broadcast_state
 from ..transport.process_group import ProcessGroupTransport
 from ..transport.state_tree import copied, encode
 from .joining import JobFullError, LeftWhileJoiningError
-from .links import LinkTransport
-from .lockstep import LockstepParticipant
 from .membership import Membership
-from .participant import Change, ModelParticipant
-from .view import View, parsed
+from .view import Change, View, parsed
 
 PATIENCE = 5  # times the timeout of the membership: the first process waits for other workers while the others wait
 _KINDS = (ValueError, TypeError, FloatingPointError, TimeoutError, ConnectionError, JobFullError, LeftWhileJoiningError)
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
-
-
-class NodeParticipant(LockstepParticipant):
-    """The participant of one process of a node; see [Note: one worker, several processes]."""
-
-    def at_step(self) -> None:
-        """See `ModelParticipant`; `NodeProcesses` looks at the weight, before it tells the others."""
-        ModelParticipant.at_step(self)
-
-    def begin(self, transport: LinkTransport, growth: float) -> None:
-        """See `ModelParticipant`."""
-        super().begin(transport, growth)
-        self.place()
-
-    def place(self) -> None:
-        """Note the place of this process: the processes of a node have consecutive ranks, as without a membership."""
-        membership = self.membership
-        assert membership.node is not None
-        control = membership.node.control
-        g = control.world_size
-        self.wrapper._place = membership.rank * g + control.rank, membership.world_size * g
-
-    def copy(self) -> Mapping[str, Any]:
-        """The state of `give`, with the whole weight, which stays here too; of the engine its counters only."""
-        state = self.give()
-        self.take_back(state)
-        engine = self.engine
-        counters = {"engine": engine.state_name, "t": engine.t, "step": engine.step}
-        return {**state, "engine": counters, "weight": self.buffer.vector.push_sum_weight.clone()}
-
-    def counters(self) -> tuple[object, ...]:
-        """Changes wherever a safe point has changed the model or the engine."""
-        engine, vector = self.engine, self.buffer.vector
-        weight = vector.push_sum_weight.item() if self.is_weighted else 1.0  # which waits for a GPU
-        return engine.t, engine.step, engine.is_in_flight, weight
 
 
 class NodeProcesses:
@@ -162,7 +124,7 @@ class NodeProcesses:
 
     @property
     def _participant(self) -> Any:
-        """The `NodeParticipant` of this process."""
+        """The participant of this process."""
         return self.membership.job.participant
 
     def _call(self, act: Callable[[], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The entries of a roster: members, generations, joining workers, and reports of failures; and their JSON."""
+"""The entries of a roster: members, generations, joining workers, and reports; their JSON; and changes."""
 
 from __future__ import annotations
 
@@ -168,3 +168,24 @@ def differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
     """The differences between the descriptions of a job and of a worker, with both sides; empty: they are equal."""
     names = [name for name in {**expected, **got} if expected.get(name) != got.get(name)]
     return "; ".join(f"{name}: got {got.get(name)!r:.200}, expected {expected.get(name)!r:.200}" for name in names)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A generation that has begun.
+
+    Attributes:
+        generation: its number.
+        step: the first training step of its rounds.
+        rank: of this worker, its position in the graph.
+        members: the numbers of the workers, by rank.
+        joined: the numbers of members that were not in the generation before.
+        left: by number of each worker that is a member no more, why it left.
+    """
+
+    generation: int
+    step: int
+    rank: int
+    members: tuple[int, ...]
+    joined: tuple[int, ...]
+    left: Mapping[int, str]

@@ -20,10 +20,9 @@ from .donor import Donor
 from .generations import Generations
 from .liveness.contact import LifeSign, digest, probe
 from .liveness.monitor import LivenessMonitor
-from .participant import Change, ModelParticipant
 from .roster import Event, Roster
 from .shared_roster import SharedRoster
-from .view import FailureReport, Joiner, Member, View
+from .view import Change, FailureReport, Joiner, Member, View
 
 P = ParamSpec("P")
 
@@ -40,7 +39,7 @@ class JobState:
         liveness_options: `interval` and `floor` of `LivenessMonitor`.
         description: the options that all workers must agree on.
         tracked: see `Membership.track`.
-        participant: the interface to the wrapper; None before the model is wrapped.
+        participant: the `Participant` of the wrapper; None before the model is wrapped.
         untold: changes of generation that the user's callbacks have not received.
         steps_before: see [Note: clock] of `Generations`.
         num_joins, num_deaths: since the start.
@@ -58,7 +57,7 @@ class JobState:
     liveness_options: dict[str, float]
     description: dict[str, str]
     tracked: dict[str, Any] = field(default_factory=dict)
-    participant: ModelParticipant = None  # type: ignore[assignment]
+    participant: Any = None
     untold: list[Change] = field(default_factory=list)
     steps_before: int = 0
     num_joins: int = 0

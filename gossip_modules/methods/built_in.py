@@ -142,7 +142,6 @@ BUILT_IN: tuple[Method, ...] = (
         text="AllReduce()",
         wrap=wrap_all_reduce,
         example="AllReduceDataParallel(model)",
-        needs_fixed_ranks="every step needs the gradients of all; an all-reduce that survives its workers is torchft",
     ),
     Method(
         "dpsgd",

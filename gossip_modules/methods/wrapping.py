@@ -108,8 +108,8 @@ def wrap(text: str, module: nn.Module, options: WrapperOptions, context: Context
 
 def wrap_all_reduce(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
     """AllReduce SGD: gradients averaged over all ranks at every step."""
-    wrapper = AllReduceDataParallel(module, **chosen.arguments)
-    if context.example_inputs is not None:
+    wrapper = AllReduceDataParallel(module, membership=context.membership, **chosen.arguments)
+    if context.example_inputs is not None and context.membership is None:
         settle_buckets(wrapper, context.example_inputs())
     return wrapper
 

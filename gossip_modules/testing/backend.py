@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from ..membership.membership import Membership
-from ..membership.participant import Change
 from ..membership.serve import serve
+from ..membership.view import Change
 
 Body: TypeAlias = "Callable[[Worker], Any]"
 _END_SECONDS = 10.0  # of a thread whose connections were closed

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class WaitAvoidingEngine(Engine):
     All methods belong to the training thread. State that other threads share is in `worker`, under `worker.state`.
 
     Args:
-        choose: the groups for a number of ranks; the same function on all.
+        groups: of the first generation.
         transport: of the first generation, over Gloo, with messages in CPU memory; it carries nothing else.
         x: the parameters.
         sync_period: the number of rounds from one global average to the next; 0 = never.
@@ -94,7 +94,7 @@ class WaitAvoidingEngine(Engine):
 
     def __init__(
         self,
-        choose: Callable[[int], ButterflyGroups],
+        groups: ButterflyGroups,
         transport: Any,
         x: FlatVector,
         *,
@@ -104,17 +104,17 @@ class WaitAvoidingEngine(Engine):
     ) -> None:
         super().__init__()
         self.on_nonfinite, self.overlap = on_nonfinite, overlap
-        self._choose, self._sync_period = choose, sync_period
+        self._sync_period = sync_period
         self._round_in_flight: int | None = None  # with `overlap`: x as of then is y
         self._merged = -1  # the newest round whose average is in x
         self._is_reset = False
         self._num_skipped_steps, self._device = 0, x.raw.device
-        self._begin_generation(transport, x)
+        self._begin_generation(groups, transport, x)
 
-    def _begin_generation(self, transport: Any, x: FlatVector) -> None:
+    def _begin_generation(self, groups: ButterflyGroups, transport: Any, x: FlatVector) -> None:
         """Start the threads of a generation."""
         whole = transport.whole if transport.is_elastic else transport
-        average = GroupAverage(self._choose(transport.world_size), whole)
+        average = GroupAverage(groups, whole)
         self._averager = ElasticAverage(transport) if transport.is_elastic else GlobalAverage(transport)
         options: dict[str, Any] = {"sync_period": self._sync_period, "on_nonfinite": self.on_nonfinite}
         self.worker = WaitAvoidingWorker(average, x, stats=self.stats, **options)
@@ -126,22 +126,31 @@ class WaitAvoidingEngine(Engine):
             self._endings = ConnectionError, TimeoutError
             self.worker.liveness.on_late = transport.loses
 
-    def turn_to(self, transport: Any, x: FlatVector) -> None:
-        """Begin another generation; see [Note: generations of WAGMA]. Nothing is in flight. Waits for no rank."""
+    def rebind(self, weights: ButterflyGroups, transport: Any, x: FlatVector) -> None:
+        """See `Engine` and [Note: generations of WAGMA]. Waits for no rank."""
         before = self.worker
-        self._begin_generation(transport, x)
+        self._begin_generation(weights, transport, x)
         self.worker.control.num_bytes_sent += before.control.num_bytes_sent
         self._set_round(self.t)
         threading.Thread(target=_leave, args=(before,), name="gossip-closing", daemon=True).start()
 
-    def restart(self, x: FlatVector, t: int) -> None:
-        """Go on with another model, in round t; before the first round of a generation."""
+    def go_to(self, x: FlatVector, t: int, step: int) -> None:
+        """See `Engine`: before the first round of a generation."""
         self._set_round(t)
         with self.worker.state:
             self.worker.publish(x, t=t - 1)
 
     @property
-    def is_cut_off(self) -> bool:
+    def step(self) -> int:
+        """See `Engine`: a step is a round."""
+        return self.t
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.t = value
+
+    @property
+    def is_cut_off(self) -> bool:  # type: ignore[override]
         """Whether a rank of this generation has left it, died or gone on, and another generation is to follow."""
         liveness = self.worker.liveness
         return bool(self._endings) and (liveness.has_failed or bool(liveness.closed))
@@ -152,7 +161,7 @@ class WaitAvoidingEngine(Engine):
         return not self.is_cut_off
 
     def skipped(self) -> int:
-        """The training steps that were left out since the last call, as the others had passed them."""
+        """See `Engine`: the others had passed these steps."""
         num_steps, self._num_skipped_steps = self._num_skipped_steps, 0
         return num_steps
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -18,18 +18,15 @@ from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
 from ..graph_manager.butterfly_groups import ButterflyGroups
-from ..membership.links import LinkTransport, alone
-from ..membership.lockstep import check_links
 from ..membership.membership import Membership
-from ..membership.participant import ModelParticipant
 from ..old_calls import foreign_arguments
 from ..rounds.mixer import GlobalAverage
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import Links, as_timeout, as_whole, check_flags
 from ..wrappers.base import GossipWrapper, close_when_collected
-from ..wrappers.composition import hold
 from ..wrappers.other_names import DDP_ARGUMENTS, WAGMA_ARGUMENTS
+from ..wrappers.participant import Participant, check_links
 from .engine import WaitAvoidingEngine
 from .group_average import GroupAverage
 from .worker import control_peers
@@ -150,7 +147,8 @@ class GroupAverageDataParallel(GossipWrapper):
         check_flags(wait_avoiding=wait_avoiding, overlap=overlap)
         if as_whole(sync_period, name="sync_period") < 0:
             raise ValueError(f"got sync_period={sync_period}, expected at least 0; 0 = no averages over all ranks")
-        self._description = {
+        local = self._local
+        local.description = {
             "groups": f"ButterflyGroups(n, group_size={group_size})",
             "sync_period, wait_avoiding, overlap": str((sync_period, wait_avoiding, overlap)),
             "init_sync, comm_device": str((init_sync, str(comm_device))),
@@ -162,46 +160,44 @@ class GroupAverageDataParallel(GossipWrapper):
         if membership is not None:
             check_links(membership, group=process_group, init_sync=init_sync, comm_device=comm_device, timeout=timeout)
             _check_elastic(group_size, wait_avoiding=wait_avoiding)
-            # Until the membership has a place for this worker, it is a world of one.
-            self._transport: Any = alone(membership.timeout)
-        else:
-            self._place = links.place
-            groups = ButterflyGroups(self._place[1], group_size=group_size)
-            self._description["groups"] = str(groups)
-            wait_avoiding = wait_avoiding and groups.group_size > 1
-            self._transport = self._open(_of_threads(links) if wait_avoiding else links, init_sync=init_sync)
-        self._averager = GlobalAverage(self._transport)
-        options: dict[str, Any] = {"on_nonfinite": on_nonfinite}
-        if wait_avoiding:
-            options |= {"sync_period": sync_period, "overlap": overlap}
+            # Steps are rounds. All messages go over the group of all ranks, as a lost worker ends all rounds of a
+            # generation; a worker watches the ranks from which it gets control messages.
             choose = choose_groups(group_size)
-            self._engine = WaitAvoidingEngine(choose, self._transport, self._buffer.vector, **options)
-            close_when_collected(self, self._engine)
+            local.world = Participant(local, membership, choose, peers=_watched, has_links=False)
+            groups = choose(1)
         else:
-            make = OverlapEngine if overlap else SyncEngine
-            self._engine = make(GroupAverage(groups, self._transport), Schedule(average_every=sync_period), **options)
-        if membership is not None:
-            self._elastic = GroupParticipant(self, membership)
-            try:
-                membership.attach(self._elastic)
-            except BaseException:
-                self._engine.close()
-                raise
-        elif wait_avoiding:
-            close_at_program_end(self, seconds=timeout.total_seconds())
+            local.place = links.place
+            groups = ButterflyGroups(local.place[1], group_size=group_size)
+            local.description["groups"] = str(groups)
+            wait_avoiding = wait_avoiding and groups.group_size > 1
+            self._open(_of_threads(links) if wait_avoiding else links, init_sync=init_sync)
         self.register_load_state_dict_post_hook(_publish_loaded)
-        self._set_out()
-        hold(self)
+        options: dict[str, Any] = {"on_nonfinite": on_nonfinite}
+        if not wait_avoiding:
+            make, schedule = OverlapEngine if overlap else SyncEngine, Schedule(average_every=sync_period)
+            engine = make(GroupAverage(groups, local.transport), schedule, **options)
+            self._start(engine, GlobalAverage(local.transport))
+            return
+        options |= {"sync_period": sync_period, "overlap": overlap}
+        waiting = WaitAvoidingEngine(groups, local.transport, local.buffer.vector, **options)
+        try:
+            self._start(waiting, GlobalAverage(local.transport))
+        except BaseException:
+            waiting.close()
+            raise
+        close_when_collected(self, waiting)
+        if membership is None:
+            close_at_program_end(self, seconds=timeout.total_seconds())
 
     @property
     def round(self) -> int:
         """How far training is: rounds that this rank has taken part in or skipped."""
-        return self._engine.t
+        return self._local.engine.t
 
     @property
     def is_closed(self) -> bool:
         """Whether `close()` was called."""
-        return self._is_closed
+        return self._local.is_closed
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -213,26 +209,23 @@ class GroupAverageDataParallel(GossipWrapper):
 
     def _settle(self, *, is_patient: bool) -> None:
         self.flush()
-        engine = self._engine
-        if not isinstance(engine, WaitAvoidingEngine) or self._is_closed:
+        engine = self._local.engine
+        if not isinstance(engine, WaitAvoidingEngine) or self.is_closed:
             return
-        if engine.settle(self._gossiped, is_patient=is_patient):
-            self._written()
+        if engine.settle(self._local.vector, is_patient=is_patient):
+            self._local.written()
 
     @property
     def _bytes_sent(self) -> int:
-        engine, num_bytes = self._engine, int(self._transport.num_bytes_sent)
-        return num_bytes + (engine.worker.control.num_bytes_sent if isinstance(engine, WaitAvoidingEngine) else 0)
-
-    def _release(self) -> None:
-        self._transport.close()
-        super()._release()
+        engine = self._local.engine
+        control = engine.worker.control.num_bytes_sent if isinstance(engine, WaitAvoidingEngine) else 0
+        return super()._bytes_sent + int(control)
 
     @torch.no_grad()
     def close(self) -> None:
         """See `AveragingMixin` and above: settles first, or leaves at once in the handler of an exception."""
-        engine = self._engine
-        if not self._is_closed and isinstance(engine, WaitAvoidingEngine) and self._elastic is None:
+        engine = self._local.engine
+        if not self.is_closed and isinstance(engine, WaitAvoidingEngine) and not self._local.world.changes:
             error = sys.exc_info()[1]
             if error is not None:
                 engine.close(error=error)
@@ -259,10 +252,10 @@ def _of_threads(links: Links) -> Links:
 def _publish_loaded(module: nn.Module, incompatible_keys: Any) -> None:
     """After `load_state_dict`, when all parameters are there."""
     assert isinstance(module, GroupAverageDataParallel)
-    engine = module._engine
-    if isinstance(engine, WaitAvoidingEngine):
+    local = module._local
+    if isinstance(local.engine, WaitAvoidingEngine):
         module.flush()  # `assign=True` has put other tensors in place of ours
-        engine.publish_loaded(module._gossiped)
+        local.engine.publish_loaded(local.vector)
 
 
 def _check_elastic(group_size: int | None, *, wait_avoiding: bool) -> None:
@@ -289,45 +282,7 @@ def choose_groups(group_size: int | None) -> Callable[[int], ButterflyGroups]:
     return choose
 
 
-class GroupParticipant(ModelParticipant):
-    """The part of a `GroupAverageDataParallel` in its membership; see [Note: generations of WAGMA].
-
-    Steps are rounds. All messages go over the group of all ranks, as a lost worker ends all rounds of a generation; a
-    worker watches the ranks from which it gets control messages.
-    """
-
-    def _turn_to(self, transport: LinkTransport, growth: float) -> None:
-        """See `ModelParticipant`."""
-        self.engine.turn_to(transport, self.buffer.vector)
-        self.wrapper._averager.transport = transport
-
-    def peers(self, rank: int, world_size: int) -> Iterable[int]:
-        """See `ModelParticipant`."""
-        out_peers, in_peers = control_peers(rank, world_size)
-        return {*out_peers, *in_peers}
-
-    def links(self, rank: int, world_size: int) -> Iterable[int]:
-        """See `ModelParticipant`."""
-        return ()
-
-    @property
-    def is_cut_off(self) -> bool:
-        """See `ModelParticipant`."""
-        return bool(self.engine.is_cut_off)
-
-    def skipped(self) -> int:
-        """See `ModelParticipant`."""
-        return int(self.engine.skipped())
-
-    @property
-    def step(self) -> int:
-        """See `ModelParticipant`."""
-        return int(self.engine.t)
-
-    def advance(self, num_steps: int) -> None:
-        """See `ModelParticipant`."""
-        self.engine.t += num_steps
-
-    def _go_to(self, t: int, step: int) -> None:
-        """See `ModelParticipant`."""
-        self.engine.restart(self.buffer.vector, t)
+def _watched(groups: ButterflyGroups, rank: int) -> set[int]:
+    """The ranks that exchange control messages with this one."""
+    out_peers, in_peers = control_peers(rank, groups.world_size)
+    return {*out_peers, *in_peers}

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ..engine.engine import EngineStats
+from ..engine.gradients import GradientEngine
 from ..flat.nonfinite import FiniteCheck, check_policy
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
+from ..membership.background_log import log
+from ..membership.membership import Membership
 from ..old_calls import ForeignArguments, Refused, foreign_arguments
 from ..rounds.mixer import GlobalAverage
+from ..transport.agreement import broadcast_state
 from ..transport.connect import CPU, connect
 from ..transport.process_group import DEFAULT_TIMEOUT
-from .arguments import as_timeout, check_process_group
+from ..transport.state_tree import copied
+from .arguments import as_timeout, check_flags, check_process_group
 from .averaging import AveragingMixin
+from .base import GossipWrapper
 from .composition import check_inside, hold, let_go
 from .gradient_group import NamedReplica, leaving_alone
-from .other_names import ALL_REDUCE_ARGUMENTS, OldNames
+from .other_names import ALL_REDUCE_ARGUMENTS, DDP_ARGUMENTS, OldNames
+from .participant import Participant, check_links
 from .state import check_prefix
 
 _GOSSIP_ARGUMENTS: ForeignArguments = {
-    "membership": Refused(
-        "a step needs the gradients of all ranks; take GossipDataParallel, or torchft for an all-reduce that survives "
-        "its workers"
-    ),
     "gossip_buffers": Refused("buffers are those of rank 0; write broadcast_buffers=False where each rank has its own"),
 }
 
@@ -49,14 +55,20 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
             DistributedDataParallel.
         ignore: the names of parameters and buffers that always stay local, also at the start, such as "head.bias", or
             patterns, such as "adapter.*"; beside those that the module's `_ddp_params_and_buffers_to_ignore` names.
+        membership: a `Membership`, where workers may die and join: the wrapper is an `ElasticAllReduce` then.
         ddp_options: any argument of DistributedDataParallel.
 
     Raises:
-        ValueError: a membership, which this wrapper does not take; for an all-reduce that survives its workers there
-            is torchft.
+        ValueError: arguments that do not fit.
         RuntimeError: torch.distributed is not initialised.
         TimeoutError, ConnectionError: (construction, forward, backward) a peer is late or gone; names it.
     """
+
+    def __new__(cls, *args: Any, membership: Membership | None = None, **options: Any) -> Any:
+        """An `ElasticAllReduce` with a membership, which this class is a base of in `isinstance`."""
+        if membership is None:
+            return super().__new__(cls)
+        return ElasticAllReduce(*args, membership=membership, **options)
 
     @foreign_arguments(_GOSSIP_ARGUMENTS, ALL_REDUCE_ARGUMENTS, passed_on_to=DistributedDataParallel.__init__)
     def __init__(
@@ -66,14 +78,11 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         on_nonfinite: str = "raise",
         ignore: Sequence[str] = (),
+        membership: Membership | None = None,
         **ddp_options: Any,
     ) -> None:
         check_inside(module, wrapper=type(self).__name__)
-        if check_policy(on_nonfinite) == "skip":
-            raise ValueError(
-                "got on_nonfinite='skip' for AllReduceDataParallel, expected 'raise' or 'spread': a gradient of one "
-                "rank is in the average of all; let a GradScaler skip such steps"
-            )
+        _check_policy(on_nonfinite)
         device = next((parameter.device for parameter in module.parameters()), CPU)  # DDP refuses a module of none
         mesh, group = ddp_options.get("device_mesh"), ddp_options.get("process_group")
         check_process_group(group)
@@ -127,15 +136,14 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
     def comm_stats(self) -> dict[str, float]:
         """As the gossip wrappers' `comm_stats`. bytes_sent is what a ring all-reduce of the gradients sends, by
         calculation; wait_seconds is NaN, as the waits are inside DistributedDataParallel's backward."""
-        return {
-            "bytes_sent": self._num_steps * self._bytes_per_step + self._transport.num_bytes_sent,
-            "wait_seconds": float("nan"),
-            "num_rounds": self._num_steps,
-            "num_skipped": 0,
-            "mean_staleness": 0.0,
-            "max_staleness": 0.0,
-            "consensus_distance": self._last_consensus_distance,
-        }
+        return super().comm_stats()
+
+    def _round_stats(self) -> dict[str, float]:
+        return EngineStats(wait_seconds=float("nan"), num_rounds=self._num_steps).summary()
+
+    @property
+    def _bytes_sent(self) -> int:
+        return self._num_steps * self._bytes_per_step + self._transport.num_bytes_sent
 
     @property
     def _selection(self) -> Selection:
@@ -152,3 +160,111 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
 
     def _write(self, vector: FlatVector) -> None:
         vector.unpack_to([*self._trained, *self._selection.averaged(self.module).values()])
+
+
+@AllReduceDataParallel.register
+class ElasticAllReduce(GossipWrapper):
+    """All-reduce SGD among workers that may die and join: `AllReduceDataParallel(module, membership=membership)`.
+
+    At the end of each backward the gradients of all workers are averaged, as one message for each dtype. A backward
+    of a forward inside `no_sync()` averages nothing. Where a worker dies in an average, all workers drop the gradients
+    of that step, which `comm_stats()["num_skipped"]` counts and the log of the membership names, and the next step
+    waits for the next generation. A worker that has missed an average takes model and tracked state of one that has
+    not, when the generation begins; see `GradientEngine`. So all workers hold the same model, as without a membership.
+
+    A `torch.amp.GradScaler` refuses a step without gradients: skip `scaler.step` where all gradients are None.
+
+    Args:
+        module: the model, on its device. Its trained tensors become views of one flat vector.
+        membership: its workers. All of them begin with the model of the first one.
+        timeout: leave it out, as a `Membership` has its own.
+        on_nonfinite: the reaction to parameters that hold infinities or NaN. "raise": FloatingPointError at the next
+            training forward; "spread": do not look.
+        ignore: the names of parameters and buffers that always stay local, or patterns; their gradients are not
+            averaged.
+        broadcast_buffers: whether floating-point buffers, such as running statistics, are those of rank 0 in each step.
+
+    Raises:
+        ValueError: arguments that do not fit, or a job of other workers.
+        FloatingPointError: (forward) see `on_nonfinite`.
+    """
+
+    @foreign_arguments(_GOSSIP_ARGUMENTS, ALL_REDUCE_ARGUMENTS, DDP_ARGUMENTS)
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        membership: Membership,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        on_nonfinite: str = "raise",
+        ignore: Sequence[str] = (),
+        broadcast_buffers: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        check_links(membership, group=process_group, init_sync=True, timeout=as_timeout(timeout))
+        _check_policy(on_nonfinite)
+        check_flags(broadcast_buffers=broadcast_buffers)
+        super().__init__(module, selection=Selection(broadcast_buffers, ignore))
+        local = self._local
+        local.name = AllReduceDataParallel.__name__
+        local.description = {"on_nonfinite": on_nonfinite, "selection": str(self._selection)}
+        local.world = Participant(local, membership, lambda n: n, peers=_beside, has_links=False)
+        self._gradients = GradientEngine(local.transport, share=self._share, on_nonfinite=on_nonfinite)
+        self._handle: torch.utils.hooks.RemovableHandle | None = None
+        self._is_synced = False  # the last training forward was outside no_sync()
+        self._start(self._gradients, GlobalAverage(local.transport))
+
+    def _train(self, *, is_current: bool) -> None:
+        """A training forward begins: its backward averages gradients."""
+        super()._train(is_current=is_current)
+        self._is_synced = self._sync
+        if self._handle is None or not is_current:
+            if self._handle is not None:
+                self._handle.remove()
+            watched = [parameter for parameter in self._trained if parameter.requires_grad]
+            self._handle = register_multi_grad_hook(watched, _weakly(self._note_backward), mode="any")
+
+    def _note_backward(self) -> None:
+        """A backward has computed a first gradient; averages follow at its end."""
+        if self._is_synced and not (self._local.is_closed or self._local.is_averaged):
+            torch.autograd.Variable._execution_engine.queue_callback(self._average_gradients)
+
+    def _average_gradients(self) -> None:
+        world = self._local.world
+        if not self._gradients.average(self._trained) and isinstance(world, Participant):
+            name, step = world.membership.name, self._gradients.step - 1
+            log.warning("job %s: step %d is lost: a worker failed while gradients were averaged", name, step)
+
+    def _share(self, source: int) -> None:
+        """The tracked state of all workers <- the state of rank `source`."""
+        world = self._local.world
+        assert isinstance(world, Participant)
+        tracked, transport = world.membership.job.tracked, self._local.transport
+        state = {name: copied(value.state_dict()) for name, value in tracked.items()}
+        state = broadcast_state(transport, state, source=source, what="sharing the tracked state")
+        for name, value in tracked.items():
+            value.load_state_dict(state[name])
+
+
+def _beside(world_size: int, rank: int) -> set[int]:
+    """The ranks before and after this one on a ring, which it watches."""
+    return {(rank - 1) % world_size, (rank + 1) % world_size} - {rank}
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[Tensor], None]:
+    """The bound method, for the hook of a tensor, which is not to keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(gradient: Tensor) -> None:
+        if (found := reference()) is not None:
+            found()
+
+    return call
+
+
+def _check_policy(on_nonfinite: str) -> None:
+    if check_policy(on_nonfinite) == "skip":
+        raise ValueError(
+            "got on_nonfinite='skip' for AllReduceDataParallel, expected 'raise' or 'spread': a gradient of one "
+            "rank is in the average of all; let a GradScaler skip such steps"
+        )

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.engine import Engine
-from ..flat.buffer import FlatBuffer
 from ..flat.kept_buffers import KeptBuffers
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
@@ -27,15 +25,12 @@ if TYPE_CHECKING:
 class AveragingMixin(ABC):
     """Access to the average of all ranks' models: the methods that every wrapper has.
 
-    Trained tensors are read and written as one vector: `_buffer.vector`, whose rounds `_engine` runs. A wrapper without
-    such a buffer overrides `_selection`, `_trained` and `comm_stats`. All public methods but
-    `flush()`, `close()` and `comm_stats()` are collective: every rank must call them, at the same point of training.
+    All public methods but `flush()`, `close()` and `comm_stats()` are collective: every rank must call them, at the
+    same point of training.
     """
 
     module: nn.Module  # without the wrapper
     _averager: GlobalAverage
-    _buffer: FlatBuffer
-    _engine: Engine
     _copies: WeightCopies | None = None  # of the parameters, in the state of optimizers
     _last_consensus_distance: float = float("nan")
     _is_averaged: bool = False  # inside averaged()
@@ -61,14 +56,14 @@ class AveragingMixin(ABC):
         """The trained tensors <- the estimate of a vector that `_read` gave. Always follows `_read`."""
 
     @property
+    @abstractmethod
     def _selection(self) -> Selection:
         """The tensors that are averaged, and those that stay local."""
-        return self._buffer.selection
 
     @property
+    @abstractmethod
     def _trained(self) -> Sequence[Tensor]:
         """The trained parameters of the module."""
-        return self._buffer.parameters
 
     @property
     def _bytes_sent(self) -> int:
@@ -105,8 +100,9 @@ class AveragingMixin(ABC):
         if not self._is_averaged:  # inside averaged() the models come back
             self._forget_models()
 
+    @abstractmethod
     def _forget_models(self) -> None:
-        self._engine.forget_models()
+        """Start anew all that is kept of other models."""
 
     def _average(self) -> None:
         """As `average_`, for a while: nothing starts anew."""
@@ -261,17 +257,12 @@ class AveragingMixin(ABC):
             num_skipped_steps (without a round), num_added_rounds and num_averages (exact ones). With a membership also
             the entries of its `stats` and `wait_stats`.
         """
-        stats = self._engine.stats
-        return {
-            "bytes_sent": self._bytes_sent,
-            "wait_seconds": stats.wait_seconds,
-            "num_rounds": stats.num_rounds,
-            "num_skipped": stats.num_skipped,
-            "mean_staleness": stats.total_staleness / max(stats.num_rounds, 1),
-            "max_staleness": stats.max_staleness,
-            "consensus_distance": self._last_consensus_distance,
-            **self._engine.control_stats(),
-        }
+        rounds, distance = self._round_stats(), self._last_consensus_distance
+        return {"bytes_sent": self._bytes_sent, **rounds, "consensus_distance": distance}
+
+    @abstractmethod
+    def _round_stats(self) -> dict[str, float]:
+        """The counters of rounds: see `Engine.round_stats`."""
 
 
 def _names_of(names: object) -> list[str] | None:

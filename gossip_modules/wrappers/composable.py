@@ -190,7 +190,7 @@ def _before_forward(module: Any, inputs: Any) -> None:
 def _after_forward(module: Any, inputs: Any, output: Any) -> None:
     """The forward hook, which torch does not call after a forward that raised."""
     if not is_transformed():
-        module._gossip._steps.has_ended = True
+        module._gossip._local.steps.has_ended = True
 
 
 def _check(module: nn.Module, options: Mapping[str, Any]) -> None:

@@ -19,10 +19,7 @@ from ..engine.engine import LockstepEngine, SyncEngine
 from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
-from ..membership.links import alone
-from ..membership.lockstep import LockstepParticipant, check_elastic
 from ..membership.membership import Membership
-from ..membership.node import NodeParticipant
 from ..mixing_manager.base import MixingManager
 from ..old_calls import foreign_arguments
 from ..rounds.mixer import Mixer
@@ -34,10 +31,10 @@ from ..transport.process_group import DEFAULT_TIMEOUT, ProcessGroupTransport
 from .arguments import GraphLike, Links, MixingLike, as_schedule, as_timeout, as_whole, check_overlap
 from .base import GossipWrapper
 from .choices import AlgorithmLike, Choices, renamed
-from .composition import hold
 from .debias import Debias
 from .node import MemberNode, Node, check_node_size, count_nodes, make_node, meet_node
 from .other_names import DDP_ARGUMENTS, SGP_ARGUMENTS
+from .participant import Participant, check_elastic
 
 
 class GossipDataParallel(GossipWrapper, Joinable):
@@ -139,7 +136,6 @@ class GossipDataParallel(GossipWrapper, Joinable):
         ...     evaluate(model)
     """
 
-    _debias: Debias
     _graph: str | None = None  # that rounds are on; None with a membership, where it follows the number of workers
     _others: ProcessGroupTransport | None = None  # of `Join`; made in the first step inside it
     _foreign_attributes: ClassVar[Mapping[str, str]] = {
@@ -192,45 +188,43 @@ class GossipDataParallel(GossipWrapper, Joinable):
             mixing, mixer = self._enter_membership(chosen, membership, links, g, init_sync=init_sync)
         try:
             if g > 1:
-                self._node = self._make_node(links, g, find_unused_parameters=find_unused_parameters)
+                self._local.node = self._make_node(links, g, find_unused_parameters=find_unused_parameters)
             self._begin(mixer, mixing, chosen.schedule)
         except BaseException:
-            if self._node is not None:
-                self._node.close()
+            if self._local.node is not None:
+                self._local.node.close()
             raise
 
     def _enter_world(self, chosen: Choices, links: Links, g: int, *, init_sync: bool) -> tuple[MixingManager, Mixer]:
         """Take part in a world of ranks that stays; g: the processes of a node."""
-        self._place, num_nodes = links.place, count_nodes(links, g)
+        self._local.place, num_nodes = links.place, count_nodes(links, g)
         chosen.check(overlap=self.overlap, init_sync=init_sync, nprocs_per_node=g)
         mixer = chosen.mixer()
         mixing = chosen.weights(num_nodes)
         self._graph = str(mixing.graph)
         options: dict[str, object] = {"init_sync": init_sync, "nprocs_per_node": g, "comm_device": links.comm_device}
         self._describe(chosen, mixing, mixer, **options)
-        self._transport = self._open(links, init_sync=init_sync, ranks=Node.peers(g))
+        self._open(links, init_sync=init_sync, ranks=Node.peers(g))
         return mixing, mixer
 
     def _enter_membership(
         self, chosen: Choices, membership: Membership, links: Links, g: int, *, init_sync: bool
     ) -> tuple[MixingManager, Mixer]:
-        """Take part in a membership; until it has a place for this worker, this is a world of one."""
+        """Take part in a membership; g: the processes of this worker."""
         group = links.process_group if g == 1 else None  # else it connects the processes of the node
         given: dict[str, Any] = {"group": group, "comm_device": links.comm_device, "timeout": links.timeout}
         check_elastic(membership, graph=chosen.graph, mixing=chosen.mixing, init_sync=init_sync, **given)
         chosen.check(overlap=self.overlap, init_sync=init_sync, nprocs_per_node=1)  # one process gossips for the node
         chosen = chosen.for_membership()
         mixer, choose = chosen.mixer(), chosen.for_any_size()
-        participant = LockstepParticipant if g == 1 else NodeParticipant
-        self._elastic = participant(self, membership, choose, check=mixer.check)
+        self._local.world = Participant(self._local, membership, choose, check=mixer.check)
         self._describe(chosen, choose(8), mixer, **({} if g == 1 else {"nprocs_per_node": g}))
-        self._transport = alone(membership.timeout)
         return choose(1), mixer
 
     def _describe(self, chosen: Choices, mixing: MixingManager, mixer: Mixer, **options: object) -> None:
         """Note what the ranks must agree on, by name."""
         self._was_on_a_ring = chosen.was_on_a_ring(mixing)
-        layout = widened(self._buffer.vector.layout, has_buffers=False)
+        layout = widened(self._local.buffer.vector.layout, has_buffers=False)
         what = {
             "graph": mixing.graph,
             "mixing": mixing,
@@ -244,37 +238,36 @@ class GossipDataParallel(GossipWrapper, Joinable):
             "gossip_in_eval_mode": self.gossip_in_eval_mode,
             "on_nonfinite": self._on_nonfinite,
         }
-        self._description = {name: str(value) for name, value in what.items()}
+        self._local.description = {name: str(value) for name, value in what.items()}
 
     def _make_node(self, links: Links, g: int, *, find_unused_parameters: bool) -> Node:
         options: dict[str, Any] = {
             "selection": self._selection,
             "find_unused_parameters": find_unused_parameters,
         }
-        if self._elastic is None:
+        local, world = self._local, self._local.world
+        if not isinstance(world, Participant):
             return make_node(self.module, links, g, **options)
-        device, what = self._buffer.vector.raw.device, self._elastic.describe()
-        processes = meet_node(self._elastic.membership, links, g, description=what, device=device)
+        device, what = local.buffer.vector.raw.device, world.describe()
+        processes = meet_node(world.membership, links, g, description=what, device=device)
         return MemberNode(self.module, processes, **options)
 
     def _begin(self, mixer: Mixer, mixing: MixingManager, schedule: Schedule | ConsensusControl) -> None:
         """Be ready for the first step."""
-        node = self._node
-        mixer.bind(mixing, self._transport)
-        mixer.watch_optimizer(self._buffer, is_whole=node is None or node.is_whole)
+        local, node = self._local, self._local.node
+        mixer.bind(mixing, local.transport)
+        mixer.watch_optimizer(local.buffer, is_whole=node is None or node.is_whole)
+        local.debias = local.copies.debias = Debias(local.buffer, is_needed=mixer.is_weighted)
         engine = self._make_engine(mixer, schedule)
-        self._engine: LockstepEngine = engine if node is None else node.engine_of(engine)
-        self._averager = self._engine.averager if node is None else node.averager(self._engine)
-        self._debias = self._copies.debias = Debias(self._buffer, is_needed=mixer.is_weighted)
-        self._set_out()
-        self._travelling.watch(self, self._transport)
-        hold(self)
-        if self._elastic is not None:
-            self._elastic.membership.attach(self._elastic)
+        if node is None:
+            self._start(engine, engine.averager)
+        else:
+            engine = node.engine_of(engine)
+            self._start(engine, node.averager(engine))
 
     def _make_engine(self, mixer: Mixer, schedule: Schedule | ConsensusControl) -> LockstepEngine:
         """When rounds run."""
-        policy, is_whole = self._on_nonfinite, self._node is None or self._node.is_whole
+        policy, is_whole = self._on_nonfinite, self._local.node is None or self._local.node.is_whole
         if not self.overlap:
             return SyncEngine(mixer, schedule, on_nonfinite=policy)
         late = self.max_staleness
@@ -282,22 +275,12 @@ class GossipDataParallel(GossipWrapper, Joinable):
 
     def settle(self) -> None:
         """See `AveragingMixin`. As all ranks call it, later rounds mix the tensors that are trained now."""
-        if not (self._is_closed or self._is_averaged):
-            for _ in range(self._steps.take_left_out()):
-                self._step_start()
-            self._choose(may_leave=False)
+        local = self._local
+        if not (local.is_closed or local.is_averaged):
+            for _ in range(local.steps.take_left_out()):
+                local.step()
+            local.choose(may_leave=False)
         super().settle()
-
-    def _release(self) -> None:
-        super()._release()
-        self._transport.close()
-        if self._node is not None:
-            self._node.close()
-
-    @property
-    def _bytes_sent(self) -> int:
-        local_bytes = 0 if self._node is None else self._node.num_bytes_sent
-        return int(self._transport.num_bytes_sent) + local_bytes
 
     # State.
 
@@ -306,7 +289,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
 
         The graph is None with a membership, where each number of workers has its own.
         """
-        weight = self._buffer.vector.push_sum_weight.clone()
+        weight = self._local.buffer.vector.push_sum_weight.clone()
         return {"weight": weight, "graph": self._graph, **super().get_extra_state()}
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
@@ -324,7 +307,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
                 "wrap as when it was saved, or load the model alone: module.load_state_dict"
             )
         super().set_extra_state(state)
-        self._buffer.vector.push_sum_weight.copy_(torch.ones(1, device="cpu") if state is None else state["weight"])
+        weight = torch.ones(1, device="cpu") if state is None else state["weight"]
+        self._local.buffer.vector.push_sum_weight.copy_(weight)
         if state is not None and "graph" not in state and self._was_on_a_ring:
             warnings.warn(
                 f"got a checkpoint of an older version, where ranks mixed on a ring if no graph was named; now it is "
@@ -344,7 +328,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
             RuntimeError: a rank has run out of data, where `Join` was told to throw then.
             TimeoutError, ConnectionError: a rank is late or gone; names it.
         """
-        limit, start = self._transport.timeout, time.monotonic()
+        limit, start = self._local.transport.timeout, time.monotonic()
         if self._others is None and dist.get_backend() == "gloo":
             self._others = connect(dist.group.WORLD, timeout=limit)  # which finds out who fails
         try:
@@ -363,27 +347,28 @@ class GossipDataParallel(GossipWrapper, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """See `torch.distributed.algorithms.Joinable`: shadows one round per training step of the others."""
-        if self._node is not None:
+        local = self._local
+        if local.node is not None:
             raise ValueError(
-                f"got nprocs_per_node={self._node.num_shards} inside Join, expected 1; "
+                f"got nprocs_per_node={local.node.num_shards} inside Join, expected 1; "
                 "give the processes of a node equally many batches"
             )
-        if self._elastic is not None:
+        if local.world.changes:
             raise ValueError(
                 "got a wrapper with a membership inside Join, expected none: a worker that runs out of data leaves by "
                 "close(), and the others go on"
             )
-        if self._transport.world_size != dist.get_world_size():
+        if local.transport.world_size != dist.get_world_size():
             raise ValueError(
-                f"got Join over a process group of {self._transport.world_size} of {dist.get_world_size()} ranks, "
+                f"got Join over a process group of {local.transport.world_size} of {dist.get_world_size()} ranks, "
                 "expected all; Join counts the ranks of the default group"
             )
-        return Shadow(self._step_start, self.flush)
+        return Shadow(local.step, self.flush)
 
     @property
     def join_device(self) -> torch.device:
         """See `Joinable`."""
-        return torch.device(self._transport.device)
+        return torch.device(self._local.transport.device)
 
     @property
     def join_process_group(self) -> Any:

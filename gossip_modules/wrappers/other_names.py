@@ -288,10 +288,10 @@ def _block(wrapper: Any) -> Callable[[], None]:
 
 def _push_sum_weight(wrapper: Any) -> Tensor:
     """The push-sum weight, float64 [1], a copy; 1 for a wrapper without one."""
-    buffer = getattr(wrapper, "_buffer", None)
-    if buffer is None:
+    local = getattr(wrapper, "_local", None)
+    if local is None:
         return torch.ones(1, dtype=torch.float64, device="cpu")
-    weight: Tensor = buffer.vector.push_sum_weight
+    weight: Tensor = local.buffer.vector.push_sum_weight
     return weight.clone()
 
 

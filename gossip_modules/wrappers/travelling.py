@@ -6,22 +6,25 @@ import json
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine.engine import Engine, LockstepEngine
+from ..engine.engine import Engine
 from ..flat.buffer import FlatBuffer
 from ..flat.slots import Slot
 from ..flat.vector import FlatVector
 from ..transport.agreement import broadcast_state, check_agreement
 from ..transport.change_board import REMEDY, digest_of
 
+if TYPE_CHECKING:
+    from .local_model import LocalModel
+
 _MAX_AGREED = 1000  # choices that are remembered
 
 
 class Travelling:
-    """Decides at the rounds of a wrapper which tensors are in its vector.
+    """Decides at the rounds of a model which tensors are in its vector.
 
     [Note: what leaves the vector] A tensor that is frozen has been trained since the last round. It stays in the vector
     until a round has taken it along; at the next one it is averaged exactly over all ranks, once, and leaves. So all
@@ -63,11 +66,12 @@ class Travelling:
         """Go on from the state of a donor."""
         self.frozen_at, self.agreed, self._is_first = state["frozen_at"], set(state["agreed"]), state["is_first"]
 
-    def watch(self, wrapper: Any, transport: Any) -> None:
-        """Let ranks that change and ranks that do not find each other over this transport."""
-        if not isinstance(wrapper._engine, LockstepEngine) or not hasattr(transport, "watch_changes"):
+    def watch(self, local: LocalModel) -> None:
+        """Let ranks that change and ranks that do not find each other over the transport."""
+        transport = local.transport
+        if local.engine.is_asynchronous or not hasattr(transport, "watch_changes"):
             return
-        engine, buffer = weakref.ref(wrapper._engine), weakref.ref(wrapper._buffer)
+        engine, buffer = weakref.ref(local.engine), weakref.ref(local.buffer)
 
         def step() -> int:
             return -1 if (kept := engine()) is None else int(kept.step)
@@ -78,7 +82,7 @@ class Travelling:
         transport.watch_changes(step=step, tensors=tensors)
         self._is_first = transport.is_elastic
 
-    def change(self, wrapper: Any, transport: Any, averager: Any, *, may_leave: bool) -> None:
+    def change(self, local: LocalModel, *, may_leave: bool) -> None:
         """Exchange the tensors that are trained now, on all ranks alike; may_leave: whether frozen tensors may leave.
 
         Raises:
@@ -86,39 +90,40 @@ class Travelling:
             TimeoutError, ConnectionError: a peer is late or gone; names it. With a membership the vector stays as it
                 is, and the next step tries again.
         """
-        if not wrapper._buffer.is_attached():
-            wrapper._reattach()
-        if not wrapper._buffer.is_trained():
+        if not local.buffer.is_attached():
+            local.reattach()
+        if not local.buffer.is_trained():
             return
         try:
-            self._change(wrapper, transport, averager, may_leave=may_leave)
+            self._change(local, may_leave=may_leave)
         except (TimeoutError, ConnectionError):
-            if not transport.is_elastic:
+            if not local.transport.is_elastic:
                 raise
 
-    def _change(self, wrapper: Any, transport: Any, averager: Any, *, may_leave: bool) -> None:
-        buffer = wrapper._buffer
+    def _change(self, local: LocalModel, *, may_leave: bool) -> None:
+        buffer = local.buffer
         if self._is_first and may_leave:
-            self._meet(wrapper, transport)
+            self._meet(local)
         frozen = buffer.frozen()
         is_new = not buffer.is_complete()
-        is_due = may_leave and not is_new and self._must_leave(wrapper._engine)
+        is_due = may_leave and not is_new and self._must_leave(local.engine)
         leaving = frozen if is_due else []
         slots = buffer.candidates(kept=[] if leaving else frozen)
         signature = [slot.signature() for slot in slots]
-        self._agree(wrapper, transport, slots, is_same=signature == buffer.agreed)
+        self._agree(local, slots, is_same=signature == buffer.agreed)
         if leaving:
-            self._average(wrapper, averager, leaving)
+            self._average(local, leaving)
         if signature != buffer.signature():
             buffer.attach(slots)
         buffer.keep()
         buffer.agree()
         if is_new or is_due:
-            self.frozen_at = wrapper._engine.t if frozen and not leaving else None
+            self.frozen_at = local.engine.t if frozen and not leaving else None
 
-    def _meet(self, wrapper: Any, transport: Any) -> None:
+    def _meet(self, local: LocalModel) -> None:
         """In the first round of a generation: see [Note: agreeing]."""
-        participant, node, buffer = wrapper._elastic, wrapper._node, wrapper._buffer
+        participant: Any = local.world
+        transport, node, buffer = local.transport, local.node, local.buffer
 
         def compare() -> bool:
             """Whether this worker has taken over the layout of another one."""
@@ -147,15 +152,15 @@ class Travelling:
                 participant.take_layout(state)
         self._is_first = self.is_newcomer = False
 
-    def _agree(self, wrapper: Any, transport: Any, slots: Sequence[Slot], *, is_same: bool) -> None:
+    def _agree(self, local: LocalModel, slots: Sequence[Slot], *, is_same: bool) -> None:
         """Compare these tensors with the tensors of the other ranks.
 
         Args:
-            wrapper, transport: of this rank.
+            local: of this rank.
             slots: of the tensors that are exchanged from now on.
             is_same: whether the vector stays as all ranks have it.
         """
-        buffer, node = wrapper._buffer, wrapper._node
+        buffer, node, transport = local.buffer, local.node, local.transport
         description = describe(buffer, slots)
         if not self.agreed:
             self.agreed.add(digest_of([*buffer.agreed, *buffer.copied_at_start]))
@@ -163,7 +168,7 @@ class Travelling:
         if is_same and digest in self.agreed:
             return
         # First, as it may raise, and then this rank does all of this again; and what is in flight may be a collective.
-        wrapper._apply_in_flight()
+        local.apply_in_flight()
         check = partial(check_agreement, what="comparing what is trained", remedy=REMEDY)
 
         def compare() -> bool:
@@ -182,11 +187,11 @@ class Travelling:
         self.agreed.add(digest)
 
     @torch.no_grad()
-    def _average(self, wrapper: Any, averager: Any, leaving: Sequence[Slot]) -> None:
+    def _average(self, local: LocalModel, leaving: Sequence[Slot]) -> None:
         """These tensors <- their exact average over all ranks."""
         tensors = [slot.tensor for slot in leaving]
-        vector, t = FlatVector.pack(tensors), wrapper._engine.t
-        vector.push_sum_weight.copy_(wrapper._buffer.vector.push_sum_weight)
+        vector, t, averager = FlatVector.pack(tensors), local.engine.t, local.averager
+        vector.push_sum_weight.copy_(local.buffer.vector.push_sum_weight)
         vector.multiply_by_weight_()
         averager.mix(vector, t)
         if averager.transport.is_elastic:  # as in `ElasticAverage`: it takes effect on all ranks or on none

@@ -242,7 +242,7 @@ def train_over_nccl(rank: int) -> list[Tensor]:
     results = []
     for make, options in MODES:
         wrapper = make(net(rank).cuda(), graph=irregular_digraph(2), init_sync=False, **options)
-        assert wrapper._transport.backend == "nccl"
+        assert wrapper._local.transport.backend == "nccl"
         optimizer = sgd(wrapper)
         for step in range(STEPS):
             train_step(wrapper, optimizer, rank, step)

@@ -60,7 +60,7 @@ def test_ad_psgd_keeps_the_mean_and_agrees() -> None:
         module = mlp(seed=group.rank()).cuda()
         before = flatten(module).cpu()
         wrapper = BilatGossipDataParallel(module, process_group=group, init_sync=False)
-        assert wrapper._transport.device.type == "cpu"
+        assert wrapper._local.transport.device.type == "cpu"
         for _ in range(60):
             forwards(wrapper, 1)
             wrapper.settle()

@@ -11,7 +11,7 @@ from tests.harness.reference import flatten
 
 def engine_of(wrapper: Any) -> Any:
     """The engine, for tests that make it fail or hold it up."""
-    return wrapper._engine
+    return wrapper._local.engine
 
 
 def state_of(wrapper: Any) -> Any:

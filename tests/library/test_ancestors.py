@@ -226,11 +226,11 @@ def test_the_all_reduce_wrapper_has_them_too() -> None:
 
 def test_sgp_weights_are_read() -> None:
     model = wrapped(graph=lambda n: gm.graph_manager.NetworkXGraph(nx.empty_graph(n)))
-    model._buffer.vector.push_sum_weight.fill_(0.5)
+    model._local.buffer.vector.push_sum_weight.fill_(0.5)
     weight, _, _ = said(lambda: model.ps_weight)
     assert weight.item() == 0.5
     weight.fill_(3.0)
-    assert model._buffer.vector.push_sum_weight.item() == 0.5
+    assert model._local.buffer.vector.push_sum_weight.item() == 0.5
     model.close()
 
 

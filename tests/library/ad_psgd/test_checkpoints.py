@@ -207,7 +207,7 @@ def test_bytes_are_those_of_headers_replies_and_models() -> None:
         stats = wrapper.comm_stats()
         meeting.wait()  # a rank that closes sends SHUTDOWN, which the other one returns
         wrapper.close()
-        return stats["num_rounds"], stats["bytes_sent"], wrapper._buffer.vector.layout.num_bytes
+        return stats["num_rounds"], stats["bytes_sent"], wrapper._local.buffer.vector.layout.num_bytes
 
     passive, active = run_ranks(2, body)
     assert passive == (5, 5 * (REPLY_BYTES + passive[2]), passive[2])

@@ -228,7 +228,7 @@ def test_a_wrapper_that_is_lost_leaves_its_peers() -> None:
 def hang_up(wrapper: BilatGossipDataParallel) -> None:
     """What the others see at the end of a process: all connections of this rank close."""
     engine_of(wrapper).liveness.fail(ConnectionError("it dies"))  # its threads say nothing while connections close
-    wrapper._transport.close_connections()
+    wrapper._local.transport.close_connections()
     with pytest.raises(ConnectionError):
         wrapper.close()
 

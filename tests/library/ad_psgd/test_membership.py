@@ -27,6 +27,7 @@ from gossip_modules.graph_manager import DynamicBipartiteCompleteGraph, DynamicB
 from gossip_modules.membership import limits
 from gossip_modules.membership.links import LinkTransport, alone, connect_links
 from gossip_modules.testing import Chaos, Join, Kill, Worker
+from gossip_modules.wrappers.participant import Participant
 from tests.harness.progress import engine_of
 from tests.harness.ranks import TIMEOUT
 
@@ -73,7 +74,7 @@ class Averaging:
             loss.backward()
             optimizer.step()
             if worker.rank in self.dying:  # so that it is known what it takes along
-                model._withdraw()
+                model._local.engine.withdraw()
                 model.flush()
                 self.write("died", worker.rank, mean_of(net))
             stats = model.comm_stats()
@@ -267,14 +268,15 @@ def test_one_exchange_at_most_is_waited_for_where_a_generation_begins() -> None:
     engine: Any = engine_of(model)
     model(X)
     assert engine.shared.snapshots.is_open
-    assert model._elastic is not None
-    model._elastic.flush()
+    world = model._local.world
+    assert isinstance(world, Participant)
+    world.flush()
     assert not engine.shared.snapshots.is_open, "peers that ask now get the reply: not yet"
     under_way, later = Future[float](), Future[float]()
     engine._bilateral._exchanges.extend([under_way, later])
     ending = threading.Timer(0.1, under_way.set_result, [0.0])
     ending.start()
-    engine.rebind(engine.mixing, alone(membership.timeout))
+    engine.rebind(engine.mixing, alone(membership.timeout), model._local.vector)
     assert under_way.done()
     model(X)
     assert engine.shared.snapshots.is_open

@@ -120,7 +120,7 @@ def test_a_generation_of_another_size_goes_on_without_another_look() -> None:
     def body(group: dist.ProcessGroup) -> None:
         wrapper = GossipDataParallel(mlp(), process_group=group, algorithm=GASLoC())
         unstable = default_mixing(RingGraph(8), push_sum=False)
-        engine_of(wrapper).rebind(unstable, wrapper._transport)
+        engine_of(wrapper).rebind(unstable, wrapper._local.transport, wrapper._local.vector)
         with pytest.raises(ValueError, match=r"GASLoC: got step_size=0.5 .* grow 1.19"):
             GASLoC().check(unstable)
         wrapper.close()

@@ -174,7 +174,7 @@ def train_both(group: dist.ProcessGroup, **options: Any) -> list[Any]:
         wrapper = GossipDataParallel(
             wide(group.rank()), algorithm=gossiper, init_sync=False, process_group=group, **options
         )
-        assert len(gossiper.chunks(wrapper._gossiped)) == (7 if chunks else 1)
+        assert len(gossiper.chunks(wrapper._local.vector)) == (7 if chunks else 1)
         steps = train(wrapper, sgd(wrapper.module), group.rank(), 6)
         wrapper.close()
         stats = wrapper.comm_stats()

@@ -346,7 +346,7 @@ def test_a_wrapper_raises_what_its_thread_met_and_closes() -> None:
             process_group=group,
             init_sync=False,
         )
-        if wrapper._transport.rank == 1:
+        if wrapper._local.transport.rank == 1:
             raise HangUp
         loss_of(wrapper, 0, 0)
         with pytest.raises(ConnectionError, match=r"rank 0: round 0: .*rank 1 failed after"):

@@ -168,13 +168,13 @@ def test_freezing_an_ignored_parameter_on_one_rank_changes_no_vector() -> None:
     def body(group: dist.ProcessGroup) -> bool:
         module = Personal(group.rank())
         wrapper = GossipDataParallel(module, process_group=group, ignore=NAMES, algorithm=DiLoCo(sync_every=2))
-        vector = wrapper._buffer.vector
+        vector = wrapper._local.buffer.vector
         for step in range(6):
             if step == 3 and group.rank() == 1:
                 module.own.requires_grad_(False)
             wrapper(torch.ones(2, 2)).sum().backward()
         wrapper.close()
-        return wrapper._buffer.vector is vector
+        return wrapper._local.buffer.vector is vector
 
     assert run_ranks(2, body) == [True, True]
 

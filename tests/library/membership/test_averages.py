@@ -164,7 +164,8 @@ def test_statistics_say_how_long_rounds_wait_for_each_peer() -> None:
     job.until_live(workers)
     for worker in job.end():
         assert worker.wrapper is not None
-        own, stats = worker.wrapper._elastic.membership.number, worker.wrapper.comm_stats()  # type: ignore[union-attr]
+        assert worker.membership is not None
+        own, stats = worker.membership.number, worker.wrapper.comm_stats()
         waits = {int(name.partition("/")[2]): stats[name] for name in stats if name.startswith("wait_median/")}
         assert set(waits) == set(worker.changes[-1].members) - {own}
         assert min(waits.values()) > 0

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules import GossipDataParallel, Membership
-from gossip_modules.membership.participant import Change
+from gossip_modules.membership.view import Change
 from tests.harness.progress import round_of, step_of
 from tests.library.membership.test_membership import _no_thread_stays, member_of, model_of
 

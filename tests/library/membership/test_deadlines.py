@@ -15,9 +15,8 @@ from gossip_modules.membership import donor
 from gossip_modules.membership import membership as membership_module
 from gossip_modules.membership.generations import Generations
 from gossip_modules.membership.joining import Joining, rejoin
-from gossip_modules.membership.participant import Change
 from gossip_modules.membership.shared_roster import SharedRoster
-from gossip_modules.membership.view import Joiner, View
+from gossip_modules.membership.view import Change, Joiner, View
 from gossip_modules.membership.worker import LocalWorker
 from gossip_modules.transport.deadline import Deadline
 from gossip_modules.transport.state_tree import pack

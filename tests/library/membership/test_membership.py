@@ -23,7 +23,7 @@ from gossip_modules.graph_manager import BaseGraph
 from gossip_modules.membership import limits
 from gossip_modules.membership.background_log import log
 from gossip_modules.membership.joining import Joining
-from gossip_modules.membership.participant import Change
+from gossip_modules.membership.view import Change
 from gossip_modules.transport.deadline import Deadline
 from tests.harness.progress import step_of
 from tests.harness.ranks import assert_no_gossip_threads, at_the_end
@@ -150,7 +150,7 @@ class Worker:
         self.is_killed, self.is_paused, self.may_go_on = threading.Event(), threading.Event(), threading.Event()
         self.error: Exception | None = None
         self.membership: Membership | None = None
-        self.wrapper: GossipDataParallel | None = None
+        self.wrapper: Any = None
         self.changes: list[Change] = []
         self.members: tuple[int, ...] = ()
         self.first = self.step = -1
@@ -168,9 +168,10 @@ class Worker:
     def train(self) -> None:
         options = dict(self.job.options)
         member_options = {name: options.pop(name) for name in ("min_deadline",) if name in options}
+        wrap = options.pop("wrap", GossipDataParallel)
         member = self.membership = member_of(self.job.store, min_workers=self.job.min_workers, **member_options)
         member.on_change(self.changes.append)
-        wrapper = self.wrapper = GossipDataParallel(self.model, membership=member, **options)
+        wrapper = self.wrapper = wrap(self.model, membership=member, **options)
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=self.learning_rate, momentum=0.9)
         member.track(optimizer=optimizer)
         self.first = member.join()
@@ -199,7 +200,7 @@ class Worker:
     @property
     def weight(self) -> float:
         assert self.wrapper is not None
-        return self.wrapper._buffer.vector.push_sum_weight.item()
+        return self.wrapper._local.buffer.vector.push_sum_weight.item()
 
 
 def close(workers: list[Worker]) -> None:
@@ -234,7 +235,7 @@ def test_workers_die_and_come_and_nobody_raises(options: dict[str, Any]) -> None
     for worker in founders[1:]:
         assert [len(change.members) for change in worker.changes] == [3, 4, 3, 4]
         assert list(worker.changes[2].left.values()) == ["its connection closed"]
-        stats = worker.wrapper.comm_stats()  # type: ignore[union-attr]
+        stats = worker.wrapper.comm_stats()
         assert (stats["live"], stats["joins"], stats["deaths"]) == (4, 2, 1)
     if options.get("push_sum", True):  # what a donor gives is made up for, and a death takes what it takes
         assert sum(worker.weight for worker in alive) == pytest.approx(4.0, abs=2.0)
@@ -400,7 +401,7 @@ def test_averages_are_of_those_who_live() -> None:
         assert wrapper is not None
         distance = wrapper.consensus_distance()
         wrapper.average_()
-        found[k] = distance, wrapper._buffer.vector.raw.clone()
+        found[k] = distance, wrapper._local.buffer.vector.raw.clone()
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(average, range(2)))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import GossipDataParallel, Membership
-from gossip_modules.membership.participant import Change
 from gossip_modules.membership.roster import Roster
+from gossip_modules.membership.view import Change
 from tests.harness.problems import loss_of, mlp, sgd
 from tests.harness.progress import engine_of, round_of, step_of
 from tests.harness.ranks import run_ranks
@@ -97,7 +97,7 @@ def train_into_a_generation(
         "begun": [(change.generation, change.step) for change in changes],
         "counts": (round_of(model), step_of(model)),
         "clock": member.worker.generations.clock if member.node is None or member.node.leads else NUM_STEPS - 1,
-        "is_turned": engine_of(model).gossiper.transport is model._transport,
+        "is_turned": engine_of(model).gossiper.transport is model._local.transport,
         "is_finite": all(bool(parameter.isfinite().all()) for parameter in model.parameters()),
     }
     model.close()
@@ -180,7 +180,7 @@ def freeze(model: GossipDataParallel) -> None:
 
 def lose_weight(model: GossipDataParallel) -> None:
     """Who is alone has the weight one in the next forward."""
-    model._buffer.vector.push_sum_weight.fill_(0.5)
+    model._local.buffer.vector.push_sum_weight.fill_(0.5)
 
 
 @pytest.mark.parametrize("what", [freeze, lose_weight])
@@ -199,7 +199,7 @@ def test_a_step_is_counted_once_where_infinities_were_in_flight(what: Callable[[
                 training_step(model, optimizer, 0, step)
         except FloatingPointError:
             raised.append(step)
-        weights.append(model._buffer.vector.push_sum_weight.clone())
+        weights.append(model._local.buffer.vector.push_sum_weight.clone())
     assert raised == [3]
     assert (member.worker.generations.clock, step_of(model)) == (4, 5)
     assert weights[-1].item() == 1.0

@@ -67,7 +67,7 @@ class Worker(ScriptedWorker):
             self.engine.advance(THIRD - SNAPSHOT)
             self.x.segments[0].copy_(model)
             self.given = None
-        self.engine.rebind(mixing, transport)
+        self.engine.rebind(mixing, transport, self.x)
 
     def train(self, first: int, last: int) -> None:
         assert self.engine is not None
@@ -120,11 +120,11 @@ def memory_of(engine: LockstepEngine) -> Memory:
 def freeze_first(wrapper: GossipDataParallel) -> None:
     """The first layer leaves the vector, as after a round that has taken it along."""
     wrapper.module.get_submodule("0").requires_grad_(False)
-    wrapper._choose()
+    wrapper._local.choose()
     engine_of(wrapper).t += 1
-    wrapper._choose()
+    wrapper._local.choose()
     engine_of(wrapper).t -= 1
-    assert len(wrapper._buffer.tensors) == 2
+    assert len(wrapper._local.buffer.tensors) == 2
 
 
 def training(rule: Algorithm, first_rounds: dict[int, Any], last: list[int]) -> Callable[[ChaosWorker], None]:
@@ -186,20 +186,20 @@ def test_a_worker_that_joins_takes_what_is_still_trained_where_less_is_trained_s
         wrappers.append(GossipDataParallel(model, membership=membership, algorithm=rule))
     wrapper = wrappers[1]
     donor, newcomer = (engine_of(each) for each in wrappers)
-    whole = wrappers[0]._buffer.vector
+    whole = wrappers[0]._local.buffer.vector
     donor.round(whole)
     memory_of(donor).momentum.parts[0].fill_(0.5)
     newcomer.load_state_dict(donor.state_for_newcomer(whole))
-    given = newcomer.state_for_newcomer(wrapper._buffer.vector)  # it may be a donor before its first round
+    given = newcomer.state_for_newcomer(wrapper._local.buffer.vector)  # it may be a donor before its first round
     freeze_first(wrapper)
     newcomer.load_state_dict(given)
-    newcomer.round(wrapper._buffer.vector)
+    newcomer.round(wrapper._local.buffer.vector)
     (momentum,) = memory_of(newcomer).momentum.parts
     assert momentum.tolist() == [0.5] * 3
     assert memory_of(newcomer).num_rounds == 2
     newcomer.load_state_dict(donor.state_dict())
     with pytest.raises(ValueError, match=r"got the state of vector .* other tensors were trained when it was saved"):
-        newcomer.round(wrapper._buffer.vector)
+        newcomer.round(wrapper._local.buffer.vector)
     newcomer.reset()
     for one in wrappers:
         one.close()
@@ -209,7 +209,7 @@ def test_a_worker_that_joins_takes_what_is_still_trained_where_less_is_trained_s
 def test_sums_are_in_no_state_that_is_loaded_under_a_membership(rule: Algorithm) -> None:
     membership = Membership(dist.HashStore(), min_workers=1)
     wrapper = GossipDataParallel(nn.Linear(3, 1), membership=membership, algorithm=rule)
-    engine, x = engine_of(wrapper), wrapper._buffer.vector
+    engine, x = engine_of(wrapper), wrapper._local.buffer.vector
     engine.round(x)
     assert memory_of(engine).state_dict()["vectors"]
     joins = engine.state_for_newcomer(x)["gossiper"]["memory"]

@@ -14,7 +14,7 @@ from torch import nn
 
 from gossip_modules import GossipDataParallel
 from gossip_modules.membership.joining import go_on_alone
-from gossip_modules.membership.participant import Change
+from gossip_modules.membership.view import Change
 from gossip_modules.testing import Chaos, Join, Worker
 from tests.library.membership.test_membership import member_of
 

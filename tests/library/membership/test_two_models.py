@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gossip_modules import GossipDataParallel
-from gossip_modules.membership.participant import Change
+from gossip_modules.membership.view import Change
 from gossip_modules.testing import Chaos, Join, Kill, Worker
 
 AFTER = 5  # steps of the last generation

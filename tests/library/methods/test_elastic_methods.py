@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from gossip_modules import Membership
-from gossip_modules.membership.participant import ModelParticipant
 from gossip_modules.methods import METHODS, Context, WrapperOptions, wrap
 from gossip_modules.methods.__main__ import membership_table
 from gossip_modules.testing import Chaos, Worker
@@ -28,7 +27,7 @@ class _Trial(Membership):
     def __init__(self) -> None:
         super().__init__(dist.HashStore(), min_workers=1, host="127.0.0.1")
 
-    def attach(self, participant: ModelParticipant) -> NoReturn:
+    def attach(self, participant: Any) -> NoReturn:
         """The last thing that a wrapper does, when it has refused nothing."""
         raise _Taken
 

@@ -125,11 +125,11 @@ class Worker(ScriptedWorker):
                 self.engine.load_state_dict(state)
                 self.engine.advance(GENERATIONS[-1][0] - SNAPSHOT)
                 self.x.segments[0].copy_(model)
-                self.engine.rebind(mixing, transport)
+                self.engine.rebind(mixing, transport, self.x)
         else:
             assert self.engine is not None
             self.engine.flush(self.x)
-            self.engine.rebind(mixing, transport)
+            self.engine.rebind(mixing, transport, self.x)
 
     def train(self, first: int, last: int) -> None:
         assert self.engine is not None

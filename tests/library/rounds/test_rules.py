@@ -394,7 +394,7 @@ def test_a_checkpoint_of_an_older_version_goes_on_to_the_bit(rule: Algorithm) ->
     resumed.set_extra_state(state)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for each, stepped in ((wrapper, optimizer), (resumed, again)):
-        each._steps.end()
+        each._local.steps.end()
         for step in range(3, 6):
             for group in stepped.param_groups:
                 group["lr"] = LR / (step - 1)

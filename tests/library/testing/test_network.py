@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gossip_modules import GossipDataParallel
-from gossip_modules.membership.participant import Change
+from gossip_modules.membership.view import Change
 from gossip_modules.testing import Chaos, Delay, Loss, Partition, Stop, Worker
 from gossip_modules.testing.events import Event
 

@@ -18,7 +18,7 @@ from gossip_modules import GroupAverageDataParallel, Membership
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager.named_graphs import undirected_ring
 from gossip_modules.membership.links import LinkTransport
-from gossip_modules.membership.participant import Change
+from gossip_modules.membership.view import Change
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.testing import Chaos, Join, Kill, Stop, StoreKill, Worker
 from gossip_modules.wagma import engine as engine_module
@@ -131,13 +131,13 @@ def test_survivors_go_on_and_a_newcomer_gets_the_state_of_training(overlap: bool
 def test_former_generations_are_let_go_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else their connections stay until garbage is collected."""
     former: list[weakref.ref[WaitAvoidingWorker]] = []
-    turn_to = WaitAvoidingEngine.turn_to
+    rebind = WaitAvoidingEngine.rebind
 
-    def noting(engine: WaitAvoidingEngine, links: LinkTransport, x: FlatVector) -> None:
+    def noting(engine: WaitAvoidingEngine, weights: Any, transport: LinkTransport, x: FlatVector) -> None:
         former.append(weakref.ref(engine.worker))
-        turn_to(engine, links, x)
+        rebind(engine, weights, transport, x)
 
-    monkeypatch.setattr(WaitAvoidingEngine, "turn_to", noting)
+    monkeypatch.setattr(WaitAvoidingEngine, "rebind", noting)
     gc.disable()
     try:
         Chaos([Kill(step=10, rank=0), Join(step=12)]).run(Train(3, has_joined), 3)
@@ -188,9 +188,8 @@ MIXING = MetropolisHastingsMixing(undirected_ring(3))
 
 
 def engine_over(transport: LinkTransport, x: FlatVector, *, sync_period: int = 2) -> WaitAvoidingEngine:
-    return WaitAvoidingEngine(
-        choose_groups(None), transport, x, sync_period=sync_period, overlap=False, on_nonfinite="raise"
-    )
+    groups = choose_groups(None)(transport.world_size)
+    return WaitAvoidingEngine(groups, transport, x, sync_period=sync_period, overlap=False, on_nonfinite="raise")
 
 
 @pytest.mark.parametrize("is_global", [False, True], ids=["group", "all"])

@@ -33,9 +33,8 @@ class Rank:
         self.x = torch.full((numel,), float(group.rank()))
         self.vector = FlatVector.over(self.x)
         transport = ProcessGroupTransport(group, device=CPU, timeout=timeout)
-        self.engine = WaitAvoidingEngine(
-            lambda n: ButterflyGroups(n, group_size=size), transport, self.vector, sync_period=period, overlap=overlap
-        )
+        groups = ButterflyGroups(transport.world_size, group_size=size)
+        self.engine = WaitAvoidingEngine(groups, transport, self.vector, sync_period=period, overlap=overlap)
         self.worker = self.engine.worker
         self.engine.begin()
 

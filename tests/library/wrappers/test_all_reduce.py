@@ -164,8 +164,3 @@ def test_parameters_that_are_not_finite_are_noticed() -> None:
 def test_a_round_cannot_be_left_out() -> None:
     with pytest.raises(ValueError, match=r"got on_nonfinite='skip' for AllReduceDataParallel.*GradScaler"):
         AllReduceDataParallel(nn.Linear(1, 1), on_nonfinite="skip")
-
-
-def test_a_membership_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"got membership=.*, expected none.*, or torchft for"):
-        AllReduceDataParallel(torch.nn.Linear(1, 1), membership=object())

@@ -335,7 +335,7 @@ def test_an_algorithm_serves_any_number_of_wrappers() -> None:
 
 def test_a_gossiper_that_did_not_suit_is_still_free() -> None:
     gossiper: Mixer = Rounds(Choco(SignNorm(), step_size=0.3), PushPull())
-    transport = wrap(mlp(), solo_group())._transport
+    transport = wrap(mlp(), solo_group())._local.transport
     with pytest.raises(ValueError, match="expected symmetric weights"):
         gossiper.bind(UniformMixing(RingGraph(3)), transport)
     gossiper.bind(MetropolisHastingsMixing(RingGraph(1)), transport)

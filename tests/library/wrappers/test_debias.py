@@ -109,7 +109,8 @@ def test_after_a_step_that_raises_the_next_use_sees_the_estimate(
         assert torch.equal(in_the_module(wrapper), seen), "the parameters still hold something else"
         loss_of(wrapper, group.rank(), 5)  # and training goes on with it
         train_step(wrapper, optimizer, group.rank(), 6)
-        assert wrapper._debias.form is Form.ESTIMATE
+        assert wrapper._local.debias is not None
+        assert wrapper._local.debias.form is Form.ESTIMATE
         wrapper.close()
         return float(weight)
 

@@ -62,9 +62,9 @@ def test_after_a_step_the_module_itself_holds_the_estimate(options: dict[str, An
                 assert all(torch.equal(inner[key], outer[key]) for key in inner)
         weight = wrapper.get_extra_state()["weight"]
         inside = flatten(wrapper.module)
-        wrapper._debias.to_numerator()
+        wrapper._local.to_numerator()
         torch.testing.assert_close(flatten(wrapper.module), inside * weight)
-        wrapper._debias.to_estimate()
+        wrapper._local.to_estimate()
         wrapper.close()
         return float(weight)
 
@@ -242,8 +242,10 @@ def test_its_own_state_assigned_makes_parameters_that_are_noticed(
         for step in range(2):
             train_step(wrapper, optimizer, group.rank(), step)
         assert all(p is q for p, q in zip(parameters, wrapper.parameters(), strict=True))
-        assert {id(p) for p in parameters} == {id(p) for p in wrapper._buffer.parameters}
-        assert wrapper._debias.is_stepped_by(optimizer)
+        assert {id(p) for p in parameters} == {id(p) for p in wrapper._local.buffer.parameters}
+        debias = wrapper._local.debias
+        assert debias is not None
+        assert debias.is_stepped_by(optimizer)
         early = loss_of(wrapper, group.rank(), 2)
         for _ in range(wrapper.max_staleness + 1):
             wrapper.gossip_step()

@@ -252,7 +252,7 @@ def test_the_average_of_what_leaves_is_that_of_push_sum() -> None:
         trainer.step(4)
         trainer.model[0].requires_grad_(False)  # type: ignore[index]
         trainer.step(1)
-        weight = float(trainer.wrapper._buffer.vector.push_sum_weight)
+        weight = float(trainer.wrapper._local.buffer.vector.push_sum_weight)
         before = flat(trainer.model[0]) * weight  # type: ignore[index]
         trainer.step(1)
         after = flat(trainer.model[0])  # type: ignore[index]

@@ -29,7 +29,6 @@ from train.tasks.base import MicroBatch
 from train.tasks.images.config import Config
 from train.tasks.images.task import ImageTask
 from train.tasks.language_model.config import LanguageModelConfig
-from train.tasks.translation.config import TranslationConfig
 from train.training.elastic import validation
 from train.training.elastic.run import ElasticRun
 from train.training.elastic.shared_count import SharedCount
@@ -311,7 +310,6 @@ def test_recipes_that_need_fixed_ranks_are_refused_with_the_reason(recipe: str) 
         (Config, {"backend": "mpi"}, "got --elastic with --backend mpi, expected gloo"),
         (Config, {"dirichlet_alpha": 0.1}, r"got dirichlet_alpha=0.1 with --elastic, expected 0"),
         (LanguageModelConfig, {"dirichlet_alpha": 0.1}, r"got dirichlet_alpha=0.1 with --elastic, expected 0"),
-        (TranslationConfig, {"recipe": "ar"}, "every step needs the gradients of all; .* is torchft"),
         (LanguageModelConfig, {"recipe": "sparseloco"}, METHODS["sparseloco"].needs_fixed_ranks),
     ],
 )

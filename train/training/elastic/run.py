@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import gossip_modules as gm
-from gossip_modules.membership.participant import Change
+from gossip_modules.membership.view import Change
 from gossip_modules.methods import METHODS, wrap
 from train.job.errors import UsageError, usage_errors
 from train.job.outputs import SUMMARY, clear_outputs

@@ -1,0 +1,134 @@
+"""GradientEngine: all-reduce of gradients among workers that may die and join."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..flat.nonfinite import FiniteCheck, refuse
+from ..flat.vector import FlatVector
+from .engine import Engine
+
+
+class GradientEngine(Engine):
+    """All-reduce SGD over the generations of a membership. Step k of every worker:
+
+        if a generation begins:                       # some workers may have missed the last average
+            x <- x of the first worker with the largest number of averages
+        buffers <- buffers of rank 0
+        forward and backward at x
+        g <- mean_j g_j over the workers of the generation
+        if a worker dies in it:  drop g               # on every worker, so that no optimizer steps
+
+    [Note: lost steps] After the all-reduce, a second one confirms that all workers have the mean, so the mean takes
+    effect on all workers or on none. Without it every worker drops its gradients. An optimizer leaves out parameters
+    without gradients, so the models stay equal. The next step waits for the next generation. Only if a worker dies
+    during the confirmation, some of the others may have stepped. So the workers compare their numbers of averages when
+    a generation begins.
+
+    Args:
+        transport: the transport of the first generation.
+        x: the parameters.
+        share: called on all workers with the rank whose state the others take, if a worker has missed an average.
+        on_nonfinite: "raise" raises FloatingPointError at a step if x is not finite; "spread" does not check.
+    """
+
+    def __init__(self, transport: Any, *, share: Callable[[int], None], on_nonfinite: str = "raise") -> None:
+        super().__init__()
+        self.transport = transport
+        self._share = share
+        self._is_finite = FiniteCheck() if on_nonfinite == "raise" else None
+        self._is_first = False  # the next step of a generation
+
+    def rebind(self, weights: Any, transport: Any, x: FlatVector) -> None:
+        """See `Engine`."""
+        self.transport = transport
+        self.is_cut_off, self._is_first = False, True
+
+    @property
+    def needs_generation(self) -> bool:  # type: ignore[override]
+        """See `Engine`."""
+        return self.is_cut_off
+
+    def round(self, x: FlatVector) -> bool:
+        """See `Engine`: the beginning of a step. The average follows in `average`."""
+        rank = self.transport.rank
+        if self._is_finite is not None and not self._is_finite(x):
+            refuse(self.transport.names[rank], f"step {self.step}", senders=())
+        self.step += 1
+        if self.is_cut_off:
+            return False
+        try:
+            if self._is_first:
+                self._make_equal(x)
+            for buffers in x.buffers:
+                self.transport.broadcast(buffers, source=0, what="sharing buffers")
+        except (ConnectionError, TimeoutError):
+            self.is_cut_off = True
+        return True
+
+    def _make_equal(self, x: FlatVector) -> None:
+        """All workers take the model of the first worker with the largest number of averages."""
+        counts = torch.empty(self.transport.world_size, dtype=torch.int64, device="cpu")
+        self.transport.all_gather(counts, torch.tensor([self.t], device="cpu"), what="comparing numbers of averages")
+        if int(counts.min()) != int(counts.max()):
+            source = int(counts.argmax())
+            vector = x.raw.clone()
+            self.transport.broadcast(vector, source=source, what="sharing the model of a worker that is ahead")
+            self._share(source)
+            x.raw.copy_(vector)
+            self.t = int(counts.max())
+        self._is_first = False
+
+    @torch.no_grad()
+    def average(self, parameters: Sequence[Tensor]) -> bool:
+        """Replace the gradients by their means over the workers; returns False if a worker has failed meanwhile.
+
+        Gradients are dropped then: see [Note: lost steps]. A parameter without a gradient on all workers keeps none; on
+        some of them, zeros are its gradient there.
+
+        Args:
+            parameters: the parameters, the same on all workers; their gradients are mutated.
+        """
+        start, n = time.perf_counter(), self.transport.world_size
+        try:
+            if self.is_cut_off:
+                raise ConnectionError("a worker of this generation has failed before")
+            has_gradient = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            message = FlatVector.pack([*gradients, has_gradient])
+            for x in message.segments:
+                self.transport.all_reduce(x.div_(n), what=f"averaging gradients of step {self.step - 1}")
+            what = f"the end of the average of step {self.step - 1}"
+            self.transport.all_reduce(torch.zeros(1, device="cpu"), what=what)
+        except (ConnectionError, TimeoutError):
+            self.is_cut_off = True
+            self.stats.num_skipped += 1
+            for parameter in parameters:
+                parameter.grad = None
+            return False
+        message.unpack_to([*gradients, has_gradient])
+        for parameter, gradient, share in zip(parameters, gradients, has_gradient.tolist(), strict=True):
+            if share and parameter.grad is None:
+                parameter.grad = gradient
+        self.t += 1
+        self.stats.record(0)
+        self.stats.wait_seconds += time.perf_counter() - start
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Engine`."""
+        return {**super().state_dict(), "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Engine`."""
+        super().load_state_dict(state)
+        self.step = state["step"]
+
+    def reset(self) -> None:
+        """See `Engine`."""
+        self.t = self.step = 0

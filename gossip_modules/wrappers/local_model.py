@@ -1,0 +1,316 @@
+"""LocalModel: the model of one rank as one vector, and everything that changes it in training."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from ..engine.engine import Engine, LockstepEngine
+from ..flat.buffer import FlatBuffer
+from ..flat.selection import Selection
+from ..flat.vector import FlatVector
+from ..rounds.mixer import GlobalAverage
+from ..transport.change_board import first_difference
+from .composition import check_outside
+from .debias import Debias
+from .node import Node
+from .optimizer_steps import OptimizerSteps, RoundTime
+from .state import Place
+from .travelling import Travelling
+from .weights.copies import WeightCopies
+from .weights.own import OwnWeights
+from .world import World
+
+
+class LocalModel:
+    """The model of one rank: its vector, the engine that mixes it, and the world in which other ranks do the same.
+
+    A wrapper decides when a step begins; this object runs the step. A membership changes its world and its vector.
+
+    [Note: What travels] The vector that ranks exchange has the tensors that are trained at a training forward, or were
+    trained since the last round. The first forward after `requires_grad_()`, or after layers have come or gone, makes a
+    new vector on all ranks alike, once they have compared their trained tensors; see `Travelling`. Nothing else does: a
+    `flush()`, which one rank may call alone (for `eval()`, or to save), leaves vectors as they are, so that the vectors
+    of all ranks still match. An asynchronous wrapper, whose peers may ask for its model at any time, goes on with
+    frozen tensors and refuses new ones. A forward with tensors that `functional_call` lends to the module starts no
+    round.
+
+    [Note: Safe point] Gossip writes parameters in place, through storage that autograd does not watch. So it bumps
+    their version: a backward through a graph that was built before the round fails with autograd's own "modified by
+    an inplace operation" instead of computing wrong gradients.
+
+    [Note: after infinities] A script may catch the FloatingPointError of `on_nonfinite="raise"`, mend the model and go
+    on. In lockstep its next forward is of the same step, so that it takes part in the round in which the others wait
+    for it; had the step been counted, they might average where it gossips. With a membership, corrections in flight are
+    applied before a generation begins or a worker gets a copy of the model, so that neither is left half done.
+
+    Args:
+        module: mutated: its trained tensors become views of one flat vector, which keeps their values.
+        name: the class of the wrapper, for messages.
+        selection: the buffers that are mixed too, and the parameters and buffers that stay local.
+        rounds: when rounds run: see `RoundTime`.
+        run: runs the round of a step after the optimizer's; a bound method, whose object is not kept alive.
+        num_shards: the vector is padded to this many equal shards.
+
+    Attributes:
+        engine, averager: how rounds and exact averages run.
+        transport: of the rounds.
+        world: the ranks that train together.
+        place: this rank and the number of ranks; None without ranks.
+        node: the processes that share this model, if there are several.
+        debias: the push-sum weights, where they are sent.
+        description: the options that ranks agree on, by name.
+        who: this worker, in front of errors, where ranks have no numbers.
+        around: the wrapper, or None when it was collected.
+        is_averaged: whether the parameters are the average that `averaged()` lends.
+        is_seen_current: whether this forward has found the vector current already, a walk over all tensors.
+    """
+
+    engine: Engine
+    averager: GlobalAverage
+    transport: Any = None
+    debias: Debias | None = None
+    node: Node | None = None
+    place: Place = None
+    who: str = ""
+    around: Callable[[], nn.Module | None]
+    is_averaged = is_closed = is_seen_current = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        name: str,
+        selection: Selection,
+        rounds: str = "forward",
+        run: Callable[[], None],
+        num_shards: int = 1,
+    ) -> None:
+        when = RoundTime.of(rounds)
+        self.name = name
+        self.world = World()
+        self.description: dict[str, str] = {}
+        self.buffer = FlatBuffer(module, selection=selection, num_shards=num_shards)
+        self.travelling = Travelling()
+        self.own_weights = OwnWeights(self.buffer, self.add_again)
+        self.copies = WeightCopies(self.buffer, name=name)
+        self.steps = OptimizerSteps(self.buffer, when, name=name, run=run)
+
+    @property
+    def vector(self) -> FlatVector:
+        """The vector, or the shard of it that this process mixes."""
+        return self.buffer.vector if self.node is None else self.node.shard(self.buffer.vector)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether corrections must wait until `averaged()` ends."""
+        return self.is_averaged and self.engine.is_asynchronous
+
+    def set_out(self) -> None:
+        """Training begins, with the model as it is now, before or after the first round."""
+        if self.steps.when is not RoundTime.FORWARD:
+            self.engine.set_out(self.vector)
+
+    # A step.
+
+    def step(self) -> None:
+        """Begin the generation that is due, then run the round of a step."""
+        world, engine = self.world, self.engine
+        world.at_step()
+        if self.debias is not None:
+            self.debias.limits_steps = world.has_lost_peers
+        step = engine.step
+        try:
+            self._round()
+        except FloatingPointError:
+            if isinstance(engine, LockstepEngine):  # [Note: after infinities]
+                engine.step = step
+                world.repeat_step()
+            raise
+
+    def _round(self) -> None:
+        """The round of a step, of the tensors that are trained now."""
+        engine = self.engine
+        is_current = self.is_seen_current or self.buffer.is_current()
+        if not is_current or self.travelling.is_due(engine):
+            self.choose()
+            if not self.buffer.is_attached():
+                self.reattach()
+        if self.own_weights.added:
+            self.own_weights.recover()
+        self.share_buffers()
+        with torch.no_grad(), record_function(f"{self.name}.mix"):
+            try:
+                self.to_numerator()
+                if self._run(engine.round):
+                    self.written()
+            finally:
+                self.to_estimate()
+        if engine.is_asynchronous or engine.is_in_flight:
+            self.own_weights.note()
+
+    # The parts of a step, which `flush` and `averaged` use as well.
+
+    def _run(self, act: Callable[[FlatVector], bool]) -> bool:
+        """`act`, of the engine, on the vector of this process; in a node one process may act for all."""
+        x = self.vector
+        return act(x) if self.node is None else self.node.run(lambda: act(x))
+
+    def share_buffers(self) -> None:
+        """Every process of a node takes the buffers of the first one, before they are sent."""
+        if self.node is not None:
+            self.node.share_buffers(self.buffer.vector.buffers)
+
+    def to_numerator(self) -> None:
+        """Storage <- x, which is sent and stepped, where weights move; see `Debias`."""
+        if self.debias is not None and self.debias.is_needed:
+            self.debias.to_numerator()
+
+    def to_estimate(self) -> None:
+        """Storage <- z = x / w, with which the module computes, where weights move; see `Debias`."""
+        if self.debias is not None and self.debias.is_needed:
+            self.debias.to_estimate()
+
+    def written(self) -> None:
+        """Parameters were changed in place: [Note: Safe point]."""
+        if self.node is not None:
+            self.node.gather(self.buffer.vector)
+        self.steps.write(self.buffer.parameters)
+
+    def flush(self) -> None:
+        """Apply everything in flight to the tensors that the module has now."""
+        if not self.is_closed:
+            if not self.buffer.is_attached():
+                self.reattach()
+            self.apply_in_flight()
+
+    def apply_in_flight(self) -> None:
+        """Apply everything in flight."""
+        try:
+            if not self.is_held:
+                self.own_weights.recover()
+            if self.engine.is_in_flight and not self.is_held:
+                self.own_weights.flush_at(self.buffer.vector.push_sum_weight)
+                self.to_numerator()
+                with torch.no_grad():
+                    self._run(self.engine.flush)
+                self.written()
+                self.to_estimate()
+                self.own_weights.flushed()
+        finally:  # a script that catches the error of a peer goes on with a model
+            self.to_estimate()
+
+    @torch.no_grad()
+    def add_again(self) -> None:
+        """Add the corrections of the flushes since the last round once more: [Note: Swapped weights]."""
+        weight = self.buffer.vector.push_sum_weight
+        now = weight.clone()
+        weight.copy_(self.own_weights.weight)  # of the numerator that corrections are added to
+        self.to_numerator()
+        try:
+            if self._run(self.engine.add_again):
+                self.written()
+        finally:
+            weight.copy_(now)
+            self.to_estimate()
+
+    # Changes of what is trained.
+
+    def choose(self, *, may_leave: bool = True) -> None:
+        """Let the vector have the tensors that are trained now, on all ranks at this point: [Note: What travels].
+
+        may_leave: whether frozen tensors may leave the vector: see [Note: what leaves the vector].
+        """
+        if self.engine.is_asynchronous:
+            self._refuse_others()
+        else:
+            self.travelling.change(self, may_leave=may_leave)
+
+    def _refuse_others(self) -> None:
+        """Raise ValueError where other tensors are trained, of a rank whose peers may ask for its model at any time."""
+        buffer = self.buffer
+        if not buffer.is_trained():
+            return
+        if not buffer.is_attached():
+            self.reattach()
+        if not buffer.is_complete() and not buffer.has_all():
+            self.apply_in_flight()
+            buffer.attach()
+        buffer.keep()
+        mine, theirs = first_difference(buffer.signature(), buffer.agreed)
+        if mine != theirs:
+            raise ValueError(
+                f"{self.who}got a model of which {mine} is where it had {theirs}: dtypes, trained tensors or device "
+                "have changed since it was wrapped, expected the same, as peers may ask for it at any time; call "
+                ".to(), .half() and requires_grad_() before wrapping"
+            )
+
+    @torch.no_grad()
+    def reattach(self) -> None:
+        """Attach tensors that were put in place of ours; corrections in flight are applied to their values."""
+        if (wrapper := self.around()) is not None:
+            check_outside(wrapper)
+        if self.buffer.is_lent():
+            return
+        if self.engine.is_in_flight:
+            self.buffer.pull()
+            self.apply_in_flight()
+            self.buffer.push()
+        self.buffer.reattach()
+
+    # Its life.
+
+    def bind(self, wrapper: nn.Module, run: Callable[[], None]) -> None:
+        """Serve this wrapper, whose bound method `run` runs the round after a step; neither is kept alive."""
+        self.around = weakref.ref(wrapper)
+        if not self.is_closed:
+            self.own_weights.bind(self.add_again)
+            self.steps.bind(run)
+
+    def stop(self) -> None:
+        """Watch optimizers no more; storage holds the estimate from now on."""
+        self.is_closed = True
+        self.own_weights.close()
+        self.copies.close()
+        self.steps.close()
+        if self.debias is not None:
+            self.debias.stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.flush()
+        state = {name: value for name, value in vars(self).items() if name != "around"}
+        if self.engine.is_asynchronous or self.world.changes:
+            # Its threads answer for one model; a copy is a snapshot that stays local.
+            state.update(engine=self.engine.snapshot(), is_closed=True, world=World())
+            if self.world.changes:
+                state["node"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.is_closed:
+            self.steps.close()
+            self.copies.close()
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of this rank, the state of the engine, and the position in the loop; nothing is in flight."""
+        place = {} if self.place is None else dict(zip(("rank", "world_size"), self.place, strict=True))
+        return {**self.steps.state_dict(), "engine": self.engine.state_dict(), **self.copies.state_dict(), **place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict()` gave; an empty one starts anew."""
+        if state:
+            self.steps.load_state_dict(state)
+            self.engine.load_state_dict(state["engine"])
+        else:
+            self.steps.end()
+            self.engine.reset()
+            self.set_out()
+        self.copies.load_state_dict(state)

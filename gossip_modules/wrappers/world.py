@@ -1,0 +1,31 @@
+"""World: the ranks that train together."""
+
+from __future__ import annotations
+
+
+class World:
+    """A world of ranks that stays as it is: one generation for ever, which ends where a rank fails.
+
+    Attributes:
+        changes: whether workers may die and join.
+    """
+
+    changes: bool = False
+
+    def at_step(self) -> None:
+        """Begin the generation that is due, at the safe point of a training step."""
+
+    def repeat_step(self) -> None:
+        """The round of this step has failed: the next call of `at_step` is of the same step."""
+
+    @property
+    def has_lost_peers(self) -> bool:
+        """Whether members of this generation have failed, so that the graph has holes."""
+        return False
+
+    def stats(self) -> dict[str, float]:
+        """Counters of the workers, for `comm_stats()`."""
+        return {}
+
+    def close(self) -> None:
+        """Leave the world."""
