@@ -298,7 +298,6 @@ BUILT_IN: tuple[Method, ...] = (
     ),
     entry(
         SparseLoCo,
-        needs_fixed_ranks="what a worker has not sent yet would be lost with it",
         options=NODES,
         text="SparseLoCo(sync_every=10, compressor=ChunkTopK(41, values=TwoBit()))",
         example="SparseLoCo()",

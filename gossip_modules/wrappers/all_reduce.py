@@ -182,7 +182,7 @@ class ElasticAllReduce(GossipWrapper):
             training forward; "spread": do not look.
         ignore: the names of parameters and buffers that always stay local, or patterns; their gradients are not
             averaged.
-        broadcast_buffers: whether floating-point buffers, such as running statistics, are those of rank 0 in each step.
+        broadcast_buffers: whether rank 0 sends its floating-point buffers, such as running statistics, in each step.
 
     Raises:
         ValueError: arguments that do not fit, or a job of other workers.
