@@ -209,10 +209,10 @@ class ElasticAllReduce(GossipWrapper):
         local.name = AllReduceDataParallel.__name__
         local.description = {"on_nonfinite": on_nonfinite, "selection": str(self._selection)}
         local.world = Participant(local, membership, lambda n: n, peers=_beside, has_links=False)
-        self._gradients = GradientEngine(local.transport, share=self._share, on_nonfinite=on_nonfinite)
         self._handle: torch.utils.hooks.RemovableHandle | None = None
         self._is_synced = False  # the last training forward was outside no_sync()
-        self._start(self._gradients, GlobalAverage(local.transport))
+        engine = GradientEngine(local.transport, share=self._share, on_nonfinite=on_nonfinite)
+        self._start(engine, GlobalAverage(local.transport))
 
     def _train(self, *, is_current: bool) -> None:
         """A training forward begins: its backward averages gradients."""
@@ -230,10 +230,20 @@ class ElasticAllReduce(GossipWrapper):
             torch.autograd.Variable._execution_engine.queue_callback(self._average_gradients)
 
     def _average_gradients(self) -> None:
-        world = self._local.world
-        if not self._gradients.average(self._trained) and isinstance(world, Participant):
-            name, step = world.membership.name, self._gradients.step - 1
+        engine, world = self._local.engine, self._local.world
+        assert isinstance(engine, GradientEngine)
+        assert isinstance(world, Participant)
+        if not engine.average(self._trained):
+            name, step = world.membership.name, engine.step - 1
             log.warning("job %s: step %d is lost: a worker failed while gradients were averaged", name, step)
+
+    def _release(self) -> None:
+        super()._release()
+        if self._handle is not None:
+            self._handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_handle": None}
 
     def _share(self, source: int) -> None:
         """The tracked state of all workers <- the state of rank `source`."""

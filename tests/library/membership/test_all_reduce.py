@@ -100,7 +100,12 @@ def test_one_worker_trains_as_without_a_wrapper() -> None:
     for own, expected in zip(wrapper.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own, expected)
     assert wrapper.comm_stats()["num_rounds"] == 3
+    copied = copy.deepcopy(wrapper)
     wrapper.close()
+    with pytest.warns(UserWarning, match="in a copy of a ElasticAllReduce"):
+        copied(torch.ones(4, 4)).sum().backward()
+    for own, expected in zip(copied.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, expected)
 
 
 def test_options_that_a_membership_decides_are_refused() -> None:
