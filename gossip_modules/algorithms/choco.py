@@ -55,7 +55,6 @@ class Choco(Algorithm):
     _: KW_ONLY
     step_size: float
 
-    short_name: ClassVar[str] = "choco"
     title: ClassVar[str] = "CHOCO-SGD"
     summary: ClassVar[str] = "sends compressed differences to a copy of each model that its neighbours can follow"
     paper: ClassVar[Paper | None] = Paper(

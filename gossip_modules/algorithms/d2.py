@@ -49,8 +49,6 @@ class D2(Algorithm):
         >>> model = GossipDataParallel(model, algorithm=D2())
     """
 
-    short_name: ClassVar[str] = "d2"
-    title: ClassVar[str] = "D2"
     summary: ClassVar[str] = "gossips, and adds the changes of earlier rounds, so that uneven data leaves no bias"
     paper: ClassVar[Paper | None] = Paper(
         "Tang, Lian, Yan, Zhang, Liu", "D2: Decentralized Training over Decentralized Data", "ICML 2018", "1803.07068"

@@ -44,8 +44,6 @@ class DecentLaM(Algorithm):
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     """
 
-    short_name: ClassVar[str] = "decentlam"
-    title: ClassVar[str] = "DecentLaM"
     summary: ClassVar[str] = "gossips, with momentum that sees the gossip as part of the gradient"
     paper: ClassVar[Paper | None] = Paper(
         "Yuan, Chen, Huang, Zhang, Pan, Xu, Yin",

@@ -46,8 +46,6 @@ class DeepSqueeze(Algorithm):
     _: KW_ONLY
     step_size: float
 
-    short_name: ClassVar[str] = "deepsqueeze"
-    title: ClassVar[str] = "DeepSqueeze"
     summary: ClassVar[str] = "sends compressed models, and adds the compression error to the next message"
     paper: ClassVar[Paper | None] = Paper(
         "Tang, Lian, Qiu, Yuan, Zhang, Zhang, Liu",

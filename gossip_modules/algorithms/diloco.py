@@ -78,8 +78,6 @@ class DiLoCo(OuterMethod):
     compressor: Compressor | None = None
     error_decay: float = 1.0
 
-    short_name: ClassVar[str] = "diloco"
-    title: ClassVar[str] = "DiLoCo"
     summary: ClassVar[str] = "trains alone, and takes a Nesterov step along the mean drift of all ranks every few steps"
     paper: ClassVar[Paper | None] = Paper(
         "Douillard et al.", "DiLoCo: Distributed Low-Communication Training of Language Models", "2023", "2311.08105"

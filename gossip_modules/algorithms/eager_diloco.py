@@ -44,7 +44,6 @@ class EagerDiLoCo(DiLoCo):
     delay: int = field(default=0, init=False, repr=False)
     own_weight: float | None = field(default=None, init=False, repr=False)
 
-    short_name: ClassVar[str] = "eagerdiloco"
     title: ClassVar[str] = "Eager DiLoCo"
     summary: ClassVar[str] = (
         "applies a rank's own part of the mean drift at once, and the other parts one outer step later"

@@ -35,7 +35,6 @@ class ExactDiffusion(Algorithm):
         >>> model = GossipDataParallel(model, algorithm=ExactDiffusion())
     """
 
-    short_name: ClassVar[str] = "exactdiffusion"
     title: ClassVar[str] = "Exact diffusion"
     summary: ClassVar[str] = "is D2 with (I + W) / 2, on every undirected graph"
     paper: ClassVar[Paper | None] = Paper(

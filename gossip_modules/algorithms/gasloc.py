@@ -67,8 +67,6 @@ class GASLoC(OuterMethod):
     step_size: float = 0.5
     optimizer: MakeOptimizer | None = field(default=None, repr=False)
 
-    short_name: ClassVar[str] = "gasloc"
-    title: ClassVar[str] = "GASLoC"
     summary: ClassVar[str] = "takes outer steps alone, and gossips their result along with the momentum"
     paper: ClassVar[Paper | None] = Paper(
         "Cagnasso, Belilovsky, Oyallon",

@@ -42,7 +42,6 @@ class GradientTracking(Algorithm):
         >>> model = GossipDataParallel(model, algorithm=GradientTracking())
     """
 
-    short_name: ClassVar[str] = "gradienttracking"
     title: ClassVar[str] = "Gradient tracking"
     summary: ClassVar[str] = "steps along an estimate of the mean step of all ranks, which is gossiped too"
     paper: ClassVar[Paper | None] = Paper(

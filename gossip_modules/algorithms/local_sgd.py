@@ -27,7 +27,6 @@ class LocalSGD(Periodic):
 
     sync_every: int = 16
 
-    short_name: ClassVar[str] = "localsgd"
     title: ClassVar[str] = "Local SGD"
     summary: ClassVar[str] = "trains alone, and averages parameters over all ranks every few steps"
     paper: ClassVar[Paper | None] = Paper(

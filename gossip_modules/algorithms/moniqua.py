@@ -70,8 +70,6 @@ class Moniqua(Algorithm):
     step_size: float = 1.0
     seed: int = 0
 
-    short_name: ClassVar[str] = "moniqua"
-    title: ClassVar[str] = "Moniqua"
     summary: ClassVar[str] = "sends parameters modulo a bound on the differences of neighbours, in a few bits each"
     paper: ClassVar[Paper | None] = Paper(
         "Lu, De Sa", "Moniqua: Modulo Quantized Communication in Decentralized SGD", "ICML 2020", "2002.11787"

@@ -58,8 +58,6 @@ class NoLoCo(OuterMethod):
     pull: float | None = None
     seed: int = 0
 
-    short_name: ClassVar[str] = "noloco"
-    title: ClassVar[str] = "NoLoCo"
     summary: ClassVar[str] = "takes outer steps in random pairs, which pull their anchors together"
     paper: ClassVar[Paper | None] = Paper(
         "Kolehmainen et al.",

@@ -83,8 +83,6 @@ class PowerGossip(Algorithm):
     check_every: int = 100
     seed: int = 0
 
-    short_name: ClassVar[str] = "powergossip"
-    title: ClassVar[str] = "PowerGossip"
     summary: ClassVar[str] = "sends low-rank approximations of the differences between neighbours, by power iteration"
     paper: ClassVar[Paper | None] = Paper(
         "Vogels, Karimireddy, Jaggi",

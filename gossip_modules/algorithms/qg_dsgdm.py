@@ -59,7 +59,6 @@ class QGDSGDm(Algorithm):
 
     mu: float | None = None
 
-    short_name: ClassVar[str] = "qgdsgdm"
     title: ClassVar[str] = "QG-DSGDm"
     summary: ClassVar[str] = "gossips, with a momentum from the moves of the mixed models"
     paper: ClassVar[Paper | None] = Paper(

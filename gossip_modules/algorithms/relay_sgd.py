@@ -51,8 +51,6 @@ class RelaySGD(Algorithm):
         >>> model = GossipDataParallel(model, algorithm=RelaySGD())
     """
 
-    short_name: ClassVar[str] = "relaysgd"
-    title: ClassVar[str] = "RelaySGD"
     summary: ClassVar[str] = "relays sums of models through trees, so that every rank averages the models of all"
     paper: ClassVar[Paper | None] = Paper(
         "Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi",

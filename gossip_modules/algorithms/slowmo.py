@@ -57,8 +57,6 @@ class SlowMo(OuterMethod):
     gossip_every: int = 0
     inner_lr: Callable[[], float] | Literal["optimizer"] | None = field(default=None, repr=False)
 
-    short_name: ClassVar[str] = "slowmo"
-    title: ClassVar[str] = "SlowMo"
     summary: ClassVar[str] = "puts a slow momentum on the averages of local SGD or gossip"
     paper: ClassVar[Paper | None] = Paper(
         "Wang, Tantia, Ballas, Rabbat",

@@ -55,8 +55,6 @@ class SparseLoCo(OuterMethod):
     decay: float = 0.95
     compressor: Compressor = field(default_factory=lambda: ChunkTopK(64, values=TwoBit()))
 
-    short_name: ClassVar[str] = "sparseloco"
-    title: ClassVar[str] = "SparseLoCo"
     summary: ClassVar[str] = (
         "sends the few largest entries of drifts in two bits, and keeps the others for the next outer step"
     )

@@ -46,7 +46,6 @@ class Sparta(Algorithm):
     _: KW_ONLY
     seed: int = 0
 
-    short_name: ClassVar[str] = "sparta"
     title: ClassVar[str] = "SPARTA"
     summary: ClassVar[str] = "averages a small random share of the parameters in each step"
     paper: ClassVar[Paper | None] = Paper(

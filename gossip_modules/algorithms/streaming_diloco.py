@@ -55,7 +55,6 @@ class StreamingDiLoCo(DiLoCo):
     fragments: Fragments = 4
     delay: int = 1
 
-    short_name: ClassVar[str] = "streamingdiloco"
     title: ClassVar[str] = "Streaming DiLoCo"
     summary: ClassVar[str] = (
         "takes the outer steps of parts of the model at different times, under the next steps of training"

@@ -14,7 +14,7 @@ from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager, RelaxedMixing
 from ..registry import Paper
 from .memory import Memory
-from .requests import Inner, Mix, Request, Round
+from .requests import Inner, Mix, Round, next_request
 
 if TYPE_CHECKING:
     from .requests import SGDStep, Vectors
@@ -35,9 +35,9 @@ class Algorithm(ABC):
     `Mix(v.x)`, if there is one, is the last request.
 
     Attributes:
-        short_name: the name that `algorithm=` and `--recipe` accept, a word in lower case.
+        short_name: the name that `algorithm=` and `--recipe` accept, a word in lower case; "": the name of the class.
         title, summary, paper: the name in tables, a description of one sentence, and the publication, for help and
-            documentation.
+            documentation. Without title and summary the name of the class and the first line of its docstring serve.
         is_plain: whether a round is `yield Mix(v.x)` and nothing else. Drivers then run it without a generator.
         needs_current: whether a round needs the model as the last step has left it. Such a round cannot overlap
             training.
@@ -381,14 +381,6 @@ _IF_ALL = (
     "takes_rows",
 )
 _OF_OUTER = ("averages_exactly", "has_equal_memory", "has_own_times", "takes_wire_dtype")
-
-
-def next_request(generator: Round, reply: object) -> Request | None:
-    """Send a reply into a round and return its next request; None: the round has ended."""
-    try:
-        return generator.send(reply)
-    except StopIteration:
-        return None
 
 
 def combined(*parts: object) -> tuple[Algorithm | None, list[object]]:

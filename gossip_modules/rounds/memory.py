@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,34 +13,25 @@ from torch.optim import Optimizer
 
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
-from .outer_optimizer import OuterOptimizer
+from .loaded import Loaded, PolicyItems
+from .outer_optimizer import OuterOptimizer, carried_state
 from .rates import Rates, RateUnits
-from .runs import Run, carry, layout_of, places_of, runs, tensors_beyond
-from .vector import Vector, widened
+from .runs import carry, layout_of, places_of, runs, tensors_beyond
+from .vector import Vector, wide, widened
 
-
-class Kept(Protocol):
-    """An object with a state that `Memory.keep` keeps beside vectors."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-_LOADED = ("vectors", "optimizers", "objects", "links", "policies", "places", "weights", "has_buffers")
-_K = TypeVar("_K", bound=Kept)
 _T = TypeVar("_T")
+_OF_ONE_WORKER: PolicyItems = {("join", "zero"), ("generation", "reset")}  # of vectors that no joining worker gets
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """A vector, and the arguments of `Memory.vector` that declared it."""
 
     vector: Vector
-    policy: Mapping[str, Any]
+    policies: Mapping[str, Any]
 
 
 class Memory:
-    """The state of an algorithm for one model: named vectors, optimizers, links and other objects.
+    """The state of an algorithm for one model: named vectors, optimizers and links.
 
     An algorithm declares an entry where it first uses it, and gets the same object in later rounds. The memory handles
     checkpoints, other devices, frozen and added layers, exact averages, new generations of a membership, and joining
@@ -60,24 +50,27 @@ class Memory:
     Attributes:
         num_rounds: the number of rounds that have ended so far.
         weights: a description of the graph and its weights.
+        layout: the places of the parameters in the parts of a vector; None: there was no round yet, or no layout.
+        entries, optimizers: the vectors and the optimizers, by name.
+        units: the learning rates that are the units of vectors.
+        rates: the learning rates of the round that runs.
     """
 
     def __init__(self, weights: str = "") -> None:
         self.num_rounds, self.weights = 0, weights
+        self.layout: FlatLayout | None = None
+        self.entries: dict[str, Entry] = {}
+        self.optimizers: dict[str, OuterOptimizer] = {}
+        self.units = RateUnits()
+        self.rates: Rates | None = None
         self._x: Vector | None = None  # the model of the present round
         self._devices: list[torch.device] | None = None  # of its parts; None: there was no round yet
-        self._layout: FlatLayout | None = None  # of the parameters, widened
-        self._scratch_layout: FlatLayout | None = None  # of the models that scratch vectors are like, buffers included
-        self._entries: dict[str, _Entry] = {}
-        self._optimizers: dict[str, OuterOptimizer] = {}
-        self._objects: dict[str, Kept] = {}
+        self._model_layout: FlatLayout | None = None  # of the model, buffers included
         self._links: dict[int, dict[str, Any]] = {}
         self._scratch: dict[str, Vector] = {}
         self._cached: dict[object, Any] = {}
-        self._loaded: dict[str, Any] = {}  # of a checkpoint, until an algorithm asks for it
+        self._loaded = Loaded({})
         self._seen: FlatLayout | None = None  # of a model without new tensors
-        self._units = RateUnits()
-        self.rates: Rates | None = None  # of the round that runs
         self._inner: Memory | None = None
 
     # For algorithms.
@@ -108,9 +101,8 @@ class Memory:
             of_weights: whether the vector is a sum over rounds with the same peers and weights. A checkpoint with other
                 peers or weights is then refused.
         """
-        entry = self._entries.get(name)
-        if entry is None:
-            policy = {
+        if name not in self.entries:
+            policies = {
                 "start": start,
                 "average": average,
                 "generation": generation,
@@ -118,14 +110,14 @@ class Memory:
                 "in_units_of_rate": in_units_of_rate,
                 "of_weights": of_weights,
             }
-            entry = self._entries[name] = _Entry(Vector(self.zeros()), policy)
+            vector = Vector(self.zeros())
             if start == "x":
-                entry.vector.set_(self._model)
-            if (state := self._loaded.get("vectors", {}).pop(name, None)) is not None:
-                if of_weights:
-                    self._check_weights(name)
-                self._copy(name, entry.vector, state)
-        return entry.vector
+                vector.set_(self._model)
+            if of_weights:
+                self._loaded.check_weights(name, self.weights)
+            self._loaded.copy_to(name, vector.parts, places_of(self.layout))
+            self.entries[name] = Entry(vector, policies)
+        return self.entries[name].vector
 
     @property
     def momentum(self) -> Vector:
@@ -143,30 +135,23 @@ class Memory:
         Returns:
             The optimizer; None if the vector is empty.
         """
-        if name not in self._optimizers:
+        if name not in self.optimizers:
             if not of.parts:
                 return None
-            self._optimizers[name] = OuterOptimizer(make, of)
-            if (state := self._loaded.get("optimizers", {}).pop(name, None)) is not None:
-                self._optimizers[name].load_state_dict(self._fitting(state, of))
-        return self._optimizers[name].optimizer
-
-    def keep(self, name: str, make: Callable[[], _K]) -> _K:
-        """Return the object with this name; the first call creates it with `make`."""
-        if name not in self._objects:
-            self._objects[name] = make()
-            if (state := self._loaded.get("objects", {}).pop(name, None)) is not None:
-                self._objects[name].load_state_dict(state)
-        return self._objects[name]  # type: ignore[return-value]
+            self.optimizers[name] = OuterOptimizer(make, of)
+            if (loaded := self._loaded.optimizers.pop(name, None)) is not None:
+                state = carried_state([loaded], places_of(self.layout), of.parts)
+                self.optimizers[name].load_state_dict(state)
+        return self.optimizers[name].optimizer
 
     def has(self, name: str) -> bool:
         """Whether a vector with this name exists here or in the checkpoint that was loaded."""
-        return name in self._entries or name in self._loaded.get("vectors", {})
+        return name in self.entries or name in self._loaded.vectors
 
     def forget(self, name: str) -> None:
         """Drop the vector with this name, if it exists."""
-        self._entries.pop(name, None)
-        self._loaded.get("vectors", {}).pop(name, None)
+        self.entries.pop(name, None)
+        self._loaded.vectors.pop(name, None)
 
     def link(
         self,
@@ -184,7 +169,7 @@ class Memory:
         """
         if peer not in self._links:
             link = make()
-            if (state := self._loaded.get("links", {}).pop(peer, None)) is not None:
+            if (state := self._loaded.links.pop(peer, None)) is not None:
                 state = unpack(state) if isinstance(state, Tensor) and unpack is not None else state
                 _check_link(link, state)
                 link = state
@@ -209,9 +194,7 @@ class Memory:
 
     def zeros(self) -> list[Tensor]:
         """Return zeros with the shapes of the parts of a vector of this memory."""
-        return [
-            torch.zeros_like(x, dtype=x.dtype if x.element_size() >= 4 else torch.float32) for x in self._model.parts
-        ]
+        return [torch.zeros_like(x, dtype=wide(x.dtype)) for x in self._model.parts]
 
     def scratch(self, name: str = "sent") -> Vector:
         """Return a vector whose values are undefined at the beginning of a round. `Mix` accepts it."""
@@ -233,36 +216,29 @@ class Memory:
             x: the model.
             who: the algorithm, for the warning about changed tensors; None: no warning.
         """
-        self._x, devices = x, [part.device for part in x.parts]
-        if x.flat is not None and x.flat.layout is self._scratch_layout and devices == self._devices:
+        self._x, flat, devices, before = x, x.flat, [part.device for part in x.parts], self._devices
+        if flat is not None and flat.layout is self._model_layout and devices == before:
             return
-        if x.flat is not None and x.flat.layout != self._scratch_layout:  # with other buffers, at least
-            self._scratch = {}
-        self._scratch_layout = None if x.flat is None else x.flat.layout
-        before, self._devices = self._devices, devices
-        layout = self._layout if x.flat is None else layout_of(x.flat)
-        is_moved = before is not None and before != self._devices
-        if before is not None and layout == self._layout and not is_moved:
+        layout = self.layout
+        if flat is not None:
+            if flat.layout != self._model_layout:  # with other buffers, at least
+                self._scratch = {}
+            self._model_layout, layout = flat.layout, layout_of(flat.layout)
+        self._devices, is_moved, is_same = devices, before not in (None, devices), layout == self.layout
+        if before is None or (is_same and not is_moved):
+            self.layout = layout
             return
-        old = copy.copy(self)
-        old._inner = None  # it stays, and is fitted in the next round
-        self._layout = layout
-        if before is None:
-            return
-        has_new = x.flat is None or old._layout is None or bool(tensors_beyond(places_of(old._layout), x.flat))
-        starts_anew = (has_new and bool(self._entries)) or bool(self._objects or self._links)
-        if who is not None and not is_moved and starts_anew:
+        has_new = flat is None or self.layout is None or bool(tensors_beyond(places_of(self.layout), flat))
+        if who is not None and not is_moved and ((has_new and self.entries) or self._links):
             warnings.warn(
                 f"{who}: other tensors are trained than before; the algorithm keeps its vectors for tensors that are "
                 "still trained, and starts anew with all else",
                 stacklevel=2,
             )
-        is_same = is_moved and layout == old._layout  # on another device
-        self._scratch, self._cached = {}, {}
-        self._links = {j: _moved(link, x.parts[0].device) for j, link in self._links.items()} if is_same else {}
-        self._objects = self._objects if is_same else {}
-        self._entries, self._optimizers = {}, {}
-        self.carry([old])
+        old = copy.copy(self)
+        self.layout, self._scratch, self._cached, self.entries, self.optimizers = layout, {}, {}, {}, {}
+        self._links = {j: _moved(link, devices[0]) for j, link in self._links.items()} if is_same else {}
+        self._carry_vectors([old])
 
     def carry(self, old: Sequence[Memory]) -> None:
         """Copy the values that other memories hold for the tensors of this one, for example after a new cut.
@@ -270,27 +246,21 @@ class Memory:
         Args:
             old: the memories of all fragments before; together they have each of their tensors once.
         """
-        self.num_rounds = old[0].num_rounds
-        for name, entry in old[0]._entries.items():
-            new = self.vector(name, **entry.policy)
-            carry([run for m in old for run in m._runs(m._entries[name].vector.parts)], self._runs(new.parts))
-        for name, (memory, before) in {n: (m, o) for m in reversed(old) for n, o in m._optimizers.items()}.items():
-            key = next(key for key, entry in memory._entries.items() if entry.vector is before.of)
-            if self.optimizer(name, before.make, self._entries[key].vector) is None:
-                continue
-            own = self._optimizers[name]
-            own.go_on_as(before)
-            for state in before.vector_states():
-                kept = [(m, m._optimizers[name]) for m in old if name in m._optimizers]
-                runs = [run for m, optimizer in kept for run in m._runs(optimizer.state_of(state))]
-                carry(runs, self._runs(own.state_of(state)))
-        self._units.rates = old[0]._units.rates
-        if inner := [m._inner for m in old if m._inner is not None and m._inner._devices is not None]:
+        self.num_rounds, self.units = old[0].num_rounds, RateUnits(old[0].units.rates)
+        self._carry_vectors(old)
+        if inner := [memory.inner for memory in old if memory.inner.layout is not None]:
             self.inner.fit(self._model)
             self.inner.carry(inner)
 
-    def _runs(self, parts: Sequence[Tensor]) -> list[Run]:
-        return runs(places_of(self._layout), parts)
+    def _carry_vectors(self, old: Sequence[Memory]) -> None:
+        places = places_of(self.layout)
+        for name, entry in {name: entry for memory in old for name, entry in memory.entries.items()}.items():
+            kept = [(places_of(m.layout), m.entries[name].vector.parts) for m in old if name in m.entries]
+            new = self.vector(name, **entry.policies).parts
+            carry([run for theirs, parts in kept for run in runs(theirs, parts)], runs(places, new))
+        for name in {name: 0 for memory in old for name in memory.optimizers}:
+            states = [(places_of(m.layout), m.optimizers[name].state_dict()) for m in old if name in m.optimizers]
+            self._loaded.optimizers[name] = places, carried_state(states, places, self.zeros())
 
     def release(self) -> None:
         """Drop the reference to the model of the last round."""
@@ -300,7 +270,7 @@ class Memory:
         """Return views of the parameters of x for which this memory has no values yet."""
         if x.layout is self._seen:
             return []
-        known = places_of(self._layout) if self._entries else self._loaded.get("places")
+        known = places_of(self.layout) if self.entries else self._loaded.places
         new = [] if known is None else tensors_beyond(known, x)
         if not new:
             self._seen = x.layout
@@ -308,24 +278,23 @@ class Memory:
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Take over `state_dict(joins=True)` of another rank. Vectors with `join="zero"` keep their values."""
-        own = {n: [x.clone() for x in e.vector.parts] for n, e in self._entries.items() if e.policy["join"] == "zero"}
-        own = own if state.get("places") == places_of(self._layout) else {}
+        own = {name: entry for name, entry in self.entries.items() if entry.policies["join"] == "zero"}
         inner = self._inner
-        self.load_state_dict({**state, "vectors": {**state.get("vectors", {}), **own}})
-        self._inner = inner
+        self.load_state_dict(state)
+        self.entries, self._inner = own, inner
 
     def scale(self, rates: Rates | None) -> None:
         """Scale the vectors in units of the learning rate to these rates; see `RateUnits`.
 
         `Over` scales the memory of the inner algorithm by `rates`, once that memory has the layout of the round.
         """
-        self._units.put_back()
+        self.units.put_back()
         if rates is not None:
-            for name, policy in self._loaded.get("policies", {}).items():
-                if policy["in_units_of_rate"]:
-                    self.vector(name, **policy)
-            vectors = [entry.vector for entry in self._entries.values() if entry.policy["in_units_of_rate"]]
-            self._units.scale(vectors, rates, self._layout)
+            for name, policies in self._loaded.policies.items():
+                if policies.get("in_units_of_rate"):
+                    self.vector(name, **policies)
+            vectors = [entry.vector for entry in self.entries.values() if entry.policies["in_units_of_rate"]]
+            self.units.scale(vectors, rates, self.layout)
         self.rates = rates
 
     def end_round(self) -> None:
@@ -335,8 +304,7 @@ class Memory:
 
     def put_back(self) -> None:
         """Restore scaled vectors after a round or a cancelled round; see `RateUnits.put_back`."""
-        if self._units.kept:
-            self._units.put_back()
+        self.units.put_back()
         if self._inner is not None:
             self._inner.put_back()
 
@@ -347,10 +315,8 @@ class Memory:
             is_asked: whether the user asked for the average and no workers come or go. Links then restart too.
         """
         if is_asked:
-            self._links = {}
-            self._loaded.pop("links", None)
-        kinds = ("reset", "on_request") if is_asked else ("reset",)
-        self._reset(lambda policy: policy["average"] in kinds)
+            self._links, self._loaded.links = {}, {}
+        self._restart({("average", "reset"), *([("average", "on_request")] if is_asked else [])})
         self.forget_inner_models(is_asked=is_asked)
 
     def forget_inner_models(self, *, is_asked: bool = False) -> None:
@@ -361,15 +327,9 @@ class Memory:
     def begin_generation(self, weights: str) -> None:
         """Restart vectors as declared by `generation`: workers have joined or left. See [Note: Sums over workers]."""
         self._cached, self.weights = {}, weights
-        self._reset(lambda policy: policy["generation"] == "reset")
+        self._restart({("generation", "reset")})
         if self._inner is not None:
             self._inner.begin_generation(weights)
-
-    def forget_peer(self, peer: int) -> None:
-        """Drop the state of the link to a peer."""
-        self._links.pop(peer, None)
-        if self._inner is not None:
-            self._inner.forget_peer(peer)
 
     def renumber_links(self, ranks: Mapping[int, int]) -> None:
         """Keep these links only, under new ranks.
@@ -381,11 +341,15 @@ class Memory:
         if self._inner is not None:
             self._inner.renumber_links(ranks)
 
+    def forget_peer(self, peer: int) -> None:
+        """Drop the state of the link to a peer."""
+        self.renumber_links({other: other for other in self._links if other != peer})
+
     def reset(self) -> None:
         """Return to the state before the first round."""
-        x, devices, layout = self._x, self._devices, self._layout
+        x, devices, layout = self._x, self._devices, self.layout
         self.__init__(self.weights)  # type: ignore[misc]
-        self._x, self._devices, self._layout = x, devices, layout
+        self._x, self._devices, self.layout = x, devices, layout
 
     def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
         """Return the whole state; shares memory with this object.
@@ -395,34 +359,28 @@ class Memory:
                 `generation="reset"`.
             has_links: whether the state contains links. A worker with other peers cannot use them.
         """
-        self._units.put_back()
-        policies = {**self._loaded.get("policies", {}), **{name: e.policy for name, e in self._entries.items()}}
-        vectors = {
-            **self._loaded.get("vectors", {}),
-            **{name: list(e.vector.parts) for name, e in self._entries.items()},
-        }
-        num_rounds, optimizers, places = self.num_rounds, self._optimizers, None
+        self.units.put_back()
+        loaded, entries = self._loaded, self.entries
+        policies = {**loaded.policies, **{name: entry.policies for name, entry in entries.items()}}
+        vectors = {**loaded.vectors, **{name: list(entry.vector.parts) for name, entry in entries.items()}}
+        optimizers = {name: state for name, (_, state) in loaded.optimizers.items()}
+        optimizers |= {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        is_bound = any(declared.get("of_weights") for declared in policies.values())
+        num_rounds, places = self.num_rounds, None
         if joins:
-            left_out = [name for name, p in policies.items() if p["join"] == "zero" or p["generation"] == "reset"]
+            left_out = [name for name, declared in policies.items() if declared.items() & _OF_ONE_WORKER]
             vectors = {name: vector for name, vector in vectors.items() if name not in left_out}
             num_rounds, optimizers = (0 if left_out else num_rounds), (optimizers if vectors else {})
-            places = places_of(self._layout) if self._entries else self._loaded.get("places")
+            places = places_of(self.layout) if entries else loaded.places
         state = {
             "num_rounds": num_rounds,
-            "policies": {name: dict(policy) for name, policy in policies.items() if name in vectors},
+            "policies": {name: dict(declared) for name, declared in policies.items() if name in vectors},
             "places": places,
-            "weights": self._weights_of(policies.values()),
+            "weights": (loaded.weights or self.weights) if is_bound else "",
             "vectors": vectors,
-            "optimizers": {
-                **self._loaded.get("optimizers", {}),
-                **{name: optimizer.state_dict() for name, optimizer in optimizers.items()},
-            },
-            "objects": {
-                **self._loaded.get("objects", {}),
-                **{n: kept.state_dict() for n, kept in self._objects.items()},
-            },
-            "links": {**self._loaded.get("links", {}), **self._links} if has_links else {},
-            "rates": self._units.rates,
+            "optimizers": optimizers,
+            "links": {**loaded.links, **self._links} if has_links else {},
+            "rates": self.units.rates,
             "inner": None if self._inner is None else self._inner.state_dict(joins=joins, has_links=has_links),
         }
         return {name: value for name, value in state.items() if value or name == "num_rounds"}
@@ -430,17 +388,14 @@ class Memory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a copy of a state of `state_dict()`. The next round checks its shapes and uses it."""
         self.reset()
-        self._loaded = copy.deepcopy({name: state[name] for name in _LOADED if name in state})
-        self.num_rounds = state.get("num_rounds", 0)
-        self._units.rates = state.get("rates")
+        self._loaded = Loaded(state)
+        self.num_rounds, self.units.rates = state.get("num_rounds", 0), state.get("rates")
         if "inner" in state:
             self.inner.load_state_dict(state["inner"])
 
     def parts_of(self, name: str) -> Sequence[Tensor]:
         """Return the parts of the vector with this name, empty if there is no such vector; shares memory."""
-        if name in self._entries:
-            return self._entries[name].vector.parts
-        return self._loaded.get("vectors", {}).get(name, ())
+        return self.entries[name].vector.parts if name in self.entries else self._loaded.vectors.get(name, ())
 
     # Parts.
 
@@ -452,67 +407,15 @@ class Memory:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_x": None, "_scratch": {}, "_cached": {}}  # a copy belongs to another model
 
-    def _reset(self, is_reset: Callable[[Mapping[str, Any]], bool]) -> None:
-        gone = [name for name, entry in self._entries.items() if is_reset(entry.policy)]
-        vectors = {id(self._entries[name].vector) for name in gone}
-        self._optimizers = {n: kept for n, kept in self._optimizers.items() if id(kept.of) not in vectors}
-        for name in gone:
-            del self._entries[name]
-        loaded = self._loaded.get("vectors", {})
-        gone += [name for name, policy in self._loaded.get("policies", {}).items() if is_reset(policy)]
-        for name in gone:
-            loaded.pop(name, None)
-            self._loaded.get("policies", {}).pop(name, None)
-        if gone:
-            self.num_rounds = 0
-            self._loaded.pop("optimizers", None)
-
-    def _weights_of(self, policies: Iterable[Mapping[str, Any]]) -> str:
-        is_bound = any(policy.get("of_weights", False) for policy in policies)
-        return self._loaded.get("weights", self.weights) if is_bound else ""
-
-    def _check_weights(self, name: str) -> None:
-        if (found := self._loaded.get("weights", self.weights)) != self.weights:
-            raise ValueError(
-                f"got the state of vector {name!r} on {found}, expected {self.weights}, since it is a sum over rounds "
-                "with the same peers and weights; resume on the same graph"
-            )
-
-    def _copy(self, name: str, vector: Vector, state: Sequence[Tensor]) -> None:
-        if (theirs := self._loaded.get("places")) is not None:  # the donor may have trained other tensors
-            carry(runs(theirs, state), self._runs(vector.parts))
-            return
-        if self._loaded.get("has_buffers") and len(state) == len(vector.parts):  # vectors of 0.1.0 end in buffers
-            state = [x[: part.numel()] for x, part in zip(state, vector.parts, strict=True)]
-        state, parts = ([x for x in side if x.numel()] for side in (state, vector.parts))
-        found, own = [x.numel() for x in state], [x.numel() for x in parts]
-        if found != own:
-            raise ValueError(
-                f"got the state of vector {name!r} with {found} elements, expected {own}: other tensors were trained "
-                "when it was saved; freeze the same parameters, or load the model alone: module.load_state_dict"
-            )
-        for mine, theirs in zip(parts, state, strict=True):
-            mine.copy_(theirs)
-
-    def _fitting(self, state: Mapping[str, Any], of: Vector) -> Mapping[str, Any]:
-        """Convert the state of a donor's optimizer, which may have trained other tensors, to the tensors of `of`."""
-        theirs, mine = self._loaded.get("places"), places_of(self._layout)
-        if theirs is None or theirs == mine:
-            return state
-        kept, sizes = state["state"], Counter[int]()
-        for _, _, part, _, numel in theirs:
-            sizes[part] += numel
-        moved: dict[int, dict[str, Any]] = {k: {} for k in range(len(of.parts))}
-        for name in kept[min(kept)] if kept else ():
-            values = [kept[k][name] for k in sorted(kept)]
-            is_vector = all(isinstance(x, Tensor) and x.numel() == sizes[k] for k, x in enumerate(values))
-            new = [torch.zeros_like(part) for part in of.parts]
-            if is_vector:
-                carry(runs(theirs, values), runs(mine, new))
-            for k, part in enumerate(new):
-                moved[k][name] = part if is_vector else copy.deepcopy(values[0])
-        groups = [{**group, "params": list(moved)} for group in state["param_groups"][:1]]
-        return {**state, "state": moved if kept else {}, "param_groups": groups}
+    def _restart(self, policies: PolicyItems) -> None:
+        """Drop the vectors with one of these policies and the optimizers that step them."""
+        gone = {name: entry.vector for name, entry in self.entries.items() if entry.policies.items() & policies}
+        self.entries = {name: entry for name, entry in self.entries.items() if name not in gone}
+        self.optimizers = {
+            name: kept for name, kept in self.optimizers.items() if all(kept.of is not x for x in gone.values())
+        }
+        if self._loaded.restart(policies) or gone:
+            self.num_rounds, self._loaded.optimizers = 0, {}
 
 
 def _moved(kept: Any, device: torch.device) -> Any:

@@ -84,16 +84,31 @@ class Message:
     Attributes:
         fields: the tensors of the algorithm. The next message with the same key, or from the same peer, overwrites
             their memory.
+        others: the fields of the driver.
     """
 
     def __init__(self, code: Code | None, buffer: MessageBuffer, num_others: int = 0) -> None:
         self.code, self.buffer = code, buffer
-        self.fields, self._num_others = buffer.fields[num_others:], num_others
+        self.others, self.fields = buffer.fields[:num_others], buffer.fields[num_others:]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the message."""
+        return self.buffer.raw.numel()
 
     @property
     def raw(self) -> Tensor:
         """The bytes of the fields, uint8; shares memory."""
-        return self.buffer.raw[self.buffer.starts[self._num_others] :]
+        return self.buffer.raw[self.buffer.starts[len(self.others)] :]
+
+    def fill_others(self, values: Sequence[Tensor]) -> None:
+        """Copy values into the fields of the driver, if this message has some."""
+        for field, value in zip(self.others, values, strict=False):
+            field.copy_(value)
+
+    def reply_in(self, buffer: MessageBuffer) -> Message:
+        """Make the message of another rank with the same code and the same fields, in this memory."""
+        return Message(self.code, buffer, len(self.others))
 
     def write(self, x: Vector, t: int) -> Message:
         """self <- C(x).
@@ -136,5 +151,5 @@ class Received:
     def add_to(self, x: Vector, alpha: float = 1.0) -> None:
         """x <- x + alpha sum_j W_ij (C_j - C_i)."""
         with x.adding() as total:
-            for weight, message in self._row:
+            for weight, message in self:
                 message.add_to(total, alpha=alpha * weight)

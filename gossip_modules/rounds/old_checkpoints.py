@@ -5,31 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-
-def _policy(
-    *,
-    start: str = "zero",
-    average: str = "reset",
-    generation: str = "keep",
-    join: str = "copy",
-    in_units: bool = False,
-    of_weights: bool = False,
-) -> Any:
-    others = {"in_units_of_rate": in_units, "of_weights": of_weights}
-    return {"start": start, "average": average, "generation": generation, "join": join, **others}
-
-
-_SUM = _policy(generation="reset", in_units=True)
-_LAST = _policy(start="x")
-_PUBLIC = _policy(average="on_request", of_weights=True)
-_POLICIES: Mapping[str, Mapping[str, Any]] = {
+_SUM = {"average": "reset", "generation": "reset", "in_units_of_rate": True}
+_LAST = {"start": "x", "average": "reset"}
+_ON_REQUEST = {"average": "on_request"}
+_PUBLIC = {"average": "on_request", "of_weights": True}
+_POLICIES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "D2": {"c": _SUM},
     "ExactDiffusion": {"c": _SUM},
-    "GradientTracking": {"last": _policy(start="x", generation="reset"), "z": _SUM},
-    "QGDSGDm": {"last": _LAST, "momentum": _policy(average="on_request")},
+    "GradientTracking": {"last": {**_LAST, "generation": "reset"}, "z": _SUM},
+    "QGDSGDm": {"last": _LAST, "momentum": _ON_REQUEST},
     "Choco": {"public": _PUBLIC, "drift": _PUBLIC},
-    "DeepSqueeze": {"error": _policy(average="on_request", join="zero")},
-    "DecentLaM": {"last": _LAST, "momentum": _policy(average="on_request")},
+    "DeepSqueeze": {"error": {**_ON_REQUEST, "join": "zero"}},
+    "DecentLaM": {"last": _LAST, "momentum": _ON_REQUEST},
 }
 """The arguments of `Memory.vector` for the vectors in checkpoints of 0.1.0."""
 _HAVE_MESSAGES = ("Choco", "DeepSqueeze", "Moniqua", "Sparta", "PowerGossip", "RelaySGD")
@@ -82,7 +69,7 @@ def _memory_of(name: str, anchor: Mapping[str, Any]) -> dict[str, Any]:
     elif name == "GASLoC" and not states:  # no outer step yet
         vectors[new] = anchor["phi"]
     is_outer = name not in ("SlowMo", "NoLoCo", "SparseLoCo") and not found
-    policies = {"phi": _policy(start="x")} if name in ("NoLoCo", "GASLoC") else {}
+    policies = {"phi": _LAST} if name in ("NoLoCo", "GASLoC") else {}
     optimizers = {"outer": optimizer} if optimizer and is_outer else {}
     return {"num_rounds": 1, "vectors": vectors, "policies": policies, "optimizers": optimizers, "has_buffers": True}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import Stepped, existing_optimizers, holds_any, is_left_out
+from ..flat.step_hooks import Stepped, existing_optimizers, is_left_out
 from ..flat.vector import FlatVector
 from .algorithm import Algorithm
 from .memory import Memory
@@ -19,28 +19,45 @@ from .rates import Rates, merged, rate_of
 from .requests import SGDStep
 
 
-class OptimizerWatch:
+class OptimizerWatch(Stepped):
     """Watches the optimizers of one model, as far as an algorithm declares that it needs their steps.
 
     Args:
         algorithm: the algorithm, with `needs_sgd`, `follows_rate` and `needs_inner_rate`.
         buffer: the buffer with the parameters of the model.
+
+    Attributes:
+        inner_rate: the result of `Algorithm.inner_rate` after the last step; None: no torch optimizer has stepped. A
+            round runs in the forward after the optimizer step. At that time a scheduler has already set the rate of the
+            next step, so the rate is read directly after the step.
     """
 
     def __init__(self, algorithm: Algorithm, buffer: FlatBuffer) -> None:
+        self._algorithm, self._buffer = algorithm, buffer
+        self.inner_rate: float | None = None
         self._momentum = SGDMomentum(buffer, algorithm.parts[0]) if algorithm.needs_sgd else None
         self._rates = StepRates(buffer) if algorithm.follows_rate else None
-        self._inner = InnerRate(algorithm, buffer) if algorithm.needs_inner_rate else None
-
-    @property
-    def inner_rate(self) -> float | None:
-        """See `InnerRate`."""
-        return None if self._inner is None else self._inner.rate
+        super().__init__()
 
     @property
     def step(self) -> SGDStep | None:
         """The step of SGD since the last round; None: there was none."""
         return None if self._momentum is None else self._momentum.step
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer) -> None:
+        """See `Stepped`."""
+        if self._momentum is not None:
+            self._momentum.before_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """See `Stepped`."""
+        if self._momentum is not None:
+            self._momentum.after_step(optimizer)
+        if self._rates is not None:
+            self._rates.count(optimizer)
+        if self._algorithm.needs_inner_rate and not is_left_out(optimizer):
+            self.inner_rate = self._algorithm.inner_rate(optimizer)
 
     def before_round(self, memory: Memory) -> None:
         """Scale the memory to the rates of the steps since the last round."""
@@ -77,51 +94,15 @@ class OptimizerWatch:
             state: the state.
             memory: the memory of the outermost algorithm.
         """
+        self.inner_rate = state.get("inner_rate")
         if self._rates is not None:
             self._rates.load_state_dict(state.get("step_rates") or {})
-        if self._inner is not None:
-            self._inner.rate = state.get("inner_rate")
         self.forget(memory)
         if self._momentum is not None and (step := state.get("sgd_step")) is not None:
             self._momentum.step = SGDStep(*step)
 
-    def close(self) -> None:
-        """Stop watching; idempotent."""
-        for listener in (self._momentum, self._rates, self._inner):
-            if listener is not None:
-                listener.close()
 
-
-class InnerRate(Stepped):
-    """Reads `Algorithm.inner_rate` after each step of an optimizer of the model.
-
-    A round runs in the forward after the optimizer step. At that time a scheduler has already set the rate of the next
-    step, so the rate is read directly after the step.
-
-    Args:
-        algorithm: the algorithm whose `inner_rate` is called.
-        buffer: the buffer with the parameters of the model.
-
-    Attributes:
-        rate: the rate of the last step; None: no torch optimizer has stepped.
-    """
-
-    def __init__(self, algorithm: Algorithm, buffer: FlatBuffer) -> None:
-        self._algorithm, self._buffer = algorithm, buffer
-        self.rate: float | None = None
-        super().__init__()
-
-    def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """See `Stepped`."""
-        return holds_any(optimizer, self._buffer.parameters)
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
-        if not is_left_out(optimizer):
-            self.rate = self._algorithm.inner_rate(optimizer)
-
-
-class StepRates(Stepped):
+class StepRates:
     """The learning rates of the optimizer steps since the last round.
 
     [Note: Rates of ranks] All ranks must scale their vectors by the same factor in the same round, since the sum of the
@@ -138,128 +119,100 @@ class StepRates(Stepped):
 
     def __init__(self, buffer: FlatBuffer) -> None:
         self._buffer = buffer
-        self._steppers: weakref.WeakKeyDictionary[Optimizer, _Stepper] = weakref.WeakKeyDictionary()
-        self._parameters: list[Tensor] = []  # the parameters of the buffer for which the steppers were made
+        self._groups: weakref.WeakKeyDictionary[Optimizer, GroupRates] = weakref.WeakKeyDictionary()  # last step last
+        self._parameters: list[Tensor] = []  # the parameters of the buffer for which the groups were read
         self._loaded: tuple[Rates | None, int] = (None, 0)  # the loaded rates, for optimizers that are not known yet
-        self._merged: tuple[tuple[Any, ...], Rates | None] = ((), None)
         self._has_looked = False
-        self._num_counted = 0
-        super().__init__()
 
     def since_round(self) -> Rates | None:
         """Return the rates since the last round; None: no optimizer with a learning rate is known."""
         if not self._has_looked:
-            self._look()
+            self._has_looked = True
+            for found in existing_optimizers():
+                self._groups_of(found)
         return self._rates()
+
+    def _rates(self) -> Rates | None:
+        if not (known := self._known()):
+            return self._loaded[0]
+        pairs = [pair for _, groups in known for pair in zip(groups.names, groups.rates, strict=True) if pair[0]]
+        rates = {rate for _, rate in pairs}
+        if len(rates) == 1:
+            return rates.pop()
+        return merged({name: rate for names, rate in pairs for name in names})
+
+    def count(self, optimizer: Optimizer) -> None:
+        """Include a step that the optimizer has taken: rates <- their mean over the steps."""
+        groups = self._groups_of(optimizer)
+        groups.count(optimizer)
+        del self._groups[optimizer]
+        self._groups[optimizer] = groups
 
     def end_round(self) -> None:
         """Restart: read the rates of the next step."""
-        for optimizer, stepper in self._known():
-            stepper.expect(optimizer)
+        for optimizer, groups in self._known():
+            groups.rates, groups.num_steps = list(_rates_of(optimizer)), 0
         self._loaded = (self._rates(), 0)
 
-    def _look(self) -> None:
-        """Find the optimizers that exist already, once."""
-        self._has_looked = True
-        for found in existing_optimizers():
-            self.is_stepped_by(found)
-
-    def _rates(self) -> Rates | None:
-        known = self._known()
-        if not known:
-            return self._loaded[0]
-        key = tuple((id(stepper), *stepper.rates) for _, stepper in known)
-        if self._merged[0] != key:
-            pairs = (
-                (names, rate) for _, stepper in known for names, rate in zip(stepper.names, stepper.rates, strict=True)
-            )
-            self._merged = key, merged({name: rate for names, rate in pairs for name in names})
-        return self._merged[1]
-
-    def _known(self) -> list[tuple[Optimizer, _Stepper]]:
+    def _known(self) -> list[tuple[Optimizer, GroupRates]]:
         """Return the optimizers of the model, in the order of their last steps."""
         if self._parameters is not self._buffer.parameters:  # other parameters are trained now
-            self._steppers.clear()
+            self._groups.clear()
             self._parameters = self._buffer.parameters
-        ours = [(optimizer, stepper) for optimizer, stepper in self._steppers.items() if stepper.has_any]
-        return ours if len(ours) < 2 else sorted(ours, key=lambda pair: pair[1].last)
+        return [(optimizer, groups) for optimizer, groups in self._groups.items() if any(groups.names)]
 
-    # See `Stepped`.
-
-    def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """See `Stepped`; visits all parameters if the optimizer is new or has new parameters."""
+    def _groups_of(self, optimizer: Optimizer) -> GroupRates:
+        """Return the rates of an optimizer; visits all parameters if the optimizer is new or has new parameters."""
         self._known()
-        stepper = self._steppers.get(optimizer)
-        if stepper is None or not stepper.is_current(optimizer):
+        groups = self._groups.get(optimizer)
+        if groups is None or groups.sizes != _sizes(optimizer):
             names = set(self._buffer.vector.layout.names)
             named = self._buffer.module.named_parameters(remove_duplicate=False)
             ours = {id(parameter): name for name, parameter in named if name in names}
-            self._steppers[optimizer] = stepper = _Stepper(optimizer, ours, *self._loaded)
-        return stepper.has_any
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
-        self._num_counted += 1
-        if optimizer not in self._steppers:  # a state was loaded since the last step
-            self.is_stepped_by(optimizer)
-        self._steppers[optimizer].count(optimizer, self._num_counted)
-
-    # State.
+            self._groups[optimizer] = groups = GroupRates(optimizer, ours, *self._loaded)
+        return groups
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rates since the last round, and the number of steps."""
-        num_steps = max((stepper.num_steps for _, stepper in self._known()), default=self._loaded[1])
+        num_steps = max((groups.num_steps for _, groups in self._known()), default=self._loaded[1])
         return {"rates": self._rates(), "num_steps": num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of `state_dict()`."""
         self._loaded = state.get("rates"), state.get("num_steps", 0)
-        self._steppers.clear()
+        self._groups.clear()
         self._has_looked = False
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_loaded": tuple(self.state_dict().values()), "_merged": ((), None)}
-        # A copy belongs to other optimizers.
-        return {**state, "_steppers": weakref.WeakKeyDictionary(), "_parameters": [], "_has_looked": False}
+        loaded = tuple(self.state_dict().values())  # a copy belongs to other optimizers
+        others = {"_groups": weakref.WeakKeyDictionary(), "_parameters": [], "_has_looked": False}
+        return {**self.__dict__, "_loaded": loaded, **others}
 
 
-class _Stepper:
-    """The rates of one optimizer since the last round.
+class GroupRates:
+    """The rates of the parameter groups of one optimizer since the last round.
 
     Args:
         optimizer: the optimizer, with its present parameter groups.
         ours: the names of the parameters of the model, by id.
         rates: the rates since the last round so far, if they are known.
         num_steps: the number of steps with these rates.
+
+    Attributes:
+        sizes: the number of parameters in each group.
+        names: for each group the names of parameters of the model.
+        rates: the rate of each group.
     """
 
     def __init__(self, optimizer: Optimizer, ours: Mapping[int, str], rates: Rates | None, num_steps: int) -> None:
-        self._sizes = _sizes(optimizer)
+        self.sizes = _sizes(optimizer)
         self.names = [[ours[id(p)] for p in group["params"] if id(p) in ours] for group in optimizer.param_groups]
-        self.has_any = any(self.names)
-        self.last = 0
-        self.expect(optimizer)
+        known = [rate_of(rates, names[0]) if names else None for names in self.names]
+        self.rates = [now if rate is None else rate for rate, now in zip(known, _rates_of(optimizer), strict=True)]
         self.num_steps = num_steps
-        for k, names in enumerate(self.names):
-            if names and (rate := rate_of(rates, names[0])) is not None:
-                self.rates[k] = rate
 
-    def is_current(self, optimizer: Optimizer) -> bool:
-        """Whether the parameter groups have their old sizes."""
-        return self._sizes == _sizes(optimizer)
-
-    def expect(self, optimizer: Optimizer) -> None:
-        """Restart: read the rates of the next step."""
-        self.rates, self.num_steps = list(_rates_of(optimizer)), 0
-
-    def count(self, optimizer: Optimizer, number: int) -> None:
-        """Count a step of the optimizer: rates <- their mean over the steps. Equal rates stay exactly equal.
-
-        Args:
-            optimizer: the optimizer, after its step.
-            number: the number of the step among the steps of all optimizers.
-        """
-        self.last = number
+    def count(self, optimizer: Optimizer) -> None:
+        """Rates <- their mean over the steps, the last of which has just ended. Equal rates stay exactly equal."""
         self.num_steps += 1
         for k, now in enumerate(_rates_of(optimizer)):
             mean = self.rates[k]
@@ -281,12 +234,11 @@ def _rates_of(optimizer: Optimizer) -> Iterator[float | None]:
         yield float(rate) if isinstance(rate, (int, float)) else None
 
 
-class SGDMomentum(Stepped):
+class SGDMomentum:
     """Makes the `momentum_buffer` of every parameter of a model a view of one vector.
 
-    Hooks on optimizer steps find the optimizer. Before a step they make its buffers views of the vector; after the step
-    they record the rates. A step that changes nothing does not count: a step with a learning rate of 0, or a step that
-    a GradScaler skips.
+    Before a step the buffers of the optimizer become views of the vector; after the step its rates are recorded. A step
+    that changes nothing does not count: a step with a learning rate of 0, or a step that a GradScaler skips.
 
     Args:
         buffer: the buffer with the parameters of the model.
@@ -304,7 +256,6 @@ class SGDMomentum(Stepped):
         self._vector: FlatVector | None = None
         self._places: list[tuple[Tensor, Tensor]] = []  # each parameter and its view of the vector
         self._next: Sequence[Tensor] = ()  # the last written momentum, by dtype; a new vector starts from it
-        super().__init__()
 
     def write(self, momentum: Sequence[Tensor]) -> None:
         """The buffers of the optimizer <- `momentum`, now if they exist, else when they are made.
@@ -312,9 +263,12 @@ class SGDMomentum(Stepped):
         Args:
             momentum: a flat tensor for each dtype.
         """
-        self._next = momentum
-        if self._vector is not None and self._vector.layout == self.buffer.vector.layout:
-            self._copy_next(self._vector)
+        self._next, vector = momentum, self._vector
+        if vector is not None and vector.layout == self.buffer.vector.layout:
+            mine = vector.where(is_buffer=False).segments
+            if [x.numel() for x in mine] == [x.numel() for x in momentum]:
+                for x, value in zip(mine, momentum, strict=True):
+                    x.copy_(value)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise ValueError if the algorithm does not support the optimizer or its settings."""
@@ -343,13 +297,6 @@ class SGDMomentum(Stepped):
         if group["nesterov"] and not self.takes_nesterov:
             raise ValueError(f"{name} with nesterov=True, expected {expected}; pass nesterov=False, or take QGDSGDm()")
 
-    # See `Stepped`.
-
-    def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """See `Stepped`."""
-        return holds_any(optimizer, self.buffer.parameters)
-
-    @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         if self.step is not None:
@@ -374,25 +321,13 @@ class SGDMomentum(Stepped):
             self.write(self._next)
 
     def _views(self) -> list[tuple[Tensor, Tensor]]:
-        vector = self._vector
-        if vector is None or vector.layout != self.buffer.vector.layout or vector.raw.device != self._device:
-            self._vector = vector = self.buffer.vector.like()
-            self._places = []
-            self._copy_next(vector)
-        parameters = self.buffer.parameters
-        if [id(parameter) for parameter, _ in self._places] != [id(parameter) for parameter in parameters]:
-            self._places = list(zip(parameters, self.buffer.parameters_in(vector), strict=True))
+        model, vector, parameters = self.buffer.vector, self._vector, self.buffer.parameters
+        if vector is None or vector.layout != model.layout or vector.raw.device != model.raw.device:
+            self._vector, self._places = model.like(), []
+            self.write(self._next)
+        if self._vector is not None and [id(parameter) for parameter, _ in self._places] != list(map(id, parameters)):
+            self._places = list(zip(parameters, self.buffer.parameters_in(self._vector), strict=True))
         return self._places
-
-    @property
-    def _device(self) -> torch.device:
-        return self.buffer.vector.raw.device
-
-    def _copy_next(self, vector: FlatVector) -> None:
-        segments = vector.where(is_buffer=False).segments
-        if [x.numel() for x in segments] == [x.numel() for x in self._next]:
-            for mine, momentum in zip(segments, self._next, strict=True):
-                mine.copy_(momentum)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_vector": None, "_places": []}  # a copy belongs to another optimizer

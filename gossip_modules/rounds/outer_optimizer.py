@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .runs import Places, carry, runs
 from .vector import Vector
 
 MakeOptimizer: TypeAlias = Callable[[Sequence[Tensor]], Optimizer]
@@ -154,23 +155,32 @@ class OuterOptimizer:
             }
         self.optimizer.load_state_dict({"state": copy.deepcopy(state["state"]), "param_groups": groups})
 
-    def go_on_as(self, other: OuterOptimizer) -> None:
-        """Copy counters and settings from an optimizer of other tensors, without its state for each element."""
-        for group, before in zip(self.optimizer.param_groups, other.optimizer.param_groups, strict=False):
-            group |= {name: copy.deepcopy(value) for name, value in before.items() if name != "params"}
-        states, vectors = other.optimizer.state, other.vector_states()
-        counters = {n: v for part in other.of.parts for n, v in states.get(part, {}).items() if n not in vectors}
-        for part in self.of.parts:
-            self.optimizer.state[part].update(copy.deepcopy(counters))
 
-    def vector_states(self) -> list[str]:
-        """Return the names of the states that the optimizer keeps for each element."""
-        found = ((name, value, p) for p in self.of.parts for name, value in self.optimizer.state.get(p, {}).items())
-        return list({name: 0 for name, value, p in found if isinstance(value, Tensor) and value.shape == p.shape})
+def carried_state(
+    states: Sequence[tuple[Places | None, Mapping[str, Any]]], places: Places | None, parts: Sequence[Tensor]
+) -> Mapping[str, Any]:
+    """Make the state of an optimizer from the states of optimizers whose vectors have other tensors.
 
-    def state_of(self, name: str) -> list[Tensor]:
-        """Return the state with this name for each part; missing states are created as zeros."""
-        for part in self.of.parts:
-            if not isinstance(self.optimizer.state[part].get(name), Tensor):
-                self.optimizer.state[part][name] = torch.zeros_like(part)
-        return [self.optimizer.state[part][name] for part in self.of.parts]
+    Values for each element follow their tensors, and are zero for new tensors. Other values, such as a count of steps,
+    and the settings are those of the first state.
+
+    Args:
+        states: for each optimizer the places of its tensors, None for the places of the new one; and its state.
+        places: the places of the tensors of the new optimizer.
+        parts: tensors like the parts of its vector.
+    """
+    first = states[0][1]
+    if len(states) == 1 and states[0][0] in (None, places):
+        return first
+    moved: dict[int, dict[str, Any]] = {k: {} for k in range(len(parts))}
+    stepped = [(theirs, state["state"]) for theirs, state in states if state["state"]]
+    for name, value in next(iter(stepped[0][1].values())).items() if stepped else ():
+        is_vector = isinstance(value, Tensor) and value.dim() > 0
+        new = [torch.zeros_like(part) for part in parts] if is_vector else [copy.deepcopy(value) for _ in parts]
+        if is_vector:
+            old = [runs(theirs, [kept[k][name] for k in sorted(kept)]) for theirs, kept in stepped]
+            carry([run for side in old for run in side], runs(places, new))
+        for k, each in enumerate(new):
+            moved[k][name] = each
+    groups = [{**group, "params": list(moved)} for group in first["param_groups"][:1]]
+    return {**first, "state": moved if stepped else {}, "param_groups": groups}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import NamedTuple, TypeAlias
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..compression.compressor import Cast
-from ..flat.layout import CHUNK_BYTES, FlatLayout, check_chunk_bytes
+from ..flat.layout import CHUNK_BYTES, check_chunk_bytes
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights, knows_period
 from ..old_calls import GOSSIPER_ARGUMENTS, foreign_arguments
@@ -69,7 +68,7 @@ class PushPull(Mixer):
         """See `Mixer`."""
         super().bind(mixing, transport)
         self._row = Neighbours(mixing, transport, sends_shares=self.sends_shares)
-        self._sends_weight, self._is_elastic = self.is_weighted, transport.is_elastic
+        self._sends_weight = self.is_weighted
         # 0: messages are sent whole. All ranks compute the same number, since they agree on its inputs.
         self._cut_bytes = self.chunk_bytes if self.wire_dtype is None and transport.device.type == "cpu" else 0
 
@@ -104,77 +103,90 @@ class PushPull(Mixer):
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`. If a round in chunks fails, s is as before, up to rounding."""
-        if self._mix_arriving(s) is None:
-            self._wait()
-            self.decode(s, self._row.weights)
+        self._decode(s, is_difference=False)
 
     def difference(self, s: FlatVector) -> float:
         """See `Mixer`."""
-        alpha = self._mix_arriving(s, is_difference=True)
-        if alpha is None:
-            self._wait()
-            alpha = self.decode_difference(s, self._row.weights)
-        return alpha
-
-    # Whole messages.
-
-    def encode(self, s: FlatVector, out_peers: Sequence[int], in_peers: Sequence[int]) -> tuple[Messages, Messages]:
-        """Return the tensors to send to each out-peer, and the tensors to receive from each in-peer.
-
-        The message is s itself, so nothing is copied and s may be filled later; or it is a narrow copy of s.
-        """
-        sent = s if self.wire_dtype is None else self._narrow(s)
-        if self._inbox and (self._inbox[0].layout != sent.layout or self._inbox[0].raw.device != sent.raw.device):
-            self._inbox.clear()
-        while len(self._inbox) < len(in_peers):
-            self._inbox.append(sent.like())
-        self.received = self._inbox[: len(in_peers)]
-        message, *inbox = [
-            (v.raw, v.push_sum_weight) if self._sends_weight else (v.raw,) for v in (sent, *self.received)
-        ]
-        return dict.fromkeys(out_peers, message), dict(zip(in_peers, inbox, strict=True))
-
-    def decode(self, s: FlatVector, weights: MixingWeights) -> None:
-        """x_i <- W_ii x_i + sum_j W_ij x_j; buffers may have other weights. See also [Note: narrow wire]."""
-        if self._row.buffer_weights == weights:
-            self._mix(s, self._sent, self.received, weights)
-            return
-        for is_buffer, row in ((False, weights), (True, self._row.buffer_weights)):
-            sent = None if self._sent is None else self._sent.where(is_buffer=is_buffer)
-            self._mix(s.where(is_buffer=is_buffer), sent, [m.where(is_buffer=is_buffer) for m in self.received], row)
-
-    def decode_difference(self, s: FlatVector, weights: MixingWeights) -> float:
-        """s <- c with alpha * c = (W - I) s; returns alpha.
-
-        If buffers have other weights there is no common factor, and the computation takes one more pass over s.
-        """
-        if self._sent is not None:  # `decode` does not read s
-            s.raw.zero_()
-            s.push_sum_weight.zero_()
-            self.decode(s, weights)
-            return 1.0
-        if self._row.buffer_weights == weights:
-            return s.difference_(weights.own - 1, self.received, list(weights.inp.values()))
-        for is_buffer, row in ((False, weights), (True, self._row.buffer_weights)):
-            half, *halves = (v.where(is_buffer=is_buffer) for v in (s, *self.received))
-            half.combine_segments_(row.own - 1, halves, list(row.inp.values()))
-        s.push_sum_weight.zero_()
-        return 1.0
+        return self._decode(s, is_difference=True)
 
     def _post(self, s: FlatVector, t: int, fill: Callable[[int], None] | None = None) -> None:
         """Post round t; for `fill` see `Mixer.start_filling`."""
         assert self._pending is None, "a round is in flight: finish() it before the next start()"
         row = self._row
         row.begin(t, s.push_sum_weight)
-        sends, recvs = self.encode(s, row.out_peers, row.in_peers)
+        sends, recvs = self._encode(s)
         if row.keeps_all:  # [Note: weights that run dry]
             sends = {peer: tuple(map(torch.zeros_like, message)) for peer, message in sends.items()}
         if fill is not None and not (sends or recvs):  # no exchange would call `fill`
             for k in range(len(self.chunks(s))):
                 fill(k)
-        if self._is_cut(s):
-            sends, recvs = (cut_messages(side, s.layout, num_bytes=self._cut_bytes) for side in (sends, recvs))
         self._pending = self.transport.exchange(sends, recvs, tag=t, fill=fill)
+
+    def _encode(self, s: FlatVector) -> tuple[Messages, Messages]:
+        """Return the tensors to send to each out-peer, and the tensors to receive from each in-peer.
+
+        The message is s itself, so nothing is copied and s may be filled later; or it is a narrow copy of s.
+        """
+        sent, in_peers = s if self.wire_dtype is None else self._narrow(s), self._row.in_peers
+        if self._inbox and (self._inbox[0].layout != sent.layout or self._inbox[0].raw.device != sent.raw.device):
+            self._inbox.clear()
+        while len(self._inbox) < len(in_peers):
+            self._inbox.append(sent.like())
+        self.received = self._inbox[: len(in_peers)]
+        message, *inbox = [
+            (*(chunk.raw for chunk in self.chunks(v)), *([v.push_sum_weight] if self._sends_weight else []))
+            for v in (sent, *self.received)
+        ]
+        return dict.fromkeys(self._row.out_peers, message), dict(zip(in_peers, inbox, strict=True))
+
+    def _decode(self, s: FlatVector, *, is_difference: bool) -> float:
+        """x_i <- W_ii x_i + sum_j W_ij x_j; buffers may have other weights. See also [Note: narrow wire].
+
+        Args:
+            s: the vector, mutated.
+            is_difference: compute s <- c with alpha c = (W - I) s.
+
+        Returns:
+            alpha. If buffers have other weights there is no common factor, and alpha is 1.
+        """
+        if (alpha := self._mix_arriving(s, is_difference=is_difference)) is not None:
+            return alpha
+        self._wait()
+        weights, buffer_weights = self._row.weights, self._row.buffer_weights
+        if self._sent is not None and is_difference:  # s is not read below
+            s.raw.zero_()
+            s.push_sum_weight.zero_()
+        if weights == buffer_weights:
+            if self._sent is None and is_difference:
+                return s.difference_(weights.own - 1, self.received, list(weights.inp.values()))
+            self._mix(s, self._sent, self.received, weights, is_difference=is_difference)
+            return 1.0
+        for is_buffer, row in ((False, weights), (True, buffer_weights)):
+            half, *halves = (v.where(is_buffer=is_buffer) for v in (s, *self.received))
+            sent = None if self._sent is None else self._sent.where(is_buffer=is_buffer)
+            self._mix(half, sent, halves, row, is_difference=is_difference)
+        if is_difference:
+            s.push_sum_weight.zero_()
+        return 1.0
+
+    def _mix(
+        self,
+        s: FlatVector,
+        sent: FlatVector | None,
+        messages: Sequence[FlatVector],
+        row: MixingWeights,
+        *,
+        is_difference: bool,
+    ) -> None:
+        """s <- s + (W - I) s', where s' is the rounded s that was sent; s' = s without a narrow wire."""
+        coefficients = list(row.inp.values())
+        if sent is None:
+            s.combine_(row.own - is_difference, messages, coefficients)
+            return
+        for message, weight in ((sent, row.own - 1), *zip(messages, coefficients, strict=True)):
+            s.add_segments_(message, alpha=weight)
+            if self.is_weighted:
+                s.push_sum_weight.add_(message.push_sum_weight, alpha=weight)
 
     def _wait(self) -> None:
         assert self._pending is not None, "no round is in flight: start() comes first"
@@ -193,52 +205,53 @@ class PushPull(Mixer):
     def _is_cut(self, s: FlatVector) -> bool:
         return 0 < self._cut_bytes < s.layout.num_bytes
 
-    def _mix_arriving(self, s: FlatVector, *, is_difference: bool = False) -> float | None:
-        """Mix chunks as they arrive; returns the alpha of `difference`, or None if whole messages are needed."""
-        weights = self._row.weights
+    def _mix_arriving(self, s: FlatVector, *, is_difference: bool) -> float | None:
+        """Mix chunks as they arrive, the push-sum weight last; chunks in transfer are not touched.
+
+        If the round fails, s is as before, up to rounding: mixed chunks are undone.
+
+        Returns:
+            alpha, see `_decode`; None if whole messages are needed.
+        """
+        row, own = self._row.weights, self._row.weights.own - is_difference
         # Buffers with other weights need the whole message. A row with a zero factor for s could not be undone.
         # Without a round in flight, `_wait` raises the error.
-        waits = self._row.buffer_weights != weights or weights.own == is_difference or self._pending is None
-        if waits or not self._is_cut(s):
+        if self._row.buffer_weights != row or own == 0 or self._pending is None or not self._is_cut(s):
             return None
-        with contextlib.suppress(PeersLost):  # s is as before, and the caller mixes whole messages
-            arrivals, num_bytes = self._arrivals(s), self._cut_bytes
-            return mix_(s, self.received, weights, arrivals, num_bytes=num_bytes, is_difference=is_difference)
-        return None
+        coefficients, chunks, messages = list(row.inp.values()), self.chunks(s), list(map(self.chunks, self.received))
+        alpha = s.factor(coefficients) if is_difference else None
+        mixed: list[tuple[FlatVector, list[FlatVector]]] = []
+        try:
+            for k in self._arrivals():
+                if k < len(chunks):  # the weight comes after the last chunk
+                    chunk, others = chunks[k], [message[k] for message in messages]
+                    chunk.combine_segments_(own, others, coefficients, alpha=alpha)
+                    mixed.append((chunk, others))
+        except BaseException as error:  # also Control-C: s must not stay half mixed, or mixed without its weight
+            for chunk, others in mixed:
+                chunk.combine_segments_((alpha or 1.0) / own, others, [-weight / own for weight in coefficients])
+            if isinstance(error, PeersLost):
+                return None
+            raise
+        s.combine_weight_(own, self.received, coefficients, alpha=alpha)
+        return 1.0 if alpha is None else alpha
 
-    def _arrivals(self, s: FlatVector) -> Iterable[int]:
-        """Yield the chunks in the order in which they may be mixed."""
-        pending = self._pending
+    def _arrivals(self) -> Iterator[int]:
+        """Yield the chunks in the order in which they may be mixed.
+
+        Raises:
+            PeersLost: a peer has failed; the round is still in flight, and goes on with whole messages.
+        """
+        pending, self._pending = self._pending, None
         assert pending is not None, "`_mix_arriving` has looked"
-        is_alone = not (self._row.out_peers or self._row.in_peers)  # no message is sent or received
-        if is_alone or not self._is_elastic:
-            self._pending = None
-            return range(len(self.chunks(s))) if is_alone else pending.arrivals()
-        return self._arrivals_while_all_live(pending)
-
-    def _arrivals_while_all_live(self, pending: Pending) -> Iterator[int]:
-        """Do the same as `Pending.arrivals`; if a peer fails, raise PeersLost and leave the round in flight."""
         for k in chain(pending.arrivals(), (None,)):
             if pending.lost:
+                self._pending = pending
                 raise PeersLost
             if k is not None:
                 yield k
-        self._pending = None
 
     # On a narrow wire.
-
-    def _mix(
-        self, s: FlatVector, sent: FlatVector | None, messages: Sequence[FlatVector], weights: MixingWeights
-    ) -> None:
-        """s <- s + (W - I) s', where s' is the rounded s that was sent; s' = s without a narrow wire."""
-        coefficients = list(weights.inp.values())
-        if sent is None:
-            s.combine_(weights.own, messages, coefficients)
-            return
-        for message, weight in ((sent, weights.own - 1), *zip(messages, coefficients, strict=True)):
-            s.add_segments_(message, alpha=weight)
-            if self.is_weighted:
-                s.push_sum_weight.add_(message.push_sum_weight, alpha=weight)
 
     def _narrow(self, s: FlatVector) -> FlatVector:
         """Return a copy of s in the dtype of the wire, clamped to its range."""
@@ -267,8 +280,8 @@ class PushSum(PushPull):
     The columns of P must sum to one, so that the sums of x and of w over ranks are kept, on any directed graph. A
     round:
 
-        send (x_i, w_i) to the out-peers                  # `PushPull.encode`; w only where P is not doubly stochastic
-        x_i <- P_ii x_i + sum over in-peers j of P_ij x_j     # `PushPull.decode`, which mixes w_i by the same row
+        send (x_i, w_i) to the out-peers                  # w only where P is not doubly stochastic
+        x_i <- P_ii x_i + sum over in-peers j of P_ij x_j     # the same row mixes w_i
         w_i <- P_ii w_i + sum over in-peers j of P_ij w_j
         z_i = x_i / w_i                                   # `Debias`: the parameters that the module computes with
 
@@ -390,69 +403,3 @@ class Neighbours:
 
 class PeersLost(Exception):
     """A peer failed while chunks were mixed. The mixed chunks are undone, and the round goes on without the peer."""
-
-
-def cut_messages(
-    messages: Mapping[int, Sequence[Tensor]], layout: FlatLayout, *, num_bytes: int
-) -> Mapping[int, Sequence[Tensor]]:
-    """Replace the first tensor of each message by chunks of at most `num_bytes`.
-
-    Args:
-        messages: the messages by rank. The first tensor of each is the bytes of a vector.
-        layout: the layout of these vectors.
-        num_bytes: the largest size of a chunk.
-    """
-    places = layout.chunks(num_bytes)
-    return {peer: (*(raw[a:b] for a, b in places), *rest) for peer, (raw, *rest) in messages.items()}
-
-
-def mix_(
-    s: FlatVector,
-    messages: Sequence[FlatVector],
-    weights: MixingWeights,
-    arrivals: Iterable[int],
-    *,
-    num_bytes: int,
-    is_difference: bool = False,
-) -> float:
-    """s <- own * s + sum_j inp[j] * messages[j], chunk by chunk as they arrive, the push-sum weight last.
-
-    If the round fails, s is as before, up to rounding: mixed chunks are undone.
-
-    Args:
-        s: the vector, mutated. Chunks in transfer are not touched.
-        messages: the messages in the order of `weights.inp`.
-        weights: the row of this rank; own is not 0.
-        arrivals: yields k when chunk k of s has been sent and chunk k of each message has arrived.
-        num_bytes: the largest size of a chunk, as for `cut_messages`.
-        is_difference: compute s <- c with alpha * c = (own - 1) * s + sum_j inp[j] * messages[j]; own is not 1.
-
-    Returns:
-        alpha; 1 without `is_difference`.
-    """
-    own, coefficients = weights.own - is_difference, list(weights.inp.values())
-    alpha = s.factor(coefficients) if is_difference else None
-    mixed: list[tuple[FlatVector, list[FlatVector]]] = []
-    try:
-        for chunk, others in _arriving(s, messages, arrivals, num_bytes):
-            chunk.combine_segments_(own, others, coefficients, alpha=alpha)
-            mixed.append((chunk, others))
-    except BaseException:  # also Control-C: s must not stay half mixed, or mixed without its weight
-        for chunk, others in mixed:
-            chunk.combine_segments_((alpha or 1.0) / own, others, [-weight / own for weight in coefficients])
-        raise
-    s.combine_weight_(own, messages, coefficients, alpha=alpha)
-    return 1.0 if alpha is None else alpha
-
-
-def _arriving(
-    s: FlatVector, messages: Sequence[FlatVector], arrivals: Iterable[int], num_bytes: int
-) -> Iterator[tuple[FlatVector, list[FlatVector]]]:
-    """Yield each chunk of s with the same chunk of each message, when all have arrived.
-
-    After the last chunk the push-sum weights have arrived too.
-    """
-    chunks, others = s.chunks(num_bytes), [message.chunks(num_bytes) for message in messages]
-    for k in arrivals:
-        if k < len(chunks):
-            yield chunks[k], [other[k] for other in others]

@@ -29,8 +29,8 @@ class RateUnits:
         kept: during a round at rate zero, the parts of vectors that it uses as zeros, with their values.
     """
 
-    def __init__(self) -> None:
-        self.rates: Rates | None = None
+    def __init__(self, rates: Rates | None = None) -> None:
+        self.rates = rates
         self.kept: list[tuple[Tensor, Tensor]] = []
 
     def scale(self, vectors: Sequence[Vector], rates: Rates, layout: FlatLayout | None) -> None:

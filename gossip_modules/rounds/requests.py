@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -72,20 +72,39 @@ class RoundLost(Exception):
     """A driver throws it into a round whose average failed because a worker died: x and memory stay unchanged."""
 
 
-class Mail(Protocol):
+def next_request(generator: Round, reply: Any) -> Request | None:
+    """Send a reply into a round, or throw `RoundLost`, and return its next request; None: the round has ended."""
+    try:
+        return generator.throw(RoundLost()) if reply is RoundLost else generator.send(reply)
+    except StopIteration:
+        return None
+
+
+class Mail:
     """The part of a driver that makes messages; `Vectors` documents the members."""
 
-    @property
-    def peers(self) -> Sequence[int]: ...
+    mixing: MixingManager | None = None
 
     @property
-    def mixing(self) -> MixingManager: ...
+    def peers(self) -> Sequence[int]:
+        raise NotImplementedError("an algorithm that looks at the peers of a rank declares takes_rows = False")
 
-    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message: ...
+    def weight_of(self, peer: int) -> float:
+        raise NotImplementedError("an algorithm that looks at the peers of a rank declares takes_rows = False")
 
-    def room_for(self, code: Code, x: Vector, *, key: object = "own") -> Message: ...
+    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
+        raise NotImplementedError("an algorithm that fills messages itself declares takes_rows = False")
 
-    def weight_of(self, peer: int) -> float: ...
+    def sizes_of(self, code: Code, x: Vector) -> Sequence[tuple[torch.dtype, int]]:
+        """Return the sizes of the fields of a message for vectors like x."""
+        wide_parts = [part if part.element_size() >= 4 else part.float() for part in x.parts]
+        return [(torch.uint8, code.message_like(part).numel() if part.numel() else 0) for part in wide_parts]
+
+    def room_for(self, code: Code, x: Vector, *, key: object = "own") -> Message:
+        """Return a message for vectors like x. The next message with the same key reuses its memory."""
+        message = self.room_for_fields(self.sizes_of(code, x), key=key)
+        message.code = code
+        return message
 
 
 class SGDStep(NamedTuple):
@@ -156,6 +175,7 @@ class Vectors:
     @property
     def mixing(self) -> MixingManager:
         """The weights of all rounds and ranks, with their graph."""
+        assert self._mail.mixing is not None, "the algorithm asks for weights, but there is no graph"
         return self._mail.mixing
 
     @property

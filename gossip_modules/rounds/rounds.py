@@ -1,73 +1,82 @@
-"""Rounds: runs the rounds of an algorithm over a transport, and answers its requests."""
+"""Rounds: the mixer that runs the rounds of an algorithm, for the whole model or for each of its fragments."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ..flat.buffer import FlatBuffer
-from ..flat.nonfinite import is_finite
-from ..flat.vector import FlatVector, add_
+from ..flat.layout import FlatLayout
+from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport
-from .algorithm import Algorithm, next_request
+from ..transport.threads import CallThread
+from .algorithm import Algorithm
+from .driver import Driver
 from .memory import Memory
-from .message_rounds import MessageRounds
-from .messages import Message, Received
-from .mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
+from .mixer import Mixer
 from .old_checkpoints import renewed
 from .optimizer_watch import OptimizerWatch
-from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, RoundLost, Share, Vectors
-from .stamps import Stamps
+from .periodic import Fragment, Periodic, check_names, cut
+from .runs import layout_of, places_of, tensors_beyond
 from .vector import Snapshot, Vector
 
 
+class TravellingRound(NamedTuple):
+    """A round in the gossip thread: its fragment, the step at which it is due, and the future of its first reply."""
+
+    fragment: int
+    due: int
+    future: Future[float]
+
+
 class Rounds(Mixer):
-    """A mixer that runs the rounds of an algorithm, blocking: s <- the result of a round, or its correction.
+    """A mixer that runs the rounds of an algorithm: s <- the result of a round, or its correction.
 
-    Plain gossip answers `Mix(x)`, an all-reduce answers `Average(x)`, and `MessageRounds` exchanges messages.
+    A `Periodic` algorithm with fragments, a delay or a device for its memory runs in pieces: the rounds of each
+    fragment have a driver of their own; see [Note: Fragments and delays]. In a step where the algorithm has a round but
+    no fragment begins one, plain gossip mixes the whole model.
 
-    If the algorithm has equal memories on all ranks, newly trained tensors become their average over all ranks before
-    the memory includes them.
+    A round with a delay begins on the training thread. The gossip thread answers its first request. The round ends on
+    the training thread at the step when it is due, which waits for the reply. The gossip thread answers one round after
+    the other, in the order of the steps, which is equal on all ranks. Meanwhile the gossip thread owns the vector that
+    is mixed, and the training thread owns the rest of the memory, so no lock is needed.
+
+    [Note: Memory of the host] With anchor_device="cpu" the algorithm gets a copy of the model in host memory. So its
+    memory is there too, and rounds are computed there; the result is copied back. Both copies run in the current stream
+    and through pageable memory. So the host waits for the first copy, and may change its vectors after the second.
 
     Args:
         algorithm: the algorithm.
         plain: the mixer that answers `Mix`; not bound yet.
+
+    Attributes:
+        drivers: the driver of each fragment; one for the whole model.
     """
 
     def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
         self.algorithm, self.plain = algorithm, plain
+        outer = algorithm.parts[0]
+        self._times = outer if isinstance(outer, Periodic) and outer.is_in_pieces else None
+        num_fragments, delay = (1, 0) if self._times is None else (self._times.num_fragments, self._times.delay)
+        self.drivers = [Driver(algorithm, plain) for _ in range(num_fragments)]
         self.keeps_models, self.can_recover = algorithm.keeps_models, algorithm.can_recover
-        self.is_skippable = algorithm.is_skippable and not algorithm.can_recover
+        # With a delay, a model that is not finite must not enter a round, since the round cannot be left out later.
+        self.is_skippable = algorithm.is_skippable and not algorithm.can_recover and not delay
         self._k = self._t = 0  # the optimizer steps before the round, and its number
-        self._is_torn = False  # whether a round failed while it was applying messages
-        self._is_cut_off = False  # whether a round failed while messages were in transfer
-        self.memory = Memory()
-        self.messages = MessageRounds(
-            self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
-        )
-        self.watch: OptimizerWatch | None = None  # if the algorithm needs the steps of the model's optimizer
-        self._has_checked_step = False
-        self._agree_finite: Callable[[bool], bool] | None = None  # if replies are checked, see `refuse_nonfinite`
-        self.has_failed = False  # whether the last round took no effect, because a worker died
-        self.stamps = Stamps()
-        self._alpha: float | None = None
-        self._has_begun = False
-        self._own_buffer_weight = 1.0
-        self._averages = False  # whether the round that runs averages exactly
-        self._buffers: list[Tensor] = []
-        self._v: Vectors | None = None  # the argument of the round that runs
-        self._generator: Round | None = None
-        self._request: Request | None = None
-        self._replies: list[Any] = []  # the reply to the first request of a round that has departed
-
-    # See `Mixer`.
+        self._buffer: FlatBuffer | None = None  # knows the places of the tensors in the vector
+        self._fragments: list[Fragment] = []
+        self._layout: FlatLayout | None = None  # of the vector that the fragments are cut from
+        self._flights: list[TravellingRound] = []  # in the order in which they began
+        self._thread: CallThread | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`."""
@@ -78,504 +87,278 @@ class Rounds(Mixer):
         """See `Mixer`."""
         super().bind(mixing, transport)
         self.plain.bind(mixing, transport)
-        self._join(mixing, transport)
-
-    def _join(self, mixing: MixingManager, transport: Transport) -> None:
-        self.mixing, self.transport = mixing, transport
-        if self.is_weighted and self.algorithm.averages_exactly and transport.is_elastic:
-            raise ValueError(
-                f"got push_sum=True between the exact averages of {self.algorithm} with a membership, expected "
-                "push_sum=False: when workers die and join, the sum of the push-sum weights is not known, and an exact "
-                "average needs it"
-            )
-        if self.algorithm.writes_early and self.algorithm.averages_exactly and transport.is_elastic:
-            raise ValueError(
-                f"got {self.algorithm} with a membership, expected an algorithm that waits for its averages: this one "
-                "moves the anchor before the average, which may fail; take StreamingDiLoCo, for example"
-            )
-        self.messages.bind(mixing, transport)
-        self.memory.weights = repr(mixing)
-        self.averager: GlobalAverage = (ElasticAverage if transport.is_elastic else GlobalAverage)(transport)
-        self.stamps.begin_generation(is_needed=self._must_agree)
-
-    def sibling(self) -> Rounds:
-        """Make the rounds of another fragment of the same model, with their own memory, over the same plain gossip."""
-        other = Rounds(self.algorithm, self.plain)
-        other._join(self.mixing, self.transport)
-        return other
+        if transport.is_elastic and self.algorithm.averages_exactly:
+            self._check_averages()
+        for driver in self.drivers:
+            driver.bind(mixing, transport)
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `Mixer`. The weights for all numbers of workers were checked when the model was wrapped."""
         self.mixing, self.transport = mixing, transport
         self.plain.rebind(mixing, transport)
-        self.messages.rebind(mixing, transport)
-        self.averager.transport = transport
-        self.memory.begin_generation(repr(mixing))
-        self._has_begun = False
-        self.stamps.begin_generation(is_needed=self._must_agree)
+        for driver in self.drivers:
+            driver.rebind(mixing, transport)
 
-    @property
-    def has_news(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
-        return not self.stamps.has_tried
-
-    @property
-    def _must_agree(self) -> bool:
-        return self.algorithm.has_equal_memory and self.transport.is_elastic
-
-    @property
-    def own_buffer_weight(self) -> float:
-        """See `Mixer`."""
-        return self._own_buffer_weight
-
-    @property
-    def sources(self) -> Sequence[int]:
-        """See `Mixer`."""
-        if self.algorithm.averages_exactly:
-            return range(self.transport.world_size)
-        return self.messages.sources or self.plain.sources
+    def _check_averages(self) -> None:
+        """Raise ValueError if exact averages among workers that die and join would not be right."""
+        if self.is_weighted:
+            raise ValueError(
+                f"got push_sum=True between the exact averages of {self.algorithm} with a membership, expected "
+                "push_sum=False: when workers die and join, the sum of the push-sum weights is not known, and an exact "
+                "average needs it"
+            )
+        if self.algorithm.writes_early:
+            raise ValueError(
+                f"got {self.algorithm} with a membership, expected an algorithm that waits for its averages: this one "
+                "moves the anchor before the average, which may fail; take StreamingDiLoCo, for example"
+            )
 
     @property
     def is_weighted(self) -> bool:
         """See `Mixer`."""
         return self.plain.is_weighted
 
+    @property
+    def has_news(self) -> bool:  # type: ignore[override]
+        """See `Mixer`."""
+        return any(not driver.stamps.has_tried for driver in self.drivers)
+
+    @property
+    def own_buffer_weight(self) -> float:
+        """See `Mixer`."""
+        return self.drivers[0].own_buffer_weight if self._times is None else 1.0
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """See `Mixer`."""
+        return self.drivers[0].sources
+
     def is_due(self, k: int) -> bool:
         """See `Mixer`."""
-        if self.algorithm.is_due(k):
-            self._k = k
-            return True
-        return False
+        self._k = k
+        return self.algorithm.is_due(k)
+
+    def refuse_nonfinite(self, agree: Callable[[bool], bool]) -> None:
+        """See `Mixer`."""
+        for driver in self.drivers if self._times is None else ():
+            driver.agree_finite = agree
+
+    def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
+        """See `Mixer`; also reads the places of the tensors of the model.
+
+        Raises:
+            ValueError: fragments are names that the model does not have, or the vector is a shard of a model, whose
+                tensors have no names.
+        """
+        if self._times is not None and is_whole:
+            check_names(self._times.fragments, buffer.module)
+            self._buffer = buffer
+        elif self._times is not None and not isinstance(self._times.fragments, int):
+            raise ValueError(
+                f"got fragments={self._times.fragments!r} while several processes share the vector of one model, "
+                "expected the number of fragments: shards have no names of tensors"
+            )
+        if self.algorithm.needs_sgd or self.algorithm.follows_rate or self.algorithm.needs_inner_rate:
+            watch = OptimizerWatch(self.algorithm, buffer)
+            for driver in self.drivers:
+                driver.watch = watch
+
+    # Rounds.
+
+    def begin(self, x: FlatVector, k: int = 0) -> bool:
+        """See `Mixer`; ends the rounds that are due."""
+        if self._times is None:
+            return self.drivers[0].begin(x, k, is_due=self.has_news and self.algorithm.averages_at(k))
+        is_new, has_changed, starting = x.layout is not self._layout, self._cut(x), self._times.starting_at(k)
+        for p, driver in enumerate(self.drivers):
+            if is_new or not (driver.stamps.has_tried and driver.has_begun):
+                with self._part(p, x) as part:
+                    has_changed |= driver.begin(part, k, is_due=p in starting)
+        while self._flights and self._flights[0].due <= k:
+            self._arrive(x)
+            has_changed = True
+        return has_changed
+
+    def recover(self, x: FlatVector) -> None:
+        """See `Mixer`; recovers all fragments, since one that is not finite makes all gradients not finite."""
+        for p, driver in enumerate(self.drivers):
+            with self._part(p, x) as part:
+                driver.recover(part)
 
     def start(self, s: FlatVector, t: int) -> None:
         """See `Mixer`; the round itself runs in `finish` or `difference`."""
         self._t = t
 
     def finish(self, s: FlatVector) -> None:
-        """See `Mixer`."""
-        self._run(Vector.of(s))
+        """See `Mixer`; with a delay it begins rounds."""
+        if self._times is None:
+            self.drivers[0].run(Vector.of(s), self._t, self._k)
+            return
+        starting = self._times.starting_at(self._k)
+        if not starting:
+            self.plain.mix(s, self._t)
+        for p in starting:
+            t = self._times.number_of(p, self._k)  # so that each fragment uses every matrix of a graph that changes
+            if self._times.delay:
+                self._depart(p, s, t)
+            else:
+                with self._part(p, s) as part:
+                    self.drivers[p].run(Vector.of(part), t, self._k)
 
     def difference(self, s: FlatVector) -> float:
-        """See `Mixer`; takes a copy of s only if the algorithm keeps models."""
-        if self.algorithm.keeps_models:
+        """See `Mixer`; takes a copy of s only if the algorithm keeps models, or runs in pieces."""
+        if self.keeps_models or self._times is not None:
             return super().difference(s)
-        snapshot = Snapshot(s.parameters, s)
-        sent_buffers = [b.clone() for b in s.buffers]
-        weight = s.push_sum_weight.clone()
-        self._run(snapshot)
-        if self._alpha is not None:  # the mixer has computed the correction of the whole vector
-            return self._alpha
-        if not snapshot.is_correction:
-            snapshot.zero_()
+        snapshot, driver = Snapshot(s.parameters, s), self.drivers[0]
+        sent_buffers, weight = [b.clone() for b in s.buffers], s.push_sum_weight.clone()
+        driver.run(snapshot, self._t, self._k)
+        if driver.alpha is not None:  # the mixer has computed the correction of the whole vector
+            return driver.alpha
+        snapshot.begin_adding()  # if the round has written nothing, the correction is zero
         for b, sent in zip(s.buffers, sent_buffers, strict=True):
             b.sub_(sent)
         s.push_sum_weight.sub_(weight)
         return 1.0
 
-    def refuse_nonfinite(self, agree: Callable[[bool], bool]) -> None:
-        """See `Mixer`."""
-        self._agree_finite = agree
+    def _depart(self, p: int, x: FlatVector, t: int) -> None:
+        """Begin a round of fragment p, and pass its first request to the gossip thread."""
+        assert self._times is not None, "only periodic algorithms have a delay"
+        with self._part(p, x) as part:
+            job = self.drivers[p].depart(part, t, self._k)
+        # Vectors in host memory are sent through the GPU if messages are, and not in the stream of training.
+        device = x.raw.device if self._times.anchor_device is None else self.transport.device
+        if device.type == "cuda":
+            if self._stream is None or self._stream.device != device:
+                self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # the vector is written before it is sent
+        stream = self._stream if device.type == "cuda" else None
 
-    def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
-        """See `Mixer`."""
-        if self.algorithm.needs_sgd or self.algorithm.follows_rate or self.algorithm.needs_inner_rate:
-            self.watch = OptimizerWatch(self.algorithm, buffer)
+        def run() -> float:
+            on_stream = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
+            with torch.no_grad(), on_stream, record_function("gossip.round", f"t={t}"):
+                return job()
 
-    # Before rounds.
+        if self._thread is None:
+            self._thread = CallThread(f"gossip-{self.transport.rank}")
+        self._flights.append(TravellingRound(p, self._k + self._times.delay, self._thread.submit(run)))
+
+    def _arrive(self, x: FlatVector) -> None:
+        """Wait for the oldest round in the gossip thread, and end it."""
+        assert self._times is not None, "only periodic algorithms have a delay"
+        assert self._thread is not None, "the thread runs all rounds in flight"
+        fragment, _, future = self._flights[0]
+        names, rank = self.transport.names, self.transport.rank
+
+        def what() -> str:
+            peers = [names[i] for i in self.sources if i != rank]
+            return f"rank {names[rank]}: a round of fragment {fragment} with ranks {peers}"
+
+        try:
+            with record_function("gossip.wait"):
+                self._thread.result(future, what=what, timeout=self.transport.timeout)
+        except Exception:  # an error of the round; an interrupt leaves the round in flight
+            self._give_up()
+            raise
+        self._flights.pop(0)
+        if self._stream is not None:  # the vector has arrived before it is read
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        with self._part(fragment, x) as part:
+            self.drivers[fragment].arrive(part, kept=self._times.kept)
+
+    def _give_up(self) -> None:
+        """Cancel all rounds in flight."""
+        self._flights.clear()
+        for driver in self.drivers:
+            driver.close_round()
 
     @property
-    def has_begun(self) -> bool:
-        """Whether `Algorithm.begin` was called."""
-        return self._has_begun
+    def is_in_flight(self) -> bool:
+        """See `Mixer`."""
+        return bool(self._flights)
 
-    def begin(self, x: FlatVector, k: int = 0) -> bool:
-        """See `Mixer` and [Note: One memory] of `Stamps`."""
-        return self.begin_part(x, is_due=self.has_news and self.algorithm.averages_at(k), k=k)
-
-    def begin_part(self, x: FlatVector, *, is_due: bool, k: int) -> bool:
-        """Do the same as `begin`, for a fragment.
-
-        The rates of the first step of SGD are checked before anything changes. On an elastic transport they are not
-        checked, since the rates of one worker would end the training of all.
-
-        Args:
-            x: the fragment, mutated.
-            is_due: whether a round that averages x is due now.
-            k: the number of optimizer steps so far.
-
-        Returns:
-            Whether x was written.
-        """
-        has_changed = False
-        step = None if self.watch is None else self.watch.step
-        if step is not None and not self._has_checked_step:
-            if not self.transport.is_elastic:
-                self.algorithm.check_step(self.mixing, step)
-            self._has_checked_step = True
-        if not self._has_begun:
-            self.algorithm.begin(self._vectors(Vector.of(x)), self.memory)
-            self._buffers = [b.clone() for b in x.buffers]
-            self._has_begun = True
-        if not self.stamps.has_tried:
-            has_changed = self._agree(x)
-            if self.stamps.is_agreed and self.stamps.lost > self.stamps.taken and not is_due:
-                self._k = self._t = self.stamps.lost
-                self._run(Vector.of(x))
-                has_changed = True
-        if self.algorithm.has_equal_memory and self.stamps.is_agreed and (new := self.memory.new_tensors(x)):
-            warnings.warn(
-                f"{self.algorithm}: other tensors are trained than before; the new ones "
-                f"({sum(map(torch.numel, new))} elements) become their average over all ranks",
-                stacklevel=2,
-            )
-            if average_(new, x, self.averager):
-                self.stamps.taken, has_changed = max(k, self.stamps.taken), True
-                self.memory.fit(Vector.of(x))
+    def flush(self, x: FlatVector) -> bool:
+        """See `Mixer`."""
+        has_changed = bool(self._flights)
+        while self._flights:
+            self._arrive(x)
         return has_changed
 
-    def recover(self, x: FlatVector) -> None:
-        """See `Mixer`; buffers that are not finite get their values after the last round."""
-        self.algorithm.recover(self._vectors(Vector.of(x)), self.memory)
-        if self.is_weighted:
-            for part in x.parameters:
-                part.mul_(x.push_sum_weight[0])
-        for own, kept in zip(x.buffers, self._buffers, strict=True):
-            own.copy_(torch.where(own.isfinite(), own, kept.to(own)))
+    # Fragments.
 
-    def _agree(self, x: FlatVector) -> bool:
-        """Take the newest memory of all ranks; returns whether x was written."""
-        if not self.stamps.agree(self.memory, self.transport, who=self.algorithm):
+    @contextlib.contextmanager
+    def _part(self, p: int, x: FlatVector) -> Iterator[FlatVector]:
+        """A context with fragment p of x, on the device of the memory; changes are written back to x."""
+        device = self._device_of(x)
+        part = x if len(self.drivers) == 1 and device == x.raw.device else self._fragments[p].read(x, device)
+        part.push_sum_weight = x.push_sum_weight
+        yield part
+        if part is not x:
+            self._fragments[p].write(part, x)
+            self.drivers[p].release()
+
+    def _device_of(self, x: FlatVector) -> torch.device:
+        """Return the device of the memory for a model x."""
+        place = None if self._times is None else self._times.anchor_device
+        return x.raw.device if place is None else torch.device(place)
+
+    def _cut(self, x: FlatVector) -> bool:
+        """Cut x into fragments if its tensors have changed; returns whether x was written."""
+        if x.layout is self._layout:
             return False
-        self.algorithm.recover(self._vectors(Vector.of(x)), self.memory)
-        return self.algorithm.can_recover
+        assert self._times is not None, "only periodic algorithms have fragments"
+        before, has_changed = self._layout, False
+        places = None if self._buffer is None else self._buffer.places()
+        self._layout, self._fragments = x.layout, cut(x.layout, self._times.fragments, places)
+        if before is not None and len(self.drivers) > 1 and self.drivers[0].has_begun:
+            has_changed = layout_of(before) != layout_of(x.layout) and self._move(before, x)
+        return has_changed
 
-    # A round.
+    def _move(self, before: FlatLayout, x: FlatVector) -> bool:
+        """Move the memories to a new cut, because other tensors are trained; returns whether x was written.
 
-    def _vectors(self, x: Vector) -> Vectors:
-        self.memory.fit(x, who=self.algorithm)
-        self.messages.begin_round(x, self._t)
-        rank, num_ranks = self.transport.rank, self.transport.world_size
-        return Vectors(x, self.messages, t=self._t, rank=rank, num_ranks=num_ranks)
-
-    def _run(self, x: Vector) -> None:
-        """Run one round, blocking."""
-        self._open(x)
-        while self._request is not None:
-            self._go_on(self._answer(self._request))
-        self._end(x, 0.0)
-
-    def blocking(self, x: FlatVector, t: int, k: int) -> None:
-        """Run round t on x, after k optimizer steps."""
-        self._t, self._k = t, k
-        self._run(Vector.of(x))
-
-    def depart(self, x: FlatVector, t: int, k: int) -> Callable[[], float]:
-        """Begin round t, after k optimizer steps. You may then change and free x.
-
-        Returns:
-            A job that answers the first request, in any thread.
+        New tensors become their average over ranks if the algorithm has an equal memory.
         """
-        self._t, self._k = t, k
-        vector = Vector.of(x)
-        self._open(vector)
-        if self._request is not None and isinstance(self._request, Mix | Average) and self._request.x is vector:
-            assert self._v is not None
-            copy = x.clone()
-            self._v.x = Snapshot(copy.parameters, copy)
-            self._request = replace(self._request, x=self._v.x)
-        replies: list[Any] = []
-
-        def answer() -> float:
-            if self._request is not None:
-                replies.append(self._answer(self._request))
-            return 1.0
-
-        self._replies = replies
-        return answer
-
-    def arrive(self, x: FlatVector, *, kept: float) -> None:
-        """End the round that departed.
-
-        Args:
-            x: the present model, mutated.
-            kept: the weight of its own buffers: b <- kept b + (1 - kept) mixed b.
-        """
-        v = self._v
-        if self._request is not None and v is not None:
-            snapshot, reply = v.x, self._replies.pop()
-            v.x = Vector.of(x)
-            if isinstance(snapshot, Snapshot) and reply is not RoundLost:
-                for own, correction in zip(x.parameters, snapshot.parts, strict=True):
-                    add_(own, correction, alpha=1.0 if self._alpha is None else self._alpha)
-                for own, correction in zip(self._buffers, snapshot.flat.buffers, strict=True):  # type: ignore[union-attr]
-                    add_(own, correction, alpha=1.0 if self._alpha is None else self._alpha)
-                self._alpha = None
-            self._go_on(reply)
-            while self._request is not None:
-                self._go_on(self._answer(self._request))
-        self._end(Vector.of(x), kept)
-
-    def give_up(self) -> None:
-        """Cancel the round that departed."""
-        self._close()
-
-    def replace_memory(self, memory: Memory) -> None:
-        """Go on with another memory, which has the values of this one for tensors that are still trained."""
-        self.memory = self.messages.memory = memory
-
-    def release(self) -> None:
-        """Drop the references to the vector of the last round."""
-        self.memory.release()
-        self.messages.release()
-
-    def _open(self, x: Vector) -> None:
-        """Run a round up to its first request."""
-        assert x.flat is not None, "rounds mix flat vectors"
-        if self._is_torn or self._is_cut_off:
-            raise RuntimeError(
-                f"{self}: got a round after one that failed, expected none: the states of the ranks may no longer "
-                "agree; start again from a checkpoint on all ranks"
-            )
-        self._alpha, self._own_buffer_weight, self.has_failed = None, 1.0, False
-        self._averages = averages = self.algorithm.averages_at(self._k)
-        if averages and not self.stamps.is_agreed and not isinstance(x, Snapshot):
-            self._agree(x.flat)  # the failure of a worker here leads to another generation
-        if averages and not self.stamps.is_agreed:
-            self.has_failed, self.stamps.lost = True, self._k
-            return
-        v = self._vectors(x)
-        if self.watch is not None:
-            self.watch.before_round(self.memory)
-            v.step = self.watch.step if self.memory.num_rounds else None
-            v.inner_rate = self.watch.inner_rate
-        self._buffers = [b.clone() for b in x.flat.buffers]
-        self._v, self._generator = v, self.algorithm.round(v, self.memory, self._k)
-        self._go_on(None)
-
-    def _go_on(self, reply: Any) -> None:
-        """Send a reply into the round, which runs to its next request or to its end."""
-        assert self._generator is not None, "a round is open"
-        try:
-            self._request = self._next_request(self._generator, reply)
-        except RoundLost:  # training goes on without this round
-            self._request, self.has_failed, self.stamps.lost = None, True, self._k
-        except BaseException:
-            self._close()
-            raise
-
-    def _run_inner(self, inner: Inner) -> None:
-        self.messages.begin_round(inner.x, self._t)
-        with contextlib.closing(inner.round) as generator:
-            request = next_request(generator, None)
-            while request is not None:
-                request = self._next_request(generator, self._answer(request))
-
-    def _next_request(self, generator: Round, reply: Any) -> Request | None:
-        # Peers apply the same messages: if this rank fails to apply them, the ranks no longer agree.
-        self._is_torn = isinstance(reply, Received | dict) and not self.algorithm.is_skippable
-        if reply is RoundLost:
-            with contextlib.suppress(StopIteration):
-                return generator.throw(RoundLost())
-            return None
-        request = next_request(generator, reply)
-        self._is_torn = False
-        return request
-
-    def _close(self) -> None:
-        if self._generator is not None:
-            self._generator.close()
-            self.memory.put_back()
-        self._generator = self._request = self._v = None
-
-    def _end(self, x: Vector, kept: float) -> None:
-        """Finish a round; for `kept` see `arrive`."""
-        is_open = self._generator is not None
-        if is_open and not self.has_failed:
-            self.memory.end_round()
-            assert x.flat is not None, "rounds mix flat vectors"
-            if self._alpha is None:
-                for b, mixed in zip(x.flat.buffers, self._buffers, strict=True):
-                    b.copy_(torch.lerp(mixed, b.to(mixed), kept) if kept else mixed)
-            if self._averages:
-                self.stamps.taken = self._k
-                self.memory.forget_inner_models()
-        self._close()
-        if is_open and self.watch is not None:
-            self.watch.after_round(self.memory)
-
-    def _answer(self, request: Request) -> Any:
-        v = self._v
-        assert v is not None, "a round is open"
-        try:
-            reply = self._reply_to(request, v)
-            if self._agree_finite is not None and isinstance(request, Mix | Average | Inner):
-                flat = request.x.flat
-                if flat is not None and not self._agree_finite(is_finite(flat)):
-                    raise NonfiniteRound
-        except NonfiniteRound:  # training goes on without this round
-            self.has_failed = True
-            self._close()
-            if self.watch is not None:
-                self.watch.after_round(self.memory)
-            raise
-        except BaseException:
-            self._close()
-            raise
-        return reply
-
-    def _reply_to(self, request: Request, v: Vectors) -> Any:
-        if isinstance(request, Mix):
-            return self._mix(request.x, v, self.plain)
-        if isinstance(request, Average):
-            self._mix(request.x, v, self.averager)
-            if self.averager.has_failed:
-                return RoundLost
-            self._set_weight(v)
-            return None
-        if isinstance(request, Inner):
-            try:
-                return self._run_inner(request)
-            except RoundLost:
-                return RoundLost
-        if isinstance(request, Share):
-            replies = self._exchange(dict.fromkeys(v.peers, request.message), {})
-            return self.messages.row_of(request.message, replies)
-        if isinstance(request, Exchange):
-            return self._exchange(request.messages, request.checksums)
-        assert isinstance(request, Gather), f"got the request {request!r}"
-        try:
-            received = self.messages.gather(request.message, self._buffers)
-        except (ConnectionError, TimeoutError):
-            if self.transport.is_elastic:
-                return RoundLost
-            raise
-        self._own_buffer_weight *= 1 / self.transport.world_size
-        self._set_weight(v)
-        return received
-
-    def _exchange(self, messages: Mapping[int, Message], checksums: Mapping[int, int]) -> dict[int, Message]:
-        self._is_cut_off = not self.transport.is_elastic
-        self.messages.post(messages, self._buffers, checksums=checksums)
-        replies = self.messages.wait(self._buffers)
-        self._is_cut_off = False
-        self._own_buffer_weight = self.messages.own_buffer_weight
-        return replies
-
-    def _set_weight(self, v: Vectors) -> None:
-        """Set the push-sum weight to one after an exact average over all ranks."""
-        if v.x.flat is not None and not (isinstance(v.x, Snapshot) and v.x.is_correction):
-            v.x.flat.push_sum_weight.fill_(1.0)
-
-    def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> None:
-        flat = x.flat
-        assert flat is not None, "only vectors of the model's layout are mixed: v.x, or one of m.scratch()"
-        for b, own in zip(flat.buffers, self._buffers, strict=True):
-            b.copy_(own)
-        if x is not v.x and mixer is self.plain:
-            flat.push_sum_weight.fill_(1.0)
-        mixer.start(flat, self._t)
-        if isinstance(x, Snapshot):
-            self._alpha, x.is_correction = mixer.difference(flat), True
-            self._own_buffer_weight = mixer.own_buffer_weight
-            return
-        mixer.finish(flat)
-        self._own_buffer_weight *= mixer.own_buffer_weight
-        for own, b in zip(self._buffers, flat.buffers, strict=True):
-            own.copy_(b)
+        new = tensors_beyond(places_of(layout_of(before)), x)
+        warnings.warn(
+            f"{self.algorithm}: other tensors are trained than before; the algorithm keeps its state for tensors that "
+            "are still trained, and starts new tensors anew",
+            stacklevel=2,
+        )
+        if new and self.algorithm.has_equal_memory:
+            self.drivers[0].average_(new, x)
+        memories = [Memory(driver.memory.weights) for driver in self.drivers]
+        for fragment, memory in zip(self._fragments, memories, strict=True):
+            memory.fit(Vector.of(fragment.read(x, self._device_of(x))))
+            memory.carry([driver.memory for driver in self.drivers])
+        for driver, memory in zip(self.drivers, memories, strict=True):
+            driver.replace_memory(memory)
+        return bool(new)
 
     # State.
 
     def forget_models(self) -> None:
         """See `Mixer`."""
-        self.memory.forget_models()
-        self._begin_anew()
+        for driver in self.drivers:
+            driver.forget_models(is_asked=True)
 
     def end_average(self) -> None:
         """See `Mixer`."""
-        self.memory.forget_models(is_asked=False)
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        self._has_begun = False
-        if self.watch is not None:
-            self.watch.forget(self.memory)
+        for driver in self.drivers:
+            driver.forget_models(is_asked=False)
 
     def shared(self, x: FlatVector) -> Sequence[Tensor]:
         """See `Mixer`: the momentum of the optimizer, where the algorithm writes it."""
         if not self.algorithm.needs_sgd:
             return ()
-        self.memory.fit(Vector.of(x), who=self.algorithm)
-        return self.memory.momentum.parts
+        memory = self.drivers[0].memory
+        memory.fit(Vector.of(x), who=self.algorithm)
+        return memory.momentum.parts
 
     def take_shared(self, x: FlatVector) -> None:
         """See `Mixer`."""
-        if self.watch is not None and self.shared(x):
-            self.watch.forget(self.memory)
-
-    def close(self) -> None:
-        """See `Mixer`; keeps the state."""
-        if self.watch is not None:
-            self.watch.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Mixer`; shares memory. After a round that failed while it applied messages, the state is empty."""
-        if self._is_torn:
-            return {"algorithm": self.algorithm.name}
-        return {
-            "algorithm": self.algorithm.name,
-            "links": sorted(self.mixing.graph.phone_book(self.transport.rank)) if self.algorithm.keeps_links else [],
-            "memory": self.memory.state_dict(has_links=not self.transport.is_elastic),
-            "messages": self.messages.state_dict(),
-            "optimizer": {} if self.watch is None else self.watch.state_dict(),
-            "stamps": self.stamps.state(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Mixer`. Under a membership some vectors restart: see [Note: Sums over workers] of `Memory`."""
-        names = [part.name for part in self.algorithm.parts]
-        state = renewed(state, names)
-        if state.get("algorithm") != names[0]:
-            raise ValueError(
-                f"got the state of {state.get('algorithm', 'another algorithm')}, expected the state of {names[0]}; "
-                "wrap as for the saved model, or load the model alone: module.load_state_dict"
-            )
-        self._load(state)
-
-    def reset(self) -> None:
-        """See `Mixer`."""
-        self._load({})
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        self._has_begun = self._is_torn = self._is_cut_off = False
-        self.stamps.taken, self.stamps.lost = state.get("stamps", (0, 0))
-        memory = state.get("memory", {})
-        if self.transport.is_elastic:  # this worker may have other peers than the one that saved the state
-            memory = without_links(memory, self.algorithm.parts)
-        elif state.get("links"):
-            self._check_links(state["links"])
-        self.memory.load_state_dict(memory)
-        if self.transport.is_elastic:
-            self.memory.begin_generation(self.memory.weights)
-        self.messages.load_state_dict(state.get("messages", {}))
-        if self.watch is not None:
-            self.watch.load_state_dict(state.get("optimizer", {}), self.memory)
-
-    def state_for_newcomer(self) -> dict[str, Any]:
-        """See `Mixer`."""
-        return {
-            "algorithm": self.algorithm.name,
-            "memory": self.memory.state_dict(joins=True, has_links=False),
-            "optimizer": {} if self.watch is None else self.watch.state_dict(joins=True),
-            "stamps": self.stamps.state(),
-        }
-
-    def _check_links(self, found: Sequence[int]) -> None:
-        own = sorted(self.mixing.graph.phone_book(self.transport.rank))
-        if list(found) != own:
-            raise ValueError(
-                f"{self.algorithm}: got the state of links to {list(found)}, expected {own}; load the checkpoint of "
-                "this rank, made on the same graph"
-            )
+        driver = self.drivers[0]
+        if driver.watch is not None and self.shared(x):
+            driver.watch.forget(driver.memory)
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
         """See `Mixer`."""
@@ -585,30 +368,53 @@ class Rounds(Mixer):
     def __repr__(self) -> str:
         return repr(self.algorithm)
 
+    def state_dict(self) -> dict[str, Any]:
+        """See `Mixer`; shares memory."""
+        return self._state([driver.state_dict() for driver in self.drivers])
+
+    def state_for_newcomer(self) -> dict[str, Any]:
+        """See `Mixer`."""
+        return self._state([driver.state_for_newcomer() for driver in self.drivers])
+
+    def _state(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        return states[0] if len(states) == 1 else {"algorithm": self.algorithm.name, "fragments": states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Mixer`. Under a membership some vectors restart: see [Note: Sums over workers] of `Memory`."""
+        names = [part.name for part in self.algorithm.parts]
+        states = [renewed(each, names) for each in state.get("fragments", [state])]
+        if any(each.get("algorithm") != names[0] for each in states):
+            raise ValueError(
+                f"got the state of {states[0].get('algorithm', 'another algorithm')}, expected the state of "
+                f"{names[0]}; wrap as for the saved model, or load the model alone: module.load_state_dict"
+            )
+        if len(states) != len(self.drivers):
+            raise ValueError(
+                f"got the state of {len(states)} fragments, expected {len(self.drivers)}; wrap with the fragments= of "
+                "the saved model, or load the model alone: module.load_state_dict"
+            )
+        for driver, own in zip(self.drivers, states, strict=True):
+            driver.load(own)
+
+    def reset(self) -> None:
+        """See `Mixer`."""
+        for driver in self.drivers:
+            driver.load({})
+
+    def close(self) -> None:
+        """See `Mixer`; keeps the state. Rounds in the thread may end by themselves, as other ranks wait for them."""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+        self._give_up()
+        if (watch := self.drivers[0].watch) is not None:
+            watch.close()
+
     def __getstate__(self) -> dict[str, Any]:
-        assert self._generator is None, "flush() before copying: a round is in flight"
-        return self.__dict__
+        assert all(driver.open_round is None for driver in self.drivers), "flush() before copying: a round is in flight"
+        return {**self.__dict__, "_thread": None, "_stream": None}
 
 
-def average_(tensors: Sequence[Tensor], x: FlatVector, averager: GlobalAverage) -> bool:
-    """Replace tensors, which are views of x, by their average over all ranks; returns False if a worker died."""
-    vector = FlatVector.pack(tensors)
-    vector.push_sum_weight.copy_(x.push_sum_weight)
-    averager.mix(vector, 0)
-    if averager.has_failed:
-        return False
-    vector.multiply_by_weight_(x.push_sum_weight)
-    vector.unpack_to(tensors)
-    return True
-
-
-def without_links(memory: Mapping[str, Any], parts: Sequence[Algorithm]) -> dict[str, Any]:
-    """Return the state of a memory without the links of its algorithms, the outermost first."""
-    left_out = {"links", "vectors"} if parts[0].keeps_links else {"links"}
-    kept = {name: value for name, value in memory.items() if name not in left_out}
-    return {**kept, "inner": without_links(kept["inner"], parts[1:])} if "inner" in kept else kept
-
-
-def rounds_of(algorithm: Algorithm, plain: Mixer) -> Mixer:
-    """Make the mixer that runs the rounds of an algorithm over plain gossip; not bound yet."""
+def mixer_of(algorithm: Algorithm, plain: Mixer) -> Mixer:
+    """Make the mixer that runs the rounds of an algorithm; not bound yet."""
     return plain if algorithm.is_plain else Rounds(algorithm, plain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from ..matcha.graph import MatchaGraph
 from ..mixing_manager import LaplacianMixing
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager, MixingWeights, UniformMixing
 from .messages import Message, MessageBuffer, Received
+from .requests import Mail
 from .vector import Vector
 
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -162,43 +163,6 @@ def shifted_peers(graph: ShiftGraph, t: int) -> Indices:
     return np.stack(columns, axis=1) if columns else np.empty((len(ranks), 0), dtype=np.int64)
 
 
-class StackedMail:
-    """Makes the stacked messages of all ranks; see `Mail`.
-
-    Args:
-        mixing: W(t); None: there is no graph.
-    """
-
-    def __init__(self, mixing: StackedMixing | None) -> None:
-        self._mixing = mixing
-
-    @property
-    def mixing(self) -> MixingManager:
-        """See `Mail`."""
-        assert self._mixing is not None, "the algorithm asks for weights, but there is no graph"
-        return self._mixing.mixing
-
-    def room_for(self, code: Code, x: Vector, *, key: object = "own") -> StackedMessage:
-        """See `Mail`."""
-        return StackedMessage(code, ())
-
-    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
-        """See `Mail`."""
-        self._refuse()
-
-    @property
-    def peers(self) -> Sequence[int]:
-        """See `Mail`."""
-        self._refuse()
-
-    def weight_of(self, peer: int) -> float:
-        """See `Mail`."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise AssertionError("an algorithm that looks at the peers of a rank declares takes_rows = False")
-
-
 class StackedMessage(Message):
     """The messages of all ranks as decoded values, [n, d] for each part of a vector.
 
@@ -238,91 +202,79 @@ class StackedReceived(Received):
     """The messages of a round on all ranks, see [Note: rows].
 
     Args:
-        rows: the rows of W(t).
         message: the messages of all ranks.
+        row: pairs of a weight, or a column with a weight for each rank, and the ranks whose messages have it; None: the
+            own message of each rank.
     """
 
-    def __init__(self, rows: Rows, message: StackedMessage) -> None:
+    def __init__(self, message: StackedMessage, row: Sequence[tuple[Any, Tensor | None]]) -> None:
         super().__init__(())
-        self._rows, self._message = rows, message
+        self._message, self._pairs = message, row
 
     def __iter__(self) -> Iterator[tuple[Any, Message]]:
-        yield column(self._rows.own - 1), self._message
-        for k in range(self._rows.peers.shape[1]):
-            peers = torch.from_numpy(self._rows.peers[:, k].copy())
-            yield column(self._rows.weights[:, k]), self._message.of(peers)
-
-    def add_to(self, x: Vector, alpha: float = 1.0) -> None:
-        """See `Received`."""
-        with x.adding() as total:
-            for part, values in zip(total.parts, self._message.values, strict=True):
-                part.add_(self._rows.mix(values).sub_(values), alpha=alpha)
+        for weight, ranks in self._pairs:
+            yield weight, self._message if ranks is None else self._message.of(ranks)
 
 
-class EveryRow(Received):
-    """The reply to `Gather`: every rank has the messages of all ranks.
+class StackedMail(Mail):
+    """Makes the stacked messages of all ranks.
 
     Args:
-        message: the messages of all ranks.
+        stacked: W(t); None: there is no graph.
         num_ranks: the number of ranks.
     """
 
-    def __init__(self, message: StackedMessage, num_ranks: int) -> None:
-        super().__init__(())
-        self._message, self._num_ranks = message, num_ranks
+    rank = -1  # no rank of its own
 
-    def __iter__(self) -> Iterator[tuple[Any, Message]]:
-        for rank in range(self._num_ranks):
-            yield 1.0, self._message.of(torch.tensor([rank], device="cpu"))
+    def __init__(self, stacked: StackedMixing | None, num_ranks: int) -> None:
+        self.mixing = None if stacked is None else stacked.mixing
+        self._stacked, self._num_ranks = stacked, num_ranks
 
-    def add_to(self, x: Vector, alpha: float = 1.0) -> None:
-        """See `Received`."""
-        for part, values in zip(x.parts, self._message.values, strict=True):
-            part.add_(values.sum(0), alpha=alpha)
+    def begin_round(self, t: int) -> None:
+        """Begin round t."""
+        self._t = t
+
+    def room_for(self, code: Code, x: Vector, *, key: object = "own") -> StackedMessage:
+        """See `Mail`."""
+        return StackedMessage(code, ())
+
+    def row_of(self, messages: Sequence[Message]) -> Received:
+        """Return the reply to `Share`; the only message is that of all ranks."""
+        assert self._stacked is not None, "the algorithm asks for peers, but there is no graph"
+        rows = self._stacked.round(self._t)
+        pairs = [(column(rows.weights[:, k]), torch.from_numpy(rows.peers[:, k])) for k in range(rows.peers.shape[1])]
+        return StackedReceived(cast("StackedMessage", messages[0]), [(column(rows.own - 1), None), *pairs])
+
+    def all_of(self, messages: Sequence[Message]) -> Received:
+        """Return the reply to `Gather`; the only message is that of all ranks."""
+        everyone = torch.arange(self._num_ranks, device="cpu").split(1)
+        return StackedReceived(cast("StackedMessage", messages[0]), [(1.0, rank) for rank in everyone])
 
 
-class RowMail:
-    """The messages of one rank; see `Mail`.
+class RowMail(Mail):
+    """Makes the messages of one of the stacked ranks.
 
     Args:
         mixing: the weights of all ranks; None: there is no graph.
+        rank: the rank.
     """
 
-    def __init__(self, mixing: MixingManager | None) -> None:
-        self._mixing = mixing
-        self._weights: MixingWeights | None = None
+    def __init__(self, mixing: MixingManager | None, rank: int) -> None:
+        self.mixing, self.rank = mixing, rank
         self._room: dict[object, MessageBuffer] = {}
 
-    def begin_round(self, rank: int, t: int) -> None:
-        """Begin round t of the rank."""
-        self._weights = None if self._mixing is None else self._mixing.weights(rank, t)
-
-    @property
-    def mixing(self) -> MixingManager:
-        """See `Mail`."""
-        assert self._mixing is not None, "the algorithm asks for peers, but there is no graph"
-        return self._mixing
-
-    @property
-    def weights(self) -> MixingWeights:
-        """The row of W(t)."""
-        assert self._weights is not None, "the algorithm asks for peers, but there is no graph"
-        return self._weights
+    def begin_round(self, t: int) -> None:
+        """Begin round t."""
+        self._weights = MixingWeights(1.0, {}) if self.mixing is None else self.mixing.weights(self.rank, t)
 
     @property
     def peers(self) -> Sequence[int]:
         """See `Mail`."""
-        return tuple(self.weights.inp)
+        return tuple(self._weights.inp)
 
     def weight_of(self, peer: int) -> float:
         """See `Mail`."""
-        return self.weights.inp[peer]
-
-    def room_for(self, code: Code, x: Vector, *, key: object = "own") -> Message:
-        """See `Mail`."""
-        message = self.room_for_fields([(torch.uint8, code.message_like(part).numel()) for part in x.parts], key=key)
-        message.code = code
-        return message
+        return self._weights.inp[peer]
 
     def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
         """See `Mail`."""
@@ -331,16 +283,16 @@ class RowMail:
             self._room[place] = MessageBuffer(sizes, torch.device("cpu"))
         return Message(None, self._room[place])
 
-    def row_of(self, messages: Sequence[Message], rank: int) -> Received:
-        """Return the reply to `Share`.
+    def row_of(self, messages: Sequence[Message]) -> Received:
+        """Return the reply to `Share`, given the messages of all ranks."""
+        own, inp = messages[self.rank], self._weights.inp
+        row = [(weight, arrived(messages[j], own.code)) for j, weight in inp.items()]
+        return Received([(self._weights.own - 1, own), *row], [self.rank, *inp])
 
-        Args:
-            messages: the messages of all ranks.
-            rank: the rank that gets the reply.
-        """
-        own = messages[rank]
-        row = [(weight, arrived(messages[j], own.code)) for j, weight in self.weights.inp.items()]
-        return Received([(self.weights.own - 1, own), *row], [rank, *self.weights.inp])
+    def all_of(self, messages: Sequence[Message]) -> Received:
+        """Return the reply to `Gather`, given the messages of all ranks."""
+        own = messages[self.rank]
+        return Received([(1.0, arrived(message, own.code)) for message in messages], range(len(messages)))
 
 
 def arrived(message: Message, code: Code | None) -> Message:

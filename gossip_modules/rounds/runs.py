@@ -13,9 +13,9 @@ from ..flat.vector import FlatVector
 from .vector import widened
 
 
-def layout_of(flat: FlatVector) -> FlatLayout:
-    """Return the layout of the parameters, in float32 at least."""
-    return widened(flat.layout, has_buffers=False)
+def layout_of(model: FlatLayout) -> FlatLayout:
+    """Return the layout of the parameters of a model, in float32 at least."""
+    return widened(model, has_buffers=False)
 
 
 Places: TypeAlias = list[tuple[str, int, int, int, int]]
@@ -66,5 +66,5 @@ def carry(old: Sequence[Run], new: Sequence[Run]) -> None:
 def tensors_beyond(known: Places | None, x: FlatVector) -> list[Tensor]:
     """Return views of the parameters of x that are not among these places."""
     there = {(name, first): numel for name, first, _, _, numel in known or ()}
-    own = runs(places_of(layout_of(x)), x.parameters)
+    own = runs(places_of(layout_of(x.layout)), x.parameters)
     return [part for name, first, part in own if there.get((name, first)) != len(part)]

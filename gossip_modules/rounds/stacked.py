@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,12 +13,11 @@ from ..compression.compressor import Cast
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..schedule import Action
-from .algorithm import Algorithm, next_request
+from .algorithm import Algorithm
 from .memory import Memory
-from .messages import Received
 from .periodic import Periodic
-from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors
-from .rows import EveryRow, RowMail, Rows, StackedMail, StackedMessage, StackedMixing, StackedReceived, arrived
+from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors, next_request
+from .rows import RowMail, Rows, StackedMail, StackedMixing, arrived
 from .vector import Snapshot, Vector
 
 HEADER_BYTES = 8
@@ -27,12 +26,12 @@ Answered: TypeAlias = Rows | None
 """The communication that answered a request: the rows of W(t), or None for all ranks."""
 
 
-class _Begun(NamedTuple):
-    """A round that has yielded its first request, and the reply."""
+class StackedRound(NamedTuple):
+    """A round of all ranks that has yielded its first requests: its generators, their arguments, and the replies."""
 
-    generator: Round
-    v: Vectors
-    reply: Any
+    generators: list[Round]
+    v: list[Vectors]
+    replies: Sequence[Any]
 
 
 class Stacked:
@@ -62,7 +61,7 @@ class Stacked:
 
     Attributes:
         weights: the push-sum weights, float64 [n, 1]; None: all are one.
-        memory: the memory of all ranks, if the algorithm `takes_rows`.
+        memories: the memory of all ranks, if the algorithm `takes_rows`; else the memory of each rank.
         t: the number of rounds with communication so far.
         sent_bytes: the payload that a rank has sent so far, mean over ranks, with the headers of messages.
 
@@ -94,24 +93,28 @@ class Stacked:
         self.num_ranks = num_ranks or (mixing.graph.world_size if mixing is not None else 1)
         self.overlap, self.shape = overlap, shape
         self._wire = None if wire_dtype is None else Cast(wire_dtype)
-        is_weighted = self.mixing is not None and algorithm.takes_push_sum and not self.mixing.is_doubly_stochastic
+        is_weighted = mixing is not None and algorithm.takes_push_sum and not mixing.is_doubly_stochastic
         self.weights = torch.ones(self.num_ranks, 1, dtype=torch.float64, device="cpu") if is_weighted else None
         self.t, self.sent_bytes = 0, 0.0
-        self.memory = Memory(repr(mixing))
-        self._in_step = None if algorithm.takes_rows else InStep(self)
+        self._mails: list[Any] = [RowMail(mixing, rank) for rank in range(self.num_ranks)]
+        if algorithm.takes_rows:
+            self._mails = [StackedMail(self.mixing, self.num_ranks)]
+        self.memories = [Memory(repr(mixing)) for _ in self._mails]
         self._answered: list[Answered] = []
         self._has_begun = False
         self._late: tuple[Tensor, Tensor | None] | None = None
         self._flights: list[tuple[int, int]] = []  # the steps at which rounds of fragments are due, and the fragments
-        self._flight: _Begun | None = None
+        self._open: StackedRound | None = None
 
         self.fragments: list[Stacked] = []
         self.times = algorithm.parts[0] if isinstance(algorithm.parts[0], Periodic) else None
         if self.times is not None and (self.times.num_fragments > 1 or self.times.delay) and not is_fragment:
             if not isinstance(self.times.fragments, int):
                 raise ValueError(f"got {algorithm}, expected fragments=2 or another number: rows have no named modules")
-            others: dict[str, Any] = {"wire_dtype": wire_dtype, "shape": shape, "is_fragment": True}
-            self.fragments = [Stacked(algorithm, mixing, num_ranks, **others) for _ in range(self.times.fragments)]
+            self.fragments = [
+                Stacked(algorithm, mixing, num_ranks, wire_dtype=wire_dtype, is_fragment=True)
+                for _ in range(self.times.fragments)
+            ]
 
     @torch.no_grad()
     def step(self, x: Tensor, k: int, action: Action = Action.GOSSIP, *, sgd: SGDStep | None = None) -> list[Answered]:
@@ -144,7 +147,7 @@ class Stacked:
         else:
             self.run(models, k, sgd)
         self.t += 1
-        if isinstance(models, Snapshot):
+        if self.overlap:
             change = None if self.weights is None or weights is None else self.weights - weights
             self._late, self.weights = (models.parts[0], change), weights
         return self._answered
@@ -162,13 +165,8 @@ class Stacked:
     @property
     def momentum(self) -> Tensor | None:
         """The momentum of SGD after the last round, [n, d]; None: the algorithm does not change it."""
-        has_written = self.algorithm.needs_sgd and self.memory.num_rounds
-        return self.memory.momentum.parts[0] if has_written else None
-
-    @property
-    def memories(self) -> Sequence[Memory]:
-        """The memories of all ranks: one memory of stacked vectors, or one for each rank."""
-        return [self.memory] if self._in_step is None else self._in_step.memories
+        memory = self.memories[0]
+        return memory.momentum.parts[0] if self.algorithm.needs_sgd and memory.num_rounds else None
 
     # A step.
 
@@ -176,10 +174,9 @@ class Stacked:
         self._has_begun = True
         for fragment, part in zip(self.fragments, self._columns(x), strict=True):
             fragment._begin(part)
-        if self._in_step is not None:
-            self._in_step.begin(x)
-        elif not self.fragments:
-            self.algorithm.begin(self._vectors(Vector([x]), None), self.memory)
+        if not self.fragments:
+            for v, memory in zip(self._vectors(Vector([x]), None), self.memories, strict=True):
+                self.algorithm.begin(v, memory)
 
     def _arrive(self, x: Tensor) -> None:
         """Add the correction of the overlapped round that is in flight."""
@@ -226,60 +223,94 @@ class Stacked:
         """
         if self.algorithm.is_plain:
             self.mix(x, is_model=True)
-        elif self._in_step is not None:
-            self._in_step.run(x, k, sgd)
         else:
             self.launch(x, k, sgd)
-            self.land(x)
+            self._run_to_end()
         if self.algorithm.averages_at(k):
             for memory in self.memories:
                 memory.forget_inner_models()
-        if isinstance(x, Snapshot):
-            x.begin_adding()  # if the round has written nothing, the correction is zero
+        _mark(x)
 
     def launch(self, x: Vector, k: int, sgd: SGDStep | None) -> None:
         """Begin a round and answer its first request; arguments as for `run`."""
         v = self._vectors(x, sgd)
         if self.algorithm.follows_rate:
-            self.memory.scale(None if sgd is None else sgd.lr)
-        generator = self.algorithm.round(v, self.memory, k)
-        self._flight = _Begun(generator, v, self._answer(next(generator), v))
+            for memory in self.memories:
+                memory.scale(None if sgd is None else sgd.lr)
+        generators = [self.algorithm.round(each, memory, k) for each, memory in zip(v, self.memories, strict=True)]
+        self._open = StackedRound(generators, v, self._answer(_next_requests(generators, [None] * len(v)), v))
 
     def land(self, x: Vector) -> None:
         """End the round that `launch` began, on the present models x."""
-        assert self._flight is not None, "launch() comes first"
-        (generator, v, reply), self._flight = self._flight, None
-        v.x = x
-        while (request := next_request(generator, reply)) is not None:
-            reply = self._answer(request, v)
-        self.memory.end_round()
+        assert self._open is not None, "launch() comes first"
+        for v, model in zip(self._open.v, self._models(x), strict=True):
+            v.x = model
+        self._run_to_end()
 
-    def _vectors(self, x: Vector, sgd: SGDStep | None) -> Vectors:
-        self.memory.fit(x, who=self.algorithm)
-        step = sgd if self.algorithm.needs_sgd and self.memory.num_rounds else None
+    def _run_to_end(self) -> None:
+        assert self._open is not None, "launch() comes first"
+        opened, self._open = self._open, None
+        self._go_on(*opened)
+        for memory, v in zip(self.memories, opened.v, strict=True):
+            memory.end_round()
+            v.x.begin_adding()  # if the round has written nothing, the correction is zero
+
+    def _go_on(self, generators: list[Round], v: list[Vectors], replies: Sequence[Any]) -> None:
+        """Run rounds, or inner rounds, to their end."""
+        while requests := _next_requests(generators, replies):
+            replies = self._answer(requests, v)
+
+    def _models(self, x: Vector) -> list[Vector]:
+        """Return the vector of each generator: the models of all ranks, or the model of one rank."""
+        if self.algorithm.takes_rows:
+            return [x]
+        rows = x.parts[0] if self.shape is None else x.parts[0].view(-1, *self.shape)
+        return [type(x).of(FlatVector.over(row)) for row in rows]
+
+    def _vectors(self, x: Vector, sgd: SGDStep | None) -> list[Vectors]:
+        found, n = [], self.num_ranks
         rate = sgd.lr if sgd is not None and self.algorithm.needs_inner_rate else None
-        mail = StackedMail(self.mixing)
-        return Vectors(x, mail, t=self.t, rank=-1, num_ranks=self.num_ranks, step=step, inner_rate=rate)
+        for model, memory, mail in zip(self._models(x), self.memories, self._mails, strict=True):
+            memory.fit(model, who=self.algorithm)
+            mail.begin_round(self.t)
+            step = sgd if self.algorithm.needs_sgd and memory.num_rounds else None
+            found.append(Vectors(model, mail, t=self.t, rank=mail.rank, num_ranks=n, step=step, inner_rate=rate))
+        return found
 
-    def _answer(self, request: Request, v: Vectors) -> Any:
-        if isinstance(request, Mix):
-            self.mix(request.x, is_model=request.x is v.x)
-            return None
-        if isinstance(request, Average):
-            self.average(request.x, is_model=request.x is v.x)
-            return None
-        if isinstance(request, Inner):
-            reply = None
-            while (asked := next_request(request.round, reply)) is not None:
-                reply = self._answer(asked, v)
-            return None
-        assert isinstance(request, Share | Gather), f"got the request {request!r} of an algorithm that takes rows"
-        message = cast(StackedMessage, request.message)
-        if isinstance(request, Share):
-            self.count_message(message.num_bytes)
-            return StackedReceived(self.rows, message)
-        self.count_gather(message.num_bytes)
-        return EveryRow(message, self.num_ranks)
+    def _answer(self, requests: Sequence[Any], v: list[Vectors]) -> Sequence[Any]:
+        """Return the replies to the requests of all generators, which are of one kind."""
+        match requests[:1]:
+            case [Mix() | Average()]:
+                self._answer_mix(requests, is_model=requests[0].x is v[0].x)
+            case [Inner()]:
+                self._go_on([request.round for request in requests], v, [None] * len(requests))
+            case [Share()]:
+                messages = [request.message for request in requests]
+                self.count_message(messages[0].num_bytes)
+                return [mail.row_of(messages) for mail in self._mails]
+            case [Gather()]:
+                messages = [request.message for request in requests]
+                self.count_gather(messages[0].num_bytes)
+                return [mail.all_of(messages) for mail in self._mails]
+            case [Exchange()]:
+                sizes = [message.num_bytes for request in requests for message in request.messages.values()]
+                self.count_message(sum(sizes) / max(len(sizes), 1))
+                return [
+                    {j: arrived(requests[j].messages[i], own.code) for j, own in request.messages.items()}
+                    for i, request in enumerate(requests)
+                ]
+        return [None] * len(requests)
+
+    def _answer_mix(self, requests: Sequence[Any], *, is_model: bool) -> None:
+        vectors: list[Vector] = [request.x for request in requests]
+        x, is_stacked = vectors[0], self.algorithm.takes_rows
+        if not is_stacked:
+            x = type(x)([torch.stack([vector.parts[0] for vector in vectors])])
+        (self.mix if isinstance(requests[0], Mix) else self.average)(x, is_model=is_model)
+        if not is_stacked:
+            for vector, row in zip(vectors, x.parts[0], strict=True):
+                vector.parts[0].copy_(row)
+                _mark(vector)
 
     @property
     def rows(self) -> Rows:
@@ -345,84 +376,9 @@ def _mark(x: Vector) -> None:
         x.is_correction = True
 
 
-class InStep:
-    """The rounds of n ranks as n generators, each on its own row; the driver answers all of them at once.
-
-    Args:
-        driver: the driver that answers requests.
-    """
-
-    def __init__(self, driver: Stacked) -> None:
-        self._driver = driver
-        mixing = None if driver.mixing is None else driver.mixing.mixing
-        self.memories = [Memory(repr(mixing)) for _ in range(driver.num_ranks)]
-        self._mails = [RowMail(mixing) for _ in range(driver.num_ranks)]
-
-    def begin(self, x: Tensor) -> None:
-        """See `Algorithm.begin`."""
-        for v, memory in zip(self._vectors(Vector([x]), None), self.memories, strict=True):
-            self._driver.algorithm.begin(v, memory)
-
-    def run(self, x: Vector, k: int, sgd: SGDStep | None) -> None:
-        """Run one round of all ranks.
-
-        Args:
-            x: the models, [n, d], mutated; a `Snapshot` becomes the correction.
-            k: the optimizer steps before the round.
-            sgd: the step of SGD since the last round; None: there was none.
-        """
-        algorithm, ranks = self._driver.algorithm, self._vectors(x, sgd)
-        self._run([algorithm.round(v, memory, k) for v, memory in zip(ranks, self.memories, strict=True)])
-        for memory in self.memories:
-            memory.end_round()
-        if isinstance(x, Snapshot):
-            for v in ranks:
-                v.x.begin_adding()
-            x.is_correction = True
-
-    def _run(self, rounds: Sequence[Round]) -> None:
-        """Run the rounds of all ranks to their end."""
-        replies: Sequence[Any] = [None] * len(rounds)
-        while requests := [r for r in map(next_request, rounds, replies) if r is not None]:
-            assert len({type(request) for request in requests}) == 1, f"ranks ask for different things: {requests}"
-            assert len(requests) == len(rounds), "the rounds of some ranks end before those of others"
-            replies = self._answer(requests)
-
-    def _vectors(self, x: Vector, sgd: SGDStep | None) -> list[Vectors]:
-        driver, found = self._driver, []
-        for rank, (row, memory, mail) in enumerate(zip(x.parts[0], self.memories, self._mails, strict=True)):
-            model = type(x).of(FlatVector.over(row if driver.shape is None else row.view(driver.shape)))
-            memory.fit(model, who=driver.algorithm)
-            mail.begin_round(rank, driver.t)
-            step = sgd if driver.algorithm.needs_sgd and memory.num_rounds else None
-            found.append(Vectors(model, mail, t=driver.t, rank=rank, num_ranks=driver.num_ranks, step=step))
-        return found
-
-    def _answer(self, requests: Sequence[Request]) -> Sequence[Any]:
-        driver, first = self._driver, requests[0]
-        if isinstance(first, Mix | Average):
-            vectors = [cast(Mix, request).x for request in requests]
-            models = type(first.x)([torch.stack([vector.parts[0] for vector in vectors])])
-            (driver.mix if isinstance(first, Mix) else driver.average)(models)
-            for vector, row in zip(vectors, models.parts[0], strict=True):
-                vector.parts[0].copy_(row)
-                if isinstance(vector, Snapshot):
-                    vector.is_correction = True
-            return [None] * len(requests)
-        if isinstance(first, Inner):
-            self._run([cast(Inner, request).round for request in requests])
-            return [None] * len(requests)
-        if isinstance(first, Exchange):
-            sent = [cast(Exchange, request) for request in requests]
-            sizes = [message.buffer.raw.numel() for each in sent for message in each.messages.values()]
-            driver.count_message(sum(sizes) / max(len(sizes), 1))
-            return [
-                {j: arrived(sent[j].messages[i], own.code) for j, own in each.messages.items()}
-                for i, each in enumerate(sent)
-            ]
-        messages = [cast(Share, request).message for request in requests]
-        if isinstance(first, Gather):
-            driver.count_gather(messages[0].buffer.raw.numel())
-            return [Received([(1.0, arrived(m, own.code)) for m in messages], range(len(messages))) for own in messages]
-        driver.count_message(messages[0].buffer.raw.numel())
-        return [mail.row_of(messages, rank) for rank, mail in enumerate(self._mails)]
+def _next_requests(generators: Sequence[Round], replies: Sequence[Any]) -> list[Request]:
+    """Return the next request of each generator; empty: all have ended."""
+    requests = [request for request in map(next_request, generators, replies) if request is not None]
+    assert len({type(request) for request in requests}) <= 1, f"ranks ask for different things: {requests}"
+    assert len(requests) in (0, len(generators)), "the rounds of some ranks end before those of others"
+    return requests

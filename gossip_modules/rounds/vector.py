@@ -37,10 +37,15 @@ class Vector:
         return cls(flat.parameters, flat)
 
     @property
+    def whole(self) -> FlatVector:
+        """The flat vector that contains the tensors."""
+        assert self.flat is not None, "only the model and vectors of m.scratch() have buffers and can be mixed"
+        return self.flat
+
+    @property
     def layout(self) -> FlatLayout:
         """The shapes of the tensors in each part."""
-        assert self.flat is not None, "shapes are known of the model and of m.scratch()"
-        return self.flat.layout.where(is_buffer=False)
+        return self.whole.layout.where(is_buffer=False)
 
     @property
     def device(self) -> torch.device:

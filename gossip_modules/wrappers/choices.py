@@ -23,8 +23,8 @@ from ..registry import METHODS, named
 from ..rounds.algorithm import Algorithm, Over
 from ..rounds.mixer import Mixer
 from ..rounds.periodic import Periodic
-from ..rounds.pieces import mixer_of
 from ..rounds.push_pull import PushPull, PushSum
+from ..rounds.rounds import mixer_of
 from ..schedule import Schedule
 from .arguments import GraphLike, MixingLike, as_graph, as_mixing, check_flags, check_size
 

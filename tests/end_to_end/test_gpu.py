@@ -37,7 +37,7 @@ from tests.harness.processes import run_processes
 from tests.harness.ranks import TIMEOUT, run_ranks
 from tests.harness.reference import Snapshot, flatten
 from tests.library.algorithms.contract import vector_of
-from tests.library.rounds.memories import rounds_of
+from tests.library.rounds.memories import drivers_of
 from tests.library.wrappers.test_oracle import FixedStaleness, assert_equal, irregular_digraph, oracle, run
 
 pytestmark = [
@@ -263,9 +263,9 @@ def test_anchors_in_host_memory_equal_those_on_the_card(algorithm: OuterMethod) 
         for step in range(9):
             train_step(wrapper, optimizer, group.rank(), step)
         state = wrapper.state_dict()
-        for rounds in rounds_of(wrapper):
-            vectors = [part for entry in rounds.memory._entries.values() for part in entry.vector.parts]
-            outer = rounds.memory._optimizers["outer"].optimizer
+        for driver in drivers_of(wrapper):
+            vectors = [part for entry in driver.memory.entries.values() for part in entry.vector.parts]
+            outer = driver.memory.optimizers["outer"].optimizer
             moments = [x for values in outer.state.values() for x in values.values() if torch.is_tensor(x)]
             assert {x.device.type for x in (*vectors, *moments) if x.dim()} == {place or "cuda"}
         twin = GossipDataParallel(resumed, algorithm=replace(algorithm, anchor_device=then), **options)

@@ -18,7 +18,7 @@ from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.graph_manager import ChainGraph, DoubleBinaryTreeGraph, GraphManager, NetworkXGraph
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.messages import MessageBuffer
-from gossip_modules.rounds.rounds import rounds_of as mixer_of
+from gossip_modules.rounds.rounds import mixer_of
 from gossip_modules.rounds.stacked import Stacked
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, solve

@@ -205,10 +205,11 @@ def test_memory_is_what_the_pages_say(outer: OuterMethod, num_models: int) -> No
     wrapper.flush()
     gossiper: Any = engine_of(wrapper).gossiper
     found: dict[int, int] = {}
-    for rounds in getattr(gossiper, "rounds", [gossiper]):
-        memory = rounds.memory
-        moments = [x for o in memory._optimizers.values() for name in o.vector_states() for x in o.state_of(name)]
-        vectors = [x for entry in memory._entries.values() for x in entry.vector.parts]
+    for driver in gossiper.drivers:
+        memory = driver.memory
+        states = [values for outer in memory.optimizers.values() for values in outer.optimizer.state.values()]
+        moments = [x for values in states for x in values.values() if torch.is_tensor(x) and x.dim()]
+        vectors = [x for entry in memory.entries.values() for x in entry.vector.parts]
         scratch = [vector.flat.raw for vector in memory._scratch.values()]
         for x in (*vectors, *scratch, *moments):
             found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()

@@ -18,13 +18,13 @@ from gossip_modules.flat.buffer import FlatBuffer
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership.links import alone
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
-from gossip_modules.rounds.rounds import rounds_of
+from gossip_modules.rounds.rounds import mixer_of
 from tests.harness.problems import mlp, sgd
 
 MAKE: dict[str, Callable[[], LockstepEngine]] = {
     "sync": lambda: SyncEngine(bound(PushPull()), Schedule(gossip_every=2)),
     "overlap": lambda: OverlapEngine(bound(PushPull()), Schedule()),
-    "D2": lambda: SyncEngine(bound(rounds_of(D2(), PushPull())), Schedule()),
+    "D2": lambda: SyncEngine(bound(mixer_of(D2(), PushPull())), Schedule()),
 }
 
 
@@ -83,7 +83,7 @@ def test_it_takes_the_state_of_the_other_one_which_takes_its_own_only_if_that_is
 def test_momentum_that_another_process_has_written_is_that_of_the_optimizer() -> None:
     model = mlp()
     buffer = FlatBuffer(model)
-    gossiper = bound(rounds_of(QGDSGDm(), PushPull()))
+    gossiper = bound(mixer_of(QGDSGDm(), PushPull()))
     gossiper.watch_optimizer(buffer)
     follower = FollowingEngine(SyncEngine(gossiper, Schedule()))
     optimizer = sgd(model)

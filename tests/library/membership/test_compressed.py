@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -71,11 +71,11 @@ def before(worker: Worker, t: int) -> None:
 def between(worker: Worker, t: int) -> None:
     """Its headers have come and gone, and its messages have not."""
     assert isinstance(worker.gossiper, Rounds)
-    messages = worker.gossiper.messages
+    messages = worker.gossiper.drivers[0].messages
 
-    def post_headers() -> None:
-        type(messages).post_headers(messages)
-        messages._message_check._arrive(messages.transport)
+    def post_headers(checksums: Mapping[int, int]) -> None:
+        type(messages).post_headers(messages, checksums)
+        messages.message_check.arrive(messages.transport)
         raise Ended
 
     messages.post_headers = post_headers  # type: ignore[method-assign]
@@ -85,7 +85,7 @@ def between(worker: Worker, t: int) -> None:
 def posted(worker: Worker, t: int) -> None:
     """Its messages are on their way."""
     if isinstance(worker.gossiper, Rounds):
-        worker.gossiper.messages.wait = hang_up  # type: ignore[method-assign]
+        worker.gossiper.drivers[0].messages.wait = hang_up  # type: ignore[method-assign]
         with contextlib.suppress(Ended):
             worker.gossiper.mix(worker.s, t)
     else:
@@ -96,7 +96,7 @@ def posted(worker: Worker, t: int) -> None:
     raise Ended
 
 
-def hang_up(buffers: Sequence[Tensor]) -> Any:
+def hang_up() -> None:
     raise Ended
 
 
@@ -167,11 +167,11 @@ def test_a_link_is_kept_where_both_ends_have_the_same_and_else_begins_anew(
         worker.begin(1, [0, 1, 2])
         worker.rounds(0, 1)
         assert isinstance(worker.gossiper, Rounds)
-        messages = worker.gossiper.messages
+        messages = worker.gossiper.drivers[0].messages
 
-        def wait(buffers: Sequence[Tensor]) -> Any:
+        def wait() -> None:
             messages._lost.add(0)  # as if the wait had ended before the message came
-            return type(messages).wait(messages, buffers)
+            type(messages).wait(messages)
 
         if worker.name == 1:
             messages.wait = wait  # type: ignore[method-assign]
@@ -179,7 +179,8 @@ def test_a_link_is_kept_where_both_ends_have_the_same_and_else_begins_anew(
         messages.__dict__.pop("wait", None)
         worker.begin(2, [2, 0, 1])  # in another order
         worker.rounds(3, 4)
-        ages[worker.name] = {(2, 0, 1)[k]: messages.link_age(k) for k in range(3) if k != messages.transport.rank}
+        peers = [k for k in range(3) if k != messages.transport.rank]
+        ages[worker.name] = {(2, 0, 1)[k]: messages.message_check.numbers.get(k, 0) for k in peers}
         worker.rounds(5, 6)
 
     run_gossip([body] * 3, make, SMALL)
@@ -266,7 +267,7 @@ def test_checkpoints_have_nothing_of_links_to_peers_that_may_fail() -> None:
         assert "vectors" not in worker.gossiper.state_dict()["memory"]
         worker.begin(2, [0, 1])
         worker.rounds(2, 3)
-        assert worker.gossiper.messages.link_age(1 - worker.name) == 2
+        assert worker.gossiper.drivers[0].messages.message_check.numbers[1 - worker.name] == 2
 
     run_gossip([body] * 2, top_choco, SMALL)
     for each in state.values():

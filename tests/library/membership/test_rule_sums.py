@@ -29,7 +29,7 @@ from gossip_modules.graph_manager import BaseGraph
 from gossip_modules.membership.links import LinkTransport
 from gossip_modules.mixing_manager import MixingManager
 from gossip_modules.rounds.memory import Memory
-from gossip_modules.rounds.rounds import Rounds, rounds_of
+from gossip_modules.rounds.rounds import Rounds, mixer_of
 from gossip_modules.schedule import Schedule
 from gossip_modules.testing import Chaos, Join, Kill
 from gossip_modules.testing import Worker as ChaosWorker
@@ -58,7 +58,7 @@ class Worker(ScriptedWorker):
 
     def turn_to(self, mixing: MixingManager, transport: LinkTransport, *, is_first: bool) -> None:
         if self.engine is None:
-            gossiper = rounds_of(self.rule, PushPull())
+            gossiper = mixer_of(self.rule, PushPull())
             gossiper.bind(mixing, transport)
             self.engine = SyncEngine(gossiper, Schedule())
         if self.given is not None:
@@ -114,7 +114,7 @@ def test_all_who_live_reach_the_optimum_of_the_mean_of_their_losses(rule: Algori
 def memory_of(engine: LockstepEngine) -> Memory:
     rounds = engine.gossiper
     assert isinstance(rounds, Rounds)
-    return rounds.memory
+    return rounds.drivers[0].memory
 
 
 def freeze_first(wrapper: GossipDataParallel) -> None:

@@ -163,8 +163,8 @@ def test_the_simulator_compresses_drifts_as_training_does(method: type[gm.DiLoCo
     options: dict[str, Any] = {"fragments": 1, "delay": 0} if method is gm.StreamingDiLoCo else {}
     outer = method(5, compressor=Half(), momentum=0.5, **options)
     setting = replace(CLUSTER, world_size=5, local_steps=5)
-    chosen = Chosen(METHODS[outer.short_name], outer)
-    simulated = simulate_rounds(chosen, Choice.parse(outer.short_name).resolved(5), setting)
+    chosen = Chosen(METHODS[type(outer).__name__.lower()], outer)
+    simulated = simulate_rounds(chosen, Choice.parse(type(outer).__name__.lower()).resolved(5), setting)
     x = torch.full((5, 1), START, dtype=torch.float64)
     for step in range(21):
         simulated.forward(x)
@@ -231,7 +231,9 @@ def test_the_simulator_takes_the_object_or_text_that_training_takes(algorithm: A
     config = read_command_line(Config, description="", arguments=[*arguments, "--seed", "0"])
     assert config.chosen.made == algorithm
     outer = algorithm.outer if isinstance(algorithm, Over) else algorithm
-    assert found.num_steps == simulate(type(outer).short_name, setting, problem, target=1e9, max_steps=1).num_steps
+    assert (
+        found.num_steps == simulate(type(outer).__name__.lower(), setting, problem, target=1e9, max_steps=1).num_steps
+    )
 
 
 def test_one_entry_gives_a_recipe(own: methods.Method, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,10 @@ from gossip_modules.extend import (
 )
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rounds import Rounds
+from gossip_modules.rounds.vector import Vector
 from tests.harness.problems import mlp
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
-from tests.library.rounds.memories import rounds_of
+from tests.library.rounds.memories import drivers_of
 
 COMPOSITIONS = [
     SlowMo(4, gossip_every=1).over(D2()),
@@ -81,18 +82,18 @@ def test_a_new_cut_keeps_the_memory_of_the_inner_algorithm() -> None:
 
         for _ in range(8):
             step()
-        before = [rounds.memory.inner.num_rounds for rounds in rounds_of(wrapper)]
-        public = torch.cat([x for rounds in rounds_of(wrapper) for x in rounds.memory.inner.parts_of("public")])
+        before = [driver.memory.inner.num_rounds for driver in drivers_of(wrapper)]
+        public = torch.cat([x for driver in drivers_of(wrapper) for x in driver.memory.inner.parts_of("public")])
         assert min(before) > 0
         assert public.abs().max() > 0
         next(model.parameters()).requires_grad_(False)
         wrapper.settle()
         for _ in range(4):
             step()
-        with_new_cut = torch.cat([x for rounds in rounds_of(wrapper) for x in rounds.memory.inner.parts_of("public")])
-        for rounds in rounds_of(wrapper):
-            assert rounds.messages.memory is rounds.memory
-            assert rounds.memory.inner.num_rounds >= min(before)
+        with_new_cut = torch.cat([x for driver in drivers_of(wrapper) for x in driver.memory.inner.parts_of("public")])
+        for driver in drivers_of(wrapper):
+            assert driver.messages.memory is driver.memory
+            assert driver.memory.inner.num_rounds >= min(before)
         frozen = next(model.parameters()).numel()
         assert with_new_cut.numel() == public.numel() - frozen
         wrapper.close()
@@ -121,13 +122,14 @@ def test_an_average_that_an_inner_round_loses_loses_the_whole_round() -> None:
         rounds.bind(MetropolisHastingsMixing(RingGraph(2)), ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
         x = FlatVector.over(torch.full((4,), float(group.rank()), device="cpu"))
         rounds.begin(x)
-        rounds.averager.has_failed = True  # as `ElasticAverage` after the death of a worker
-        rounds.blocking(x, 0, 1)
-        assert rounds.has_failed
+        (driver,) = rounds.drivers
+        driver.averager.has_failed = True  # as `ElasticAverage` after the death of a worker
+        driver.run(Vector.of(x), 0, 1)
+        assert driver.has_failed
         assert torch.equal(x.segments[0], torch.full((4,), float(group.rank()), device="cpu"))
-        rounds.averager.has_failed = False
-        rounds.blocking(x, 1, 2)
-        assert not rounds.has_failed
+        driver.averager.has_failed = False
+        driver.run(Vector.of(x), 1, 2)
+        assert not driver.has_failed
         assert torch.equal(x.segments[0], torch.full((4,), 0.5, device="cpu"))
 
     run_ranks(2, body)

@@ -41,7 +41,7 @@ from tests.harness.problems import fill_, loss_of, mlp, net, sgd, train_step
 from tests.harness.progress import step_of
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.harness.reference import flatten
-from tests.library.rounds.memories import memory_of, optimizer_of, rounds_of
+from tests.library.rounds.memories import drivers_of, memory_of, optimizer_of
 
 METHODS: list[OuterMethod] = [
     DiLoCo(3),
@@ -116,7 +116,7 @@ def test_an_anchor_in_host_memory_changes_no_bit() -> None:
         for step in range(7):
             train_step(wrapper, optimizer, group.rank(), step)
         wrapper.flush()
-        anchors = [x for rounds in rounds_of(wrapper) for x in rounds.memory.vector("phi").parts]
+        anchors = [x for driver in drivers_of(wrapper) for x in driver.memory.vector("phi").parts]
         assert {x.device.type for x in anchors} == {"cpu"}
         wrapper.close()
         return flatten(model)

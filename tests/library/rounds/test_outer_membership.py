@@ -31,9 +31,9 @@ from gossip_modules.extend import OuterMethod, PushPull
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership.links import LinkTransport
 from gossip_modules.mixing_manager import MixingManager
+from gossip_modules.rounds.driver import Driver
 from gossip_modules.rounds.memory import Memory
-from gossip_modules.rounds.pieces import Pieces, mixer_of
-from gossip_modules.rounds.rounds import Rounds
+from gossip_modules.rounds.rounds import mixer_of
 from gossip_modules.testing import Chaos, Join, Kill
 from gossip_modules.testing import Worker as ChaosWorker
 from tests.harness.progress import engine_of
@@ -57,9 +57,8 @@ def inner(x: Tensor, name: int) -> Tensor:
     return x - 0.05 * (1 + name) * (x - name)
 
 
-def rounds_of(engine: Any) -> list[Rounds]:
-    gossiper = engine.gossiper
-    return gossiper.rounds if isinstance(gossiper, Pieces) else [gossiper]
+def drivers_of(engine: Any) -> list[Driver]:
+    return list(engine.gossiper.drivers)
 
 
 def tensors_of(memory: Memory) -> list[Tensor]:
@@ -74,7 +73,7 @@ def tensors_of(memory: Memory) -> list[Tensor]:
 
 
 def state_of(engine: Any) -> list[Tensor]:
-    return [x for rounds in rounds_of(engine) for x in tensors_of(rounds.memory)]
+    return [x for driver in drivers_of(engine) for x in tensors_of(driver.memory)]
 
 
 class Notes:
@@ -83,22 +82,22 @@ class Notes:
     def __init__(self, engine: SyncEngine) -> None:
         self.drifts: dict[tuple[int, int], Tensor] = {}
         self.applied: dict[tuple[int, int], Tensor] = {}
-        for p, rounds in enumerate(rounds_of(engine)):
-            self._watch(p, rounds)
+        for p, driver in enumerate(drivers_of(engine)):
+            self._watch(p, driver)
 
-    def _watch(self, p: int, rounds: Rounds) -> None:
-        mix = rounds._mix
+    def _watch(self, p: int, driver: Driver) -> None:
+        mix = driver._mix
 
         def note(x: Any, v: Any, mixer: Any) -> None:
-            key, before = (p, rounds._k), x.parts[0].clone()
+            key, before = (p, driver.open_round.k if driver.open_round else 0), x.parts[0].clone()
             mix(x, v, mixer)
-            if mixer is rounds.averager:
+            if mixer is driver.averager:
                 self.drifts[key] = before
                 if not mixer.has_failed:
                     assert key not in self.applied
                     self.applied[key] = x.parts[0].clone()
 
-        rounds._mix = note  # type: ignore[method-assign]
+        driver._mix = note  # type: ignore[method-assign]
 
 
 class Worker(ScriptedWorker):
@@ -379,7 +378,7 @@ def training(outer: OuterMethod, seen: dict[int, Any], last: list[int]) -> Calla
             if last and step >= last[0]:
                 break
             loss = (wrapper(torch.ones(1, 200, dtype=torch.float64)) - worker.rank).square().sum()
-            own[step] = membership.members, [rounds.stamps.taken for rounds in rounds_of(engine)], state_of(engine)
+            own[step] = membership.members, [driver.stamps.taken for driver in drivers_of(engine)], state_of(engine)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

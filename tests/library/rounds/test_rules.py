@@ -27,7 +27,7 @@ from gossip_modules import (
 from gossip_modules.engine.engine import SyncEngine
 from gossip_modules.extend import Algorithm, FlatBuffer, Memory, ProcessGroupTransport, PushPull
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
-from gossip_modules.rounds.rounds import Rounds, rounds_of
+from gossip_modules.rounds.rounds import Rounds, mixer_of
 from gossip_modules.wrappers.choices import Choices
 from tests.harness.problems import adamw, loss_of, mlp, net, train_step
 from tests.harness.progress import engine_of
@@ -38,7 +38,7 @@ from tests.harness.reference import flatten
 def memory_of(wrapper: GossipDataParallel) -> Memory:
     rounds = engine_of(wrapper).gossiper
     assert isinstance(rounds, Rounds)
-    return rounds.memory
+    return rounds.drivers[0].memory
 
 
 RULES: list[Algorithm] = [D2(), ExactDiffusion(), GradientTracking(), QGDSGDm(), DecentLaM()]
@@ -284,7 +284,7 @@ def test_freezing_keeps_the_rest_and_other_states_are_refused() -> None:
 @pytest.mark.parametrize("rule", [D2(), GradientTracking()], ids=str)
 def test_rounds_on_the_shards_of_a_node_are_those_of_the_whole(rule: Algorithm) -> None:
     def engine(group: dist.ProcessGroup) -> SyncEngine:
-        gossiper = rounds_of(rule, PushPull())
+        gossiper = mixer_of(rule, PushPull())
         mixing = MetropolisHastingsMixing(RingGraph(group.size(), peers_per_itr=2))
         gossiper.bind(mixing, ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
         return SyncEngine(gossiper, Schedule())

@@ -17,6 +17,7 @@ from gossip_modules.extend import FlatBuffer, ProcessGroupTransport, PushPull
 from gossip_modules.graph_manager import GraphManager
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager, default_mixing
 from gossip_modules.rounds.algorithm import Algorithm
+from gossip_modules.rounds.driver import Driver
 from gossip_modules.rounds.requests import Average, Inner, Mix, Request, RoundLost, Vectors
 from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.rounds.vector import Vector
@@ -30,8 +31,8 @@ ALGORITHMS = [*{type(a): a for a in examples() if not a.is_plain}.values(), *COM
 """One of each class: the codes of messages make no difference here."""
 
 
-class FailingRounds(Rounds):
-    """Rounds whose answer number `at` ends in `failure`.
+class FailingDriver(Driver):
+    """A driver whose answer number `at` ends in `failure`.
 
     Args:
         algorithm: what a round does.
@@ -74,10 +75,13 @@ class Rank:
         self.algorithm = algorithm
         self.buffer = FlatBuffer(net())
         self.x = self.buffer.vector
-        self.rounds = FailingRounds(algorithm)
-        self.rounds.bind(mixing_of(algorithm), ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
-        self.rounds.watch_optimizer(self.buffer)
-        self.engine = SyncEngine(self.rounds, Schedule(), on_nonfinite=on_nonfinite)
+        rounds = Rounds(algorithm, PushPull())
+        self.driver = FailingDriver(algorithm)
+        self.driver.plain = rounds.plain
+        rounds.drivers, rounds._times = [self.driver], None  # rounds of fragments are rounds of the whole here
+        rounds.bind(mixing_of(algorithm), ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
+        rounds.watch_optimizer(self.buffer)
+        self.engine = SyncEngine(rounds, Schedule(), on_nonfinite=on_nonfinite)
         momentum = 0.9 if algorithm.needs_sgd else 0.0
         self.optimizer = torch.optim.SGD(self.buffer.parameters, lr=0.1, momentum=momentum)
         self._random = torch.Generator().manual_seed(group.rank())
@@ -99,7 +103,7 @@ class Rank:
         return [
             self.x.raw.clone(),
             self.x.push_sum_weight.clone(),
-            copy.deepcopy(self.rounds.memory.state_dict()),
+            copy.deepcopy(self.driver.memory.state_dict()),
         ]
 
 
@@ -139,9 +143,9 @@ def on_ranks(algorithm: Algorithm, check: Callable[[Rank, int], None], **options
             rank = Rank(group, algorithm, **options)
             for _ in range(3):
                 rank.train()
-                rank.rounds.fail(-1, "")
+                rank.driver.fail(-1, "")
                 rank.round()
-            num_requests = len(rank.rounds.requests)
+            num_requests = len(rank.driver.requests)
             assert num_requests > 0
             rank.train()
             check(rank, at)
@@ -157,13 +161,13 @@ def on_ranks(algorithm: Algorithm, check: Callable[[Rank, int], None], **options
 )
 def test_an_answer_that_fails_changes_nothing(algorithm: Algorithm, failure: str, error: type[BaseException]) -> None:
     def check(rank: Rank, at: int) -> None:
-        rank.rounds.fail(at, failure)
+        rank.driver.fail(at, failure)
         t, step, before = rank.engine.t, rank.engine.step, rank.kept()
         with pytest.raises(error):
             rank.round()
         check_equal(rank.kept(), before)
         rank.engine.t, rank.engine.step = t, step
-        rank.rounds.fail(-1, "")
+        rank.driver.fail(-1, "")
         rank.round()
         with pytest.raises(AssertionError):
             check_equal(rank.kept(), before)
@@ -175,15 +179,15 @@ def test_an_answer_that_fails_changes_nothing(algorithm: Algorithm, failure: str
 @pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if not a.writes_early], ids=repr)
 def test_a_round_that_is_lost_changes_nothing(algorithm: Algorithm) -> None:
     def check(rank: Rank, at: int) -> None:
-        rank.rounds.fail(at, "lost")
+        rank.driver.fail(at, "lost")
         before = rank.kept()
         rank.round()
-        assert rank.rounds.has_failed
+        assert rank.driver.has_failed
         check_equal(rank.kept(), before)
         rank.train()
-        rank.rounds.fail(-1, "")
+        rank.driver.fail(-1, "")
         rank.round()
-        assert not rank.rounds.has_failed
+        assert not rank.driver.has_failed
         with pytest.raises(AssertionError):
             check_equal(rank.kept(), before)
 
@@ -193,23 +197,22 @@ def test_a_round_that_is_lost_changes_nothing(algorithm: Algorithm) -> None:
 @pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if not a.writes_early], ids=repr)
 def test_a_generator_that_is_closed_changes_nothing(algorithm: Algorithm) -> None:
     def check(rank: Rank, at: int) -> None:
-        rounds = rank.rounds
-        rounds.fail(-1, "interrupt")
+        driver = rank.driver
+        driver.fail(-1, "interrupt")
         before = rank.kept()
         with torch.no_grad():
-            rounds.start(rank.x, rank.engine.t)
-            rounds._k = rank.engine.step
-            rounds._open(Vector.of(rank.x))
+            driver.begin_round(Vector.of(rank.x), rank.engine.t, rank.engine.step)
             for number in range(at + 1):
-                request = rounds._request
+                opened = driver.open_round
+                assert opened is not None
+                request = opened.request
                 assert request is not None
-                assert rounds._v is not None
-                if isinstance(request, Inner) or (isinstance(request, Mix | Average) and request.x is rounds._v.x):
+                if isinstance(request, Inner) or (isinstance(request, Mix | Average) and request.x is opened.v.x):
                     break  # the end of a round, which its answer writes
-                reply = rounds._answer(request)
+                reply = driver.answer(request)
                 if number < at:
-                    rounds._go_on(reply)
-            rounds._close()
+                    driver.go_on(reply)
+            driver.close_round()
         check_equal(rank.kept(), before)
 
     on_ranks(algorithm, check)
@@ -222,13 +225,13 @@ ANSWERED = [a for a in ALGORITHMS if a.is_skippable and not a.can_recover and a.
 @pytest.mark.parametrize("algorithm", ANSWERED, ids=repr)
 def test_an_infinity_that_is_skipped_changes_nothing(algorithm: Algorithm) -> None:
     def check(rank: Rank, at: int) -> None:
-        rank.rounds.fail(at, "infinity")
+        rank.driver.fail(at, "infinity")
         before = rank.kept()
         rank.round()
         assert rank.engine.stats.num_skipped == 1
         check_equal(rank.kept(), before)
         rank.train()
-        rank.rounds.fail(-1, "")
+        rank.driver.fail(-1, "")
         rank.round()
         assert rank.engine.stats.num_skipped == 1
         with pytest.raises(AssertionError):

@@ -1,0 +1,477 @@
+"""Driver: runs the rounds of an algorithm on one vector, and answers its requests."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..flat.nonfinite import is_finite
+from ..flat.vector import FlatVector, add_
+from ..mixing_manager.base import MixingManager
+from ..transport.base import Transport
+from .algorithm import Algorithm
+from .memory import Memory
+from .message_rounds import MessageRounds
+from .messages import Message, Received
+from .mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
+from .optimizer_watch import OptimizerWatch
+from .requests import (
+    Average,
+    Exchange,
+    Gather,
+    Inner,
+    Mix,
+    Request,
+    Round,
+    RoundLost,
+    Share,
+    Vectors,
+    next_request,
+)
+from .stamps import Stamps
+from .vector import Snapshot, Vector
+
+
+@dataclass
+class OpenRound:
+    """A round that has begun.
+
+    Attributes:
+        v: the argument of `Algorithm.round`.
+        k: the number of optimizer steps before the round.
+        generator: the round.
+        request: the request to answer next; None: the round has ended.
+        reply: the reply to the first request of a round that has departed.
+    """
+
+    v: Vectors
+    k: int
+    generator: Round
+    request: Request | None = None
+    reply: Any = None
+
+
+class Driver:
+    """Runs the rounds of an algorithm on one vector, the whole model or a fragment of it.
+
+    Plain gossip answers `Mix(x)`, an all-reduce answers `Average(x)`, and `MessageRounds` exchanges messages.
+
+    If the algorithm has equal memories on all ranks, newly trained tensors become their average over all ranks before
+    the memory includes them.
+
+    Args:
+        algorithm: the algorithm.
+        plain: the mixer that answers `Mix`.
+
+    Attributes:
+        memory: the memory of the algorithm for this vector.
+        watch: the watch on the optimizers of the model, if the algorithm needs their steps.
+        agree_finite: see `Mixer.refuse_nonfinite`; None: replies are not checked.
+        has_begun: whether `Algorithm.begin` was called.
+        has_failed: whether the last round took no effect, because a worker died or a reply was not finite.
+        alpha: the factor of the correction that the mixer has computed for the whole vector in the last round; None:
+            the algorithm has written the vector.
+        own_buffer_weight: see `Mixer`.
+    """
+
+    def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
+        self.algorithm, self.plain = algorithm, plain
+        self.memory = Memory()
+        self.messages = MessageRounds(
+            self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
+        )
+        self.stamps = Stamps()
+        self.watch: OptimizerWatch | None = None
+        self.agree_finite: Callable[[bool], bool] | None = None
+        self.has_begun = self.has_failed = False
+        self.alpha: float | None = None
+        self.own_buffer_weight = 1.0
+        self._round: OpenRound | None = None
+        self._buffers: list[Tensor] = []  # of the model, mixed; after a round their last values
+        self._has_checked_step = False
+        self._is_torn = False  # whether a round failed while it was applying messages
+        self._is_cut_off = False  # whether a round failed while messages were in transfer
+
+    def bind(self, mixing: MixingManager, transport: Transport) -> None:
+        """See `Mixer`."""
+        self.mixing, self.transport, self._is_elastic = mixing, transport, transport.is_elastic
+        self.messages.bind(mixing, transport)
+        self.memory.weights = repr(mixing)
+        self.averager: GlobalAverage = (ElasticAverage if self._is_elastic else GlobalAverage)(transport)
+        self._begin_generation()
+
+    def rebind(self, mixing: MixingManager, transport: Transport) -> None:
+        """See `Mixer`."""
+        self.mixing, self.transport, self.averager.transport = mixing, transport, transport
+        self.messages.rebind(mixing, transport)
+        self.memory.begin_generation(repr(mixing))
+        self.has_begun = False
+        self._begin_generation()
+
+    def _begin_generation(self) -> None:
+        self.stamps.begin_generation(is_needed=self.algorithm.has_equal_memory and self._is_elastic)
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """See `Mixer`."""
+        if self.algorithm.averages_exactly:
+            return range(self.transport.world_size)
+        return self.messages.row.in_peers or self.plain.sources
+
+    # Before rounds.
+
+    def begin(self, x: FlatVector, k: int, *, is_due: bool) -> bool:
+        """Prepare a round at a safe point: see `Mixer.begin` and [Note: One memory] of `Stamps`.
+
+        The rates of the first step of SGD are checked before anything changes. On an elastic transport they are not
+        checked, since the rates of one worker would end the training of all.
+
+        Args:
+            x: the vector, mutated.
+            k: the number of optimizer steps so far.
+            is_due: whether a round that averages x is due now.
+
+        Returns:
+            Whether x was written.
+        """
+        has_changed, step, stamps = False, None if self.watch is None else self.watch.step, self.stamps
+        if step is not None and not self._has_checked_step:
+            if not self._is_elastic:
+                self.algorithm.check_step(self.mixing, step)
+            self._has_checked_step = True
+        if not self.has_begun:
+            self.algorithm.begin(self._vectors(Vector.of(x), 0), self.memory)
+            self._buffers, self.has_begun = [b.clone() for b in x.buffers], True
+        if not stamps.has_tried:
+            has_changed = self._agree(x)
+            if stamps.is_agreed and stamps.lost > stamps.taken and not is_due:
+                self.run(Vector.of(x), stamps.lost, stamps.lost)
+                has_changed = True
+        if self.algorithm.has_equal_memory and stamps.is_agreed and (new := self.memory.new_tensors(x)):
+            warnings.warn(
+                f"{self.algorithm}: other tensors are trained than before; the new ones "
+                f"({sum(map(torch.numel, new))} elements) become their average over all ranks",
+                stacklevel=2,
+            )
+            if self.average_(new, x):
+                stamps.taken, has_changed = max(k, stamps.taken), True
+                self.memory.fit(Vector.of(x))
+        return has_changed
+
+    def average_(self, tensors: Sequence[Tensor], x: FlatVector) -> bool:
+        """Replace tensors, which are views of x, by their average over all ranks; returns False if a worker died."""
+        vector = FlatVector.pack(tensors)
+        vector.push_sum_weight.copy_(x.push_sum_weight)
+        self.averager.mix(vector, 0)
+        if self.averager.has_failed:
+            return False
+        vector.multiply_by_weight_(x.push_sum_weight)
+        vector.unpack_to(tensors)
+        return True
+
+    def recover(self, x: FlatVector) -> None:
+        """See `Mixer`; buffers that are not finite get their values after the last round."""
+        self.algorithm.recover(self._vectors(Vector.of(x), 0), self.memory)
+        if self.plain.is_weighted:
+            for part in x.parameters:
+                part.mul_(x.push_sum_weight[0])
+        for own, kept in zip(x.buffers, self._buffers, strict=True):
+            own.copy_(torch.where(own.isfinite(), own, kept.to(own)))
+
+    def _agree(self, x: FlatVector) -> bool:
+        """Take the newest memory of all ranks; returns whether x was written."""
+        if not self.stamps.agree(self.memory, self.transport, who=self.algorithm):
+            return False
+        self.algorithm.recover(self._vectors(Vector.of(x), 0), self.memory)
+        return self.algorithm.can_recover
+
+    def _vectors(self, x: Vector, t: int) -> Vectors:
+        self.memory.fit(x, who=self.algorithm)
+        self.messages.begin_round(x, t)
+        return Vectors(x, self.messages, t=t, rank=self.transport.rank, num_ranks=self.transport.world_size)
+
+    # A round.
+
+    def run(self, x: Vector, t: int, k: int) -> None:
+        """Run round t on x, after k optimizer steps."""
+        self.begin_round(x, t, k)
+        self._run_to_end()
+        self._end_round(x, 0.0)
+
+    def depart(self, x: FlatVector, t: int, k: int) -> Callable[[], float]:
+        """Begin round t, after k optimizer steps. You may then change and free x.
+
+        Returns:
+            A job that answers the first request, in any thread.
+        """
+        vector = Vector.of(x)
+        self.begin_round(vector, t, k)
+        opened = self._round
+        if opened is not None and isinstance(opened.request, Mix | Average) and opened.request.x is vector:
+            sent = x.clone()
+            opened.v.x = Snapshot(sent.parameters, sent)
+            opened.request = replace(opened.request, x=opened.v.x)
+        elif opened is not None and opened.request is not None:
+            opened.v.x = Vector(())  # the round reads the model again when it arrives
+
+        def answer() -> float:
+            if opened is not None and opened.request is not None:
+                opened.reply = self.answer(opened.request)
+            return 1.0
+
+        return answer
+
+    def arrive(self, x: FlatVector, *, kept: float) -> None:
+        """End the round that departed.
+
+        Args:
+            x: the present model, mutated.
+            kept: the weight of its own buffers: b <- kept b + (1 - kept) mixed b.
+        """
+        opened, vector = self._round, Vector.of(x)
+        if opened is not None and opened.request is not None:
+            sent, opened.v.x = opened.v.x, vector
+            if isinstance(sent, Snapshot) and opened.reply is not RoundLost:
+                corrections, alpha = (*sent.parts, *sent.whole.buffers), 1.0 if self.alpha is None else self.alpha
+                for own, correction in zip((*x.parameters, *self._buffers), corrections, strict=True):
+                    add_(own, correction, alpha=alpha)
+                self.alpha = None
+            self.go_on(opened.reply)
+            self._run_to_end()
+        self._end_round(vector, kept)
+
+    def begin_round(self, x: Vector, t: int, k: int) -> None:
+        """Run a round up to its first request; no round is open if the ranks cannot agree on one memory."""
+        if self._is_torn or self._is_cut_off:
+            raise RuntimeError(
+                f"{self.algorithm}: got a round after one that failed, expected none: the states of the ranks may no "
+                "longer agree; start again from a checkpoint on all ranks"
+            )
+        self.alpha, self.own_buffer_weight, self.has_failed = None, 1.0, False
+        if self.algorithm.averages_at(k) and not self.stamps.is_agreed:
+            if not isinstance(x, Snapshot):
+                self._agree(x.whole)  # the failure of a worker here leads to another generation
+            if not self.stamps.is_agreed:
+                self.has_failed, self.stamps.lost = True, k
+                return
+        v = self._vectors(x, t)
+        if self.watch is not None:
+            self.watch.before_round(self.memory)
+            v.step, v.inner_rate = self.watch.step if self.memory.num_rounds else None, self.watch.inner_rate
+        self._buffers = [b.clone() for b in x.whole.buffers]
+        self._round = OpenRound(v, k, self.algorithm.round(v, self.memory, k))
+        self.go_on(None)
+
+    def go_on(self, reply: Any) -> None:
+        """Send a reply into the round, which runs to its next request or to its end."""
+        assert self._round is not None, "a round is open"
+        try:
+            self._round.request = self._next_request(self._round.generator, reply)
+        except RoundLost:  # training goes on without this round
+            self._round.request, self.has_failed, self.stamps.lost = None, True, self._round.k
+        except BaseException:
+            self.close_round()
+            raise
+
+    def answer(self, request: Request) -> Any:
+        """Return the reply to a request of the round."""
+        assert self._round is not None, "a round is open"
+        try:
+            reply = self._reply_to(request, self._round.v)
+            agree = self.agree_finite if isinstance(request, Mix | Average | Inner) else None
+            if agree is not None and not agree(is_finite(request.x.whole)):  # type: ignore[union-attr]
+                raise NonfiniteRound
+        except BaseException as error:
+            self.close_round()
+            if isinstance(error, NonfiniteRound):  # training goes on without this round
+                self.has_failed = True
+                self._after_round()
+            raise
+        return reply
+
+    def close_round(self) -> None:
+        """Cancel the round that is open; model and memory are then as before the round."""
+        if self._round is not None:
+            self._round.generator.close()
+            self.memory.put_back()
+            self._round = None
+
+    @property
+    def open_round(self) -> OpenRound | None:
+        """The round that is open."""
+        return self._round
+
+    def release(self) -> None:
+        """Drop the references to the vector of the last round."""
+        self.memory.release()
+        self.messages.release()
+
+    def _run_to_end(self) -> None:
+        while self._round is not None and self._round.request is not None:
+            self.go_on(self.answer(self._round.request))
+
+    def _next_request(self, generator: Round, reply: Any) -> Request | None:
+        # Peers apply the same messages: if this rank fails to apply them, the ranks no longer agree.
+        self._is_torn = isinstance(reply, Received | dict) and not self.algorithm.is_skippable
+        request = next_request(generator, reply)
+        self._is_torn = False
+        return request
+
+    def _end_round(self, x: Vector, kept: float) -> None:
+        """Finish a round; for `kept` see `arrive`."""
+        if (opened := self._round) is None:
+            return
+        if not self.has_failed:
+            self.memory.end_round()
+            if self.alpha is None:
+                for b, mixed in zip(x.whole.buffers, self._buffers, strict=True):
+                    b.copy_(torch.lerp(mixed, b.to(mixed), kept) if kept else mixed)
+            if self.algorithm.averages_at(opened.k):
+                self.stamps.taken = opened.k
+                self.memory.forget_inner_models()
+        self.close_round()
+        self._after_round()
+
+    def _after_round(self) -> None:
+        if self.watch is not None:
+            self.watch.after_round(self.memory)
+
+    # Replies.
+
+    def _reply_to(self, request: Request, v: Vectors) -> Any:
+        match request:
+            case Mix(x):
+                return self._mix(x, v, self.plain)
+            case Average(x):
+                self._mix(x, v, self.averager)
+                if self.averager.has_failed:
+                    return RoundLost
+                self._set_weight(v)
+                return None
+            case Inner(x, generator):
+                return self._run_inner(x, generator, v.t)
+            case Share(message):
+                replies = self._exchange(dict.fromkeys(v.peers, message), {})
+                return self.messages.row_of(message, replies)
+            case Exchange(messages, checksums):
+                return self._exchange(messages, checksums)
+            case Gather(message):
+                return self._gather(message, v)
+
+    def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> None:
+        flat = x.whole
+        for b, own in zip(flat.buffers, self._buffers, strict=True):
+            b.copy_(own)
+        if x is not v.x and mixer is self.plain:
+            flat.push_sum_weight.fill_(1.0)
+        mixer.start(flat, v.t)
+        if isinstance(x, Snapshot):
+            self.alpha, x.is_correction = mixer.difference(flat), True
+            self.own_buffer_weight = mixer.own_buffer_weight
+            return
+        mixer.finish(flat)
+        self.own_buffer_weight *= mixer.own_buffer_weight
+        for own, b in zip(self._buffers, flat.buffers, strict=True):
+            own.copy_(b)
+
+    def _run_inner(self, x: Vector, generator: Round, t: int) -> Any:
+        self.messages.begin_round(x, t)
+        with contextlib.closing(generator):
+            try:
+                request = next_request(generator, None)
+                while request is not None:
+                    request = self._next_request(generator, self.answer(request))
+            except RoundLost:
+                return RoundLost
+        return None
+
+    def _exchange(self, messages: Mapping[int, Message], checksums: Mapping[int, int]) -> dict[int, Message]:
+        self._is_cut_off = not self._is_elastic
+        replies = self.messages.exchange(messages, self._buffers, checksums)
+        self._is_cut_off = False
+        self.own_buffer_weight = self.messages.row.buffer_weights.own
+        return replies
+
+    def _gather(self, message: Message, v: Vectors) -> Any:
+        try:
+            received = self.messages.gather(message, self._buffers)
+        except (ConnectionError, TimeoutError):
+            if self._is_elastic:
+                return RoundLost
+            raise
+        self.own_buffer_weight *= 1 / self.transport.world_size
+        self._set_weight(v)
+        return received
+
+    def _set_weight(self, v: Vectors) -> None:
+        """Set the push-sum weight to one after an exact average over all ranks."""
+        if v.x.flat is not None and not (isinstance(v.x, Snapshot) and v.x.is_correction):
+            v.x.flat.push_sum_weight.fill_(1.0)
+
+    # State.
+
+    def replace_memory(self, memory: Memory) -> None:
+        """Go on with another memory, which has the values of this one for tensors that are still trained."""
+        self.memory = self.messages.memory = memory
+
+    def forget_models(self, *, is_asked: bool) -> None:
+        """Restart the state that depends on models; see `Memory.forget_models`."""
+        self.memory.forget_models(is_asked=is_asked)
+        self.has_begun = False
+        if self.watch is not None:
+            self.watch.forget(self.memory)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Mixer`; shares memory. After a round that failed while it applied messages, the state is empty."""
+        if self._is_torn:
+            return {"algorithm": self.algorithm.name}
+        return {
+            **self._state(self.memory.state_dict(has_links=not self._is_elastic)),
+            "links": self._links if self.algorithm.keeps_links else [],
+            "messages": self.messages.state_dict(),
+        }
+
+    def state_for_newcomer(self) -> dict[str, Any]:
+        """See `Mixer`."""
+        return self._state(self.memory.state_dict(joins=True, has_links=False), joins=True)
+
+    def _state(self, memory: dict[str, Any], *, joins: bool = False) -> dict[str, Any]:
+        optimizer = {} if self.watch is None else self.watch.state_dict(joins=joins)
+        stamps = self.stamps.state()
+        return {"algorithm": self.algorithm.name, "memory": memory, "optimizer": optimizer, "stamps": stamps}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load a state; an empty state resets."""
+        self.has_begun = self._is_torn = self._is_cut_off = False
+        self.stamps.taken, self.stamps.lost = state.get("stamps", (0, 0))
+        memory, links = state.get("memory", {}), state.get("links", [])
+        if self._is_elastic:  # this worker may have other peers than the one that saved the state
+            memory = without_links(memory, self.algorithm.parts)
+        elif links and list(links) != self._links:
+            raise ValueError(
+                f"{self.algorithm}: got the state of links to {list(links)}, expected {self._links}; load the "
+                "checkpoint of this rank, made on the same graph"
+            )
+        self.memory.load_state_dict(memory)
+        if self._is_elastic:
+            self.memory.begin_generation(self.memory.weights)
+        self.messages.load_state_dict(state.get("messages", {}))
+        if self.watch is not None:
+            self.watch.load_state_dict(state.get("optimizer", {}), self.memory)
+
+    @property
+    def _links(self) -> list[int]:
+        return sorted(self.mixing.graph.phone_book(self.transport.rank))
+
+
+def without_links(memory: Mapping[str, Any], parts: Sequence[Algorithm]) -> dict[str, Any]:
+    """Return the state of a memory without the links of its algorithms, the outermost first."""
+    left_out = {"links", "vectors"} if parts[0].keeps_links else {"links"}
+    kept = {name: value for name, value in memory.items() if name not in left_out}
+    return {**kept, "inner": without_links(kept["inner"], parts[1:])} if "inner" in kept else kept
