@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager, RelaxedMixing
 from ..registry import Paper
 from .memory import Memory
-from .requests import Inner, Mix, Round, next_request
+from .requests import Inner, Mix, Round
 
 if TYPE_CHECKING:
     from .requests import SGDStep, Vectors
@@ -172,7 +173,25 @@ class Algorithm(ABC):
 
     def check(self, mixing: MixingManager) -> None:
         """Raise ValueError if the algorithm does not work with these weights."""
-        check_weights(self, mixing)
+        name = type(self).__name__
+        needs_symmetry = self.needs_symmetric_weights or self.needs_static_graph
+        if needs_symmetry and not (mixing.graph.is_symmetric and mixing.is_symmetric):
+            raise ValueError(
+                f"{name}: got {mixing}, expected symmetric weights on an undirected graph; take "
+                "MetropolisHastingsMixing over a graph whose peers answer each other, e.g. "
+                "RingGraph(n, peers_per_itr=2)"
+            )
+        if self.needs_static_graph and (mixing.graph.is_dynamic or mixing.period != 1):
+            raise ValueError(
+                f"{name}: got {mixing} of period {mixing.period}, expected a graph that never changes, since the "
+                "memory of a rank is a sum over rounds with the same neighbours and weights; take a ring with "
+                "peers_per_itr=2, a torus with 4, or a hypercube with all neighbours"
+            )
+        if self.needs_doubly_stochastic and not self.averages_exactly and not mixing.is_doubly_stochastic:
+            raise ValueError(
+                f"{name}: got {mixing}, expected doubly stochastic weights, which keep the mean of all models; use an "
+                "undirected graph, such as RingGraph(n, peers_per_itr=2), without mixing="
+            )
 
     def check_step(self, mixing: MixingManager, step: SGDStep) -> None:
         """Raise ValueError if the algorithm does not work with these weights and the rates of the first step of SGD."""
@@ -242,11 +261,11 @@ class Over(Algorithm):
                 f"got {self}, expected plain gossip: the outer algorithm mixes two vectors in a round, and the inner "
                 "one keeps the state of one vector; take D2 or ExactDiffusion"
             )
-        for names, combine in ((_IF_ANY, any), (_IF_ALL, all)):
-            for name in names:
-                object.__setattr__(self, name, combine(getattr(part, name) for part in (outer, inner)))
-        for name in _OF_OUTER:
-            object.__setattr__(self, name, getattr(outer, name))
+        facts = {name: any(getattr(part, name) for part in (outer, inner)) for name in _IF_ANY}
+        facts |= {name: all(getattr(part, name) for part in (outer, inner)) for name in _IF_ALL}
+        facts |= {name: getattr(outer, name) for name in _OF_OUTER}
+        for name, fact in facts.items():
+            object.__setattr__(self, name, fact)
 
     @property
     def name(self) -> str:
@@ -265,23 +284,17 @@ class Over(Algorithm):
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
         outer, reply = self.outer.round(v, m, k), None
-        while (request := next_request(outer, reply)) is not None:
-            if isinstance(request, Mix):
-                m.inner.fit(request.x, who=self.inner)
-                m.inner.scale(m.rates)
-                inner = self.inner.round(v.about(request.x), m.inner, k)
-                reply = yield Inner(request.x, inner)
-                m.inner.end_round()
-            else:
-                reply = yield request
-
-    def is_due(self, k: int) -> bool:
-        """See `Algorithm`."""
-        return self.outer.is_due(k)
-
-    def averages_at(self, k: int) -> bool:
-        """See `Algorithm`."""
-        return self.outer.averages_at(k)
+        with contextlib.suppress(StopIteration):  # the outer round has ended
+            while True:
+                request = outer.send(reply)
+                if isinstance(request, Mix):
+                    m.inner.fit(request.x, who=self.inner)
+                    m.inner.scale(m.rates)
+                    inner = self.inner.round(v.about(request.x), m.inner, k)
+                    reply = yield Inner(request.x, inner)
+                    m.inner.end_round()
+                else:
+                    reply = yield request
 
     @property
     def mixes(self) -> bool:
@@ -292,14 +305,6 @@ class Over(Algorithm):
     def can_recover(self) -> bool:
         """See `Algorithm`."""
         return self.outer.can_recover
-
-    def begin(self, v: Vectors, m: Memory) -> None:
-        """See `Algorithm`."""
-        self.outer.begin(v, m)
-
-    def recover(self, v: Vectors, m: Memory) -> None:
-        """See `Algorithm`."""
-        self.outer.recover(v, m)
 
     def default_graph(self, world_size: int) -> GraphManager | None:
         """See `Algorithm`."""
@@ -380,7 +385,16 @@ _IF_ALL = (
     "checks_messages",
     "takes_rows",
 )
-_OF_OUTER = ("averages_exactly", "has_equal_memory", "has_own_times", "takes_wire_dtype")
+_OF_OUTER = (
+    "averages_exactly",
+    "has_equal_memory",
+    "has_own_times",
+    "takes_wire_dtype",
+    "is_due",
+    "averages_at",
+    "begin",
+    "recover",
+)
 
 
 def combined(*parts: object) -> tuple[Algorithm | None, list[object]]:
@@ -396,25 +410,3 @@ def combined(*parts: object) -> tuple[Algorithm | None, list[object]]:
             found = part if found is None or isinstance(part, Over) else part.over(found)
         others.insert(0, None if isinstance(part, Algorithm) else part)
     return found, others
-
-
-def check_weights(algorithm: Algorithm, mixing: MixingManager) -> None:
-    """Raise ValueError if the weights lack a property that the algorithm declares."""
-    name = type(algorithm).__name__
-    needs_symmetry = algorithm.needs_symmetric_weights or algorithm.needs_static_graph
-    if needs_symmetry and not (mixing.graph.is_symmetric and mixing.is_symmetric):
-        raise ValueError(
-            f"{name}: got {mixing}, expected symmetric weights on an undirected graph; take MetropolisHastingsMixing "
-            "over a graph whose peers answer each other, e.g. RingGraph(n, peers_per_itr=2)"
-        )
-    if algorithm.needs_static_graph and (mixing.graph.is_dynamic or mixing.period != 1):
-        raise ValueError(
-            f"{name}: got {mixing} of period {mixing.period}, expected a graph that never changes, since the memory of "
-            "a rank is a sum over rounds with the same neighbours and weights; take a ring with peers_per_itr=2, a "
-            "torus with 4, or a hypercube with all neighbours"
-        )
-    if algorithm.needs_doubly_stochastic and not algorithm.averages_exactly and not mixing.is_doubly_stochastic:
-        raise ValueError(
-            f"{name}: got {mixing}, expected doubly stochastic weights, which keep the mean of all models; use an "
-            "undirected graph, such as RingGraph(n, peers_per_itr=2), without mixing="
-        )

@@ -32,7 +32,6 @@ from .requests import (
     RoundLost,
     Share,
     Vectors,
-    next_request,
 )
 from .stamps import Stamps
 from .vector import Snapshot, Vector
@@ -45,6 +44,7 @@ class OpenRound:
     Attributes:
         v: the argument of `Algorithm.round`.
         k: the number of optimizer steps before the round.
+        averages: whether the round averages exactly over all ranks.
         generator: the round.
         request: the request to answer next; None: the round has ended.
         reply: the reply to the first request of a round that has departed.
@@ -52,9 +52,18 @@ class OpenRound:
 
     v: Vectors
     k: int
+    averages: bool
     generator: Round
     request: Request | None = None
     reply: Any = None
+
+
+def next_request(generator: Round, reply: object) -> Request | None:
+    """Send a reply into a round, or throw `RoundLost`, and return its next request; None: the round has ended."""
+    try:
+        return generator.throw(RoundLost()) if reply is RoundLost else generator.send(reply)
+    except StopIteration:
+        return None
 
 
 class Driver:
@@ -140,8 +149,8 @@ class Driver:
         Returns:
             Whether x was written.
         """
-        has_changed, step, stamps = False, None if self.watch is None else self.watch.step, self.stamps
-        if step is not None and not self._has_checked_step:
+        has_changed, stamps = False, self.stamps
+        if not self._has_checked_step and self.watch is not None and (step := self.watch.step) is not None:
             if not self._is_elastic:
                 self.algorithm.check_step(self.mixing, step)
             self._has_checked_step = True
@@ -193,7 +202,8 @@ class Driver:
 
     def _vectors(self, x: Vector, t: int) -> Vectors:
         self.memory.fit(x, who=self.algorithm)
-        self.messages.begin_round(x, t)
+        assert x.flat is not None, "rounds mix flat vectors"
+        self.messages.begin_round(x.flat, t, self._buffers)
         return Vectors(x, self.messages, t=t, rank=self.transport.rank, num_ranks=self.transport.world_size)
 
     # A round.
@@ -254,18 +264,18 @@ class Driver:
                 "longer agree; start again from a checkpoint on all ranks"
             )
         self.alpha, self.own_buffer_weight, self.has_failed = None, 1.0, False
-        if self.algorithm.averages_at(k) and not self.stamps.is_agreed:
+        averages = self.algorithm.averages_exactly and self.algorithm.averages_at(k)
+        if averages and not self.stamps.is_agreed:
             if not isinstance(x, Snapshot):
                 self._agree(x.whole)  # the failure of a worker here leads to another generation
             if not self.stamps.is_agreed:
                 self.has_failed, self.stamps.lost = True, k
                 return
+        self._buffers = [b.clone() for b in x.whole.buffers]
         v = self._vectors(x, t)
         if self.watch is not None:
-            self.watch.before_round(self.memory)
-            v.step, v.inner_rate = self.watch.step if self.memory.num_rounds else None, self.watch.inner_rate
-        self._buffers = [b.clone() for b in x.whole.buffers]
-        self._round = OpenRound(v, k, self.algorithm.round(v, self.memory, k))
+            self.watch.before_round(v, self.memory)
+        self._round = OpenRound(v, k, averages, self.algorithm.round(v, self.memory, k))
         self.go_on(None)
 
     def go_on(self, reply: Any) -> None:
@@ -307,11 +317,6 @@ class Driver:
         """The round that is open."""
         return self._round
 
-    def release(self) -> None:
-        """Drop the references to the vector of the last round."""
-        self.memory.release()
-        self.messages.release()
-
     def _run_to_end(self) -> None:
         while self._round is not None and self._round.request is not None:
             self.go_on(self.answer(self._round.request))
@@ -327,15 +332,17 @@ class Driver:
         """Finish a round; for `kept` see `arrive`."""
         if (opened := self._round) is None:
             return
-        if not self.has_failed:
+        if self.has_failed:
+            self.close_round()
+        else:
             self.memory.end_round()
-            if self.alpha is None:
+            if self._buffers and self.alpha is None:
                 for b, mixed in zip(x.whole.buffers, self._buffers, strict=True):
                     b.copy_(torch.lerp(mixed, b.to(mixed), kept) if kept else mixed)
-            if self.algorithm.averages_at(opened.k):
+            if opened.averages:
                 self.stamps.taken = opened.k
                 self.memory.forget_inner_models()
-        self.close_round()
+        self._round = None
         self._after_round()
 
     def _after_round(self) -> None:
@@ -365,8 +372,8 @@ class Driver:
                 return self._gather(message, v)
 
     def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> None:
-        flat = x.whole
-        for b, own in zip(flat.buffers, self._buffers, strict=True):
+        flat, buffers = x.whole, x.whole.buffers if self._buffers else []
+        for b, own in zip(buffers, self._buffers, strict=True):
             b.copy_(own)
         if x is not v.x and mixer is self.plain:
             flat.push_sum_weight.fill_(1.0)
@@ -377,11 +384,11 @@ class Driver:
             return
         mixer.finish(flat)
         self.own_buffer_weight *= mixer.own_buffer_weight
-        for own, b in zip(self._buffers, flat.buffers, strict=True):
+        for own, b in zip(self._buffers, buffers, strict=True):
             own.copy_(b)
 
     def _run_inner(self, x: Vector, generator: Round, t: int) -> Any:
-        self.messages.begin_round(x, t)
+        self.messages.begin_round(x.whole, t, self._buffers)
         with contextlib.closing(generator):
             try:
                 request = next_request(generator, None)
@@ -393,14 +400,14 @@ class Driver:
 
     def _exchange(self, messages: Mapping[int, Message], checksums: Mapping[int, int]) -> dict[int, Message]:
         self._is_cut_off = not self._is_elastic
-        replies = self.messages.exchange(messages, self._buffers, checksums)
+        replies = self.messages.exchange(messages, checksums)
         self._is_cut_off = False
         self.own_buffer_weight = self.messages.row.buffer_weights.own
         return replies
 
     def _gather(self, message: Message, v: Vectors) -> Any:
         try:
-            received = self.messages.gather(message, self._buffers)
+            received = self.messages.gather(message)
         except (ConnectionError, TimeoutError):
             if self._is_elastic:
                 return RoundLost

@@ -288,8 +288,9 @@ class Memory:
 
         `Over` scales the memory of the inner algorithm by `rates`, once that memory has the layout of the round.
         """
-        self.units.put_back()
-        if rates is not None:
+        if self.units.kept:
+            self.units.put_back()
+        if rates is not None and rates != self.units.rates:
             for name, policies in self._loaded.policies.items():
                 if policies.get("in_units_of_rate"):
                     self.vector(name, **policies)
@@ -304,7 +305,8 @@ class Memory:
 
     def put_back(self) -> None:
         """Restore scaled vectors after a round or a cancelled round; see `RateUnits.put_back`."""
-        self.units.put_back()
+        if self.units.kept:
+            self.units.put_back()
         if self._inner is not None:
             self._inner.put_back()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ..compression.compressor import Code as Code
 from ..compression.compressor import Compressor
-from ..flat.vector import add_
+from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Pending, Transport
 from .memory import Memory
 from .messages import Message, MessageBuffer, Received, warn_of_little
 from .push_pull import Neighbours
-from .requests import Mail
+from .requests import Mail, Sizes
 from .vector import Vector, wide
 
 _PHASES = 64  # exchanges of one round, at most
@@ -183,20 +183,23 @@ class MessageRounds(Mail):
         self.mixing, self.transport, self._is_elastic = mixing, transport, transport.is_elastic
         self.row = Neighbours(mixing, transport)
 
-    def begin_round(self, x: Vector, t: int) -> None:
-        """Begin round t for the vector x; sends nothing."""
-        self._x, self._t, self._phase = x, t, 0
-        self._is_planned = False
+    def begin_round(self, flat: FlatVector, t: int, buffers: Sequence[Tensor]) -> None:
+        """Begin round t for a vector; sends nothing.
 
-    def release(self) -> None:
-        """Drop the reference to the vector of the last round."""
-        self._x = Vector(())
+        Args:
+            flat: the vector.
+            t: the number of the round.
+            buffers: the buffers of the model, which the first exchange of the round mixes.
+        """
+        self._t, self._phase, self._is_planned, self._buffers = t, 0, False, buffers
+        self._device, self._weight = flat.raw.device, flat.push_sum_weight
+        self._others = tuple((b.dtype, b.numel()) for b in buffers)
 
     @property
     def peers(self) -> Sequence[int]:
         """The live peers of the round. The first access in a round compares links: see [Note: links anew]."""
         if not self._is_planned:
-            self.row.begin(self._t, self._x.whole.push_sum_weight)
+            self.row.begin(self._t, self._weight)
             self._peers, self._is_planned = tuple(j for j in self.row.in_peers if j not in self._lost), True
             new = [j for j in self._peers if j not in self._compared] if self.has_links and self._is_elastic else []
             self._compared.update(new)
@@ -208,28 +211,44 @@ class MessageRounds(Mail):
         """See `Vectors`."""
         return self.row.weights.inp[peer]
 
-    def sizes_of(self, code: Code, x: Vector) -> Sequence[tuple[torch.dtype, int]]:
-        """See `Mail`; warns once if the code saves nothing."""
+    def room_for(self, code: Code, x: Vector, *, key: object = "own") -> Message:
+        """See `Mail`."""
         shapes = tuple((part.dtype, part.numel()) for part in x.parts)
-        return self.memory.cached(("sizes", id(code), shapes), lambda: (code, self._checked_sizes(code, x)))[1]
+        return self._kept((key, id(code), shapes), lambda: self._message(self._sizes_of(code, x, shapes), code))
 
-    def _checked_sizes(self, code: Code, x: Vector) -> Sequence[tuple[torch.dtype, int]]:
-        sizes = super().sizes_of(code, x)
-        if self.transport.rank == 0 and isinstance(code, Compressor):  # all have the same layout
-            size, num_bytes = sum(part.nbytes for part in x.parts), sum(numel for _, numel in sizes)
-            warn_of_little(str(code), exact=0, compressed=size, num_compressed_bytes=num_bytes, remedy="")
-        return sizes
+    def _sizes_of(self, code: Code, x: Vector, shapes: Hashable) -> Sizes:
+        """Return the sizes of the fields of a message for vectors like x; warns once if the code saves nothing."""
 
-    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
-        """See `Vectors.message`. In the first exchange of a round the message begins with the buffers of the model."""
-        others = [(b.dtype, b.numel()) for b in self._x.whole.buffers] if self._phase == 0 else []
-        return Message(None, self._room((*others, *sizes), key), num_others=len(others))
+        def make() -> Sizes:
+            sizes = self.sizes_of(code, x)
+            if self.transport.rank == 0 and isinstance(code, Compressor):  # all have the same layout
+                size, num_bytes = sum(part.nbytes for part in x.parts), sum(numel for _, numel in sizes)
+                warn_of_little(str(code), exact=0, compressed=size, num_compressed_bytes=num_bytes, remedy="")
+            return sizes
 
-    def _room(self, sizes: tuple[tuple[torch.dtype, int], ...], key: object) -> MessageBuffer:
-        device = self._x.whole.raw.device
+        return self.memory.cached(("sizes", id(code), shapes), make)
+
+    def room_for_fields(self, sizes: Sizes, *, key: object) -> Message:
+        """See `Vectors.message`."""
+        return self._kept((key, *sizes), lambda: self._message(sizes))
+
+    def _message(self, sizes: Sizes, code: Code | None = None) -> Message:
+        """Make a message. In the first exchange of a round it begins with the buffers of the model."""
+        others = self._others if self._phase == 0 else ()
+        return Message(code, MessageBuffer((*others, *sizes), self._device), num_others=len(others))
+
+    def _kept(self, key: Hashable, make: Callable[[], Message]) -> Message:
+        """Return the message with this key, which an earlier round may have made."""
         if not self._is_checked:  # messages are whole models, whose memory training may use between rounds
-            return MessageBuffer(sizes, device)
-        return self.memory.cached((key, sizes), lambda: MessageBuffer(sizes, device))
+            return make()
+        return self.memory.cached((key, self._others if self._phase == 0 else ()), make)
+
+    def _reply_to(self, message: Message, peer: int) -> Message:
+        """Return the memory for the message of a peer that answers this one."""
+        sizes = message.buffer.sizes
+        reply = self._kept(("from", peer, sizes), lambda: message.reply_in(MessageBuffer(sizes, self._device)))
+        reply.code = message.code
+        return reply
 
     def row_of(self, message: Message, replies: Mapping[int, Message]) -> Received:
         """Return the reply to `Share`.
@@ -244,28 +263,18 @@ class MessageRounds(Mail):
 
     # Exchanges.
 
-    def exchange(
-        self, messages: Mapping[int, Message], buffers: Sequence[Tensor], checksums: Mapping[int, int]
-    ) -> dict[int, Message]:
-        """Send messages and return the replies; see `Exchange`.
-
-        Args:
-            messages: the message for each peer.
-            buffers: the buffers of the model, sent and mutated in the first exchange of a round.
-            checksums: see `Exchange`.
-        """
+    def exchange(self, messages: Mapping[int, Message], checksums: Mapping[int, int]) -> dict[int, Message]:
+        """Send messages and return the replies; see `Exchange`."""
         for message in {id(m): m for m in messages.values()}.values():
-            message.fill_others(buffers)
-        self._pairs = {
-            j: (mine, mine.reply_in(self._room(mine.buffer.sizes, ("from", j)))) for j, mine in messages.items()
-        }
+            message.fill_others(self._buffers)
+        self._pairs = {j: (message, self._reply_to(message, j)) for j, message in messages.items()}
         if self._is_checked:
             self.post_headers(checksums)
         sends, recvs = ({j: (pair[side].buffer.raw,) for j, pair in self._pairs.items()} for side in (0, 1))
         self._pending = self.transport.exchange(sends, recvs, tag=self._t)
         self.wait()
         if self._phase == 0:
-            self._mix_buffers(buffers)
+            self._mix_buffers()
         self._phase += 1
         self._peers, replies = tuple(self._pairs), {j: theirs for j, (_, theirs) in self._pairs.items()}
         self._pairs = {}
@@ -297,24 +306,22 @@ class MessageRounds(Mail):
         for peer, pair in self._pairs.items():
             self.message_check.add(peer, *(message.buffer for message in pair if self._is_checked))
 
-    def _mix_buffers(self, buffers: Sequence[Tensor]) -> None:
+    def _mix_buffers(self) -> None:
         """b <- b + sum_j W_ij (b_j - b), with weights that are not negative."""
         for j, (mine, theirs) in self._pairs.items():
             alpha = self.row.buffer_weights.inp[j]
-            for b, own, other in zip(buffers, mine.others, theirs.others, strict=True):
+            for b, own, other in zip(self._buffers, mine.others, theirs.others, strict=True):
                 add_(b, other, alpha=alpha)
                 add_(b, own, alpha=-alpha)
 
-    def gather(self, message: Message, buffers: Sequence[Tensor]) -> Received:
+    def gather(self, message: Message) -> Received:
         """Send a message to all ranks and return the messages of all ranks; see `Gather`.
 
         On an elastic transport a second collective confirms that all ranks have the messages, as in `ElasticAverage`.
 
-        Args:
-            message: the message of this rank.
-            buffers: the buffers of the model, sent along; mutated to their mean over all ranks.
+        The buffers become their mean over all ranks.
         """
-        message.fill_others(buffers)
+        message.fill_others(self._buffers)
         mine, n = message.buffer.raw, self.transport.world_size
         everyone = mine.new_empty(n * mine.numel())
         if mine.numel():
@@ -323,7 +330,7 @@ class MessageRounds(Mail):
             end = torch.zeros(1, device="cpu")
             self.transport.all_reduce(end, what=f"end of the messages of round {self._t}")
         received = [message.reply_in(MessageBuffer(message.buffer.sizes, raw)) for raw in everyone.view(n, -1)]
-        for k, own in enumerate(buffers):
+        for k, own in enumerate(self._buffers):
             total = torch.zeros_like(own, dtype=wide(own.dtype))
             for theirs in received:
                 total.add_(theirs.others[k])

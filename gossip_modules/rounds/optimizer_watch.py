@@ -16,7 +16,7 @@ from ..flat.vector import FlatVector
 from .algorithm import Algorithm
 from .memory import Memory
 from .rates import Rates, merged, rate_of
-from .requests import SGDStep
+from .requests import SGDStep, Vectors
 
 
 class OptimizerWatch(Stepped):
@@ -59,9 +59,10 @@ class OptimizerWatch(Stepped):
         if self._algorithm.needs_inner_rate and not is_left_out(optimizer):
             self.inner_rate = self._algorithm.inner_rate(optimizer)
 
-    def before_round(self, memory: Memory) -> None:
-        """Scale the memory to the rates of the steps since the last round."""
+    def before_round(self, v: Vectors, memory: Memory) -> None:
+        """Describe the steps since the last round, and scale the memory to their rates."""
         memory.scale(None if self._rates is None else self._rates.since_round())
+        v.step, v.inner_rate = self.step if memory.num_rounds else None, self.inner_rate
 
     def after_round(self, memory: Memory) -> None:
         """Write the momentum of the algorithm into the optimizer, and wait for the next step."""

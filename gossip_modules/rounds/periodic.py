@@ -35,7 +35,7 @@ class Periodic(Algorithm):
         own_weight: alpha, the weight of the rank's own model at the end of a round: x <- alpha x + (1 - alpha) phi;
             0 <= alpha < 1. None: 1/2 with a delay, else 0. At 0 the steps during the delay are lost.
         anchor_device: "cpu" keeps the memory of the algorithm in host memory and computes rounds there: see
-            [Note: Memory of the host] of `Pieces`. None: the device of the model. Ranks may choose differently.
+            [Note: Memory of the host] of `Rounds`. None: the device of the model. Ranks may choose differently.
 
     Raises:
         ValueError: an argument is out of its range.

@@ -42,8 +42,6 @@ class RateUnits:
             layout: the layout with the places of the parameters; needed for rates by name.
         """
         before = self.rates
-        if rates == before:
-            return
         if not isinstance(before, Mapping) and not isinstance(rates, Mapping):
             for vector in vectors:
                 for x in vector.parts:

@@ -65,19 +65,13 @@ class Inner:
 
 
 Request: TypeAlias = Mix | Average | Share | Exchange | Gather | Inner
+Sizes: TypeAlias = Sequence[tuple[torch.dtype, int]]
+"""The dtype and the number of elements of each field of a message."""
 Round: TypeAlias = Generator[Request, Any, None]
 
 
 class RoundLost(Exception):
     """A driver throws it into a round whose average failed because a worker died: x and memory stay unchanged."""
-
-
-def next_request(generator: Round, reply: Any) -> Request | None:
-    """Send a reply into a round, or throw `RoundLost`, and return its next request; None: the round has ended."""
-    try:
-        return generator.throw(RoundLost()) if reply is RoundLost else generator.send(reply)
-    except StopIteration:
-        return None
 
 
 class Mail:
@@ -92,10 +86,10 @@ class Mail:
     def weight_of(self, peer: int) -> float:
         raise NotImplementedError("an algorithm that looks at the peers of a rank declares takes_rows = False")
 
-    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
+    def room_for_fields(self, sizes: Sizes, *, key: object) -> Message:
         raise NotImplementedError("an algorithm that fills messages itself declares takes_rows = False")
 
-    def sizes_of(self, code: Code, x: Vector) -> Sequence[tuple[torch.dtype, int]]:
+    def sizes_of(self, code: Code, x: Vector) -> Sizes:
         """Return the sizes of the fields of a message for vectors like x."""
         wide_parts = [part if part.element_size() >= 4 else part.float() for part in x.parts]
         return [(torch.uint8, code.message_like(part).numel() if part.numel() else 0) for part in wide_parts]
@@ -163,7 +157,7 @@ class Vectors:
         """
         return self._mail.room_for(code, x, key=key).write(x, self.t)
 
-    def message(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
+    def message(self, sizes: Sizes, *, key: object) -> Message:
         """Return a message whose fields the algorithm fills.
 
         Args:

@@ -71,6 +71,7 @@ class Rounds(Mixer):
         # With a delay, a model that is not finite must not enter a round, since the round cannot be left out later.
         self.is_skippable = algorithm.is_skippable and not algorithm.can_recover and not delay
         self._k = self._t = 0  # the optimizer steps before the round, and its number
+        self._whole: Vector | None = None  # the model of the last round
         self._buffer: FlatBuffer | None = None  # knows the places of the tensors in the vector
         self._fragments: list[Fragment] = []
         self._layout: FlatLayout | None = None  # of the vector that the fragments are cut from
@@ -192,7 +193,9 @@ class Rounds(Mixer):
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`; with a delay it begins rounds."""
         if self._times is None:
-            self.drivers[0].run(Vector.of(s), self._t, self._k)
+            if self._whole is None or self._whole.flat is not s:
+                self._whole = Vector.of(s)
+            self.drivers[0].run(self._whole, self._t, self._k)
             return
         starting = self._times.starting_at(self._k)
         if not starting:
@@ -294,7 +297,7 @@ class Rounds(Mixer):
         yield part
         if part is not x:
             self._fragments[p].write(part, x)
-            self.drivers[p].release()
+            self.drivers[p].memory.release()
 
     def _device_of(self, x: FlatVector) -> torch.device:
         """Return the device of the memory for a model x."""
@@ -412,7 +415,7 @@ class Rounds(Mixer):
 
     def __getstate__(self) -> dict[str, Any]:
         assert all(driver.open_round is None for driver in self.drivers), "flush() before copying: a round is in flight"
-        return {**self.__dict__, "_thread": None, "_stream": None}
+        return {**self.__dict__, "_thread": None, "_stream": None, "_whole": None}
 
 
 def mixer_of(algorithm: Algorithm, plain: Mixer) -> Mixer:

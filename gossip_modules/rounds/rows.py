@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -18,14 +18,14 @@ from ..matcha.graph import MatchaGraph
 from ..mixing_manager import LaplacianMixing
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager, MixingWeights, UniformMixing
 from .messages import Message, MessageBuffer, Received
-from .requests import Mail
+from .requests import Mail, Sizes
 from .vector import Vector
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Array: TypeAlias = npt.NDArray[np.float64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
-_MAX_ENTRIES = 1 << 24  # peers of kept rounds, at most: 256 MiB
+_MAX_ROUNDS = 1024  # rounds that are kept
 
 
 class Rows(NamedTuple):
@@ -81,8 +81,8 @@ class StackedMixing:
     """The rounds of a mixing manager for all ranks at once; equal to its `weights`, as tests check.
 
     It never stores n x n numbers. On a `ShiftGraph` a round is an addition of vectors, on a `MatchaGraph` a selection
-    of stored matchings. Other graphs are evaluated rank by rank, once for each distinct round. Rounds are kept, as far
-    as memory allows.
+    of stored matchings. Other graphs are evaluated rank by rank, once for each distinct round. The last rounds are
+    kept.
 
     Args:
         mixing: the weights with their graph.
@@ -96,24 +96,11 @@ class StackedMixing:
     def __init__(self, mixing: MixingManager) -> None:
         self.mixing, self.graph = mixing, mixing.graph
         self._ranks = np.arange(self.graph.world_size, dtype=np.int64)
-        self._rounds: dict[int, Rows] = {}
-        self._num_entries = 0
+        self._made = lru_cache(_MAX_ROUNDS)(self._make)
 
     def round(self, t: int) -> Rows:
         """Return the rows of W(t)."""
-        key = t % self.mixing.period if self.mixing.period else self.graph.canonical_round(t)
-        if key not in self._rounds:
-            made = self._make(t)
-            self._num_entries += made.peers.size
-            if self._num_entries > _MAX_ENTRIES:
-                self._rounds, self._num_entries = {}, made.peers.size
-            self._rounds[key] = made
-        return self._rounds[key]
-
-    @cached_property
-    def is_doubly_stochastic(self) -> bool:
-        """See `MixingManager`; if True, no push-sum weight is needed."""
-        return self.mixing.is_doubly_stochastic
+        return self._made(t % self.mixing.period if self.mixing.period else self.graph.canonical_round(t))
 
     def _make(self, t: int) -> Rows:
         if isinstance(self.graph, MatchaGraph) and isinstance(self.mixing, LaplacianMixing):
@@ -276,7 +263,7 @@ class RowMail(Mail):
         """See `Mail`."""
         return self._weights.inp[peer]
 
-    def room_for_fields(self, sizes: Sequence[tuple[torch.dtype, int]], *, key: object) -> Message:
+    def room_for_fields(self, sizes: Sizes, *, key: object) -> Message:
         """See `Mail`."""
         place = (key, *sizes)
         if place not in self._room:

@@ -14,9 +14,10 @@ from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..schedule import Action
 from .algorithm import Algorithm
+from .driver import next_request
 from .memory import Memory
 from .periodic import Periodic
-from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors, next_request
+from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors
 from .rows import RowMail, Rows, StackedMail, StackedMixing, arrived
 from .vector import Snapshot, Vector
 

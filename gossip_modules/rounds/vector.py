@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector, add_
-
-Factor: TypeAlias = float | Tensor
-"""A number; in the stacked driver also a column of numbers, one for each rank."""
 
 
 class Vector:

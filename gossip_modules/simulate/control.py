@@ -44,7 +44,7 @@ class ControlledMethod(ClockedMethod):
         *,
         overlap: bool = False,
     ) -> None:
-        if not mixing.is_doubly_stochastic:
+        if not mixing.mixing.is_doubly_stochastic:
             raise ValueError(
                 f"got schedule={control} with {mixing.mixing}, expected doubly stochastic weights, with which a "
                 "correction tells how far ranks are apart; take dpsgd, or another graph"
