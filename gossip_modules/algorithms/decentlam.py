@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..graph_manager.named_graphs import undirected_ring
-from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..registry import Paper
 from ..rounds import Algorithm, Memory, Mix, Round, Vectors
 
@@ -57,10 +55,6 @@ class DecentLaM(Algorithm):
     takes_nesterov: ClassVar[bool] = False
     needs_gradients: ClassVar[bool] = True
     needs_static_graph: ClassVar[bool] = True
-
-    def default_mixing(self, world_size: int) -> MixingManager:
-        """See `Algorithm`."""
-        return MetropolisHastingsMixing(undirected_ring(world_size))
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""

@@ -423,10 +423,6 @@ class Driver:
 
     # State.
 
-    def replace_memory(self, memory: Memory) -> None:
-        """Go on with another memory, which has the values of this one for tensors that are still trained."""
-        self.memory = self.messages.memory = memory
-
     def forget_models(self, *, is_asked: bool) -> None:
         """Restart the state that depends on models; see `Memory.forget_models`."""
         self.memory.forget_models(is_asked=is_asked)

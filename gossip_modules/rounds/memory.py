@@ -240,17 +240,19 @@ class Memory:
         self._links = {j: _moved(link, devices[0]) for j, link in self._links.items()} if is_same else {}
         self._carry_vectors([old])
 
-    def carry(self, old: Sequence[Memory]) -> None:
-        """Copy the values that other memories hold for the tensors of this one, for example after a new cut.
+    def carry(self, x: Vector, old: Sequence[Memory]) -> None:
+        """Begin again with the tensors of x, and copy the values that other memories hold for them, after a new cut.
 
         Args:
+            x: the vector.
             old: the memories of all fragments before; together they have each of their tensors once.
         """
+        self.reset()
+        self.fit(x)
         self.num_rounds, self.units = old[0].num_rounds, RateUnits(old[0].units.rates)
         self._carry_vectors(old)
         if inner := [memory.inner for memory in old if memory.inner.layout is not None]:
-            self.inner.fit(self._model)
-            self.inner.carry(inner)
+            self.inner.carry(x, inner)
 
     def _carry_vectors(self, old: Sequence[Memory]) -> None:
         places = places_of(self.layout)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -25,12 +25,6 @@ def settings_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:
     return [{name: copy.deepcopy(value) for name, value in group.items() if name != "params"} for group in groups]
 
 
-def described(optimizer: Optimizer) -> str:
-    """Describe the type and the settings of an optimizer, for the comparison between ranks."""
-    groups = [{name: _readable(value) for name, value in group.items()} for group in settings_of(optimizer)]
-    return f"{type(optimizer).__name__} with {groups}"
-
-
 def described_with(settings: str, make: MakeOptimizer, dtypes: Sequence[torch.dtype]) -> str:
     """Describe settings together with the optimizer that a function makes.
 
@@ -44,7 +38,9 @@ def described_with(settings: str, make: MakeOptimizer, dtypes: Sequence[torch.dt
     """
     if not dtypes:  # nothing is trained
         return settings
-    return f"{settings}, {described(made_optimizer(make, [torch.zeros(1, dtype=d, device='cpu') for d in dtypes]))}"
+    made = made_optimizer(make, [torch.zeros(1, dtype=dtype, device="cpu") for dtype in dtypes])
+    # On one line, and without the addresses of objects, which differ between ranks.
+    return f"{settings}, {' '.join(re.sub(' at 0x[0-9a-f]+', '', repr(made)).split())}"
 
 
 def are_same(one: object, other: object) -> bool:
@@ -84,15 +80,6 @@ def made_optimizer(make_optimizer: MakeOptimizer, parameters: Sequence[Tensor]) 
             f"an outer step has no loss; take another one, {example}"
         )
     return optimizer
-
-
-def _readable(value: object) -> object:
-    """Convert a setting to a value with the same text on all ranks; other objects become the name of their type."""
-    if isinstance(value, Tensor):
-        return value.tolist() if value.numel() == 1 else f"a tensor {tuple(value.shape)}"
-    if isinstance(value, list | tuple):
-        return [_readable(one) for one in value]
-    return value if value is None or isinstance(value, str | Real) else type(value).__name__
 
 
 def step(optimizer: Optimizer | None, x: Vector, gradient: Vector) -> None:

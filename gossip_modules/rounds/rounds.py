@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,7 +21,6 @@ from ..transport.base import Transport
 from ..transport.threads import CallThread
 from .algorithm import Algorithm
 from .driver import Driver
-from .memory import Memory
 from .mixer import Mixer
 from .old_checkpoints import renewed
 from .optimizer_watch import OptimizerWatch
@@ -329,12 +329,9 @@ class Rounds(Mixer):
         )
         if new and self.algorithm.has_equal_memory:
             self.drivers[0].average_(new, x)
-        memories = [Memory(driver.memory.weights) for driver in self.drivers]
-        for fragment, memory in zip(self._fragments, memories, strict=True):
-            memory.fit(Vector.of(fragment.read(x, self._device_of(x))))
-            memory.carry([driver.memory for driver in self.drivers])
-        for driver, memory in zip(self.drivers, memories, strict=True):
-            driver.replace_memory(memory)
+        old = [copy.copy(driver.memory) for driver in self.drivers]
+        for fragment, driver in zip(self._fragments, self.drivers, strict=True):
+            driver.memory.carry(Vector.of(fragment.read(x, self._device_of(x))), old)
         return bool(new)
 
     # State.

@@ -26,8 +26,9 @@ from gossip_modules.engine.engine import LockstepEngine, SyncEngine
 from gossip_modules.extend import Algorithm, PushPull
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager import BaseGraph
+from gossip_modules.graph_manager.named_graphs import undirected_ring
 from gossip_modules.membership.links import LinkTransport
-from gossip_modules.mixing_manager import MixingManager
+from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager
 from gossip_modules.rounds.memory import Memory
 from gossip_modules.rounds.rounds import Rounds, mixer_of
 from gossip_modules.schedule import Schedule
@@ -52,9 +53,7 @@ class Worker(ScriptedWorker):
         self.given: tuple[dict[str, Any], Tensor] | None = None
 
     def mixing_of_size(self, size: int) -> MixingManager:
-        mixing = self.rule.default_mixing(size)
-        assert mixing is not None
-        return mixing
+        return self.rule.default_mixing(size) or MetropolisHastingsMixing(undirected_ring(size))
 
     def turn_to(self, mixing: MixingManager, transport: LinkTransport, *, is_first: bool) -> None:
         if self.engine is None:
