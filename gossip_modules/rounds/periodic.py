@@ -81,7 +81,7 @@ class Periodic(Algorithm):
 
     @property
     def is_in_pieces(self) -> bool:
-        """Whether rounds need the driver `Pieces`."""
+        """Whether rounds run in pieces: see `Rounds`."""
         return self.num_fragments > 1 or self.delay > 0 or self.anchor_device is not None
 
     @property
