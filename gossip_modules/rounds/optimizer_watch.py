@@ -213,7 +213,7 @@ class GroupRates:
         self.num_steps = num_steps
 
     def count(self, optimizer: Optimizer) -> None:
-        """Rates <- their mean over the steps, the last of which has just ended. Equal rates stay exactly equal."""
+        """Include a step that has ended: rates <- the mean over the steps. Equal rates stay exactly equal."""
         self.num_steps += 1
         for k, now in enumerate(_rates_of(optimizer)):
             mean = self.rates[k]

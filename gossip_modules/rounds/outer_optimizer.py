@@ -149,7 +149,7 @@ def carried_state(
     """Make the state of an optimizer from the states of optimizers whose vectors have other tensors.
 
     Values for each element follow their tensors, and are zero for new tensors. Other values, such as a count of steps,
-    and the settings are those of the first state.
+    and the settings come from the first state.
 
     Args:
         states: for each optimizer the places of its tensors, None for the places of the new one; and its state.

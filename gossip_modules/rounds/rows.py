@@ -226,14 +226,14 @@ class StackedMail(Mail):
         return StackedMessage(code, ())
 
     def row_of(self, messages: Sequence[Message]) -> Received:
-        """Return the reply to `Share`; the only message is that of all ranks."""
+        """Return the reply to `Share`; the only message contains the messages of all ranks."""
         assert self._stacked is not None, "the algorithm asks for peers, but there is no graph"
         rows = self._stacked.round(self._t)
         pairs = [(column(rows.weights[:, k]), torch.from_numpy(rows.peers[:, k])) for k in range(rows.peers.shape[1])]
         return StackedReceived(cast("StackedMessage", messages[0]), [(column(rows.own - 1), None), *pairs])
 
     def all_of(self, messages: Sequence[Message]) -> Received:
-        """Return the reply to `Gather`; the only message is that of all ranks."""
+        """Return the reply to `Gather`; the only message contains the messages of all ranks."""
         everyone = torch.arange(self._num_ranks, device="cpu").split(1)
         return StackedReceived(cast("StackedMessage", messages[0]), [(1.0, rank) for rank in everyone])
 
