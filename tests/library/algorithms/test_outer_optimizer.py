@@ -133,21 +133,21 @@ def test_what_cannot_step_the_anchor_is_refused_when_the_model_is_wrapped(
                 DiLoCo(2, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
                 DiLoCo(2, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.1)),
             ),
-            "Adam with .*expected .*SGD with",
+            r"Adam \(.*expected .*SGD \(",
         ),
         (
             (
                 DiLoCo(2, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
                 DiLoCo(2, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2)),
             ),
-            "'lr': 0.2.*expected .*'lr': 0.1",
+            " lr: 0.2 .*expected .* lr: 0.1 ",
         ),
         (
             (
                 DiLoCo(2, optimizer=lambda parameters: torch.optim.SGD([{"params": [*parameters], "lr": 0.1}], lr=1.0)),
                 DiLoCo(2, optimizer=lambda parameters: torch.optim.SGD([{"params": [*parameters], "lr": 0.2}], lr=1.0)),
             ),
-            "'lr': 0.2.*expected .*'lr': 0.1",
+            " lr: 0.2 .*expected .* lr: 0.1 ",
         ),
         ((SlowMo(2), SlowMo(2, inner_lr="optimizer")), "inner_lr=optimizer.*expected .*inner_lr=None"),
     ],
