@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,7 @@ def test_a_page_that_was_edited_by_hand_is_named(
 ) -> None:
     monkeypatch.setattr(pages, "DOCS", tmp_path / "docs")
     monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "texts", functools.cache(pages.texts))  # which take seconds
     monkeypatch.setattr(sys, "argv", ["pages"])
     assert pages.main() == 0
     monkeypatch.setattr(sys, "argv", ["pages", "--check"])

@@ -37,6 +37,7 @@ def test_delays_fall_into_files_that_exist() -> None:
 EPISODES = sorted({(race.engine, race.seed, race.length) for race in RACES})
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("engine", "seed", "length"), EPISODES)
 def test_nothing_is_found_without_a_race(engine: str, seed: int, length: int) -> None:
     """In the same episodes."""

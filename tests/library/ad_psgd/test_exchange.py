@@ -72,8 +72,7 @@ class Rank:
         return float(self.x.segments[0][0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("weight", [0.5, 0.25])
+@pytest.mark.parametrize(("weight", "dtype"), [(0.5, torch.float32), (0.25, torch.float64), (0.25, torch.bfloat16)])
 def test_both_ends_move_by_opposite_corrections(weight: float, dtype: torch.dtype) -> None:
     def body(group: dist.ProcessGroup) -> float:
         me = Rank(group, start=8.0 * group.rank(), dtype=dtype)

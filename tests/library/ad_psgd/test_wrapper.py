@@ -34,7 +34,7 @@ def one_exchange(wrapper: BilatGossipDataParallel, meeting: Meeting) -> None:
 # No update is lost.
 
 
-@pytest.mark.parametrize(("n", "num_exchanges"), [(1, 0), (2, 200), (3, 200), (4, 400), (5, 200)])
+@pytest.mark.parametrize(("n", "num_exchanges"), [(1, 0), (2, 200), (5, 200)])
 def test_without_gradients_the_sum_stays_and_the_spread_vanishes(n: int, num_exchanges: int) -> None:
     """So many concurrent exchanges, while training threads apply what they bring."""
     meeting = Meeting(n)
@@ -61,8 +61,7 @@ def test_without_gradients_the_sum_stays_and_the_spread_vanishes(n: int, num_exc
     assert sum(counts[1::2]) == sum(counts[0::2]) >= num_exchanges
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize(("make", "n"), [(sgd, 4), (adamw, 3)])
 def test_the_mean_is_that_of_all_applied_updates(make: Callable[..., torch.optim.Optimizer], n: int) -> None:
     """sum_i x_i = sum_i x_i(0) + sum of what each optimizer has added, to its own rank, at its own pace."""
     meeting = Meeting(n)
@@ -119,9 +118,9 @@ class Constant(nn.Module):
         return self.values.sum() * x
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_no_model_is_torn(n: int) -> None:
+def test_no_model_is_torn() -> None:
     """Neither what a rank trains, nor what it receives from a peer that takes steps meanwhile."""
+    n = 3
     meeting = Meeting(n)
 
     def body(group: dist.ProcessGroup) -> tuple[float, int]:

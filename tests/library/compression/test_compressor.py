@@ -17,7 +17,7 @@ from gossip_modules.compression.quantizer import QSGD, SignNorm
 from gossip_modules.compression.sparsifier import RandomK, TopK
 from tests.library.compression.cases import CASES, energy, kept
 
-DIMENSIONS = [0, 1, 7, 8, 9, 63, 64, 65, 1000, 70_000, 200_000]
+DIMENSIONS = [0, 1, 7, 8, 9, 63, 64, 65, 1000, 70_000]
 DEVICES = [
     "cpu",
     pytest.param(
@@ -77,7 +77,7 @@ def test_round_trip_is_the_dense_oracle(name: str, dtype: torch.dtype, device: s
 def test_all_rows_at_once_are_the_messages_one_by_one(name: str, dtype: torch.dtype) -> None:
     compressor = CASES[name].make()
     assert compressor.takes_rows
-    for n, d in ((3, 0), (1, 7), (4, 1000), (2, 200_000)):
+    for n, d in ((3, 0), (1, 7), (4, 1000), (2, 70_001)):
         x = torch.stack([vector(d, dtype, seed) for seed in range(n)])
         expected = torch.stack([decompressed(compressor, row, t=3) for row in x])
         torch.testing.assert_close(compressor.decompressed(x, t=3), expected, rtol=0, atol=0)
@@ -86,14 +86,14 @@ def test_all_rows_at_once_are_the_messages_one_by_one(name: str, dtype: torch.dt
 @pytest.mark.parametrize("d", [64, 1000])
 @pytest.mark.parametrize("name", CASES)
 def test_error_is_what_the_paper_says(name: str, d: int) -> None:
-    """On average over 200 rounds, within 4 standard errors; on vectors dense, of few large entries, and of one."""
-    compressor = CASES[name].make()
+    """On average, within 4 standard errors; on vectors that are dense, of few large entries, and of one."""
+    compressor, num_rounds = CASES[name].make(), 1
+    if CASES[name].is_random:
+        num_rounds = 200 if d == 64 else 50
     one = torch.zeros(d)
     one[d // 3] = -2.0
     for x in (vector(d), vector(d).exp().pow(3), one, torch.ones(d)):
-        errors = [
-            energy((x - decompressed(compressor, x, t)).numpy()) for t in range(200 if CASES[name].is_random else 1)
-        ]
+        errors = [energy((x - decompressed(compressor, x, t)).numpy()) for t in range(num_rounds)]
         slack = 4 * np.std(errors) / math.sqrt(len(errors)) + 1e-6 * energy(x.numpy())
         assert np.mean(errors) <= CASES[name].error(x.numpy()) + slack
 

@@ -19,6 +19,7 @@ from gossip_modules import (
     StreamingDiLoCo,
 )
 from gossip_modules.transport.process_group import ProcessGroupTransport
+from tests.harness.cases import each_once
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.ranks import TIMEOUT, assert_no_gossip_threads, run_ranks
 
@@ -58,8 +59,9 @@ def delay_collectives(wrapper: GossipDataParallel) -> None:
     wrapper.settle = note_and_settle  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("call", ["averaged_state_dict", "average_", "consensus_distance"])
+@pytest.mark.parametrize(
+    ("options", "call"), each_once(OPTIONS, ["averaged_state_dict", "average_", "consensus_distance"]), ids=str
+)
 def test_it_is_the_same_call_on_a_rank_whose_gossip_thread_is_late(options: dict[str, Any], call: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
         wrapper = GossipDataParallel(mlp(), process_group=group, **options)

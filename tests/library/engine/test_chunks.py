@@ -26,6 +26,7 @@ from gossip_modules.mixing_manager import (
     MixingManager,
     UniformMixing,
 )
+from tests.harness.cases import each_once
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.library.engine.vectors import BOTH, CHUNK, DIGRAPH, random_vector, wide
 
@@ -185,10 +186,10 @@ def bound(gossiper: PushPull, mixing: MixingManager, group: dist.ProcessGroup) -
     return gossiper
 
 
-@pytest.mark.parametrize(("make", "mixing"), MIXINGS.values(), ids=MIXINGS.keys())
-@pytest.mark.parametrize("name", ["one segment", "mixed"])
-def test_rounds_in_chunks_give_the_bits_of_the_whole(make: type[PushPull], mixing: MixingManager, name: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), each_once(list(MIXINGS), ["one segment", "mixed"]))
+def test_rounds_in_chunks_give_the_bits_of_the_whole(kind: str, name: str) -> None:
     """Synchronous and as a correction, with as many bytes sent."""
+    make, mixing = MIXINGS[kind]
     layout = LAYOUTS[name]
 
     def rounds(gossiper: PushPull, rank: int) -> list[FlatVector]:

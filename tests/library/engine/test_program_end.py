@@ -106,7 +106,7 @@ def end_without_close(rank: int, is_kept: bool) -> list[int]:
 
 @pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore:a BilatGossipDataParallel was lost without close:ResourceWarning")
-@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("is_kept", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_a_rank_that_ends_without_close_is_no_dead_one(is_kept: bool) -> None:
     outcomes = run_processes(2, end_without_close, is_kept)
     assert [outcome.result for outcome in outcomes] == [[], [0]]

@@ -26,6 +26,7 @@ from gossip_modules import (
     TopK,
     gossip,
 )
+from tests.harness.cases import each_once
 from tests.harness.problems import fill_
 from tests.harness.processes import run_processes
 from tests.harness.ranks import run_ranks
@@ -90,10 +91,10 @@ class Personal(nn.Module):
 NAMES = ["own.weight", "own.bias", "scale", "frozen", "norm.running_mean", "norm.running_var", "table"]
 
 
-@pytest.mark.parametrize("how", LISTS)
-@pytest.mark.parametrize(("make", "options"), WRAPPERS.values(), ids=WRAPPERS)
-def test_what_is_ignored_is_as_without_gossip(make: Make, options: dict[str, Any], how: str) -> None:
+@pytest.mark.parametrize(("name", "how"), each_once(list(WRAPPERS), list(LISTS)))
+def test_what_is_ignored_is_as_without_gossip(name: str, how: str) -> None:
     """At the start, in rounds, in averages and in the averaged state dict; what it learns it learns alone."""
+    make, options = WRAPPERS[name]
     steps = 4
 
     def alone(rank: int, shared: list[dict[str, Tensor]]) -> Personal:

@@ -21,6 +21,7 @@ from gossip_modules import (
     Schedule,
     gossip,
 )
+from tests.harness.cases import each_once
 from tests.harness.problems import fill_
 from tests.harness.ranks import run_ranks
 
@@ -196,8 +197,7 @@ def train(wrapper: Any, module: nn.Module, rank: int, num_steps: int, *, prune_a
 AVERAGED = ["SGP", "overlapped", "local SGD", "DiLoCo", "in place", "AD-PSGD", "WAGMA", "AR"]
 
 
-@pytest.mark.parametrize("name", AVERAGED)
-@pytest.mark.parametrize("normed", [spectral_norm, parametrizations.spectral_norm], ids=["hook", "parametrization"])
+@pytest.mark.parametrize(("name", "normed"), each_once(AVERAGED, [spectral_norm, parametrizations.spectral_norm]))
 def test_the_spectral_norm_of_the_averaged_model_is_1(normed: Callable[[nn.Module], nn.Module], name: str) -> None:
     make, options = WRAPPERS[name]
 

@@ -48,7 +48,7 @@ def test_the_rows_are_the_methods_of_the_wrapper() -> None:
     assert set(ROWS) - set(TITLES) == in_rounds
 
 
-SAMPLE = ("sgp", "choco", "powergossip", "diloco", "slowmo", "gasloc", "d2", "qgdsgdm")
+SAMPLE = ("sgp", "choco", "diloco", "d2")
 """Rows that every run of the tests measures; the long tests measure the others."""
 
 

@@ -26,7 +26,7 @@ def members(rank: int, t: int, *, n: int, size: int) -> tuple[int, ...]:
     return ButterflyGroups(n, group_size=size).members(rank, t)
 
 
-@pytest.mark.parametrize(("n", "size"), [(2, 2), (4, 2), (8, 4), (8, 2), (3, 2), (5, 4)])
+@pytest.mark.parametrize(("n", "size"), [(2, 2), (8, 4), (5, 4)])
 def test_ranks_on_time_get_the_mean_of_their_group(n: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     num_rounds = 3
     be_on_time(monkeypatch)
@@ -217,7 +217,7 @@ def test_simultaneous_activators_run_each_average_once(monkeypatch: pytest.Monke
     assert runs == {(rank, t): 1 for rank in range(n) for t in range(num_rounds)}
 
 
-@pytest.mark.parametrize(("n", "seed", "overlap"), [(4, 1, False), (6, 2, False), (4, 3, True), (6, 4, True)])
+@pytest.mark.parametrize(("n", "seed", "overlap"), [(6, 2, False), (4, 3, True)])
 def test_random_delays(n: int, seed: int, overlap: bool) -> None:
     """Global averages make all equal, staleness stays below the period, no model is torn, all end in one round."""
     period, num_rounds = 5, 23
@@ -354,7 +354,7 @@ def test_a_slow_rank_skips_what_others_have_passed() -> None:
     assert run_ranks(2, body)[1] == [1, 2, 3, 12]
 
 
-@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("n", [2, 5])
 def test_ranks_that_settle_serve_those_who_train(n: int) -> None:
     def body(group: dist.ProcessGroup) -> tuple[int, float]:
         rank = Rank(group, period=4)

@@ -193,7 +193,7 @@ def lose_a_rank(rank: int, victim: int, how: str) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("victim", "how"), [(0, "train"), (1, "averaged")])
+@pytest.mark.parametrize(("victim", "how"), [(0, "train"), pytest.param(1, "averaged", marks=pytest.mark.soak)])
 def test_a_killed_process_is_named_by_all_at_once(victim: int, how: str) -> None:
     outcomes = run_processes(4, lose_a_rank, victim, how, expect_result=False)
     assert outcomes[victim].exit_code == -signal.SIGKILL

@@ -28,7 +28,7 @@ def group_average(group: dist.ProcessGroup, group_size: int) -> GroupAverage:
     return GroupAverage(groups, ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
 
 
-@pytest.mark.parametrize(("n", "size"), [(2, 2), (3, 2), (4, 2), (4, 4), (5, 4), (6, 2), (6, 4), (7, 4), (8, 4)])
+@pytest.mark.parametrize(("n", "size"), [(2, 2), (4, 4), (5, 4), (6, 2), (8, 4)])
 def test_members_get_their_mean_with_equal_bits(n: int, size: int) -> None:
     def body(group: dist.ProcessGroup) -> list[list[Tensor]]:
         average = group_average(group, size)

@@ -35,6 +35,7 @@ from gossip_modules.mixing_manager import MetropolisHastingsMixing, UniformMixin
 from gossip_modules.rounds.mixer import Mixer
 from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.simple_distributed import SimpleGossipDataParallel
+from tests.harness.cases import each_once
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
 from tests.harness.processes import run_processes
 from tests.harness.progress import round_of
@@ -186,11 +187,8 @@ def test_a_sharded_optimizer_of_another_model_is_nothing_to_us() -> None:
 # One module, one wrapper.
 
 
-@pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize("first", KEEPERS)
-def test_a_module_is_in_one_wrapper_until_that_is_closed(first: str, step: int) -> None:
-    names = list(KEEPERS)  # each with itself, and with the next
-    second = names[(names.index(first) + step) % len(names)]
+@pytest.mark.parametrize(("first", "second"), each_once(list(KEEPERS), [*KEEPERS][1:] + [*KEEPERS][:1]))
+def test_a_module_is_in_one_wrapper_until_that_is_closed(first: str, second: str) -> None:
     module = mlp()
     plain = type(module)
     wrapper = KEEPERS[first](module)

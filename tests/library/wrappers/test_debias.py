@@ -18,6 +18,7 @@ from gossip_modules.flat.buffer import FlatBuffer
 from gossip_modules.flat.step_hooks import STEP_HOOKS
 from gossip_modules.wrappers.debias import Debias, Form
 from gossip_modules.wrappers.gossip import GossipDataParallel
+from tests.harness.cases import each_once
 from tests.harness.problems import loss_of, mlp, sgd, train_step
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
@@ -84,8 +85,7 @@ def a_copy(wrapper: GossipDataParallel) -> Tensor:
 ENTRIES = [training_forward, forward_without_gradients, evaluation, state, a_copy]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("look", ENTRIES)
+@pytest.mark.parametrize(("look", "overlap"), each_once(ENTRIES, [False, True]))
 def test_after_a_step_that_raises_the_next_use_sees_the_estimate(
     look: Callable[[GossipDataParallel], Tensor], overlap: bool
 ) -> None:

@@ -95,7 +95,7 @@ def test_the_sick_rank_is_named_and_no_model_is_touched(options: dict[str, Any],
     "schedule",
     [
         Schedule(gossip_every=2, average_every=2),
-        *(ConsensusControl(0.3, is_relative=False, gossip_every=k) for k in (1, 2)),
+        ConsensusControl(0.3, is_relative=False, gossip_every=2),
     ],
 )
 def test_who_mends_its_model_takes_the_step_again(schedule: Schedule | ConsensusControl) -> None:
@@ -129,7 +129,6 @@ def test_who_mends_its_model_takes_the_step_again(schedule: Schedule | Consensus
 @pytest.mark.parametrize(
     ("gossiper", "options"),
     [
-        (lambda: Choco(SignNorm(), step_size=0.3), {}),
         (lambda: Choco(SignNorm(), step_size=0.3), {"schedule": Schedule(gossip_every=2, average_every=3)}),
         (PowerGossip, {}),
     ],
@@ -165,7 +164,7 @@ def test_overlapped_messages_that_change_the_state_are_looked_at_before_they_are
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", MODES[:3])
 def test_rounds_with_the_sick_rank_are_left_out(options: dict[str, Any]) -> None:
     def body(group: dist.ProcessGroup) -> tuple[Tensor, float]:
         wrapper = wrap(mlp(group.rank()), group, on_nonfinite="skip", schedule=Schedule(average_every=5), **options)
@@ -226,7 +225,7 @@ def test_averages_after_rounds_that_were_left_out(options: dict[str, Any]) -> No
     assert abs(sum(run_ranks(4, body)) - 4) > 0.1
 
 
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", MODES[1:3])
 def test_it_spreads_where_it_may(options: dict[str, Any]) -> None:
     def body(group: dist.ProcessGroup) -> bool:
         wrapper = wrap(mlp(group.rank()), group, on_nonfinite="spread", **options)
@@ -241,7 +240,7 @@ def test_it_spreads_where_it_may(options: dict[str, Any]) -> None:
     assert run_ranks(4, body) == [False] * 4
 
 
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("options", MODES[1:3])
 def test_large_finite_models_are_no_error(options: dict[str, Any]) -> None:
     def body(group: dist.ProcessGroup) -> Tensor:
         model = mlp()

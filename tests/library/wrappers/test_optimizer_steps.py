@@ -26,6 +26,7 @@ from gossip_modules import (
     Schedule,
     gossip,
 )
+from tests.harness.cases import each_once
 from tests.harness.problems import batch, fill_, loss_of, mlp, sgd, train_step
 from tests.harness.progress import step_of
 from tests.harness.ranks import run_ranks, solo_group
@@ -417,10 +418,11 @@ def skip_by_hand(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer,
         optimizer.step()
 
 
-@pytest.mark.parametrize("skip", [skip_by_scaler, skip_by_hand])
-@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("where", ["before the forward", "after the forward"])
-@pytest.mark.parametrize("rounds", ["forward", "step"])
+@pytest.mark.parametrize(
+    ("rounds", "set_to_none", "skip"),
+    [("forward", True, skip_by_hand), ("forward", False, skip_by_scaler), ("step", True, skip_by_scaler)],
+)
 def test_a_rank_that_leaves_out_steps_takes_part_in_all_rounds(
     rounds: str, where: str, set_to_none: bool, skip: Callable[..., None]
 ) -> None:
@@ -506,8 +508,10 @@ def test_rounds_after_steps_train_as_those_before_forwards_and_mix_once_more() -
             torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize("rounds", ["step", "manual"])
-@pytest.mark.parametrize("options", [{"algorithm": DiLoCo(sync_every=3)}, {"algorithm": D2()}, {"overlap": True}])
+@pytest.mark.parametrize(
+    ("options", "rounds"),
+    each_once([{"algorithm": DiLoCo(sync_every=3)}, {"algorithm": D2()}, {"overlap": True}], ["step", "manual"]),
+)
 def test_methods_do_the_same_whenever_rounds_run(options: dict[str, Any], rounds: str) -> None:
     """An anchor is the model before the first step, and every third step is an outer step."""
 

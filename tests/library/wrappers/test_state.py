@@ -24,6 +24,7 @@ from gossip_modules import (
 from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.wrappers.base import GossipWrapper
 from gossip_modules.wrappers.state import place_of
+from tests.harness.cases import each_once
 from tests.harness.problems import adamw, fill_, loss_of, mlp, net, sgd, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
@@ -224,8 +225,7 @@ def test_load_state_dict_with_assign_keeps_gossiping(options: dict[str, Any]) ->
     torch.testing.assert_close(first, second)  # two ranks agree after one round of any W = J
 
 
-@pytest.mark.parametrize("graph", [RingGraph(2), RingGraph(3), irregular()], ids=str)
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize(("graph", "options"), each_once([RingGraph(2), RingGraph(3), irregular()], MODES), ids=str)
 def test_its_own_state_assigned_makes_parameters_that_are_noticed(
     options: dict[str, Any], graph: NetworkXGraph
 ) -> None:
@@ -279,8 +279,7 @@ def notice(wrapper: GossipWrapper, how: str) -> None:
 HOW_NOTICED = ["train", "eval", "flush", "double", "inner double"]
 
 
-@pytest.mark.parametrize("how", HOW_NOTICED)
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize(("how", "options"), each_once(HOW_NOTICED, MODES))
 def test_parameters_unfrozen_after_wrapping_gossip(options: dict[str, Any], how: str) -> None:
     def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         model = mlp(group.rank())
@@ -303,8 +302,7 @@ def test_parameters_unfrozen_after_wrapping_gossip(options: dict[str, Any], how:
     torch.testing.assert_close(whole, mean.to(whole))
 
 
-@pytest.mark.parametrize("how", HOW_NOTICED)
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize(("how", "options"), each_once(HOW_NOTICED, MODES))
 def test_parameters_frozen_after_wrapping_are_averaged_once_and_stay(options: dict[str, Any], how: str) -> None:
     def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
         model = mlp(group.rank())
@@ -332,8 +330,7 @@ def test_parameters_frozen_after_wrapping_are_averaged_once_and_stay(options: di
         torch.testing.assert_close(last, torch.full_like(last, 0.5))
 
 
-@pytest.mark.parametrize("inner", [False, True])
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize(("inner", "options"), each_once([False, True], MODES))
 def test_a_cast_keeps_gossiping(options: dict[str, Any], inner: bool) -> None:
     def body(group: dist.ProcessGroup) -> Tensor:
         wrapper = wrap(mlp(group.rank()), group, **options)
@@ -362,8 +359,7 @@ class Tokens(nn.Module):
         return self.head(self.patches(x).mean((2, 3)) + self.token[:, 0])
 
 
-@pytest.mark.parametrize("change", ["channels_last", "assign"])
-@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize(("change", "options"), each_once(["channels_last", "assign"], MODES))
 def test_a_change_in_the_middle_of_the_module_keeps_gossiping(options: dict[str, Any], change: str) -> None:
     """The first and the last tensor stay where they are."""
 
@@ -397,8 +393,7 @@ WRAPPERS: list[Callable[..., GossipWrapper]] = [
 ]
 
 
-@pytest.mark.parametrize("make", WRAPPERS)
-@pytest.mark.parametrize("rank0_only", [True, False])
+@pytest.mark.parametrize(("make", "rank0_only"), each_once(WRAPPERS, [True, False]))
 def test_the_averaged_state_dict_is_that_of_a_bare_model(make: Callable[..., GossipWrapper], rank0_only: bool) -> None:
     def body(group: dist.ProcessGroup) -> tuple[Tensor, dict[str, Tensor]]:
         model = mlp(group.rank())

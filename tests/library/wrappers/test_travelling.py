@@ -19,14 +19,12 @@ from gossip_modules import (
     ConsensusControl,
     DiLoCo,
     GossipDataParallel,
-    NoLoCo,
     PowerGossip,
     RelaySGD,
     RingGraph,
     Schedule,
     SignNorm,
     SlowMo,
-    Sparta,
     StreamingDiLoCo,
 )
 from tests.harness.progress import step_of
@@ -34,21 +32,16 @@ from tests.harness.ranks import run_ranks, solo_group
 
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "SGP": dict,
-    "Overlap SGP": lambda: {"overlap": True},
     "Overlap SGP, stale": lambda: {"overlap": True, "max_staleness": 1},
     "push-sum": lambda: {"graph": RingGraph(4), "mixing": None},
-    "D-PSGD": lambda: {"push_sum": False, "graph": "ring"},
     "Local SGD": lambda: {"schedule": Schedule(gossip_every=4, average_every=1)},
     "controlled": lambda: {"push_sum": False, "graph": "ring", "schedule": ConsensusControl(target=0.5)},
     "Choco": lambda: {"algorithm": Choco(SignNorm(), step_size=0.3)},
-    "PowerGossip": lambda: {"algorithm": PowerGossip()},
     "PowerGossip, overlap": lambda: {"algorithm": PowerGossip(), "overlap": True},
     "RelaySGD": lambda: {"algorithm": RelaySGD()},
-    "SPARTA": lambda: {"algorithm": Sparta(0.5)},
     "D2": lambda: {"algorithm": D2()},
     "DiLoCo": lambda: {"algorithm": DiLoCo(sync_every=3)},
     "StreamingDiLoCo": lambda: {"algorithm": StreamingDiLoCo(sync_every=4, fragments=2, delay=1)},
-    "NoLoCo": lambda: {"algorithm": NoLoCo(sync_every=3)},
     "SlowMo": lambda: {"algorithm": SlowMo(sync_every=3)},
 }
 ANY_METHOD = pytest.mark.parametrize("method", METHODS)
