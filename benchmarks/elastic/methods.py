@@ -10,8 +10,10 @@ import networkx as nx
 from torch import nn
 
 from gossip_modules import (
+    AllReduceDataParallel,
     BilatGossipDataParallel,
     Choco,
+    DiLoCo,
     GossipDataParallel,
     GroupAverageDataParallel,
     MatchaGraph,
@@ -19,7 +21,6 @@ from gossip_modules import (
     RingGraph,
     SignNorm,
 )
-from gossip_modules.wrappers.base import GossipWrapper
 
 
 def ring(n: int) -> RingGraph:
@@ -42,7 +43,7 @@ def choco(module: nn.Module, **options: Any) -> GossipDataParallel:
     return GossipDataParallel(module, algorithm=Choco(SignNorm(), step_size=0.4), **options)
 
 
-METHODS: Mapping[str, Callable[..., GossipWrapper]] = {
+METHODS: Mapping[str, Callable[..., Any]] = {
     "SGP": GossipDataParallel,
     "Overlap SGP": partial(GossipDataParallel, overlap=True),
     "D-PSGD, ring": partial(GossipDataParallel, push_sum=False, graph=ring),
@@ -51,6 +52,8 @@ METHODS: Mapping[str, Callable[..., GossipWrapper]] = {
     "CHOCO": choco,
     "WAGMA": GroupAverageDataParallel,
     "AD-PSGD": BilatGossipDataParallel,
+    "AllReduce": AllReduceDataParallel,
+    "DiLoCo": partial(GossipDataParallel, algorithm=DiLoCo(sync_every=10)),
 }
 """Each is called with a module and options, such as `membership`."""
 HAS_MESSAGES_IN_FLIGHT = ("Overlap SGP",)

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from gossip_modules.dpwa.averager import PairwiseWorker
 from tests.harness.reference import flatten
 
 
 def engine_of(wrapper: Any) -> Any:
     """The engine, for tests that make it fail or hold it up."""
-    return wrapper._local.engine
+    return wrapper._engine if isinstance(wrapper, PairwiseWorker) else wrapper._local.engine
 
 
 def state_of(wrapper: Any) -> Any:

@@ -41,10 +41,9 @@ def swap_out(module: nn.Module, saved: list[Tensor]) -> None:
 
 
 def mail_to(wrapper: BilatGossipDataParallel) -> None:
-    shared = engine_of(wrapper).shared
-    correction = shared.host_vector()
+    correction = wrapper._local.vector.like()
     correction.segments[0].fill_(1.0)
-    shared.deliver(correction, alpha=1.0)
+    engine_of(wrapper).shared.deliver(correction, alpha=1.0, step=0)
 
 
 class Mailed:
