@@ -34,6 +34,7 @@ from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from tests.harness.problems import adamw, fill_, mlp, net, sgd, train_step
 from tests.harness.processes import run_processes
+from tests.harness.progress import local_of
 from tests.harness.ranks import TIMEOUT, run_ranks
 from tests.harness.reference import Snapshot, flatten
 from tests.library.algorithms.contract import vector_of
@@ -242,7 +243,7 @@ def train_over_nccl(rank: int) -> list[Tensor]:
     results = []
     for make, options in MODES:
         wrapper = make(net(rank).cuda(), graph=irregular_digraph(2), init_sync=False, **options)
-        assert wrapper._local.transport.backend == "nccl"
+        assert local_of(wrapper).transport.backend == "nccl"
         optimizer = sgd(wrapper)
         for step in range(STEPS):
             train_step(wrapper, optimizer, rank, step)

@@ -11,6 +11,7 @@ from gossip_modules import BilatGossipDataParallel, GroupAverageDataParallel, Pa
 from gossip_modules.ad_psgd.shared_model import SharedModel
 from gossip_modules.extend import FlatBuffer, FlatVector
 from tests.harness.problems import mlp, sgd, train_step
+from tests.harness.progress import local_of
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
 
@@ -60,7 +61,7 @@ def test_ad_psgd_keeps_the_mean_and_agrees() -> None:
         module = mlp(seed=group.rank()).cuda()
         before = flatten(module).cpu()
         wrapper = BilatGossipDataParallel(module, process_group=group, init_sync=False)
-        assert wrapper._local.transport.device.type == "cpu"
+        assert local_of(wrapper).transport.device.type == "cpu"
         for _ in range(60):
             forwards(wrapper, 1)
             wrapper.settle()

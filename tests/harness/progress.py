@@ -10,9 +10,14 @@ from gossip_modules.dpwa.averager import PairwiseWorker
 from tests.harness.reference import flatten
 
 
+def local_of(wrapper: Any) -> Any:
+    """The model of this rank in a wrapper, for tests of its parts."""
+    return wrapper._local
+
+
 def engine_of(wrapper: Any) -> Any:
     """The engine, for tests that make it fail or hold it up."""
-    return wrapper._engine if isinstance(wrapper, PairwiseWorker) else wrapper._local.engine
+    return wrapper._engine if isinstance(wrapper, PairwiseWorker) else local_of(wrapper).engine
 
 
 def state_of(wrapper: Any) -> Any:
@@ -28,6 +33,11 @@ def step_of(wrapper: Any) -> int:
 def round_of(wrapper: Any) -> int:
     """The rounds that were started so far."""
     return int(state_of(wrapper)["t"])
+
+
+def weight_of(wrapper: Any) -> float:
+    """The push-sum weight."""
+    return float(wrapper.get_extra_state()["weight"])
 
 
 def take_corrections(wrapper: Any) -> bool:

@@ -28,6 +28,7 @@ from gossip_modules.wrappers.other_names import (
     WAGMA_ARGUMENTS,
     WORKING,
 )
+from tests.harness.progress import local_of, weight_of
 from tests.harness.ranks import solo_group
 
 IMPORTS: Mapping[str, tuple[str, ...]] = {
@@ -226,11 +227,11 @@ def test_the_all_reduce_wrapper_has_them_too() -> None:
 
 def test_sgp_weights_are_read() -> None:
     model = wrapped(graph=lambda n: gm.graph_manager.NetworkXGraph(nx.empty_graph(n)))
-    model._local.buffer.vector.push_sum_weight.fill_(0.5)
+    local_of(model).buffer.vector.push_sum_weight.fill_(0.5)
     weight, _, _ = said(lambda: model.ps_weight)
     assert weight.item() == 0.5
     weight.fill_(3.0)
-    assert model._local.buffer.vector.push_sum_weight.item() == 0.5
+    assert weight_of(model) == 0.5
     model.close()
 
 

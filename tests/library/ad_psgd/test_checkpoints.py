@@ -22,6 +22,7 @@ from gossip_modules.graph_manager import (
 )
 from tests.harness.named_group import NamedGroup
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
+from tests.harness.progress import local_of
 from tests.harness.ranks import TIMEOUT, run_ranks
 from tests.harness.reference import flatten
 from tests.library.ad_psgd.pairs import PATIENCE, Gate, Meeting, X, engine_of, is_active, one_exchange_double, wrap
@@ -207,7 +208,7 @@ def test_bytes_are_those_of_headers_replies_and_models() -> None:
         stats = wrapper.comm_stats()
         meeting.wait()  # a rank that closes sends SHUTDOWN, which the other one returns
         wrapper.close()
-        return stats["num_rounds"], stats["bytes_sent"], wrapper._local.buffer.vector.layout.num_bytes
+        return stats["num_rounds"], stats["bytes_sent"], local_of(wrapper).buffer.vector.layout.num_bytes
 
     passive, active = run_ranks(2, body)
     assert passive == (5, 5 * (REPLY_BYTES + passive[2]), passive[2])

@@ -26,6 +26,7 @@ from gossip_modules.graph_manager import (
 )
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.processes import Outcome, run_processes
+from tests.harness.progress import local_of
 from tests.harness.ranks import assert_no_gossip_threads, run_ranks, solo_group
 from tests.harness.reference import flatten
 from tests.library.ad_psgd.pairs import PATIENCE, Gate, Meeting, X, engine_of, is_active, wrap
@@ -228,7 +229,7 @@ def test_a_wrapper_that_is_lost_leaves_its_peers() -> None:
 def hang_up(wrapper: BilatGossipDataParallel) -> None:
     """What the others see at the end of a process: all connections of this rank close."""
     engine_of(wrapper).liveness.fail(ConnectionError("it dies"))  # its threads say nothing while connections close
-    wrapper._local.transport.close_connections()
+    local_of(wrapper).transport.close_connections()
     with pytest.raises(ConnectionError):
         wrapper.close()
 

@@ -28,7 +28,7 @@ from gossip_modules.membership import limits
 from gossip_modules.membership.links import LinkTransport, alone, connect_links
 from gossip_modules.testing import Chaos, Join, Kill, Worker
 from gossip_modules.wrappers.participant import Participant
-from tests.harness.progress import engine_of
+from tests.harness.progress import engine_of, local_of
 from tests.harness.ranks import TIMEOUT
 
 SECONDS = 60.0  # of any wait: nothing here should take as long
@@ -74,7 +74,7 @@ class Averaging:
             loss.backward()
             optimizer.step()
             if worker.rank in self.dying:  # so that it is known what it takes along
-                model._local.engine.withdraw()
+                local_of(model).engine.withdraw()
                 model.flush()
                 self.write("died", worker.rank, mean_of(net))
             stats = model.comm_stats()
@@ -268,7 +268,7 @@ def test_one_exchange_at_most_is_waited_for_where_a_generation_begins() -> None:
     engine: Any = engine_of(model)
     model(X)
     assert engine.shared.snapshots.is_open
-    world = model._local.world
+    world = local_of(model).world
     assert isinstance(world, Participant)
     world.flush()
     assert not engine.shared.snapshots.is_open, "peers that ask now get the reply: not yet"
@@ -276,7 +276,7 @@ def test_one_exchange_at_most_is_waited_for_where_a_generation_begins() -> None:
     engine._bilateral._exchanges.extend([under_way, later])
     ending = threading.Timer(0.1, under_way.set_result, [0.0])
     ending.start()
-    engine.rebind(engine.mixing, alone(membership.timeout), model._local.vector)
+    engine.rebind(engine.mixing, alone(membership.timeout), local_of(model).vector)
     assert under_way.done()
     model(X)
     assert engine.shared.snapshots.is_open

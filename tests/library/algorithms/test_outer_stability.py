@@ -25,7 +25,7 @@ from gossip_modules.rounds.memory import Memory
 from gossip_modules.rounds.requests import Mix, Vectors
 from gossip_modules.rounds.vector import Vector
 from tests.harness.problems import mlp
-from tests.harness.progress import engine_of
+from tests.harness.progress import engine_of, local_of
 from tests.harness.ranks import run_ranks
 
 
@@ -120,7 +120,7 @@ def test_a_generation_of_another_size_goes_on_without_another_look() -> None:
     def body(group: dist.ProcessGroup) -> None:
         wrapper = GossipDataParallel(mlp(), process_group=group, algorithm=GASLoC())
         unstable = default_mixing(RingGraph(8), push_sum=False)
-        engine_of(wrapper).rebind(unstable, wrapper._local.transport, wrapper._local.vector)
+        engine_of(wrapper).rebind(unstable, local_of(wrapper).transport, local_of(wrapper).vector)
         with pytest.raises(ValueError, match=r"GASLoC: got step_size=0.5 .* grow 1.19"):
             GASLoC().check(unstable)
         wrapper.close()

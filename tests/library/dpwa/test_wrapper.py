@@ -13,7 +13,7 @@ from torch import nn
 
 from gossip_modules.dpwa.interpolation import ClockInterpolation, ConstantInterpolation, LossInterpolation
 from tests.harness.problems import batch, mlp, net
-from tests.harness.progress import round_of, take_corrections
+from tests.harness.progress import local_of, round_of, take_corrections
 from tests.library.dpwa.workers import (
     ANY_PORT,
     REFUSED,
@@ -163,7 +163,7 @@ def test_wrappers_converge_to_each_other_while_they_train(workers: contextlib.Ex
     stats = group[0][1].comm_stats()
     assert stats["num_rounds"] >= 55
     assert stats["max_staleness"] == 0
-    assert stats["bytes_received"] > stats["num_rounds"] * group[0][1]._local.buffer.vector.layout.num_bytes
+    assert stats["bytes_received"] > stats["num_rounds"] * local_of(group[0][1]).buffer.vector.layout.num_bytes
 
 
 def test_a_forward_does_not_wait_for_a_fetch(workers: contextlib.ExitStack) -> None:

@@ -22,7 +22,7 @@ from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.mixing_manager import MixingWeights, UniformMixing
 from gossip_modules.transport.exchange import MAX_STAGED, Staging
 from tests.harness.problems import loss_of, sgd, train
-from tests.harness.progress import engine_of
+from tests.harness.progress import engine_of, local_of
 from tests.harness.ranks import CPU, TIMEOUT, HangUp, assert_no_gossip_threads, run_ranks
 from tests.harness.reference import Oracle, flatten, uniform
 from tests.library.engine.vectors import BOTH, CHUNK, DIGRAPH, random_vector, wide
@@ -174,7 +174,7 @@ def train_both(group: dist.ProcessGroup, **options: Any) -> list[Any]:
         wrapper = GossipDataParallel(
             wide(group.rank()), algorithm=gossiper, init_sync=False, process_group=group, **options
         )
-        assert len(gossiper.chunks(wrapper._local.vector)) == (7 if chunks else 1)
+        assert len(gossiper.chunks(local_of(wrapper).vector)) == (7 if chunks else 1)
         steps = train(wrapper, sgd(wrapper.module), group.rank(), 6)
         wrapper.close()
         stats = wrapper.comm_stats()

@@ -19,6 +19,7 @@ from gossip_modules.engine.engine import LockstepEngine
 from gossip_modules.extend import FlatVector, OverlapEngine, PushSum, SyncEngine
 from gossip_modules.mixing_manager import UniformMixing
 from tests.harness.problems import fill_, loss_of, mlp
+from tests.harness.progress import local_of
 from tests.harness.ranks import HangUp, assert_no_gossip_threads, gossip_threads, run_ranks
 
 PEER = 10.0  # what the peer always sends
@@ -346,7 +347,7 @@ def test_a_wrapper_raises_what_its_thread_met_and_closes() -> None:
             process_group=group,
             init_sync=False,
         )
-        if wrapper._local.transport.rank == 1:
+        if local_of(wrapper).transport.rank == 1:
             raise HangUp
         loss_of(wrapper, 0, 0)
         with pytest.raises(ConnectionError, match=r"rank 0: round 0: .*rank 1 failed after"):

@@ -29,6 +29,7 @@ from gossip_modules import (
 from tests.harness.cases import each_once
 from tests.harness.problems import fill_
 from tests.harness.processes import run_processes
+from tests.harness.progress import local_of
 from tests.harness.ranks import run_ranks
 from tests.library.dpwa.workers import introduce, wrap
 
@@ -169,13 +170,13 @@ def test_freezing_an_ignored_parameter_on_one_rank_changes_no_vector() -> None:
     def body(group: dist.ProcessGroup) -> bool:
         module = Personal(group.rank())
         wrapper = GossipDataParallel(module, process_group=group, ignore=NAMES, algorithm=DiLoCo(sync_every=2))
-        vector = wrapper._local.buffer.vector
+        vector = local_of(wrapper).buffer.vector
         for step in range(6):
             if step == 3 and group.rank() == 1:
                 module.own.requires_grad_(False)
             wrapper(torch.ones(2, 2)).sum().backward()
         wrapper.close()
-        return wrapper._local.buffer.vector is vector
+        return local_of(wrapper).buffer.vector is vector
 
     assert run_ranks(2, body) == [True, True]
 

@@ -31,7 +31,7 @@ from gossip_modules.membership.liveness.monitor import LivenessMonitor
 from gossip_modules.membership.roster import Roster
 from gossip_modules.membership.view import FailureReport, View
 from gossip_modules.membership.worker import LocalWorker
-from tests.harness.progress import round_of
+from tests.harness.progress import local_of, round_of, weight_of
 from tests.library.membership.test_membership import (
     SECONDS,
     Job,
@@ -98,7 +98,7 @@ def test_another_set_of_layers_is_refused_and_the_job_goes_on() -> None:
     job.until_live([worker])
     growing: Any = worker.model
     growing.is_growing = True
-    job.until(lambda: worker.wrapper is not None and len(worker.wrapper._local.buffer.tensors) == 4, "it travels")
+    job.until(lambda: worker.wrapper is not None and len(local_of(worker.wrapper).buffer.tensors) == 4, "it travels")
     other = member_of(job.store, min_workers=1)
     wrapper = GossipDataParallel(Growing(nn.Linear(4, 1)), membership=other)
     with pytest.raises(ValueError, match=r"got a donor that trains \['1.bias .* where this worker has \[\], expected"):
@@ -424,12 +424,12 @@ def test_who_came_late_to_its_first_generation_stays_in_the_next(monkeypatch: py
 def test_who_is_alone_has_weight_one() -> None:
     member = member_of(dist.HashStore(), min_workers=1)
     wrapper = GossipDataParallel(nn.Linear(2, 1), membership=member)
-    wrapper._local.buffer.vector.push_sum_weight.fill_(0.001)
-    before = wrapper._local.buffer.vector.raw.clone()
+    local_of(wrapper).buffer.vector.push_sum_weight.fill_(0.001)
+    before = local_of(wrapper).buffer.vector.raw.clone()
     assert member.job.participant is not None
     member.job.participant.at_step()
-    assert wrapper._local.buffer.vector.push_sum_weight.item() == 1.0
-    assert torch.equal(wrapper._local.buffer.vector.raw, before), "its estimate stays"
+    assert weight_of(wrapper) == 1.0
+    assert torch.equal(local_of(wrapper).buffer.vector.raw, before), "its estimate stays"
     wrapper.close()
 
 

@@ -25,7 +25,7 @@ from gossip_modules.membership.background_log import log
 from gossip_modules.membership.joining import Joining
 from gossip_modules.membership.view import Change
 from gossip_modules.transport.deadline import Deadline
-from tests.harness.progress import step_of
+from tests.harness.progress import local_of, step_of, weight_of
 from tests.harness.ranks import assert_no_gossip_threads, at_the_end
 from tests.library.membership.stores import serve
 
@@ -200,7 +200,7 @@ class Worker:
     @property
     def weight(self) -> float:
         assert self.wrapper is not None
-        return self.wrapper._local.buffer.vector.push_sum_weight.item()
+        return weight_of(self.wrapper)
 
 
 def close(workers: list[Worker]) -> None:
@@ -401,7 +401,7 @@ def test_averages_are_of_those_who_live() -> None:
         assert wrapper is not None
         distance = wrapper.consensus_distance()
         wrapper.average_()
-        found[k] = distance, wrapper._local.buffer.vector.raw.clone()
+        found[k] = distance, local_of(wrapper).buffer.vector.raw.clone()
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(average, range(2)))

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from gossip_modules import GossipDataParallel, Membership
 from gossip_modules.membership.roster import Roster
 from gossip_modules.membership.view import Change
 from tests.harness.problems import loss_of, mlp, sgd
-from tests.harness.progress import engine_of, round_of, step_of
+from tests.harness.progress import engine_of, local_of, round_of, step_of, weight_of
 from tests.harness.ranks import run_ranks
 from tests.library.membership.test_membership import SECONDS, _no_thread_stays, member_of
 from tests.library.membership.test_nodes import PER_NODE, Nodes
@@ -97,7 +96,7 @@ def train_into_a_generation(
         "begun": [(change.generation, change.step) for change in changes],
         "counts": (round_of(model), step_of(model)),
         "clock": member.worker.generations.clock if member.node is None or member.node.leads else NUM_STEPS - 1,
-        "is_turned": engine_of(model).gossiper.transport is model._local.transport,
+        "is_turned": engine_of(model).gossiper.transport is local_of(model).transport,
         "is_finite": all(bool(parameter.isfinite().all()) for parameter in model.parameters()),
     }
     model.close()
@@ -180,7 +179,7 @@ def freeze(model: GossipDataParallel) -> None:
 
 def lose_weight(model: GossipDataParallel) -> None:
     """Who is alone has the weight one in the next forward."""
-    model._local.buffer.vector.push_sum_weight.fill_(0.5)
+    local_of(model).buffer.vector.push_sum_weight.fill_(0.5)
 
 
 @pytest.mark.parametrize("what", [freeze, lose_weight])
@@ -189,7 +188,7 @@ def test_a_step_is_counted_once_where_infinities_were_in_flight(what: Callable[[
     model = wrapped(member)
     optimizer = sgd(model)
     raised: list[int] = []
-    weights: list[Tensor] = []
+    weights: list[float] = []
     for step in member.steps(5):
         try:
             if step == 2:
@@ -199,8 +198,8 @@ def test_a_step_is_counted_once_where_infinities_were_in_flight(what: Callable[[
                 training_step(model, optimizer, 0, step)
         except FloatingPointError:
             raised.append(step)
-        weights.append(model._local.buffer.vector.push_sum_weight.clone())
+        weights.append(weight_of(model))
     assert raised == [3]
     assert (member.worker.generations.clock, step_of(model)) == (4, 5)
-    assert weights[-1].item() == 1.0
+    assert weights[-1] == 1.0
     model.close()

@@ -34,7 +34,7 @@ from gossip_modules.rounds.rounds import Rounds, mixer_of
 from gossip_modules.schedule import Schedule
 from gossip_modules.testing import Chaos, Join, Kill
 from gossip_modules.testing import Worker as ChaosWorker
-from tests.harness.progress import engine_of
+from tests.harness.progress import engine_of, local_of
 from tests.harness.ranks import TIMEOUT
 from tests.library.membership.scripted import Ended, ScriptedWorker, run_workers
 
@@ -119,11 +119,11 @@ def memory_of(engine: LockstepEngine) -> Memory:
 def freeze_first(wrapper: GossipDataParallel) -> None:
     """The first layer leaves the vector, as after a round that has taken it along."""
     wrapper.module.get_submodule("0").requires_grad_(False)
-    wrapper._local.choose()
+    local_of(wrapper).choose()
     engine_of(wrapper).t += 1
-    wrapper._local.choose()
+    local_of(wrapper).choose()
     engine_of(wrapper).t -= 1
-    assert len(wrapper._local.buffer.tensors) == 2
+    assert len(local_of(wrapper).buffer.tensors) == 2
 
 
 def training(rule: Algorithm, first_rounds: dict[int, Any], last: list[int]) -> Callable[[ChaosWorker], None]:
@@ -185,20 +185,20 @@ def test_a_worker_that_joins_takes_what_is_still_trained_where_less_is_trained_s
         wrappers.append(GossipDataParallel(model, membership=membership, algorithm=rule))
     wrapper = wrappers[1]
     donor, newcomer = (engine_of(each) for each in wrappers)
-    whole = wrappers[0]._local.buffer.vector
+    whole = local_of(wrappers[0]).buffer.vector
     donor.round(whole)
     memory_of(donor).momentum.parts[0].fill_(0.5)
     newcomer.load_state_dict(donor.state_for_newcomer(whole))
-    given = newcomer.state_for_newcomer(wrapper._local.buffer.vector)  # it may be a donor before its first round
+    given = newcomer.state_for_newcomer(local_of(wrapper).buffer.vector)  # it may be a donor before its first round
     freeze_first(wrapper)
     newcomer.load_state_dict(given)
-    newcomer.round(wrapper._local.buffer.vector)
+    newcomer.round(local_of(wrapper).buffer.vector)
     (momentum,) = memory_of(newcomer).momentum.parts
     assert momentum.tolist() == [0.5] * 3
     assert memory_of(newcomer).num_rounds == 2
     newcomer.load_state_dict(donor.state_dict())
     with pytest.raises(ValueError, match=r"got the state of vector .* other tensors were trained when it was saved"):
-        newcomer.round(wrapper._local.buffer.vector)
+        newcomer.round(local_of(wrapper).buffer.vector)
     newcomer.reset()
     for one in wrappers:
         one.close()
@@ -208,7 +208,7 @@ def test_a_worker_that_joins_takes_what_is_still_trained_where_less_is_trained_s
 def test_sums_are_in_no_state_that_is_loaded_under_a_membership(rule: Algorithm) -> None:
     membership = Membership(dist.HashStore(), min_workers=1)
     wrapper = GossipDataParallel(nn.Linear(3, 1), membership=membership, algorithm=rule)
-    engine, x = engine_of(wrapper), wrapper._local.buffer.vector
+    engine, x = engine_of(wrapper), local_of(wrapper).buffer.vector
     engine.round(x)
     assert memory_of(engine).state_dict()["vectors"]
     joins = engine.state_for_newcomer(x)["gossiper"]["memory"]

@@ -18,6 +18,7 @@ from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rates import RateUnits
 from gossip_modules.rounds.vector import Vector
 from tests.harness.problems import loss_of, mlp, train_step
+from tests.harness.progress import local_of
 from tests.harness.quadratics import CURVATURES, MINIMA, START, train_rows
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
@@ -150,7 +151,7 @@ def kept(values: dict[str, float]) -> tuple[Memory, Callable[[Any], list[float]]
     """A memory with a vector "c" of twos, over parameters of three elements each, in units of the rates that are given;
     and a function that begins a round with other rates, and gives the first element of each."""
     module = nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in values})
-    x = Vector.of(GossipDataParallel(module, process_group=solo_group())._local.buffer.vector)
+    x = Vector.of(local_of(GossipDataParallel(module, process_group=solo_group())).buffer.vector)
     memory = Memory()
     memory.fit(x)
     memory.scale(values)
@@ -321,7 +322,7 @@ def test_a_checkpoint_around_a_change_goes_on_to_the_bit(rule: Algorithm, is_bef
             to.load_state_dict(copy.deepcopy(state.state_dict()))
         for wrapper, optimizer, scheduler in (first, second):
             if not is_before_round:
-                wrapper._local.steps.end()
+                local_of(wrapper).steps.end()
             for step in range(3, 6):
                 train_step(wrapper, optimizer, rank, step)
                 scheduler.step()

@@ -30,7 +30,7 @@ from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rounds import Rounds, mixer_of
 from gossip_modules.wrappers.choices import Choices
 from tests.harness.problems import adamw, loss_of, mlp, net, train_step
-from tests.harness.progress import engine_of
+from tests.harness.progress import engine_of, local_of
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.harness.reference import flatten
 
@@ -394,7 +394,7 @@ def test_a_checkpoint_of_an_older_version_goes_on_to_the_bit(rule: Algorithm) ->
     resumed.set_extra_state(state)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for each, stepped in ((wrapper, optimizer), (resumed, again)):
-        each._local.steps.end()
+        local_of(each).steps.end()
         for step in range(3, 6):
             for group in stepped.param_groups:
                 group["lr"] = LR / (step - 1)

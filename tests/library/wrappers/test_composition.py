@@ -38,7 +38,7 @@ from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from tests.harness.cases import each_once
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
 from tests.harness.processes import run_processes
-from tests.harness.progress import round_of
+from tests.harness.progress import local_of, round_of
 from tests.harness.ranks import run_ranks, solo_group
 
 WRAPPERS = [GossipDataParallel, SimpleGossipDataParallel, BilatGossipDataParallel, GroupAverageDataParallel]
@@ -333,7 +333,7 @@ def test_an_algorithm_serves_any_number_of_wrappers() -> None:
 
 def test_a_gossiper_that_did_not_suit_is_still_free() -> None:
     gossiper: Mixer = Rounds(Choco(SignNorm(), step_size=0.3), PushPull())
-    transport = wrap(mlp(), solo_group())._local.transport
+    transport = local_of(wrap(mlp(), solo_group())).transport
     with pytest.raises(ValueError, match="expected symmetric weights"):
         gossiper.bind(UniformMixing(RingGraph(3)), transport)
     gossiper.bind(MetropolisHastingsMixing(RingGraph(1)), transport)

@@ -20,6 +20,7 @@ from gossip_modules.wrappers.debias import Debias, Form
 from gossip_modules.wrappers.gossip import GossipDataParallel
 from tests.harness.cases import each_once
 from tests.harness.problems import loss_of, mlp, sgd, train_step
+from tests.harness.progress import local_of
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
 from tests.library.wrappers.wrapping import irregular
@@ -109,8 +110,8 @@ def test_after_a_step_that_raises_the_next_use_sees_the_estimate(
         assert torch.equal(in_the_module(wrapper), seen), "the parameters still hold something else"
         loss_of(wrapper, group.rank(), 5)  # and training goes on with it
         train_step(wrapper, optimizer, group.rank(), 6)
-        assert wrapper._local.debias is not None
-        assert wrapper._local.debias.form is Form.ESTIMATE
+        assert local_of(wrapper).debias is not None
+        assert local_of(wrapper).debias.form is Form.ESTIMATE
         wrapper.close()
         return float(weight)
 

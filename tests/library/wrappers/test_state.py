@@ -26,6 +26,7 @@ from gossip_modules.wrappers.base import GossipWrapper
 from gossip_modules.wrappers.state import place_of
 from tests.harness.cases import each_once
 from tests.harness.problems import adamw, fill_, loss_of, mlp, net, sgd, train_step
+from tests.harness.progress import local_of
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
 from tests.library.wrappers.wrapping import MODES, irregular, wrap
@@ -63,9 +64,9 @@ def test_after_a_step_the_module_itself_holds_the_estimate(options: dict[str, An
                 assert all(torch.equal(inner[key], outer[key]) for key in inner)
         weight = wrapper.get_extra_state()["weight"]
         inside = flatten(wrapper.module)
-        wrapper._local.to_numerator()
+        local_of(wrapper).to_numerator()
         torch.testing.assert_close(flatten(wrapper.module), inside * weight)
-        wrapper._local.to_estimate()
+        local_of(wrapper).to_estimate()
         wrapper.close()
         return float(weight)
 
@@ -242,8 +243,8 @@ def test_its_own_state_assigned_makes_parameters_that_are_noticed(
         for step in range(2):
             train_step(wrapper, optimizer, group.rank(), step)
         assert all(p is q for p, q in zip(parameters, wrapper.parameters(), strict=True))
-        assert {id(p) for p in parameters} == {id(p) for p in wrapper._local.buffer.parameters}
-        debias = wrapper._local.debias
+        assert {id(p) for p in parameters} == {id(p) for p in local_of(wrapper).buffer.parameters}
+        debias = local_of(wrapper).debias
         assert debias is not None
         assert debias.is_stepped_by(optimizer)
         early = loss_of(wrapper, group.rank(), 2)

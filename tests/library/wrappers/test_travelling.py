@@ -27,7 +27,7 @@ from gossip_modules import (
     SlowMo,
     StreamingDiLoCo,
 )
-from tests.harness.progress import step_of
+from tests.harness.progress import step_of, weight_of
 from tests.harness.ranks import run_ranks, solo_group
 
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -245,7 +245,7 @@ def test_the_average_of_what_leaves_is_that_of_push_sum() -> None:
         trainer.step(4)
         trainer.model[0].requires_grad_(False)  # type: ignore[index]
         trainer.step(1)
-        weight = float(trainer.wrapper._local.buffer.vector.push_sum_weight)
+        weight = weight_of(trainer.wrapper)
         before = flat(trainer.model[0]) * weight  # type: ignore[index]
         trainer.step(1)
         after = flat(trainer.model[0])  # type: ignore[index]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gossip_modules import BilatGossipDataParallel, GossipDataParallel, gossip
 from tests.harness.problems import loss_of, mlp, train_step
-from tests.harness.progress import engine_of
+from tests.harness.progress import engine_of, local_of
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
 from tests.library.wrappers.wrapping import irregular
@@ -41,7 +41,7 @@ def swap_out(module: nn.Module, saved: list[Tensor]) -> None:
 
 
 def mail_to(wrapper: BilatGossipDataParallel) -> None:
-    correction = wrapper._local.vector.like()
+    correction = local_of(wrapper).vector.like()
     correction.segments[0].fill_(1.0)
     engine_of(wrapper).shared.deliver(correction, alpha=1.0, step=0)
 
