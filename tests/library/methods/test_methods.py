@@ -37,6 +37,7 @@ from gossip_modules.simulate.codes import message_of
 from gossip_modules.simulate.delays import Network
 from gossip_modules.simulate.methods import make_method, simulate_rounds
 from gossip_modules.wrappers.choices import written
+from tests.harness.cases import each_once
 from tests.harness.quadratics import LEARNING_RATE, START, descended, solve
 from tests.library.simulate.simulations import CLUSTER, LINKS
 from train.command_line import read_command_line
@@ -286,8 +287,7 @@ def test_a_module_that_registers_methods_is_imported_by_name(
         read_command_line(Config, description="", arguments=["--import", "nonesuch"])
 
 
-@pytest.mark.parametrize("n", [5, 8, 9])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "n"), each_once(list(METHODS), [8, 9]))
 def test_advice_can_be_typed_as_it_stands(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = replace(CLUSTER, world_size=n, theta=64.0)
     prediction = simulate(name, setting, Digits(), max_steps=1, target=1e9)

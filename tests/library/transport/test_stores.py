@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -19,28 +19,35 @@ import torch.distributed as dist
 
 from gossip_modules import Progress
 from gossip_modules.transport.stores import BoundedStore
+from tests.harness.processes import PRELOADED
 
 SECONDS = 0.5
-SERVE = """
-import sys
-import torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
 def server() -> Iterator[tuple[int, dist.TCPStore]]:
     """The process id of a server, and a store that it serves."""
-    with subprocess.Popen([sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        try:
-            port = int(process.stdout.readline())
-            limit = timedelta(seconds=SECONDS)
-            yield process.pid, dist.TCPStore("127.0.0.1", port, timeout=limit, wait_for_workers=False)
-        finally:
-            process.kill()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(writer,), daemon=True)
+    process.start()
+    try:
+        limit = timedelta(seconds=SECONDS)
+        assert process.pid is not None
+        yield process.pid, dist.TCPStore("127.0.0.1", reader.recv(), timeout=limit, wait_for_workers=False)
+    finally:
+        process.kill()
+        process.join()
+        for end in (reader, writer):
+            end.close()
+
+
+def serve(writer: Connection) -> None:
+    """Serve a store, and tell its port, until the process is killed."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    writer.send(store.port)
+    threading.Event().wait()
 
 
 def stop(pid: int) -> None:
