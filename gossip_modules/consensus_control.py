@@ -18,8 +18,6 @@ _CALIBRATION_MEMORY = 0.5  # the weight of earlier exact averages in the calibra
 _MAX_KNOWN_RANKS = 256  # for more ranks, products of n x n matrices take longer than a round
 _ROUNDING = 1e-12
 _LEAST_GAIN = 1e-9  # a smaller gain is a rounding error, or the round has no links
-_COUNTERS = ("num_gossip_rounds", "interval", "last_step", "steps_between", "rounds_since_average")
-_MEASURES = ("squared_update", "calibration", "estimate", "bound")
 _STATS = ("num_skipped_steps", "num_added_rounds", "num_averages")
 
 
@@ -333,11 +331,11 @@ class ControlLaw:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all numbers."""
-        return {name: getattr(self, name) for name in (*_COUNTERS, *_MEASURES, *_STATS)}
+        return {name: value for name, value in vars(self).items() if name != "control"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of `state_dict()`."""
-        for name in (*_COUNTERS, *_MEASURES, *_STATS):
+        for name in self.state_dict():
             setattr(self, name, state[name])
 
 

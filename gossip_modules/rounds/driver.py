@@ -87,6 +87,7 @@ class Driver:
         alpha: the factor of the correction that the mixer has computed for the whole vector in the last round; None:
             the algorithm has written the vector.
         own_buffer_weight: see `Mixer`.
+        open_round: the round that has begun and not ended.
     """
 
     def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
@@ -101,7 +102,7 @@ class Driver:
         self.has_begun = self.has_failed = False
         self.alpha: float | None = None
         self.own_buffer_weight = 1.0
-        self._round: OpenRound | None = None
+        self.open_round: OpenRound | None = None
         self._buffers: list[Tensor] = []  # of the model, mixed; after a round their last values
         self._has_checked_step = False
         self._is_torn = False  # whether a round failed while it was applying messages
@@ -222,7 +223,7 @@ class Driver:
         """
         vector = Vector.of(x)
         self.begin_round(vector, t, k)
-        opened = self._round
+        opened = self.open_round
         if opened is not None and isinstance(opened.request, Mix | Average) and opened.request.x is vector:
             sent = x.clone()
             opened.v.x = Snapshot(sent.parameters, sent)
@@ -244,7 +245,7 @@ class Driver:
             x: the present model, mutated.
             kept: the weight of its own buffers: b <- kept b + (1 - kept) mixed b.
         """
-        opened, vector = self._round, Vector.of(x)
+        opened, vector = self.open_round, Vector.of(x)
         if opened is not None and opened.request is not None:
             sent, opened.v.x = opened.v.x, vector
             if isinstance(sent, Snapshot) and opened.reply is not RoundLost:
@@ -275,25 +276,25 @@ class Driver:
         v = self._vectors(x, t)
         if self.watch is not None:
             self.watch.before_round(v, self.memory)
-        self._round = OpenRound(v, k, averages, self.algorithm.round(v, self.memory, k))
+        self.open_round = OpenRound(v, k, averages, self.algorithm.round(v, self.memory, k))
         self.go_on(None)
 
     def go_on(self, reply: Any) -> None:
         """Send a reply into the round, which runs to its next request or to its end."""
-        assert self._round is not None, "a round is open"
+        assert self.open_round is not None, "a round is open"
         try:
-            self._round.request = self._next_request(self._round.generator, reply)
+            self.open_round.request = self._next_request(self.open_round.generator, reply)
         except RoundLost:  # training goes on without this round
-            self._round.request, self.has_failed, self.stamps.lost = None, True, self._round.k
+            self.open_round.request, self.has_failed, self.stamps.lost = None, True, self.open_round.k
         except BaseException:
             self.close_round()
             raise
 
     def answer(self, request: Request) -> Any:
         """Return the reply to a request of the round."""
-        assert self._round is not None, "a round is open"
+        assert self.open_round is not None, "a round is open"
         try:
-            reply = self._reply_to(request, self._round.v)
+            reply = self._reply_to(request, self.open_round.v)
             agree = self.agree_finite if isinstance(request, Mix | Average | Inner) else None
             if agree is not None and not agree(is_finite(request.x.whole)):  # type: ignore[union-attr]
                 raise NonfiniteRound
@@ -307,19 +308,14 @@ class Driver:
 
     def close_round(self) -> None:
         """Cancel the round that is open; model and memory are then as before the round."""
-        if self._round is not None:
-            self._round.generator.close()
+        if self.open_round is not None:
+            self.open_round.generator.close()
             self.memory.put_back()
-            self._round = None
-
-    @property
-    def open_round(self) -> OpenRound | None:
-        """The round that is open."""
-        return self._round
+            self.open_round = None
 
     def _run_to_end(self) -> None:
-        while self._round is not None and self._round.request is not None:
-            self.go_on(self.answer(self._round.request))
+        while self.open_round is not None and self.open_round.request is not None:
+            self.go_on(self.answer(self.open_round.request))
 
     def _next_request(self, generator: Round, reply: Any) -> Request | None:
         # Peers apply the same messages: if this rank fails to apply them, the ranks no longer agree.
@@ -330,7 +326,7 @@ class Driver:
 
     def _end_round(self, x: Vector, kept: float) -> None:
         """Finish a round; for `kept` see `arrive`."""
-        if (opened := self._round) is None:
+        if (opened := self.open_round) is None:
             return
         if self.has_failed:
             self.close_round()
@@ -342,7 +338,7 @@ class Driver:
             if opened.averages:
                 self.stamps.taken = opened.k
                 self.memory.forget_inner_models()
-        self._round = None
+        self.open_round = None
         self._after_round()
 
     def _after_round(self) -> None:
@@ -446,7 +442,7 @@ class Driver:
 
     def _state(self, memory: dict[str, Any], *, joins: bool = False) -> dict[str, Any]:
         optimizer = {} if self.watch is None else self.watch.state_dict(joins=joins)
-        stamps = self.stamps.state()
+        stamps = [self.stamps.taken, self.stamps.lost]
         return {"algorithm": self.algorithm.name, "memory": memory, "optimizer": optimizer, "stamps": stamps}
 
     def load(self, state: Mapping[str, Any]) -> None:

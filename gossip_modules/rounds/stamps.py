@@ -71,7 +71,3 @@ class Stamps:
         except (ConnectionError, TimeoutError):
             return False  # the next generation runs it
         return is_behind
-
-    def state(self) -> list[int]:
-        """Return the two steps, for a checkpoint."""
-        return [self.taken, self.lost]

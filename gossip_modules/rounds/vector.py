@@ -131,7 +131,8 @@ class Snapshot(Vector):
 
     def set_(self, other: Vector) -> Vector:
         """correction <- other - self."""
-        self._write_once()
+        assert not self.is_correction, "an algorithm writes x once in a round, or adds to it"
+        self.is_correction = True
         for x, y in zip(self.parts, other.parts, strict=True):
             torch.sub(y, x, out=x)
         return self
@@ -150,10 +151,6 @@ class Snapshot(Vector):
         if not self.is_correction:
             self.is_correction = True
             self.zero_()
-
-    def _write_once(self) -> None:
-        assert not self.is_correction, "an algorithm writes x once in a round, or adds to it"
-        self.is_correction = True
 
 
 def widened(layout: FlatLayout, *, has_buffers: bool) -> FlatLayout:
