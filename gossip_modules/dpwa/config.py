@@ -24,7 +24,7 @@ from .interpolation import (
 
 DEFAULT_MAX_DISTANCE = 1e6
 DEFAULT_TIMEOUT = timedelta(seconds=2.5)
-MIN_AVERAGE_TIMEOUT = timedelta(seconds=10)
+DEFAULT_AVERAGE_TIMEOUT = timedelta(seconds=10)
 DEFAULT_INTERPOLATION = ConstantInterpolation(0.5)
 _METHODS: Mapping[str, type[Interpolation]] = {
     "constant": ConstantInterpolation,
@@ -72,8 +72,8 @@ class PairwiseConfig:
         max_distance: the largest root mean square distance of a peer's model from the own one, in units of the own root
             mean square, or of 1 if that is smaller; models further away are refused. Training never comes near
             the default.
-        average_timeout: the timeout of averages over all ranks, which wait for all of them; None = `timeout`, but at
-            least 10 s, as workers do not come to an average at the same time.
+        average_timeout: the timeout of averages over all ranks, which wait for all of them; None = `timeout` if you
+            give one, else 10 s, as workers do not come to an average at the same time.
         server_ssl: the context of TLS with which this worker serves its model, with its certificate; its `verify_mode`
             says whether peers must show one too. None = in the clear: everybody with access to the address can read the
             model.
@@ -154,7 +154,8 @@ class PairwiseConfig:
     @property
     def time_to_average(self) -> timedelta:
         """The time for which an average over all ranks waits for them."""
-        return max(self.timeout, MIN_AVERAGE_TIMEOUT) if self.average_timeout is None else self.average_timeout
+        default = DEFAULT_AVERAGE_TIMEOUT if self.timeout == DEFAULT_TIMEOUT else self.timeout
+        return self.average_timeout or default
 
     @property
     def rule(self) -> Interpolation:

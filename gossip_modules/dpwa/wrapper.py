@@ -59,7 +59,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
             `PairwiseConfig`.
         max_distance: from the own model, beyond which a peer's is refused. See `PairwiseConfig`.
         average_timeout: of `averaged()`, `average_()` and `consensus_distance()`, which wait for all ranks; None =
-            `timeout`, but 10 s at least.
+            `timeout` if you give one, else 10 s.
         server_ssl: the context of TLS with which this worker serves. See `PairwiseConfig`.
         client_ssl: the context of TLS with which it fetches. Give both or none.
         init_from_peers: start from the model of a live peer if there is one: for workers that start late or restart.

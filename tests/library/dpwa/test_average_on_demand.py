@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -11,41 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gossip_modules.dpwa.average_on_demand import call_the_roll
 from gossip_modules.dpwa.wrapper import PairwiseDataParallel
 from tests.harness.processes import run_processes
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
 
 
-def test_the_roll_names_who_is_missing() -> None:
-    store = dist.HashStore()
-
-    def come(rank: int) -> str:
-        with pytest.raises(TimeoutError) as raised:
-            call_the_roll(store, rank, 4, call=7, timeout=SHORT)
-        return str(raised.value)
-
-    with ThreadPoolExecutor(2) as pool:
-        errors = list(pool.map(come, (0, 3)))
-    for rank, error in zip((0, 3), errors, strict=True):
-        assert f"rank {rank}: ranks [1, 2] have not come to average 7 over all ranks after 1." in error
-        assert "(timeout 1 s)" in error
-        assert "average_timeout=" in error
-
-
-def test_who_comes_late_is_waited_for() -> None:
-    store = dist.HashStore()
-    with ThreadPoolExecutor(3) as pool:
-        futures = [pool.submit(call_the_roll, store, rank, 3, call=0, timeout=LONG) for rank in (2, 0)]
-        assert not any(future.done() for future in futures)
-        call_the_roll(store, 1, 3, call=0, timeout=LONG)
-        for future in futures:
-            future.result()
-
-
 def average_alone(rank: int) -> tuple[float, float]:
-    """Rank 1 averages once and leaves; the others average once more."""
+    """Rank 1 averages twice and leaves; the others average once more."""
     module = nn.Linear(1, 1, bias=False)
     nn.init.constant_(module.weight, float(rank))
     model = PairwiseDataParallel(
@@ -55,11 +27,10 @@ def average_alone(rank: int) -> tuple[float, float]:
         mean = module.weight.item()
     state = model.averaged_state_dict()
     assert {name: value.item() for name, value in state.items()} == ({"weight": mean} if rank == 0 else {})
-    model._averager._timeout = timedelta(seconds=2)
     seconds = 0.0
     if rank != 1:
         start = time.monotonic()
-        with pytest.raises(TimeoutError, match=rf"rank {rank}: ranks \[1\] have not come to average 2 over all ranks"):
+        with pytest.raises((ConnectionError, TimeoutError), match=rf"rank {rank}: .*rank 1\b"):
             model.average_()
         seconds = time.monotonic() - start
     model.close()
@@ -68,11 +39,11 @@ def average_alone(rank: int) -> tuple[float, float]:
 
 @pytest.mark.e2e
 def test_an_average_without_a_rank_ends_in_time_and_names_it() -> None:
-    for rank, outcome in enumerate(run_processes(3, average_alone)):
+    for outcome in run_processes(3, average_alone):
         assert not outcome.error
         mean, seconds = outcome.result
         assert mean == 1.0
-        assert rank == 1 or 1.9 < seconds < 12.0
+        assert seconds < LONG.total_seconds() / 2
 
 
 def test_inside_an_average_another_one_ends_before_it() -> None:
@@ -98,4 +69,5 @@ def test_the_default_follows_the_timeout() -> None:
 
     assert time_of() == timedelta(seconds=10)
     assert time_of(timeout=timedelta(minutes=1)) == timedelta(minutes=1)
+    assert time_of(timeout=SHORT) == SHORT
     assert time_of(timeout=timedelta(minutes=1), average_timeout=SHORT) == SHORT
