@@ -20,7 +20,6 @@ from ..transport.base import Pending
 from ..transport.deadline import Deadline
 from ..transport.exchange import SHUTDOWN, LinkClosedError, PointToPoint
 from ..transport.listener import SHUTDOWN_TIMEOUT, ConnectionLost, Listener
-from ..transport.process_group import ProcessGroupTransport
 from .background import Background
 
 _INTERVAL = 0.25  # seconds between two checks of the waits; less with a short timeout
@@ -101,7 +100,7 @@ class _BoundedWait:
         activity: the activity of the training thread during the wait; TRAINING where another thread waits.
         is_patient: whether the wait goes on as long as the partner makes progress.
         start: when it began (`time.monotonic()`).
-        seconds: its length so far, without pauses of the whole process.
+        seconds: its length so far and that of earlier waits of the operation, without pauses of the whole process.
         progress: the last status of the partner.
     """
 
@@ -110,7 +109,7 @@ class _BoundedWait:
     activity: Activity
     is_patient: bool
     start: float
-    seconds: float = 0.0
+    seconds: float
     progress: ControlMessage | None = None
 
 
@@ -132,7 +131,8 @@ class Liveness:
     it for dead. So a thread ends all waits at nine tenths of the timeout. From half of the timeout on it asks the peers
     for their status; their listening threads answer, whatever their training threads do. A peer that does not answer is
     stopped or cut off. A peer that waits itself names the rank that it waits for. An elastic transport ends its waits
-    alone, and without closing other connections.
+    alone, and without closing other connections. All waits of one operation of the training thread, such as a round,
+    share one timeout: see `operation`.
 
     [Note: shutdown] The last message to a peer is SHUTDOWN or FAILED. A rank that receives one answers with its own
     SHUTDOWN, so the listening threads of both ranks end within milliseconds. A connection that closes before is one of
@@ -171,6 +171,7 @@ class Liveness:
         self._listener = Listener(transport, self.peers, num_integers=num_integers, tag=tag, is_last=_is_last)
         self._ended = threading.Event()
         self._waits: dict[int, _BoundedWait] = {}  # by thread
+        self._waited: dict[int, float] = {}  # seconds of the waits of an operation that have ended, by thread
         self._lock = threading.Lock()
         self._posted: dict[tuple[int, int], Pending] = {}  # the last message of each kind to each peer
         self._last: dict[int, Pending | None] = {}  # the last message to each peer; None: its connection was closed
@@ -332,6 +333,18 @@ class Liveness:
     # Waits.
 
     @contextlib.contextmanager
+    def operation(self) -> Iterator[None]:
+        """A context in which the waits of this thread share one timeout; a patient wait does not count."""
+        thread = threading.get_ident()
+        is_outermost = thread not in self._waited
+        self._waited.setdefault(thread, 0.0)
+        try:
+            yield
+        finally:
+            if is_outermost:
+                del self._waited[thread]
+
+    @contextlib.contextmanager
     def waiting(
         self,
         what: str,
@@ -345,8 +358,9 @@ class Liveness:
         After a network error in it this rank has failed. The training thread gets the failure that caused the error.
         """
         thread = threading.get_ident()
-        outer = self._waits.get(thread)
-        self._waits[thread] = _BoundedWait(what, partner, activity, is_patient, time.monotonic())
+        outer, before = self._waits.get(thread), self._waited.get(thread, 0.0)
+        waiting = _BoundedWait(what, partner, activity, is_patient, time.monotonic(), seconds=before)
+        self._waits[thread] = waiting
         try:
             yield
         except (ConnectionError, TimeoutError) as error:
@@ -357,6 +371,8 @@ class Liveness:
             raise
         finally:
             del self._waits[thread]
+            if thread in self._waited and not is_patient:
+                self._waited[thread] = waiting.seconds
             if outer is not None:
                 self._waits[thread] = outer
 
@@ -432,33 +448,3 @@ class Liveness:
         """Whether that peer is not in the collective of this round."""
         status = self._statuses.get(peer)
         return status is not None and not (status.second == Activity.COLLECTIVE and status.first >= self.round)
-
-
-class WatchedTransport(ProcessGroupTransport):
-    """A transport over the group of another one whose all-reduces end as soon as any rank has failed.
-
-    A copy is a plain `ProcessGroupTransport`: a copy of a wrapper has no threads.
-
-    Args:
-        transport: the transport whose group, device and timeout this one has; each counts the bytes that it sends.
-        together: makes the context of a collective from its name; its errors name the rank that failed first.
-    """
-
-    def __init__(
-        self,
-        transport: ProcessGroupTransport,
-        together: Callable[[str], contextlib.AbstractContextManager[None]],
-    ) -> None:
-        super().__init__(
-            transport.group,
-            device=transport.device,
-            timeout=transport.timeout,
-            names=transport.names,
-            notes=transport.notes,
-        )
-        self._together = together
-
-    def all_reduce(self, x: Tensor, *, what: str) -> None:
-        """See `Transport`."""
-        with self._together(what):
-            super().all_reduce(x, what=what)

@@ -192,7 +192,8 @@ class WaitAvoidingEngine(Engine):
             self._ask_for_a_generation()
         else:
             try:
-                is_written = self._run_round(x)
+                with self.worker.liveness.operation():
+                    is_written = self._run_round(x)
             except self._endings:
                 is_written, self._round_in_flight = True, None  # maybe one average of two was complete
         self.t = max(self.t, t + 1)
@@ -269,20 +270,21 @@ class WaitAvoidingEngine(Engine):
         Returns:
             Whether x was written: by global averages of ranks that still trained.
         """
-        first = self.t
-        self.worker.engage()
-        self.begin()
+        first, worker = self.t, self.worker
+        worker.engage()
         try:
-            newest = self._wait_until_all_settle(x, is_patient=is_patient)
-            is_written = self.t != first
-            with self.worker.state:
-                self.worker.arrive_at(newest - 1)  # the ARRIVED message may not have come yet
-            self._wait_for_rounds_before(newest)
-            self.t = newest
+            with worker.liveness.operation():
+                self.begin()
+                newest = self._wait_until_all_settle(x, is_patient=is_patient)
+                is_written = self.t != first
+                with worker.state:
+                    worker.arrive_at(newest - 1)  # the ARRIVED message may not have come yet
+                self._wait_for_rounds_before(newest)
+                self.t = newest
+                self._gather_rounds("the end of all rounds")
         finally:
             self._num_skipped_steps += self.t - first
-        self._gather_rounds("the end of all rounds")
-        self.worker.is_idle = True
+        worker.is_idle = True
         return is_written
 
     @property

@@ -136,6 +136,25 @@ def test_a_patient_wait_lasts_as_long_as_the_partner_makes_progress() -> None:
             liveness._check(waiting)
 
 
+def test_waits_of_one_operation_share_a_timeout() -> None:
+    liveness, _ = make()
+    with liveness.operation():
+        for before in (0.0, 20.0):
+            with liveness.waiting("waiting", lambda: 1):
+                (waiting,) = liveness._waits.values()
+                assert waiting.seconds == before
+                waiting.seconds += 20.0
+        with liveness.operation(), liveness.waiting("settling", lambda: 1, is_patient=True):
+            (waiting,) = liveness._waits.values()
+            waiting.seconds += 5.0
+        with liveness.waiting("waiting", lambda: 1):
+            (waiting,) = liveness._waits.values()
+            assert waiting.seconds == 40.0
+    with liveness.waiting("waiting", lambda: 1):
+        (waiting,) = liveness._waits.values()
+        assert waiting.seconds == 0.0
+
+
 def test_every_activity_and_reason_has_words() -> None:
     assert len({activity.phrase for activity in Activity}) == len(Activity)
     assert all("7" in reason.sentence(7) for reason in FailureReason)
