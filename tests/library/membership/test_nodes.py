@@ -158,13 +158,22 @@ def same(name: str, *, atol: float = 0.0, marks: Any = (), **options: Any) -> An
     [
         pytest.param({"graph": chorded}, {"graph": chorded(3)}, 0.0, id="SGP"),
         same("Overlap SGP", overlap=True),
-        same("D-PSGD", push_sum=False, graph=RingGraph),
+        same("D-PSGD", push_sum=False, graph=RingGraph, marks=pytest.mark.soak),
         same("CHOCO", algorithm=Signs, push_sum=False, atol=1e-6),  # with a membership its sums are in another order
-        same("PowerGossip overlapped", algorithm=PowerGossip, overlap=True, push_sum=False, atol=1e-6),
+        same(
+            "PowerGossip overlapped",
+            algorithm=PowerGossip,
+            overlap=True,
+            push_sum=False,
+            atol=1e-6,
+            marks=pytest.mark.soak,
+        ),
         same("DiLoCo", algorithm=DiLoCo(SYNC_PERIOD)),
-        same("StreamingDiLoCo", algorithm=StreamingDiLoCo(4, fragments=[["0"], ["2"]], delay=1)),
+        same(
+            "StreamingDiLoCo", algorithm=StreamingDiLoCo(4, fragments=[["0"], ["2"]], delay=1), marks=pytest.mark.soak
+        ),
         same("D2", algorithm=D2()),
-        same("QG-DSGDm", algorithm=QGDSGDm()),
+        same("QG-DSGDm", algorithm=QGDSGDm(), marks=pytest.mark.soak),
     ],
 )
 def test_without_faults_models_are_those_of_a_run_without_a_membership(
@@ -217,13 +226,13 @@ def die(process: Process) -> None:
 @pytest.mark.parametrize(
     ("options", "dies"),
     [
-        pytest.param({"push_sum": False, "graph": RingGraph}, 0, id="D-PSGD"),
+        pytest.param({"push_sum": False, "graph": RingGraph}, 0, id="D-PSGD", marks=pytest.mark.soak),
         pytest.param({"overlap": True}, 1, id="Overlap SGP", marks=pytest.mark.soak),
         pytest.param({"algorithm": Signs}, 0, id="CHOCO"),
         pytest.param({"algorithm": PowerGossip, "overlap": True}, 1, id="PowerGossip", marks=pytest.mark.soak),
         pytest.param({"algorithm": DiLoCo(SYNC_PERIOD)}, 0, id="DiLoCo"),
         pytest.param({"algorithm": D2()}, 0, id="D2", marks=pytest.mark.soak),
-        pytest.param({"algorithm": QGDSGDm()}, 0, id="QG-DSGDm"),
+        pytest.param({"algorithm": QGDSGDm()}, 0, id="QG-DSGDm", marks=pytest.mark.soak),
     ],
 )
 def test_a_node_falls_and_joins_as_one(options: dict[str, Any], dies: int) -> None:
