@@ -10,8 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,15 +22,15 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 import gossip_modules as gm
 from tests.harness.processes import run_processes
 from tests.harness.scripts import script_outputs
+from tests.train.runs import ENVIRONMENT, MEASURED, ROOT, differences, equal, leaves, make_run
 from tests.train.training.test_checkpoint import Ranks
 from train.job.preemption import EXIT_CODE, StopRequest
 from train.job.stop import LockstepStop
-from train.job.world import World
 from train.tasks.base import MicroBatch
 from train.tasks.images.config import Config
 from train.tasks.images.images import TensorImages
@@ -40,48 +39,16 @@ from train.tasks.images.task import ImageTask
 from train.tasks.precision import Precision
 from train.training.export import export_model
 from train.training.meters import Meters
-from train.training.run import Run
 from train.training.step import train_step
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "train" / "gossip_sgd.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LAST_LINE = r"averaged model: test accuracy \d+\.\d\d %"
-
-
-def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The tensors and numbers in a checkpoint, by path."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
-    if items is None:
-        yield name, value
-    else:
-        for key, item in items:
-            yield from leaves(item, f"{name}/{key}")
-
-
-run_numbers = itertools.count()
-
-
-@contextmanager
-def make_run(rank: int, world_size: int, config: Config) -> Iterator[Run]:
-    """A run of `config` as a rank of the default group; the n-th of each process shares the keys of its store."""
-    control = dist.new_group(backend="gloo")
-    assert isinstance(control, dist.ProcessGroup)
-    store = dist.PrefixStore(f"run_{next(run_numbers)}", dist.distributed_c10d._get_default_store())
-    world = World(rank, world_size, rank, torch.device("cpu"), "gloo", control, store)
-    stop = StopRequest()
-    run = Run(ImageTask(config, world), config, world, stop)
-    try:
-        yield run
-    finally:
-        run.close()
-        stop.close()
 
 
 def run_in_process(rank: int, world_size: int, config: Config) -> int:
     """Make and train a run of `config`."""
-    with make_run(rank, world_size, config) as run:
+    with make_run(rank, world_size, config, ImageTask) as run:
         exit_code = run.train()
         run.finish()
     return exit_code
@@ -100,14 +67,7 @@ def train_twice(rank: int, recipe: str, folder: str, world_size: int) -> list[st
     assert run_in_process(rank, world_size, Config(out_dir=str(resumed), resume="auto", **options)) == 0
     ends = [sorted(Path(run, "checkpoints").iterdir())[-1] / f"rank_{rank:04d}.pt" for run in (whole, resumed)]
     assert ends[0].parent.name == ends[1].parent.name
-    first, second = (dict(leaves(torch.load(end, weights_only=True))) for end in ends)
-    assert first.keys() == second.keys()
-    assert sum(isinstance(value, Tensor) for value in first.values()) > 30
-    same = {
-        name: torch.equal(value, second[name]) if isinstance(value, Tensor) else value == second[name]
-        for name, value in first.items()
-    }
-    return [name for name, is_same in same.items() if not is_same]
+    return differences(*ends)
 
 
 def world_of(ranks: Ranks, rank: int) -> Any:
@@ -197,10 +157,8 @@ def _in_soak(*runs: tuple[str, int]) -> list[Any]:
 )
 def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(tmp_path: Path, recipe: str, world_size: int) -> None:
     outcomes = run_processes(world_size, train_twice, recipe, str(tmp_path), world_size)
-    # Only what a process measures of itself may differ.
-    measured = {"/meters/train_seconds", "/meters/data_seconds"}
     for outcome in outcomes:
-        assert set(outcome.result) <= measured
+        assert set(outcome.result) <= MEASURED
 
 
 ASYNCHRONOUS: dict[str, dict[str, Any]] = {
@@ -222,7 +180,7 @@ def train_on_from_the_middle(rank: int, recipe: str, folder: str, world_size: in
     config = Config(out_dir=folder, **options)
     assert run_in_process(rank, world_size, config) == 0
     middle = Path(folder, "checkpoints", "step_00000005")  # an epoch has 7 steps on two ranks, 4 on three
-    with make_run(rank, world_size, replace(config, resume=str(middle))) as run:
+    with make_run(rank, world_size, replace(config, resume=str(middle)), ImageTask) as run:
         assert run.position == 5
         saved, loaded = dict(leaves(states_of(middle, world_size)[rank])), dict(leaves(run.state.state_dict()))
         assert saved.keys() == loaded.keys()
@@ -232,10 +190,6 @@ def train_on_from_the_middle(rank: int, recipe: str, folder: str, world_size: in
         assert run.train() == 0
         run.finish()
     return lost
-
-
-def equal(x: Any, y: Any) -> bool:
-    return torch.equal(x, y) if isinstance(x, Tensor) else bool(x == y)
 
 
 @pytest.mark.e2e
@@ -261,7 +215,7 @@ def test_an_asynchronous_run_loses_nothing_when_it_is_resumed(tmp_path: Path, re
 def stop_one_rank(rank: int, recipe: str, folder: str, world_size: int) -> tuple[int, int]:
     """Rank 1 receives a signal after a few steps of its own; the exit code and the steps of each rank."""
     options: dict[str, Any] = {"recipe": recipe, "epochs": 10**6, "batch_size": 96, **ASYNCHRONOUS[recipe]}
-    with make_run(rank, world_size, Config(out_dir=folder, validate_every=10**6, **options)) as run:
+    with make_run(rank, world_size, Config(out_dir=folder, validate_every=10**6, **options), ImageTask) as run:
         take_step = run.train_step
 
         def take_step_and_signal(batch: Sequence[MicroBatch], *, learning_rate: float) -> None:

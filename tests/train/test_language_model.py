@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from gossip_modules.methods import METHODS
 from tests.harness.processes import run_processes
-from tests.train.test_translate import ENVIRONMENT, ROOT, make_run, train_twice
+from tests.train.runs import ENVIRONMENT, MEASURED, ROOT, make_run, train_twice
 from train.job.outputs import EXPORT, TOKENIZER
 from train.tasks.byte_tokenizer import ByteTokenizer
 from train.tasks.language_model.config import LanguageModelConfig
@@ -85,7 +85,7 @@ def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(
 ) -> None:
     config = LanguageModelConfig(data_dir=text, **options, **SMALL)
     for outcome in run_processes(2, train_twice, str(tmp_path), 2, config, LanguageModelTask):
-        assert set(outcome.result) <= {"/meters/train_seconds", "/meters/data_seconds"}
+        assert set(outcome.result) <= MEASURED
 
 
 @pytest.mark.e2e
@@ -98,7 +98,7 @@ def test_a_resumed_run_goes_on_with_the_same_uneven_shares(tmp_path: Path) -> No
     options: dict[str, Any] = {"data_dir": str(tmp_path / "text"), "validation_share": 0.2, "dirichlet_alpha": 0.1}
     config = LanguageModelConfig(model="lstm-tiny", **options, **SMALL)
     for outcome in run_processes(2, train_twice, str(tmp_path), 2, config, LanguageModelTask):
-        assert set(outcome.result) <= {"/meters/train_seconds", "/meters/data_seconds"}
+        assert set(outcome.result) <= MEASURED
 
 
 def which_moments_are_equal(rank: int, folder: str, text: str, world_size: int) -> list[list[bool]]:

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
 from gossip_modules.methods import METHODS
 from tests.harness.processes import run_processes
 from tests.harness.scripts import module_output
-from tests.train.test_gossip_sgd import leaves
-from train.job.preemption import StopRequest
-from train.job.world import World
-from train.run_config import RunConfig
-from train.tasks.base import Task
+from tests.train.runs import MEASURED, make_run, train_twice
 from train.tasks.translation.config import TranslationConfig
 from train.tasks.translation.number_words import number_words
 from train.tasks.translation.task import TranslationTask
-from train.training.run import Run
 from train.translate_text import TrainedTranslator, translate_lines
 
-ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SMALL: dict[str, Any] = {"vocabulary_size": 360, "max_tokens": 128, "num_validation": 8, "num_test": 4}
 SMALL |= {"max_length": 48, "beam_size": 1, "dropout": 0.1, "accumulation_steps": 2}
-
-run_numbers = itertools.count()
 
 
 @pytest.fixture
@@ -54,24 +37,6 @@ def corpus(tmp_path: Path) -> str:
     return str(folder)
 
 
-@contextmanager
-def make_run(
-    rank: int, world_size: int, config: RunConfig, make_task: Callable[[Any, World], Task] = TranslationTask
-) -> Iterator[Run]:
-    """A run of `config` as a rank of the default group; the n-th of each process shares the keys of its store."""
-    control = dist.new_group(backend="gloo")
-    assert isinstance(control, dist.ProcessGroup)
-    store = dist.PrefixStore(f"run_{next(run_numbers)}", dist.distributed_c10d._get_default_store())
-    world = World(rank, world_size, rank, torch.device("cpu"), "gloo", control, store)
-    config, stop = config.resolved(world), StopRequest()
-    run = Run(make_task(config, world), config, world, stop)
-    try:
-        yield run
-    finally:
-        run.close()
-        stop.close()
-
-
 def train_by_every_recipe(rank: int, folder: str, corpus: str, world_size: int) -> list[str]:
     """Two steps by each recipe; those that did not move the embeddings, or moved the positions."""
     failed = []
@@ -80,7 +45,7 @@ def train_by_every_recipe(rank: int, folder: str, corpus: str, world_size: int) 
         config = TranslationConfig(
             recipe=recipe, optimizer=optimizer, data_dir=corpus, out_dir=f"{folder}/{recipe}", **SMALL
         )
-        with make_run(rank, world_size, config) as run:
+        with make_run(rank, world_size, config, TranslationTask) as run:
             translator: Any = run.wrapper.module
             network = translator.network
             embeddings, positions = network.lm_head.weight, network.model.encoder.embed_positions.weight
@@ -102,41 +67,12 @@ def test_every_recipe_trains_a_transformer(tmp_path: Path, corpus: str) -> None:
         assert outcome.result == []
 
 
-def train_twice(
-    rank: int, folder: str, world_size: int, config: RunConfig, make_task: Callable[[Any, World], Task]
-) -> list[str]:
-    """Train through; train again from a checkpoint in the middle of an epoch; which parts of the ends differ."""
-    whole, resumed = Path(folder) / "whole", Path(folder) / "resumed"
-    options: dict[str, Any] = {"epochs": 2, "keep_last": 99}
-    options |= {"checkpoint_every": 2, "checkpoint_every_steps": 2, "validate_every": 2}
-    for out_dir, resume in ((whole, ""), (resumed, "auto")):
-        config = replace(config, out_dir=str(out_dir), resume=resume, **options)
-        with make_run(rank, world_size, config, make_task) as run:
-            assert run.task.steps_per_epoch > 2, "step 2 is in the middle of an epoch"
-            assert run.position == (2 if resume else 0)
-            assert run.train() == 0
-            run.finish()
-        if rank == 0 and not resume:
-            middle = Path("checkpoints") / "step_00000002"
-            shutil.copytree(whole / middle, resumed / middle)
-        dist.barrier()
-    ends = [sorted((out_dir / "checkpoints").iterdir())[-1] / f"rank_{rank:04d}.pt" for out_dir in (whole, resumed)]
-    first, second = (dict(leaves(torch.load(end, weights_only=True))) for end in ends)
-    assert first.keys() == second.keys()
-    assert sum(isinstance(value, Tensor) for value in first.values()) > 20
-    return [name for name, value in first.items() if not _equal(value, second[name])]
-
-
-def _equal(x: Any, y: Any) -> bool:
-    return torch.equal(x, y) if isinstance(x, Tensor) else bool(x == y)
-
-
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(tmp_path: Path, corpus: str) -> None:
     config = TranslationConfig(data_dir=corpus, **SMALL)
     for outcome in run_processes(2, train_twice, str(tmp_path), 2, config, TranslationTask):
-        assert set(outcome.result) <= {"/meters/train_seconds", "/meters/data_seconds"}
+        assert set(outcome.result) <= MEASURED
 
 
 @pytest.mark.e2e

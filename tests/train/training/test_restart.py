@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.test_gossip_sgd import ENVIRONMENT, ROOT, SCRIPT, TORCHRUN
+from tests.train.runs import ENVIRONMENT, ROOT
+from tests.train.test_gossip_sgd import SCRIPT, TORCHRUN
 
 RESTARTING = [*TORCHRUN[:-1], "--max-restarts", "1", SCRIPT, "--epochs", "1000000", "--validate-every", "1000000"]
 
