@@ -272,7 +272,8 @@ class Driver:
             if not self.stamps.is_agreed:
                 self.has_failed, self.stamps.lost = True, k
                 return
-        self._buffers = [b.clone() for b in x.whole.buffers]
+        assert x.flat is not None, "rounds mix flat vectors"
+        self._buffers = [b.clone() for b in x.flat.buffers]
         v = self._vectors(x, t)
         if self.watch is not None:
             self.watch.before_round(v, self.memory)
@@ -368,7 +369,8 @@ class Driver:
                 return self._gather(message, v)
 
     def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> None:
-        flat, buffers = x.whole, x.whole.buffers if self._buffers else []
+        flat = x.whole
+        buffers = flat.buffers if self._buffers else []
         for b, own in zip(buffers, self._buffers, strict=True):
             b.copy_(own)
         if x is not v.x and mixer is self.plain:
