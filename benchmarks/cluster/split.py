@@ -56,8 +56,9 @@ class Split:
             loop.wait = self._timed(ROUND, self._timed(WIRE, loop.wait))
         elif gossips:
             assert isinstance(model, GossipDataParallel)
-            self.is_hidden = isinstance(model._engine, OverlapEngine)
-            self._watch(model._engine.gossiper)
+            engine: Any = model._local.engine
+            self.is_hidden = isinstance(engine, OverlapEngine)
+            self._watch(engine.gossiper)
 
     def seconds(self) -> dict[str, float]:
         """So far, by part: optimizer, wait, and, where rounds are told apart, encode, wire and mix, their rest."""

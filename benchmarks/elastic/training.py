@@ -160,7 +160,7 @@ def _line(membership: Membership, model: GossipWrapper, step: int) -> dict[str, 
         "rank": membership.rank,
         "generation": membership.generation,
         "members": membership.members,
-        "weight": model._buffer.vector.push_sum_weight.item(),
+        "weight": model._local.buffer.vector.push_sum_weight.item(),
         # While somebody joins or is lost, the sum of the weights changes by what is given to it, or held by it.
         "changes": len(roster.joiners) + len(membership.lost) + (roster.forming is not None),
     }
