@@ -34,7 +34,7 @@ from .requests import (
     Vectors,
 )
 from .stamps import Stamps
-from .vector import Snapshot, Vector
+from .vector import SentVector, Vector
 
 
 @dataclass
@@ -226,7 +226,7 @@ class Driver:
         opened = self.open_round
         if opened is not None and isinstance(opened.request, Mix | Average) and opened.request.x is vector:
             sent = x.clone()
-            opened.v.x = Snapshot(sent.parameters, sent)
+            opened.v.x = SentVector(sent.parameters, sent)
             opened.request = replace(opened.request, x=opened.v.x)
         elif opened is not None and opened.request is not None:
             opened.v.x = Vector(())  # the round reads the model again when it arrives
@@ -248,7 +248,7 @@ class Driver:
         opened, vector = self.open_round, Vector.of(x)
         if opened is not None and opened.request is not None:
             sent, opened.v.x = opened.v.x, vector
-            if isinstance(sent, Snapshot) and opened.reply is not RoundLost:
+            if isinstance(sent, SentVector) and opened.reply is not RoundLost:
                 corrections, alpha = (*sent.parts, *sent.whole.buffers), 1.0 if self.alpha is None else self.alpha
                 for own, correction in zip((*x.parameters, *self._buffers), corrections, strict=True):
                     add_(own, correction, alpha=alpha)
@@ -267,7 +267,7 @@ class Driver:
         self.alpha, self.own_buffer_weight, self.has_failed = None, 1.0, False
         averages = self.algorithm.averages_exactly and self.algorithm.averages_at(k)
         if averages and not self.stamps.is_agreed:
-            if not isinstance(x, Snapshot):
+            if not isinstance(x, SentVector):
                 self._agree(x.whole)  # the failure of a worker here leads to another generation
             if not self.stamps.is_agreed:
                 self.has_failed, self.stamps.lost = True, k
@@ -376,7 +376,7 @@ class Driver:
         if x is not v.x and mixer is self.plain:
             flat.push_sum_weight.fill_(1.0)
         mixer.start(flat, v.t)
-        if isinstance(x, Snapshot):
+        if isinstance(x, SentVector):
             self.alpha, x.is_correction = mixer.difference(flat), True
             self.own_buffer_weight = mixer.own_buffer_weight
             return
@@ -416,7 +416,7 @@ class Driver:
 
     def _set_weight(self, v: Vectors) -> None:
         """Set the push-sum weight to one after an exact average over all ranks."""
-        if v.x.flat is not None and not (isinstance(v.x, Snapshot) and v.x.is_correction):
+        if v.x.flat is not None and not (isinstance(v.x, SentVector) and v.x.is_correction):
             v.x.flat.push_sum_weight.fill_(1.0)
 
     # State.

@@ -26,7 +26,7 @@ from .old_checkpoints import renewed
 from .optimizer_watch import OptimizerWatch
 from .periodic import Fragment, Periodic, check_names, cut
 from .runs import layout_of, places_of, tensors_beyond
-from .vector import Snapshot, Vector
+from .vector import SentVector, Vector
 
 
 class TravellingRound(NamedTuple):
@@ -212,7 +212,7 @@ class Rounds(Mixer):
         """See `Mixer`; takes a copy of s only if the algorithm keeps models, or runs in pieces."""
         if self.keeps_models or self._times is not None:
             return super().difference(s)
-        snapshot, driver = Snapshot(s.parameters, s), self.drivers[0]
+        snapshot, driver = SentVector(s.parameters, s), self.drivers[0]
         sent_buffers, weight = [b.clone() for b in s.buffers], s.push_sum_weight.clone()
         driver.run(snapshot, self._t, self._k)
         if driver.alpha is not None:  # the mixer has computed the correction of the whole vector

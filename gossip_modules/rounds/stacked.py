@@ -19,7 +19,7 @@ from .memory import Memory
 from .periodic import Periodic
 from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors
 from .rows import RowMail, Rows, StackedMail, StackedMixing, arrived
-from .vector import Snapshot, Vector
+from .vector import SentVector, Vector
 
 HEADER_BYTES = 8
 """The size of the header that is sent ahead of a message, see `Header`."""
@@ -140,7 +140,7 @@ class Stacked:
         if action is Action.SKIP or (action is Action.GOSSIP and not self.algorithm.is_due(k)):
             return []
         weights = self.weights
-        models = Snapshot([x.clone()]) if self.overlap else Vector([x])
+        models = SentVector([x.clone()]) if self.overlap else Vector([x])
         if action is Action.AVERAGE:
             self.average(models, is_model=True)
             for memory in self.memories:
@@ -218,7 +218,7 @@ class Stacked:
         """Run one round of all ranks.
 
         Args:
-            x: the models, [n, d], mutated; a `Snapshot` becomes the correction.
+            x: the models, [n, d], mutated; a `SentVector` becomes the correction.
             k: the number of optimizer steps so far.
             sgd: the step of SGD since the last round; None: there was none.
         """
@@ -327,7 +327,7 @@ class Stacked:
             is_model: whether x is the model, so that the push-sum weights are mixed too.
         """
         rows, num_bytes = self.rows, 8 if self.weights is not None else 0
-        is_snapshot = isinstance(x, Snapshot)
+        is_snapshot = isinstance(x, SentVector)
         for part in x.parts:
             sent = part if self._wire is None else self._wire.decompressed(part)
             num_bytes += part[0].nbytes if self._wire is None else self._wire.num_bytes(part.shape[1], part.dtype)
@@ -353,7 +353,7 @@ class Stacked:
         """
         for part in x.parts:
             mean = part.mean(0)
-            part.copy_(mean - part if isinstance(x, Snapshot) else mean.expand_as(part))
+            part.copy_(mean - part if isinstance(x, SentVector) else mean.expand_as(part))
             self.sent_bytes += 2 * (self.num_ranks - 1) * part[0].nbytes // self.num_ranks
         _mark(x)
         if is_model and self.weights is not None:
@@ -373,7 +373,7 @@ class Stacked:
 
 
 def _mark(x: Vector) -> None:
-    if isinstance(x, Snapshot):
+    if isinstance(x, SentVector):
         x.is_correction = True
 
 

@@ -118,7 +118,7 @@ class Vector:
         return self
 
 
-class Snapshot(Vector):
+class SentVector(Vector):
     """A copy of the model that a round reads under training. The first write turns it into a correction.
 
     So a round needs no second copy of the model: when the algorithm writes its result, the old values are no longer
