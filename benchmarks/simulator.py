@@ -3,27 +3,27 @@
     OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.simulator
     .venv/bin/python -m benchmarks.simulator --output benchmarks/results/simulator.csv
 
-The numbers are those of `python -m gossip_modules.simulate --world-size 1024 --rate-gbit 1 --parameters 25e6
---compute-ms 250`, which prints the advice as well, and two rows of D-PSGD under `ConsensusControl`.
+The numbers are those of `python -m gossip_modules.lab --world-size 1024 --network "1 Gbit/s" --parameters 25e6
+--compute 0.25`, which prints the advice as well, and two rows of D-PSGD under `ConsensusControl`.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from benchmarks.record import write_rows
+from gossip_modules import ConsensusControl
+from gossip_modules.lab import Compute, Digits, LabPlan, Network, Prediction, Setting, simulate
 from gossip_modules.methods import METHODS
-from gossip_modules.simulate import ComputeModel, ConsensusControl, Digits, LinkModel, Prediction, Setting, simulate
 
-SETTING = Setting(1024, 25_000_000, ComputeModel(seconds=0.25), LinkModel(rate_bit_s=1e9))
+SETTING = Setting(1024, 25_000_000, Compute(seconds=0.25), Network("1 Gbit/s"))
 CONTROLS = (ConsensusControl(2.0), ConsensusControl(2.0, average_every=1))
-"""Of rows that come besides, as `--consensus-target 2` gives, and with `--average-every 1`; of D-PSGD."""
+"""The schedules of two further rows, of D-PSGD."""
 
 
 def rows_of(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def rows_of(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
 def main() -> None:
     """Simulate every method that knows so many workers, print the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", help="as of python -m gossip_modules.simulate (default: all)")
+    parser.add_argument("--methods", nargs="+", help="as of python -m gossip_modules.lab (default: all)")
     parser.add_argument("--output", type=Path, help="a CSV file to write")
     arguments = parser.parse_args()
     predictions = []
@@ -59,7 +59,9 @@ def main() -> None:
                 raise
             print(f"left out: {error}")
     if not arguments.methods:
-        predictions += [simulate("dpsgd", replace(SETTING, schedule=control), Digits(seed=0)) for control in CONTROLS]
+        predictions += [
+            simulate(LabPlan.of("dpsgd", schedule=control), SETTING, Digits(seed=0)) for control in CONTROLS
+        ]
     rows = rows_of(predictions)
     print(pd.DataFrame(rows).to_string(index=False))
     if arguments.output:

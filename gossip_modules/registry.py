@@ -52,8 +52,8 @@ class Method:
         pace: who takes the steps of a run. "lockstep": every rank every step. "shared_steps": ranks share them, fast
             ranks take more. "shared_rounds": the wrapper counts rounds, and late ranks skip some.
         needs_fixed_ranks: the reason why the method takes no membership, as a clause; "": it takes one.
-        simulate: makes the simulated method, given (`Chosen`, `simulate.Choice`, `simulate.Setting`); None: the
-            simulator runs the rounds of an algorithm, and knows the wrappers of this library.
+        simulate: makes the method for the Lab, given a `lab.plan.Run`; None: the Lab runs the rounds of an algorithm,
+            and knows the wrappers of this library.
         simulated_graph: the name of the graph that the simulator takes where none is named, given (number of ranks,
             peers per round or a schedule of it).
         step_sizes: the published ones, by compressor.

@@ -117,9 +117,9 @@ method is that of plain gossip on this ring. These figures do not depend on how 
         "simulator.csv",
         """\
 1,024 workers, a model of 25 million parameters, 250 ms of compute per step, links of 1 Gbit/s: what
-`python -m gossip_modules.simulate --world-size 1024 --rate-gbit 1 --parameters 25e6 --compute-ms 250`
-prints, which advises as well, and D-PSGD under consensus control as `--methods dpsgd --consensus-target 2`
-has it, also with `--average-every 1`. [Which method?](../choosing.md#ask-the-simulator) says how to read it.
+`python -m gossip_modules.lab --world-size 1024 --network "1 Gbit/s" --parameters 25e6 --compute 0.25`
+prints, which advises as well, and D-PSGD under consensus control, `--schedule "ConsensusControl(2)"`, also
+with `average_every=1`. [Which method?](../choosing.md#ask-the-simulator) says how to read it.
 The figures are computed, not timed: a busy machine does not change them.
 MATCHA is missing: it is simulated for up to 512 workers. An empty cell means that the target was not
 reached in 320 steps. Disagreement is how far models differ, relative to their size; where they do not

@@ -7,17 +7,24 @@
 """
 
 from ..registry import METHODS, Method, Paper, name_of
-from .built_in import BUILT_IN
+from .built_in import ADPSGD, BUILT_IN, MATCHA, SGP, WAGMA, AllReduce, Dpwa, OverlapSGP
 from .chosen import Chosen, read_algorithm, read_graph, read_schedule
 from .options import WRAPPER_OPTIONS, Context, WrapperOptions, unused_options, without_unused
 from .wrapping import Wrapper, entry, register, wrap
 
 __all__ = [
+    "ADPSGD",
+    "MATCHA",
     "METHODS",
+    "SGP",
+    "WAGMA",
     "WRAPPER_OPTIONS",
+    "AllReduce",
     "Chosen",
     "Context",
+    "Dpwa",
     "Method",
+    "OverlapSGP",
     "Paper",
     "Wrapper",
     "WrapperOptions",

@@ -16,7 +16,8 @@ from ..dpwa.wrapper import PairwiseDataParallel
 from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import named_graph
 from ..matcha.graph import MatchaGraph
-from ..registry import Method, enter
+from ..registry import METHODS, Method, enter
+from ..rounds.algorithm import Algorithm
 from ..schedule import Schedule
 from ..wagma.wrapper import GroupAverageDataParallel
 from ..wrappers.all_reduce import AllReduceDataParallel
@@ -69,6 +70,19 @@ def entry(algorithm: type[Any], *, text: str = "", example: str = "", **others: 
         "simulated_graph": graph if algorithm.mixes and not algorithm.averages_exactly else None,
     }
     return Method(algorithm=algorithm, make=algorithm, text=text, **{**made, **others})
+
+
+def chosen_of(made: Any) -> Chosen:
+    """The method with settings that an object describes: an algorithm, or the settings of another method.
+
+    Raises:
+        ValueError: the object is neither.
+    """
+    outermost = made.parts[0] if isinstance(made, Algorithm) else made
+    method = next((method for method in METHODS.values() if method.make is type(outermost)), None)
+    if method is None and not isinstance(outermost, Algorithm):
+        raise ValueError(f"got {made!r}, expected an algorithm, such as DiLoCo(), or settings, such as SGP()")
+    return Chosen(method or entry(type(outermost)), made)
 
 
 def register(method: Method | type[Any], **fields: Any) -> Method:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..compression.compressor import Cast
+from ..flat.layout import FlatLayout, Segment, TensorSpec
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..schedule import Action
@@ -54,7 +55,7 @@ class Stacked:
         overlap: whether a round takes effect one step later.
         wire_dtype: torch.bfloat16 or torch.float16 rounds the vectors that are mixed, see [Note: narrow wire] of
             `PushPull`; None: no rounding.
-        shape: the shape of the model as one tensor, for algorithms that use matrices; None: a vector.
+        shapes: the shapes of the tensors of the model, for algorithms that use matrices; None: one vector.
         is_fragment: whether the rows are a fragment of the models.
 
     Raises:
@@ -82,7 +83,7 @@ class Stacked:
         *,
         overlap: bool = False,
         wire_dtype: torch.dtype | None = None,
-        shape: tuple[int, ...] | None = None,
+        shapes: Sequence[tuple[int, ...]] | None = None,
         is_fragment: bool = False,
     ) -> None:
         self.algorithm = algorithm
@@ -92,7 +93,8 @@ class Stacked:
             raise ValueError(f"got overlap=True with {algorithm}, expected overlap=False: it needs the current models")
         self.mixing = None if mixing is None else StackedMixing(mixing)
         self.num_ranks = num_ranks or (mixing.graph.world_size if mixing is not None else 1)
-        self.overlap, self.shape = overlap, shape
+        self.overlap = overlap
+        self._specs = () if shapes is None else tuple(TensorSpec(tuple(s), name=str(j)) for j, s in enumerate(shapes))
         self._wire = None if wire_dtype is None else Cast(wire_dtype)
         is_weighted = mixing is not None and algorithm.takes_push_sum and not mixing.is_doubly_stochastic
         self.weights = torch.ones(self.num_ranks, 1, dtype=torch.float64, device="cpu") if is_weighted else None
@@ -265,8 +267,9 @@ class Stacked:
         """Return the vector of each generator: the models of all ranks, or the model of one rank."""
         if self.algorithm.takes_rows:
             return [x]
-        rows = x.parts[0] if self.shape is None else x.parts[0].view(-1, *self.shape)
-        return [type(x).of(FlatVector.over(row)) for row in rows]
+        rows = x.parts[0]
+        layout = FlatLayout((Segment(rows.dtype, 0, rows.shape[1], self._specs),), rows[0].nbytes)
+        return [type(x).of(FlatVector(layout, row.view(torch.uint8))) for row in rows]
 
     def _vectors(self, x: Vector, sgd: SGDStep | None) -> list[Vectors]:
         found, n = [], self.num_ranks

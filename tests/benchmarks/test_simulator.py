@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from benchmarks.simulator import rows_of
-from gossip_modules.simulate import Choice, Prediction
+from gossip_modules.lab import LabPlan, Prediction
 
 
 def prediction(method: str, *, error: float, seconds: float, disagreement: float = 0.0) -> Prediction:
     return Prediction(
-        choice=Choice(method, "ring", ""),
+        plan=LabPlan.of(f"{method}:ring"),
         target=0.5,
         error=error,
         num_steps=10.0,

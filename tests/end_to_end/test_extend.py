@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import GossipDataParallel, RingGraph, registry
+from gossip_modules.lab.planner import MAX_STEPS
 from gossip_modules.methods import METHODS
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
-from gossip_modules.simulate.options import MAX_STEPS
 from tests.harness.quadratics import START, descended, solve
 from tests.harness.ranks import run_ranks
 from tests.harness.scripts import script_outputs
@@ -136,7 +136,7 @@ def check_random_share(algorithm: Any) -> None:
 @pytest.mark.timeout(120)
 def test_an_algorithm_is_a_recipe(tmp_path: Path) -> None:
     """The page's script: its blocks but those that run ranks or the simulator."""
-    shown = ("run_ranks", "gossip_modules.simulate")
+    shown = ("run_ranks", "gossip_modules.lab")
     script = [block for block in blocks("algorithm.md") if not any(name in block for name in shown)]
     assert len(script) == 5
     (tmp_path / "my_method.py").write_text("\n".join(script), encoding="utf-8")

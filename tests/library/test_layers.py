@@ -44,8 +44,8 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "wagma": _WRAPPERS,
         "dpwa": _WRAPPERS,
         "registry": set(),
-        "simulate": {
-            *("graph_manager", "mixing_manager", "compression", "schedule", "consensus_control"),
+        "lab": {
+            *("flat", "graph_manager", "mixing_manager", "compression", "schedule", "consensus_control"),
             *("algorithms", "rounds", "registry", "matcha", "methods", "wrappers"),
         },
         "methods": {*_WRAPPERS, "algorithms", "sparta", "ad_psgd", "wagma", "dpwa", "registry"},
@@ -90,7 +90,7 @@ WITHOUT_PROCESSES = {
     "matcha",
     "outer",
     "optim",
-    "simulate",
+    "lab",
     "registry",
 }
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve"}

@@ -8,12 +8,12 @@ from typing import Any
 
 import gossip_modules as gm
 from gossip_modules.algorithms.d_psgd import DPSGD
+from gossip_modules.lab.plan import CODES, LabPlan
 from gossip_modules.methods import METHODS, read_algorithm
 from gossip_modules.methods.chosen import read_compressor
 from gossip_modules.methods.wrapping import WIRE_DTYPES
 from gossip_modules.rounds.algorithm import Algorithm
 from gossip_modules.rounds.stacked import Stacked
-from gossip_modules.simulate.choice import CODES, codes_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Variant:
         settings = {"step_size": step_size, "theta": theta, **self.options}
         if "compressor" in self.options:
             settings["compressor"] = read_compressor(self.options["compressor"], seed=seed)
-        return Stacked(chosen.with_settings(settings).made, mixing, shape=shape)
+        return Stacked(chosen.with_settings(settings).made, mixing, shapes=[shape])
 
 
 def variants() -> dict[str, Variant]:
@@ -69,8 +69,8 @@ def variants() -> dict[str, Variant]:
     codes = {**CODES, "qsgd": "QSGD(4)"}  # of 4 bits, as published
     coded = {
         f"{name}-{code}": Variant(name, {"compressor": codes[code]}, is_tuned=True)
-        for name, method in METHODS.items()
-        for code in codes_of(method)
+        for name in METHODS
+        for code in LabPlan.of(name).codes
     }
     bits = {f"moniqua-{bits}": Variant("moniqua", {"bits": bits}, is_tuned=bits < 8) for bits in (8, 4, 2)}
     power = {

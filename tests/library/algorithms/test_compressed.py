@@ -98,7 +98,7 @@ RESIDUES = {"DeepSqueeze SignNorm": 0.6, "DeepSqueeze RandomK": 0.4, "PowerGossi
 
 @cases("path", "bipartite")
 def test_ranks_come_to_agree(name: str, graph: str) -> None:
-    driver = Stacked(ALGORITHMS[name](), MIXINGS[graph], shape=(6, 7))
+    driver = Stacked(ALGORITHMS[name](), MIXINGS[graph], shapes=[(6, 7)])
     x = torch.randn(4, 42, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     first = (x - x.mean(0)).norm()
     for k in range(30):

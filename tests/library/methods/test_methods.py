@@ -17,10 +17,14 @@ from torch import nn
 
 import gossip_modules as gm
 from gossip_modules import methods, registry
+from gossip_modules.lab import Consensus, Digits, LabPlan, advise, simulate
+from gossip_modules.lab.__main__ import main as simulate_main
+from gossip_modules.lab.models import Models
+from gossip_modules.lab.plan import PlanRun
+from gossip_modules.lab.planner import recipe_options
 from gossip_modules.methods import (
     METHODS,
     WRAPPER_OPTIONS,
-    Chosen,
     Context,
     read_algorithm,
     register,
@@ -29,17 +33,10 @@ from gossip_modules.methods import (
 from gossip_modules.methods.__main__ import methods_table, step_sizes_table
 from gossip_modules.methods.chosen import read_compressor
 from gossip_modules.mixing_manager.graph_weights import default_mixing
-from gossip_modules.rounds.algorithm import Over
-from gossip_modules.simulate import Choice, Consensus, Digits, advise, simulate
-from gossip_modules.simulate.__main__ import main as simulate_main
-from gossip_modules.simulate.advice import recipe_options
-from gossip_modules.simulate.codes import message_of
-from gossip_modules.simulate.delays import Network
-from gossip_modules.simulate.methods import make_method, simulate_rounds
 from gossip_modules.wrappers.choices import written
 from tests.harness.cases import each_once
-from tests.harness.quadratics import LEARNING_RATE, START, descended, solve
-from tests.library.simulate.simulations import CLUSTER, LINKS
+from tests.harness.quadratics import START, descended, solve
+from tests.library.lab.simulations import CLUSTER, LINKS, MODEL_BYTES, made, start, workers
 from train.command_line import read_command_line
 from train.consensus_experiment.methods import variants
 from train.job.errors import UsageError
@@ -131,31 +128,25 @@ def test_the_tables_have_a_row_for_each_entry() -> None:
     assert "| choco | `TopK(0.01)` | 0.0375 |" in step_sizes_table()
 
 
-@pytest.mark.parametrize("name", ["diloco", "eagerdiloco", "sparseloco", "slowmo", "gasloc:ring"])
+@pytest.mark.parametrize("name", ["DiLoCo(5)", "EagerDiLoCo(5)", "SparseLoCo(5)", "SlowMo(5)", "GASLoC(5):ring"])
 def test_the_simulator_takes_outer_steps_as_training_does(name: str) -> None:
     """Problem Q; the golden values of training are in tests/library/algorithms."""
-    setting = replace(CLUSTER, world_size=5, local_steps=5)
-    method, x = make_method(Choice.parse(name), setting), torch.full((5, 1), START, dtype=torch.float64)
+    method, x = made(name, replace(CLUSTER, world_size=5)), torch.full((5, 1), START, dtype=torch.float64)
     for step in range(21):
         method.forward(x)
         if step < 20:
             x.copy_(descended(x[:, 0], 1)[:, None])
-    outer = {
-        "diloco": gm.DiLoCo(5),
-        "eagerdiloco": gm.EagerDiLoCo(5),
-        "sparseloco": gm.SparseLoCo(5),
-        "slowmo": gm.SlowMo(5),
-        "gasloc:ring": gm.GASLoC(5),
-    }[name]
-    graph = {"graph": gm.RingGraph(5, peers_per_itr=2)} if name == "gasloc:ring" else {}
-    torch.testing.assert_close(x[:, 0], solve(lambda: {"outer": outer, **graph}), rtol=0, atol=1e-12)
+    outer, _, graph = name.partition(":")
+    options = {"graph": gm.RingGraph(5, peers_per_itr=2)} if graph else {}
+    algorithm = read_algorithm(outer).made
+    torch.testing.assert_close(x[:, 0], solve(lambda: {"algorithm": algorithm, **options}), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["gasloc:bipartite-exponential", "qgdsgdm:equi-static-undirected"])
 def test_the_simulator_refuses_graphs_on_which_a_method_diverges(name: str) -> None:
     setting = replace(CLUSTER, world_size=10 if name.startswith("gasloc") else 32)
     with pytest.raises(ValueError, match="where the differences between ranks grow"):
-        make_method(Choice.parse(name), setting)
+        made(name, setting)
 
 
 @pytest.mark.parametrize("method", [gm.DiLoCo, gm.StreamingDiLoCo, gm.EagerDiLoCo])
@@ -163,62 +154,38 @@ def test_the_simulator_compresses_drifts_as_training_does(method: type[gm.DiLoCo
     """Problem Q, whose models are one number, of which a message has half."""
     options: dict[str, Any] = {"fragments": 1, "delay": 0} if method is gm.StreamingDiLoCo else {}
     outer = method(5, compressor=Half(), momentum=0.5, **options)
-    setting = replace(CLUSTER, world_size=5, local_steps=5)
-    chosen = Chosen(METHODS[type(outer).__name__.lower()], outer)
-    simulated = simulate_rounds(chosen, Choice.parse(type(outer).__name__.lower()).resolved(5), setting)
+    setting = replace(CLUSTER, world_size=5)
+    simulated = made(outer, setting)
     x = torch.full((5, 1), START, dtype=torch.float64)
     for step in range(21):
         simulated.forward(x)
         if step < 20:
             x.copy_(descended(x[:, 0], 1)[:, None])
     torch.testing.assert_close(x[:, 0], solve(lambda: {"outer": outer}), rtol=0, atol=1e-12)
-    assert simulated.sent_bytes == 4 * 4 * 8 * setting.num_parameters
+    assert simulated.sent_bytes == 4 * 4 * 8 * 11_175_000
 
 
 def test_the_simulator_sends_the_messages_of_sparse_loco() -> None:
     """To each of the others, on a link that a message of the whole model would keep busy much longer."""
-    setting = replace(CLUSTER, world_size=5, local_steps=2)
-    size = gm.compression.ChunkTopK(41, 4096, values=gm.compression.TwoBit()).num_bytes(
-        setting.num_parameters, torch.float32
-    )
-    waited = {}
-    for name in ("sparseloco", "diloco"):
-        method, x = make_method(Choice.parse(name), setting), torch.zeros(5, 100)
+    setting = replace(CLUSTER, world_size=5)
+    size = gm.compression.ChunkTopK(41, 4096, values=gm.compression.TwoBit()).num_bytes(11_175_000, torch.float32)
+    waited, sparse = {}, "SparseLoCo(2, compressor=ChunkTopK(41, values=TwoBit()))"
+    for name in (sparse, "DiLoCo(2)"):
+        method, x = made(name, setting), torch.zeros(5, 100)
         for _ in range(5):  # outer steps before the third and the fifth
             method.forward(x)
-        waited[name] = float(method.waited_seconds.max())
-        if name == "sparseloco":
+        waited[name] = float(method.clock.waited_seconds.max())
+        if name == sparse:
             assert method.sent_bytes == 2 * 4 * size
-    assert 2 * 4 * setting.links.wire_seconds(size) < waited["sparseloco"] < waited["diloco"]
-
-
-@pytest.mark.parametrize("name", ["d2", "exactdiffusion", "gradienttracking", "decentlam", "qgdsgdm:ring"])
-def test_the_simulator_takes_rounds_of_a_rule_as_training_does(name: str) -> None:
-    """Problem Q; the golden values of training are in tests/library/update_rules."""
-    setting = replace(CLUSTER, world_size=5)
-    method, x = make_method(Choice.parse(name), setting), torch.full((5, 1), START, dtype=torch.float64)
-    for step in range(21):
-        method.forward(x)
-        if step < 20:
-            x.copy_(descended(x[:, 0], 1)[:, None])
-    entry = METHODS[name.partition(":")[0]]
-    momentum: dict[str, Any] = (
-        {"momentum": 0.9, "lr": 0.1 * LEARNING_RATE} if entry.needs_sgd else {"lr": LEARNING_RATE}
-    )
-    found = solve(
-        lambda: {"rule": entry.algorithm(), "graph": gm.RingGraph(5, peers_per_itr=2)},
-        make_optimizer=lambda parameters: torch.optim.SGD(parameters, **momentum),
-    )
-    torch.testing.assert_close(x[:, 0], found, rtol=0, atol=1e-12)
-    num_messages = 2 * (2 * 21 - 2 if name == "gradienttracking" else 21)
-    assert method.sent_bytes == num_messages * setting.model_bytes
+    assert 2 * 4 * LINKS.on(workers(5)).wire_seconds(size) < waited[sparse] < waited["DiLoCo(2)"]
 
 
 def test_bytes_are_measured_on_messages_of_the_algorithm() -> None:
-    size = 25_000_000
-    network = Network(LINKS, 2)
-    assert message_of(HalfStep(), size, network) == network.plain_message(4 * size)
-    assert message_of(gm.PowerGossip(rank=2), size, network).num_bytes == pytest.approx(4 * size / 256, rel=0.01)
+    setting = replace(CLUSTER, world_size=2)
+    run = PlanRun(LabPlan.of("dpsgd").resolved(2), setting, Models(Consensus(), 2), workers(2))
+    assert run.message_of(HalfStep(), None, 1.0) == LINKS.on(workers(2)).plain_message(MODEL_BYTES)
+    message = run.message_of(gm.PowerGossip(rank=2), None, 1.0)
+    assert message.num_bytes == pytest.approx(MODEL_BYTES / 256, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -227,14 +194,11 @@ def test_bytes_are_measured_on_messages_of_the_algorithm() -> None:
 def test_the_simulator_takes_the_object_or_text_that_training_takes(algorithm: Any) -> None:
     setting, problem = replace(CLUSTER, world_size=4), Digits()
     found = simulate(algorithm, setting, problem, target=1e9, max_steps=1)
-    assert found == simulate(written(algorithm), setting, problem, target=1e9, max_steps=1)
-    arguments = shlex.split(recipe_options(found, setting))
+    by_text = simulate(written(algorithm), setting, problem, target=1e9, max_steps=1)
+    assert replace(by_text, plan=found.plan) == found
+    arguments = shlex.split(recipe_options(found.plan, setting))
     config = read_command_line(Config, description="", arguments=[*arguments, "--seed", "0"])
     assert config.chosen.made == algorithm
-    outer = algorithm.outer if isinstance(algorithm, Over) else algorithm
-    assert (
-        found.num_steps == simulate(type(outer).__name__.lower(), setting, problem, target=1e9, max_steps=1).num_steps
-    )
 
 
 def test_one_entry_gives_a_recipe(own: methods.Method, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +212,7 @@ def test_one_entry_gives_a_recipe(own: methods.Method, monkeypatch: pytest.Monke
 
 def test_one_entry_gives_a_row_of_the_simulator(own: methods.Method) -> None:
     mixing = default_mixing(gm.RingGraph(8, peers_per_itr=2), push_sum=False)
-    method, x = make_method(Choice.parse("half:ring"), CLUSTER), Consensus().start(8)
+    method, x = made("half:ring", CLUSTER), start(8)
     expected = x + (mixing.matrix(0).to(x.dtype) @ x - x) / 2
     method.forward(x)
     torch.testing.assert_close(x, expected)
@@ -276,7 +240,7 @@ def test_a_module_that_registers_methods_is_imported_by_name(
     try:
         config = read_command_line(Config, description="", arguments=["--import", "my_half", "--recipe", "half"])
         assert config.recipe == "half"
-        arguments = "--world-size 8 --problem consensus --methods half sgp --import my_half"
+        arguments = "--world-size 8 --problem Consensus() --methods half sgp --import my_half"
         assert simulate_main(arguments.split()) == 0
         assert "half" in capsys.readouterr().out
     finally:
@@ -289,9 +253,9 @@ def test_a_module_that_registers_methods_is_imported_by_name(
 
 @pytest.mark.parametrize(("name", "n"), each_once(list(METHODS), [8, 9]))
 def test_advice_can_be_typed_as_it_stands(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = replace(CLUSTER, world_size=n, theta=64.0)
+    setting = replace(CLUSTER, world_size=n)
     prediction = simulate(name, setting, Digits(), max_steps=1, target=1e9)
-    arguments = shlex.split(recipe_options(prediction, setting))
+    arguments = shlex.split(recipe_options(prediction.plan, setting))
     config = read_command_line(Config, description="", arguments=arguments)
     assert config.recipe == name
     assert methods.unused_options(METHODS[name], config) == []
@@ -300,24 +264,16 @@ def test_advice_can_be_typed_as_it_stands(name: str, n: int, monkeypatch: pytest
     if METHODS[name].simulated_graph is None:
         return
     context = Context(world_size=n, seed=setting.seed)
-    made: Any = wrap(config.algorithm or name, nn.Linear(2, 2), config, context)
-    simulated = make_method(prediction.choice, setting)
-    assert repr(made["graph"](n)) == repr(simulated.mixing.graph)  # type: ignore[attr-defined]
-
-
-def test_the_step_size_of_gasloc_is_simulated_and_advised() -> None:
-    found = [simulate("gasloc:ring", replace(CLUSTER, step_size=size), Digits(), max_steps=40) for size in (0.25, 0.75)]
-    for size, prediction in zip((0.25, 0.75), found, strict=True):
-        assert f"step_size={size}" in recipe_options(prediction, CLUSTER)
-    assert found[0].error != found[1].error
+    wrapped: Any = wrap(config.algorithm or name, nn.Linear(2, 2), config, context)
+    driver: Any = made(prediction.plan, setting).driver
+    assert repr(wrapped["graph"](n)) == repr(driver.mixing.graph)
 
 
 def test_the_advice_has_the_command() -> None:
-    setting = replace(CLUSTER, local_steps=7)
-    advice = advise([simulate("localsgd", setting, Digits(), target=1e9, max_steps=1)], setting)
+    advice = advise([simulate("LocalSGD(7)", CLUSTER, Digits(), target=1e9, max_steps=1)], CLUSTER)
     found = [sentence for sentence in advice.sentences if sentence.startswith("To train like this: ")]
     assert len(found) == 1
-    launch = f"torchrun --standalone --nproc-per-node {setting.world_size} -m train.gossip_sgd"
+    launch = f"torchrun --standalone --nproc-per-node {CLUSTER.world_size} -m train.gossip_sgd"
     assert found[0].startswith(f'To train like this: {launch} --algorithm "LocalSGD(sync_every=7)" (')
 
 
@@ -327,10 +283,9 @@ def test_examples_run() -> None:
 
 def test_the_step_size_is_the_published_one_everywhere() -> None:
     for code, expected in (("sign", 0.45), ("topk", 0.0375), ("randomk", 0.01), ("qsgd", 0.34)):
-        method = make_method(Choice("choco", "ring", code), CLUSTER)
-        assert f"step_size={expected})" in method.algorithm
+        assert f"step_size={expected})" in LabPlan.of(f"choco:ring:{code}").text
     assert "step_size=0.45" in METHODS["choco"].text
     with pytest.raises(
         ValueError, match=r"got deepsqueeze with QSGD\(8\) and no step_size, expected one: known are those of SignNorm"
     ):
-        make_method(Choice("deepsqueeze", "ring", "qsgd"), CLUSTER)
+        LabPlan.of("deepsqueeze:ring:qsgd")

@@ -75,7 +75,7 @@ def test_differences_shrink_where_compressed_rounds_are_allowed(
 ) -> None:
     """Models that were moved apart once and never train."""
     driver = Stacked(
-        outer.over(make_compressed()), MetropolisHastingsMixing(RingGraph(5, peers_per_itr=2)), shape=(10, 20)
+        outer.over(make_compressed()), MetropolisHastingsMixing(RingGraph(5, peers_per_itr=2)), shapes=[(10, 20)]
     )
     x = torch.zeros(5, 200)
     driver.step(x, 0)

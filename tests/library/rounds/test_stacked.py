@@ -151,7 +151,7 @@ def compare(algorithm: Algorithm, dtype: torch.dtype, **arguments: Any) -> None:
         NUM_RANKS,
         overlap=arguments.get("overlap", False),
         wire_dtype=arguments.get("wire_dtype"),
-        shape=SHAPE,
+        shapes=[SHAPE],
     )
     rows = stacked(driver, dtype, arguments.get("schedule", gm.Schedule()))
     torch.testing.assert_close(rows, real, rtol=0, atol=TOLERANCE[dtype])

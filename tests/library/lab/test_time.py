@@ -10,41 +10,32 @@ import torch
 
 import gossip_modules as gm
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
+from gossip_modules.lab import Compute, Digits, Network, Setting, simulate
+from gossip_modules.lab.asynchronous import Groups
+from gossip_modules.lab.clock import BucketClock, Clock, LinkSpec, MessageCost, OverlapClock, WorkerLinks, bucket_bytes
+from gossip_modules.lab.plan import Running
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.rounds.rows import StackedMixing
-from gossip_modules.simulate import (
-    Choice,
-    ComputeModel,
-    Consensus,
-    Digits,
-    LinkModel,
-    Setting,
-    simulate,
-)
-from gossip_modules.simulate.asynchronous import GroupMethod
-from gossip_modules.simulate.clocks import BucketClock, Clock, OverlapClock, SyncClock, bucket_bytes
-from gossip_modules.simulate.delays import MessageCost, Network
-from gossip_modules.simulate.methods import make_method
-from tests.library.simulate.simulations import CLUSTER, LINKS, UNEVEN, graphs
+from tests.library.lab.simulations import CLUSTER, LINKS, MODEL_BYTES, UNEVEN, Rounds, graphs, made, start, workers
 
 # Time.
 
 
 def exchange_of(
-    network: Network, mixing: gm.mixing_manager.MixingManager, i: int, t: int, message: MessageCost
+    network: WorkerLinks, mixing: gm.mixing_manager.MixingManager, i: int, t: int, message: MessageCost
 ) -> float:
     """Of rank i in round t, by the definition, link by link."""
-    graph, wire = mixing.graph, network.links.wire_seconds(message.num_bytes)
+    graph, wire = mixing.graph, network.wire_seconds(message.num_bytes)
     peers = graph.in_peers(i, t)
     if not peers:
         return 0.0
     loads = [len(peers) * network.slowness[i], *(len(graph.out_peers(j, t)) * network.slowness[j] for j in peers)]
-    return wire * float(max(loads)) + network.links.latency_s + len(peers) * message.decode_seconds
+    return wire * float(max(loads)) + network.latency_s + len(peers) * message.decode_seconds
 
 
 def event_loop(
-    compute: ComputeModel,
-    network: Network,
+    compute: Compute,
+    network: WorkerLinks,
     mixing: gm.mixing_manager.MixingManager,
     message: MessageCost,
     steps: int,
@@ -57,10 +48,10 @@ def event_loop(
     starts: list[list[float]] = []
     for k in range(steps):
         if k:
-            durations = compute.step_seconds(k - 1, num_ranks=n)
+            durations = compute.step_seconds(k - 1, workers(n))
             here = [starts[-1][i] + float(durations[i]) for i in range(n)]
         if overlap:
-            copies = 2 * network.links.memory_seconds(message.num_bytes)
+            copies = 2 * network.memory_seconds(message.num_bytes)
             begin = [max(here[i], under_way[i]) + copies for i in range(n)]
         else:
             begin = here
@@ -87,10 +78,10 @@ def clock_starts(clock: Clock, mixing: gm.mixing_manager.MixingManager | None, s
 @pytest.mark.parametrize("name", ["npeer-exponential 1", "ring 2", "undirected", "directed", "bipartite-complete 1"])
 @pytest.mark.parametrize("n", [4, 5, 6])
 def test_rounds_take_what_an_event_loop_says(n: int, name: str, overlap: bool) -> None:
-    links = LinkModel(rate_bit_s=2e9, latency_s=0.003, slow_share=0.3, slow_factor=4, seed=n)
-    network, message = Network(links, n), MessageCost(1.5e7, encode_seconds=0.01, decode_seconds=0.02)
+    links = Network("2 Gbit/s, 3 ms", slow_share=0.3, slow_factor=4, seed=n)
+    network, message = WorkerLinks(links, workers(n)), MessageCost(1.5e7, encode_seconds=0.01, decode_seconds=0.02)
     mixing = default_mixing(graphs(n)[name], push_sum=True)
-    clock = (OverlapClock if overlap else SyncClock)(UNEVEN, network, message)
+    clock = (OverlapClock if overlap else Clock)(UNEVEN, network, workers(n), message)
     expected = event_loop(UNEVEN, network, mixing, message, 15, overlap=overlap)
     got = clock_starts(clock, mixing, 15)
     for k, (mine, theirs) in enumerate(zip(got, expected)):
@@ -100,47 +91,47 @@ def test_rounds_take_what_an_event_loop_says(n: int, name: str, overlap: bool) -
 @pytest.mark.parametrize("n", [4, 5, 6])
 @pytest.mark.parametrize("megabytes", [0.5, 30, 60])
 def test_buckets_take_what_an_event_loop_says(n: int, megabytes: float) -> None:
-    network, size = Network(LinkModel(rate_bit_s=2e9, latency_s=0.003), n), megabytes * 1e6
-    got = clock_starts(BucketClock(UNEVEN, network, MessageCost(size)), None, 10)
-    start = 0.0
+    network, size = WorkerLinks(Network("2 Gbit/s, 3 ms"), workers(n)), megabytes * 1e6
+    got = clock_starts(BucketClock(UNEVEN, network, workers(n), MessageCost(size)), None, 10)
+    begun = 0.0
     for k in range(1, 10):
-        compute = UNEVEN.compute_seconds(k - 1, num_ranks=n).tolist()
+        compute = UNEVEN.compute_seconds(k - 1, workers(n)).tolist()
         free, reduced = 0.0, 0.0
         for bucket in bucket_bytes(size):
             reduced += bucket
-            ready = max(start + 0.02 + c / 3 + 2 / 3 * c * (reduced / size) for c in compute)
+            ready = max(begun + 0.02 + c / 3 + 2 / 3 * c * (reduced / size) for c in compute)
             hop = 8 * bucket / n / (2e9 * 0.957) + 0.003
             free = max(free, ready) + 2 * (n - 1) * hop
-        start = free
-        assert got[k] == pytest.approx([start] * n, rel=1e-12)
+        begun = free
+        assert got[k] == pytest.approx([begun] * n, rel=1e-12)
 
 
 def test_periodic_averages_wait_for_the_slowest_and_no_other_step_does() -> None:
     n, size = 5, 1e7
-    network = Network(LINKS, n)
-    method = make_method(Choice.parse("localsgd"), Setting(n, int(size / 4), UNEVEN, LINKS, local_steps=4))
-    x, here = Consensus().start(n), [0.0] * n
+    network = WorkerLinks(LINKS, workers(n))
+    method = made("LocalSGD(4)", Setting(n, int(size / 4), UNEVEN, LINKS))
+    x, here = start(n), [0.0] * n
     for k in range(13):
         method.forward(x)
         if k and k % 4 == 0:
             here = [max(here) + network.all_reduce_seconds(size)] * n
         assert method.starts.tolist() == pytest.approx(here, rel=1e-12)
-        durations = UNEVEN.step_seconds(k, num_ranks=n).tolist()
+        durations = UNEVEN.step_seconds(k, workers(n)).tolist()
         here = [a + b for a, b in zip(here, durations)]
 
 
 @pytest.mark.parametrize("n", [4, 5, 6])
 def test_wait_avoiding_groups_take_what_an_event_loop_says(n: int) -> None:
-    links, message, period = LinkModel(rate_bit_s=4e9, latency_s=0.001), MessageCost(1e7), 4
-    network = Network(links, n)
-    method = GroupMethod(UNEVEN, network, message, ButterflyGroups(n), sync_period=period)
-    x = Consensus().start(n)
+    links, message, period = WorkerLinks(Network(LinkSpec(4e9, 0.001)), workers(n)), MessageCost(1e7), 4
+    network = links
+    groups = Groups(UNEVEN, links, workers(n), message, ButterflyGroups(n), sync_period=period)
+    method, x = Rounds(Running(groups, groups)), start(n)
     here, late, done = [0.0] * n, [False] * n, 0.0
     phase = links.wire_seconds(message.num_bytes) + links.latency_s
     num_phases = int(math.log2(ButterflyGroups(n).group_size)) + (2 if n in (5, 6) else 0)
     for version in range(16):
         method.forward(x)
-        durations = UNEVEN.step_seconds(version, num_ranks=n).tolist()
+        durations = UNEVEN.step_seconds(version, workers(n)).tolist()
         if version % period == period - 1:
             done = max([done, *here]) + network.all_reduce_seconds(message.num_bytes)
             stepping, late = list(range(n)), [False] * n
@@ -154,24 +145,24 @@ def test_wait_avoiding_groups_take_what_an_event_loop_says(n: int) -> None:
             starts.update(dict.fromkeys(on_time, done))
             late = [i not in starts for i in range(n)]
         assert method.is_stepping is not None
-        assert set(method.is_stepping.nonzero().flatten().tolist()) == set(starts)
-        for i, start in starts.items():
-            assert method.starts[i] == pytest.approx(start, rel=1e-12)
-            here[i] = start + durations[i]
+        assert set(method.is_stepping.nonzero()[0].tolist()) == set(starts)
+        for i, begun in starts.items():
+            assert method.starts[i] == pytest.approx(begun, rel=1e-12)
+            here[i] = begun + durations[i]
 
 
 @pytest.mark.parametrize("name", ["adpsgd", "dpwa"])
 def test_asynchronous_ranks_never_wait(name: str) -> None:
     """Each step starts when the one before has ended and the copies are made; faster ranks take more steps."""
     setting = replace(CLUSTER, world_size=6, compute=replace(UNEVEN, step_spread=0.0, straggle_share=0.0))
-    method, x = make_method(Choice.parse(name), setting), Consensus().start(6)
-    copies = 2 * LINKS.memory_seconds(setting.model_bytes)
-    durations = setting.compute.step_seconds(0, num_ranks=6)
+    method, x = made(name, setting), start(6)
+    copies = 2 * LINKS.on(workers(6)).memory_seconds(MODEL_BYTES)
+    durations = setting.compute.step_seconds(0, workers(6))
     steps = torch.zeros(6)
     for _ in range(80):
         method.forward(x)
         assert method.is_stepping is not None
-        steps += method.is_stepping
+        steps += torch.from_numpy(method.is_stepping)
     for rank in range(6):
         expected = float(steps[rank]) * copies + (float(steps[rank]) - 1) * float(durations[rank])
         assert method.starts[rank] == pytest.approx(expected, rel=1e-9)
@@ -192,8 +183,8 @@ def test_steps_take_what_was_measured_within_15_percent(name: str) -> None:
 
 
 def test_an_all_reduce_and_an_exchange_take_what_was_measured() -> None:
-    network = CLUSTER.network
+    network = LINKS.on(workers(8))
     assert network.all_reduce_seconds(44.7e6) == pytest.approx(0.650, rel=0.15)
-    assert LINKS.wire_seconds(44.7e6) == pytest.approx(0.374, rel=0.01)
+    assert network.wire_seconds(44.7e6) == pytest.approx(0.374, rel=0.01)
     local = simulate("sgp", replace(CLUSTER, world_size=1), Digits(), target=1e-9, max_steps=10)
     assert local.step_seconds == pytest.approx(0.160, rel=1e-9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -14,23 +13,16 @@ from gossip_modules.algorithms.d_psgd import DPSGD
 from gossip_modules.algorithms.moniqua import Moniqua
 from gossip_modules.algorithms.power_gossip import PowerGossip
 from gossip_modules.graph_manager.named_graphs import default_graph_name
+from gossip_modules.lab import Consensus, Digits, LabPlan, advise, simulate
+from gossip_modules.lab.asynchronous import Bilateral
+from gossip_modules.lab.clock import Clock, MessageCost, WorkerLinks
+from gossip_modules.lab.comparison import LabTraining
+from gossip_modules.lab.plan import Running
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.rounds.algorithm import Algorithm
 from gossip_modules.rounds.rows import StackedMixing
 from gossip_modules.rounds.stacked import Stacked
-from gossip_modules.simulate import (
-    Choice,
-    Consensus,
-    Digits,
-    advise,
-    simulate,
-)
-from gossip_modules.simulate.asynchronous import BilateralMethod
-from gossip_modules.simulate.clocks import SyncClock
-from gossip_modules.simulate.delays import MessageCost, Network
-from gossip_modules.simulate.gossip import LockstepMethod
-from gossip_modules.simulate.methods import make_method
-from tests.library.simulate.simulations import CLUSTER, EVEN, LINKS, UNEVEN, graphs, prediction
+from tests.library.lab.simulations import CLUSTER, EVEN, LINKS, UNEVEN, Rounds, graphs, made, prediction, start, workers
 
 CASES = [
     pytest.param(graph, push_sum, id=f"{name} n={n} {'push-sum' if push_sum else 'push-pull'}")
@@ -41,33 +33,34 @@ CASES = [
 ]
 
 
-def lockstep(graph: gm.graph_manager.GraphManager, algorithm: Algorithm, *, push_sum: bool = False) -> LockstepMethod:
-    network = Network(LINKS, graph.world_size)
-    driver = Stacked(algorithm, default_mixing(graph, push_sum=push_sum), shape=(8, 8))
-    return LockstepMethod(driver, gm.Schedule(), SyncClock(EVEN, network, MessageCost(1e6)))
+def lockstep(graph: gm.graph_manager.GraphManager, algorithm: Algorithm, *, push_sum: bool = False) -> Rounds:
+    ranks = workers(graph.world_size)
+    driver = Stacked(algorithm, default_mixing(graph, push_sum=push_sum), shapes=[(8, 8)])
+    return Rounds(Running(driver, Clock(EVEN, WorkerLinks(LINKS, ranks), ranks, MessageCost(1e6))))
 
 
 @pytest.mark.parametrize("peers", [1, 2])
 @pytest.mark.parametrize("n", [7, 8, 9, 25])
 def test_d_psgd_is_simulated_on_its_default_graph(n: int, peers: int) -> None:
-    setting = replace(CLUSTER, world_size=n, peers_per_itr=peers)
-    assert Choice("dpsgd").resolved(n, peers).graph == default_graph_name(n, push_sum=False, peers_per_itr=peers)
-    assert make_method(Choice("dpsgd"), setting) is not None
-    assert Choice("adpsgd").resolved(n, peers).graph == ("bipartite-complete" if n % 2 else "bipartite-exponential")
-    assert Choice("gasloc").resolved(9).graph == "torus"
+    setting = replace(CLUSTER, world_size=n)
+    plan = LabPlan.of("dpsgd", peers_per_itr=peers)
+    assert plan.resolved(n).graph == default_graph_name(n, push_sum=False, peers_per_itr=peers)
+    assert made(plan, setting) is not None
+    assert LabPlan.of("adpsgd").resolved(n).graph == ("bipartite-complete" if n % 2 else "bipartite-exponential")
+    assert LabPlan.of("gasloc").resolved(9).graph == "torus"
 
 
 @pytest.mark.parametrize(("graph", "push_sum"), CASES)
 def test_consensus_equals_the_product_of_dense_matrices(graph: gm.graph_manager.GraphManager, push_sum: bool) -> None:
     mixing = default_mixing(graph, push_sum=push_sum)
     method = lockstep(graph, DPSGD(), push_sum=push_sum)
-    x = Consensus(seed=2).start(graph.world_size)
+    x = start(graph.world_size, 2)
     expected, weights = x.clone(), torch.ones(graph.world_size, 1, dtype=torch.float64)
     for t in range(min(12, mixing.period + 2 if mixing.period else 12)):
         method.forward(x)
         expected, weights = mixing.matrix(t) @ expected, mixing.matrix(t) @ weights
         torch.testing.assert_close(x, expected, rtol=0, atol=1e-12)
-        torch.testing.assert_close(method.estimates(x), expected / weights, rtol=0, atol=1e-6)
+        torch.testing.assert_close(method.driver.estimates(x), expected / weights, rtol=0, atol=1e-6)
 
 
 def test_weights_of_its_own_and_schedules_of_peers_are_simulated() -> None:
@@ -131,33 +124,22 @@ def test_a_code_of_its_own_is_computed_row_by_row() -> None:
     torch.testing.assert_close(Wrapped().decompressed(x), x.half().float(), rtol=0, atol=0)
 
 
-def test_moniqua_says_when_neighbours_are_too_far_apart() -> None:
+def test_moniqua_refuses_neighbours_that_are_too_far_apart() -> None:
     method = lockstep(gm.RingGraph(4, peers_per_itr=2), Moniqua(0.01))
-    with pytest.raises(
-        RuntimeError, match=r"differ by 4\.56 in round 0, expected less than theta=0\.01; give a larger"
-    ):
-        method.forward(Consensus().start(4))
-    with pytest.raises(ValueError, match=r"in round 0, expected less than theta=0\.5; give a larger --theta"):
-        simulate("moniqua:ring", replace(CLUSTER, theta=0.5), Consensus())
-    method, nothing = lockstep(gm.RingGraph(4, peers_per_itr=2), Moniqua(1.0)), torch.full((4, 64), math.nan)
-    method.forward(nothing)
-    assert nothing.isnan().all(), "a model that has diverged is an error of infinity, not of theta"
+    with pytest.raises(RuntimeError, match=r"more than theta=0\.01, or is not finite, expected less; pass a larger"):
+        method.forward(start(4))
+    with pytest.raises(ValueError, match=r"more than theta=0\.5"):
+        simulate("Moniqua(theta=0.5):ring", CLUSTER, Consensus())
 
 
 def test_the_theta_of_a_prediction_is_one_that_a_run_can_have() -> None:
     """The least power of two that no neighbours differ by; and what a fixed grid cannot reach is not promised."""
     setting = replace(CLUSTER, world_size=4, seed=3)
-    prediction = simulate("moniqua:ring", setting, Consensus(), max_steps=40)
-    theta = float(prediction.algorithm.removeprefix("Moniqua(theta=").partition(")")[0])
-    start = Consensus().start(4)
-    largest = float((start - start.roll(1, dims=0)).abs().max())
+    found = simulate("moniqua:ring", setting, Consensus(), max_steps=40)
+    theta, x = found.plan.chosen.made.theta, start(4)
+    largest = float((x - x.roll(1, dims=0)).abs().max())
     assert largest < theta <= 2 * largest
-    driver, x, problem = Stacked(Moniqua(theta, seed=3), ring(4)), start.clone(), Consensus()
-    for t in range(40):
-        driver.step(x, t)
-    problem.start(4)
-    assert not prediction.has_reached
-    assert prediction.error == pytest.approx(problem.error(x), rel=0.5)
+    assert not found.has_reached
 
 
 def ring(n: int) -> gm.mixing_manager.MixingManager:
@@ -166,7 +148,8 @@ def ring(n: int) -> gm.mixing_manager.MixingManager:
 
 def test_the_options_of_the_best_are_in_the_advice() -> None:
     plain = prediction("sgp", error=0.3, seconds=2.0)
-    chosen = replace(prediction("moniqua", error=0.3, seconds=1.0), algorithm="Moniqua(theta=4.0)")
+    chosen = prediction("moniqua", error=0.3, seconds=1.0)
+    chosen = replace(chosen, plan=chosen.plan.with_settings(theta=4.0))
     sentences = advise([chosen, plain], CLUSTER).sentences
     launch = f"torchrun --standalone --nproc-per-node {CLUSTER.world_size} -m train.gossip_sgd"
     command = f'{launch} --algorithm "Moniqua(theta=4.0)"'
@@ -179,7 +162,7 @@ def test_power_gossip_of_full_rank_is_plain_gossip_of_differences(name: str) -> 
     """With rank = columns the projection is exact, whatever the basis is."""
     graph = graphs(8)[name]
     coded, plain = (lockstep(graph, rule) for rule in (PowerGossip(rank=8, step_size=1.0), DPSGD()))
-    x, y = Consensus().start(8), Consensus().start(8)
+    x, y = start(8), start(8)
     for _ in range(7):
         coded.forward(x)
         plain.forward(y)
@@ -199,8 +182,9 @@ CONSERVING = ["dpsgd", "sgp", "osgp", "matcha", "choco", "deepsqueeze", "moniqua
 
 @pytest.mark.parametrize("name", [*CONSERVING, "choco:ring:topk", "dpsgd:torus", "osgp:linear", "dpsgd:matcha0"])
 def test_doubly_stochastic_methods_keep_the_mean(name: str) -> None:
-    method = make_method(Choice.parse(name), replace(CLUSTER, compute=UNEVEN, theta=16.0))
-    x = Consensus().start(8)
+    plan = LabPlan.of(name)
+    method = made(plan.with_settings(theta=16.0), replace(CLUSTER, compute=UNEVEN))
+    x = start(8)
     mean = x.mean(0)
     for _ in range(25):
         method.forward(x)
@@ -209,15 +193,15 @@ def test_doubly_stochastic_methods_keep_the_mean(name: str) -> None:
 
 @pytest.mark.parametrize("n", [2, 5, 8])
 def test_ad_psgd_keeps_the_sum_with_what_is_in_flight(n: int) -> None:
-    method = make_method(Choice.parse("adpsgd"), replace(CLUSTER, world_size=n, compute=UNEVEN))
-    assert isinstance(method, BilateralMethod)
-    x = Consensus().start(n)
+    method = made("adpsgd", replace(CLUSTER, world_size=n, compute=UNEVEN))
+    assert isinstance(method.driver, Bilateral)
+    x = start(n)
     mean = x.mean(0)
     for _ in range(60):
         method.forward(x)
-        torch.testing.assert_close((x + method.in_flight).mean(0), mean, rtol=0, atol=1e-12)
+        torch.testing.assert_close((x + method.driver.in_flight).mean(0), mean, rtol=0, atol=1e-12)
     assert method.is_stepping is not None
-    assert Consensus().start(n).sub(x).abs().max() > 0.1, "nothing was mixed"
+    assert start(n).sub(x).abs().max() > 0.1, "nothing was mixed"
 
 
 def test_all_reduce_learns_like_sgd_on_the_mean_gradient() -> None:
@@ -225,42 +209,31 @@ def test_all_reduce_learns_like_sgd_on_the_mean_gradient() -> None:
     model = nn.Linear(37, 10, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=problem.learning_rate)
-    method, x = make_method(Choice.parse("ar"), replace(CLUSTER, world_size=n)), problem.start(n)
-    for step in range(12):
-        method.forward(x)
-        batch = torch.from_numpy(problem.batches(n, step).reshape(-1))
-        loss = nn.functional.cross_entropy(model(problem.images[batch]), problem.labels[batch])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        update = problem.update(x, step)
-        assert update is not None
-        x += update
+    training = LabTraining(LabPlan.of("ar"), replace(CLUSTER, world_size=n), problem)
+    for step, _ in enumerate(training.run(12)):
+        if step < 12:
+            batch = torch.from_numpy(problem.indices(n, step).reshape(-1))
+            loss = nn.functional.cross_entropy(model(problem.images[batch]), problem.labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    x = training.models.x
     expected = model.weight.detach().T.flatten()
     torch.testing.assert_close(x.mean(0), expected, rtol=1e-4, atol=1e-5)
     assert float(expected.norm()) > 0.5, "nothing was learnt"
 
 
-def test_a_method_of_its_own_is_simulated_like_a_named_one() -> None:
-    """Any graph, weights, rule, schedule and clock: here those of D-PSGD on a ring, with lazier weights."""
-    ring = gm.RingGraph(8, peers_per_itr=2)
-    lazy = gm.mixing_manager.MatrixMixing(ring, (torch.eye(8) + gm.mixing_manager.UniformMixing(ring).matrix(0)) / 2)
-    clock = SyncClock(EVEN, CLUSTER.network, CLUSTER.network.plain_message(CLUSTER.model_bytes))
-    method = LockstepMethod(Stacked(DPSGD(), lazy), gm.Schedule(), clock)
-    own, named = simulate(method, CLUSTER, Consensus()), simulate("dpsgd:ring", CLUSTER, Consensus())
-    assert own.step_seconds == pytest.approx(named.step_seconds)
-    assert own.num_steps > 1.5 * named.num_steps
-    assert own.name == "LockstepMethod"
-    with pytest.raises(ValueError, match="got a method of 8 workers in a setting of 4, expected as many; make it for"):
-        simulate(method, replace(CLUSTER, world_size=4), Consensus())
+def test_a_graph_of_its_own_is_simulated_like_a_named_one() -> None:
+    own = simulate(LabPlan.of("dpsgd", graph=gm.RingGraph(8, peers_per_itr=2)), CLUSTER, Consensus())
+    named = simulate("dpsgd:ring", CLUSTER, Consensus())
+    assert replace(own, plan=named.plan) == named
+    assert own.name == "dpsgd on RingGraph(8, peers_per_itr=2)"
 
 
 def test_label_skew_gives_workers_digits_of_their_own() -> None:
     even, skewed = Digits(), Digits(label_skew=1.0)
-    own = skewed.labels[torch.from_numpy(skewed.batches(30, 0))]
+    own = skewed.labels[torch.from_numpy(skewed.indices(30, 0))]
     assert (own == torch.arange(30)[:, None] % 10).all()
-    assert len(even.labels[torch.from_numpy(even.batches(300, 0))].unique()) == 10
-    parted, together = (
-        simulate("localsgd", replace(CLUSTER, local_steps=20), p, max_steps=19).disagreement for p in (skewed, even)
-    )
+    assert len(even.labels[torch.from_numpy(even.indices(300, 0))].unique()) == 10
+    parted, together = (simulate("LocalSGD(20)", CLUSTER, p, max_steps=19).disagreement for p in (skewed, even))
     assert parted > 2 * together

@@ -1,0 +1,289 @@
+"""AD-PSGD, dpwa and WAGMA-SGD of n workers: each worker takes its steps at its own pace."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..graph_manager.butterfly_groups import ButterflyGroups
+from ..rounds.requests import SGDStep
+from ..rounds.rows import Array, Flags, Indices, StackedMixing, column
+from ..schedule import Action
+from .clock import Clock, Compute, Exchanges, MessageCost, WorkerLinks
+
+
+class OwnPace(Clock):
+    """A method whose workers do not all step together: a clock that is its own driver.
+
+    Args:
+        compute, links, workers: see `Clock`.
+        message: a model.
+
+    Attributes:
+        arrived: the time at which each worker has computed, or will have computed, its present step: float64 [n].
+        published: the models that peers see, [n, d].
+    """
+
+    momentum = None
+
+    def __init__(self, compute: Compute, links: WorkerLinks, workers: Indices, message: MessageCost) -> None:
+        super().__init__(compute, links, workers, message)
+        self.num_ranks, self.arrived = len(workers), self.starts.copy()
+        self.published = torch.empty(0, device="cpu")
+
+    def step(self, x: Tensor, k: int, action: Action, *, sgd: SGDStep | None = None) -> Exchanges:
+        """Run the safe points of one tick or one round on the models x [n, d]; see `Stacked`."""
+        if self.k == self.first_k:
+            self.published, self.arrived = x.clone(), self.starts.copy()
+        stepping, starts = self._turn(x)
+        self.waited_seconds[stepping] += (starts - self.arrived)[stepping]
+        self.starts[stepping] = starts[stepping]
+        seconds = self.compute.step_seconds(self.k, self.workers)
+        self.arrived[stepping] = (starts + seconds)[stepping]
+        self.is_stepping = stepping
+        return ()
+
+    def estimates(self, x: Tensor) -> Tensor:
+        """See `Stacked`."""
+        return x
+
+    def settle(self, x: Tensor) -> None:
+        """See `Stacked`: messages in flight are dropped."""
+
+    def advance(self, exchanges: Exchanges) -> None:
+        """See `Clock`."""
+        self.k += 1
+
+    def arrivals(self) -> Array:
+        """See `Clock`."""
+        return self.arrived
+
+    @abstractmethod
+    def _turn(self, x: Tensor) -> tuple[Flags, Array]:
+        """Return which workers begin a step, and when, if they do; their models take in the messages of peers."""
+
+
+class Asynchronous(OwnPace):
+    """A method whose workers never wait, while models travel.
+
+    Time advances in ticks of the fastest worker's median step. In a tick every worker whose last step has ended takes
+    one more. The time at which it really ended is kept, so a tick rounds the order of events, not their durations.
+
+    Args:
+        compute, links, workers, message: see `OwnPace`.
+    """
+
+    is_overlapped = True
+
+    def __init__(self, compute: Compute, links: WorkerLinks, workers: Indices, message: MessageCost) -> None:
+        super().__init__(compute, links, workers, message)
+        n = self.num_ranks
+        self.tick_seconds = float(compute.median_seconds(workers).min())
+        self._began = 0.0
+        # Training waits only for a copy of the own model and the addition of what came: a pass each.
+        self._pass_seconds = 2 * links.memory_seconds(message.num_bytes) if n > 1 else 0.0
+        self._partners = np.zeros(n, dtype=np.int64)
+        self._ends = np.full(n, np.inf)  # of the exchange that a worker has asked for; inf: there is none
+        self._received = torch.empty(0, device="cpu")  # by each worker in the exchange that it has asked for
+
+    def _turn(self, x: Tensor) -> tuple[Flags, Array]:
+        if self.k == self.first_k:
+            self._received, self._began = torch.zeros_like(x), float(self.arrived[0])
+        now = (self._began + (self.k - self.first_k) * self.tick_seconds) * (1 + 1e-12)
+        stepping = self.arrived <= now
+        if self.num_ranks > 1:
+            self._communicate(x, np.flatnonzero(stepping), now)
+        return stepping, self.arrived + self._pass_seconds
+
+    @abstractmethod
+    def _communicate(self, x: Tensor, ranks: Indices, now: float) -> None:
+        """Run the safe points of `ranks` at their `arrivals`, in one tick."""
+
+
+class Bilateral(Asynchronous):
+    """AD-PSGD as `BilateralEngine` has it: active workers ask, one exchange at a time, passive workers answer in turn.
+
+    Both ends of an exchange get half the difference of the models that they had published when it began; x takes it in
+    at the next safe point after its end. So the sum over workers is kept, with `in_flight`.
+
+    Args:
+        mixing: weights over a bipartite graph with one peer per round.
+        compute, links, workers, message: see `OwnPace`.
+    """
+
+    def __init__(
+        self, mixing: StackedMixing, compute: Compute, links: WorkerLinks, workers: Indices, message: MessageCost
+    ) -> None:
+        super().__init__(compute, links, workers, message)
+        self.mixing, n = mixing, self.num_ranks
+        self._is_active = np.array([not mixing.graph.is_passive(rank) for rank in range(n)])
+        self._rounds = np.zeros(n, dtype=np.int64)  # of each active worker
+        self._free_at = np.zeros(n)  # the time at which a passive worker has answered all that have asked
+        self._pending = torch.zeros((), device="cpu")  # changes by exchanges that have ended, for the next safe point
+
+    def _communicate(self, x: Tensor, ranks: Indices, now: float) -> None:
+        if self.k == self.first_k:
+            self._pending = torch.zeros_like(x)
+        done = np.flatnonzero(self._ends <= now)
+        self._add_changes(self._pending, done)
+        self._ends[done] = np.inf
+        x[ranks] += self._pending[ranks]
+        self._pending[ranks] = 0.0
+        self.published[ranks] = x[ranks]
+        asking = ranks[self._is_active[ranks] & np.isinf(self._ends[ranks])]
+        asking = asking[np.argsort(self.arrived[asking], kind="stable")]
+        peers, weights = asking.copy(), np.zeros(len(asking))
+        for t in np.unique(self._rounds[asking]).tolist():  # each worker is in a round of its own
+            rows, chosen = self.mixing.round(t), self._rounds[asking] == t
+            peers[chosen], weights[chosen] = rows.peers[asking[chosen], 0], rows.weights[asking[chosen], 0]
+        self._rounds[asking] += 1
+        self._ask(asking, peers, weights)
+
+    def _ask(self, asking: Indices, peers: Indices, weights: Array) -> None:
+        """Begin exchanges; those with one passive worker one after another, in the order of asking."""
+        seconds = self.links.pair_seconds(asking, peers, self.message) + self.message.encode_seconds
+        left = np.flatnonzero(peers != asking)
+        self.sent_bytes += 2 * len(left) * self.message.num_bytes / self.num_ranks
+        self._partners[asking] = peers
+        while len(left):
+            _, firsts = np.unique(peers[left], return_index=True)
+            turn, left = left[firsts], np.delete(left, firsts)
+            ranks, others = asking[turn], peers[turn]
+            differences = self.published[others] - self.published[ranks]
+            self._received[ranks] = differences * column(weights[turn], differences)
+            self._add_changes(self.published, ranks)
+            self._ends[ranks] = np.maximum(self.arrived[ranks], self._free_at[others]) + seconds[turn]
+            self._free_at[others] = self._ends[ranks]
+
+    def _add_changes(self, total: Tensor, ranks: Indices) -> None:
+        """Add the changes by the exchanges of these active workers to both of their ends."""
+        changes = self._received[ranks]
+        total.index_add_(0, torch.from_numpy(ranks), changes)
+        total.index_add_(0, torch.from_numpy(self._partners[ranks]), changes, alpha=-1.0)
+
+    @property
+    def in_flight(self) -> Tensor:
+        """The changes by exchanges that x has not taken in yet: [n, d]."""
+        total = self._pending.clone()
+        self._add_changes(total, np.flatnonzero(np.isfinite(self._ends)))
+        return total
+
+
+class Pull(Asynchronous):
+    """dpwa as `PairwiseEngine` has it: fetch the model of a random peer, x <- x + factor (x_peer - x) when it is there.
+
+    Args:
+        compute, links, workers, message: see `OwnPace`.
+        factor: the factor of the interpolation.
+        seed: the seed of the choice of peers.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        links: WorkerLinks,
+        workers: Indices,
+        message: MessageCost,
+        *,
+        factor: float = 0.5,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(compute, links, workers, message)
+        self.factor, self._generator = factor, np.random.default_rng(seed)
+
+    def _communicate(self, x: Tensor, ranks: Indices, now: float) -> None:
+        done = ranks[self._ends[ranks] <= self.arrived[ranks]]
+        x[done] = x[done].lerp(self._received[done], self.factor)
+        self._ends[done] = np.inf
+        self.published[ranks] = x[ranks]
+        asking = ranks[np.isinf(self._ends[ranks])]
+        peers = self._generator.integers(self.num_ranks - 1, size=len(asking))
+        peers += peers >= asking  # any other worker
+        self._received[asking] = self.published[peers]
+        self._partners[asking], self._ends[asking] = peers, 0.0
+        # Fetches from one worker share its link.
+        under_way = self._partners[np.isfinite(self._ends)]
+        num_fetches = np.bincount(under_way, minlength=self.num_ranks)[peers]
+        wire = self.links.pair_seconds(asking, peers, MessageCost(self.message.num_bytes)) * num_fetches
+        self._ends[asking] = self.arrived[asking] + wire + self.message.decode_seconds
+        self.sent_bytes += len(asking) * self.message.num_bytes / self.num_ranks
+
+
+class Groups(OwnPace):
+    """WAGMA-SGD as `WaitAvoidingEngine` has it, one round per forward.
+
+    A round begins when the first worker that takes part in it in person has come and the round before is done. Workers
+    that have come by then wait for the average of their group. The others contribute the model that they published
+    last. When they come they merge the newest average, x <- (n average + x) / (n + 1), and take part in the next round
+    that begins. Every `sync_period`-th round is an average over all, to which each worker goes at its next safe point.
+
+    Args:
+        compute, links, workers, message: see `OwnPace`.
+        groups: the members of each group.
+        sync_period: rounds from one global average to the next; 0: never.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        links: WorkerLinks,
+        workers: Indices,
+        message: MessageCost,
+        groups: ButterflyGroups,
+        *,
+        sync_period: int = 10,
+    ) -> None:
+        super().__init__(compute, links, workers, message)
+        self.groups, self.sync_period, n = groups, sync_period, self.num_ranks
+        self._is_late = np.zeros(n, dtype=bool)  # not yet come to the round before
+        self._done = np.zeros(n)  # the time at which that was done
+        self._average = torch.empty(0, device="cpu")  # of each worker's group in the round before
+        self._sizes = np.ones(n)  # of these groups
+        self._num_phases = groups.group_size.bit_length() - 1 + (2 if n & (n - 1) else 0)
+
+    def _turn(self, x: Tensor) -> tuple[Flags, Array]:
+        if self.sync_period and (self.k + 1) % self.sync_period == 0:
+            n, size = self.num_ranks, self.message.num_bytes
+            self._done[:] = max(self.arrived.max(), self._done.max()) + self.links.all_reduce_seconds(size)
+            x[:] = x.mean(0)
+            self.published = x.clone()
+            self._is_late[:] = False
+            self.sent_bytes += 2 * (n - 1) / n * size
+            return np.ones(n, dtype=bool), self._done.copy()
+        return self._average_in_groups(x)
+
+    def _average_in_groups(self, x: Tensor) -> tuple[Flags, Array]:
+        """Run a round as [Note: wait-avoiding average] of `WaitAvoidingEngine` describes."""
+        activation = np.ceil(np.log2(self.num_ranks)) * self.links.latency_s
+        begin = max(self.arrived[~self._is_late].min(), self._done.max()) + activation
+        has_come = self.arrived <= begin
+        merging, on_time = self._is_late & has_come, ~self._is_late & has_come
+        starts = np.where(merging, np.maximum(self.arrived, self._done), self.arrived)
+        self.published[has_come] = x[has_come]
+        if merging.any():
+            sizes = column(self._sizes[merging], x)
+            x[merging] = (sizes * self._average[merging] + x[merging]) / (sizes + 1)
+        labels = self._labels()
+        self._sizes = np.bincount(labels)[labels].astype(np.float64)
+        groups = torch.from_numpy(labels)
+        total = torch.zeros_like(self.published).index_add_(0, groups, self.published)
+        self._average = total[groups] / column(self._sizes, x)
+        slowest = np.zeros(labels.max() + 1)
+        np.maximum.at(slowest, labels, self.links.slowness)
+        phase = self.links.wire_seconds(self.message.num_bytes) * slowest[labels]
+        self._done = begin + self._num_phases * (phase + self.links.latency_s + self.message.decode_seconds)
+        x[on_time] = self._average[on_time]
+        self._is_late = ~has_come
+        self.sent_bytes += self._num_phases * self.message.num_bytes
+        return has_come, np.where(on_time, self._done, starts)
+
+    def _labels(self) -> Indices:
+        """Return the number of the group of each worker: int64 [n]."""
+        labels = np.full(self.num_ranks, -1, dtype=np.int64)
+        for rank in range(self.num_ranks):
+            if labels[rank] < 0:
+                labels[list(self.groups.members(rank, self.k))] = rank
+        return np.unique(labels, return_inverse=True)[1]

@@ -1,0 +1,449 @@
+"""Compute, Network and Clock: how long computing and sending take for each of n workers, and when each step starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..rounds.rows import Array, Flags, Indices, Rows
+
+TCP_SHARE = 0.957
+"""The share of the line rate that TCP/IP headers leave, for Ethernet frames of 1,500 bytes."""
+_WORKERS, _STEPS, _LINKS = range(3)  # the purposes of draws
+_UNITS = {"bit/s": 1.0, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9, "Tbit/s": 1e12, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+FORWARD_SHARE = 1 / 3
+"""The share of the forward pass in the time of forward and backward pass."""
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+"""The sizes of gradient buckets of DistributedDataParallel. The first one is small, so that the wire starts early."""
+ROUND_MEASURE_BYTES, AVERAGE_MEASURE_BYTES = 32, 16
+"""What a worker sends to each other one after a round under `ConsensusControl`, and after an average in the round."""
+_MEASURE_PASSES = 6  # over the model, in a round under control: two norms of differences of two vectors, and a copy
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds of one training step of a worker, without communication.
+
+    A step takes overhead_seconds + seconds * (speed of the worker) * (luck of the step). The forward pass takes a third
+    of `seconds`, and the backward pass the rest. Both factors are log-normal with median 1. The times are a pure
+    function of (seed, step), so all methods meet the same delays.
+
+    Args:
+        seconds: forward and backward pass of a worker of median speed, above 0. A list of measured durations is drawn
+            from at random.
+        overhead_seconds: the time of loading, the optimizer and the like, before the forward pass.
+        rank_spread: the standard deviation of the logarithm of a worker's speed, which is constant.
+        step_spread: the standard deviation of the logarithm of the luck of each step.
+        straggle_share: the probability that a step straggles, 0 to 1.
+        straggle_factor: the factor by which such a step takes longer, at least 1.
+        slow_rank_factor: the factor by which all steps of worker 0 take longer, at least 1.
+        seed: the seed of all draws.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    >>> Compute(seconds=0.25, straggle_share=0.5, straggle_factor=10).step_seconds(0, np.arange(4)).tolist()
+    [2.5, 2.5, 0.25, 2.5]
+    """
+
+    seconds: float | Sequence[float]
+    overhead_seconds: float = 0.0
+    rank_spread: float = 0.0
+    step_spread: float = 0.0
+    straggle_share: float = 0.0
+    straggle_factor: float = 10.0
+    slow_rank_factor: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for seconds in np.atleast_1d(self.seconds).tolist() or [0.0]:
+            check("seconds", seconds, 0 < seconds < math.inf, "a positive number; its unit is in its name")
+        least = {"overhead_seconds": 0, "rank_spread": 0, "step_spread": 0, "straggle_factor": 1, "slow_rank_factor": 1}
+        check_numbers(self, least)
+        check_share("straggle_share", self.straggle_share)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether steps of equal work take unequal times."""
+        spreads = self.rank_spread or self.step_spread or self.straggle_share
+        return bool(spreads) or self.slow_rank_factor > 1 or np.unique(self.seconds).size > 1
+
+    def median_seconds(self, workers: Indices) -> Array:
+        """Return the duration of the median step of each worker: float64 [n]."""
+        return self.overhead_seconds + float(np.median(self.seconds)) * self._speeds(workers)
+
+    def compute_seconds(self, step: int, workers: Indices) -> Array:
+        """Return the duration of forward and backward pass of each worker in a step: float64 [n]."""
+        draw, most = _generator(self.seed, _STEPS, step), int(workers.max()) + 1
+        factors = np.exp(self.step_spread * draw.standard_normal(most))
+        factors[draw.random(most) < self.straggle_share] *= self.straggle_factor
+        seconds = draw.choice(np.atleast_1d(self.seconds), most)
+        return (seconds * factors)[workers] * self._speeds(workers)
+
+    def step_seconds(self, step: int, workers: Indices) -> Array:
+        """Return the duration of the whole step of each worker: float64 [n]."""
+        return self.overhead_seconds + self.compute_seconds(step, workers)
+
+    def _speeds(self, workers: Indices) -> Array:
+        draw = _generator(self.seed, _WORKERS, 0).standard_normal(int(workers.max()) + 1)
+        return np.exp(self.rank_spread * draw)[workers] * np.where(workers == 0, self.slow_rank_factor, 1.0)
+
+
+class LinkSpec(NamedTuple):
+    """A link between two workers: its line rate, of which `TCP_SHARE` carries data, and the latency of a message.
+
+    >>> LinkSpec.of("100 Mbit/s, 80 ms")
+    LinkSpec(rate_bit_s=100000000.0, latency_s=0.08)
+    """
+
+    rate_bit_s: float
+    latency_s: float = 1e-4
+
+    @classmethod
+    def of(cls, text: str | LinkSpec) -> LinkSpec:
+        """Return the link that a text describes: its rate, and after a comma its latency.
+
+        Raises:
+            ValueError: the text describes no link, or a number is out of range.
+        """
+        if isinstance(text, str):
+            try:
+                parts = [part.split() for part in text.split(",")]
+                return cls.of(cls(*(float(number) * _UNITS[unit] for number, unit in parts)))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"got the link {text!r} ({error}), expected such as '10 Gbit/s, 0.1 ms'") from error
+        check("rate_bit_s", text.rate_bit_s, 0 < text.rate_bit_s < math.inf, "a positive number")
+        check("latency_s", text.latency_s, 0 <= text.latency_s < math.inf, "a number of at least 0")
+        return text
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links of workers: a worker has one full-duplex link to a switch that never congests.
+
+    Args:
+        link: a text such as "1 Gbit/s, 0.1 ms", or a `LinkSpec`. Or a matrix of them: entry (i, j) is the link between
+            workers of the groups i and j. With n groups, each pair of n workers has a link of its own.
+        shares: the relative size of each group. Workers are in the order of their groups.
+        slow_share: the share of workers with a slow link, 0 to 1; at least one worker if above 0.
+        slow_factor: the factor by which such a link is slower, at least 1.
+        memory_byte_s: bytes of a model that a worker reads or writes per second when it copies and mixes, above 0. A
+            message takes three such passes; overlap takes two more, for which training waits. The default reproduces
+            the measurements on the emulated cluster. On a GPU it is hundreds of times more.
+        seed: the seed of the choice of slow links.
+
+    Raises:
+        ValueError: a number is out of range, or a text describes no link.
+
+    >>> round(Network("1 Gbit/s").on(np.arange(2)).wire_seconds(44.7e6), 4)  # 11.2 M parameters in float32
+    0.3737
+    """
+
+    link: str | LinkSpec | Sequence[Sequence[str | LinkSpec]]
+    shares: tuple[int, ...] = (1,)
+    slow_share: float = 0.0
+    slow_factor: float = 10.0
+    memory_byte_s: float = 9e9
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_share("slow_share", self.slow_share)
+        check_numbers(self, {"slow_factor": 1, "memory_byte_s": 1})
+        table, size = self.table(), len(self.shares)
+        if {len(table), *map(len, table)} != {size} or min(self.shares) < 1:
+            raise ValueError(f"got link={self.link} with shares={self.shares}, expected a matrix of {size} x {size}")
+
+    @classmethod
+    def regions(
+        cls, sizes: Mapping[str, int], *, inside: str | LinkSpec, between: str | LinkSpec, **others: float
+    ) -> Network:
+        """Return the network of regions with equal links inside, and slower ones between them.
+
+        Args:
+            sizes: the relative number of workers of each region.
+            inside: the link between workers of one region.
+            between: the link between workers of two regions.
+            others: further arguments of `Network`.
+        """
+        rows = [[inside if one == other else between for other in sizes] for one in sizes]
+        return cls(rows, tuple(sizes.values()), **others)  # type: ignore[arg-type]
+
+    def table(self) -> list[list[LinkSpec]]:
+        """Return the matrix of links."""
+        one = self.link
+        rows = [[one]] if isinstance(one, str | LinkSpec) else one
+        return [[LinkSpec.of(link) for link in row] for row in rows]
+
+    def on(self, workers: Indices) -> WorkerLinks:
+        """Return the links of these workers, given by their numbers from the beginning of training."""
+        return WorkerLinks(self, workers)
+
+
+class MessageCost(NamedTuple):
+    """The cost of a message from a worker to one peer.
+
+    num_bytes: the size on the wire.
+    encode_seconds: the time before it is sent, once for all peers.
+    decode_seconds: the time after it has arrived, for each sender.
+    """
+
+    num_bytes: float
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+class WorkerLinks:
+    """The links of n workers, and the time of messages on them.
+
+    Args:
+        network: the description of the links.
+        workers: the numbers of the workers, int64 [n].
+    """
+
+    def __init__(self, network: Network, workers: Indices) -> None:
+        self.network, self.num_ranks = network, len(workers)
+        most = int(workers.max()) + 1
+        stops = np.cumsum(network.shares) / sum(network.shares)
+        group = np.searchsorted(stops, (workers + 0.5) / most)
+        rates, latencies = np.moveaxis(np.array(network.table()), -1, 0)
+        self._bit_seconds, self._latency = 1 / (rates * TCP_SHARE), latencies
+        self._group = group
+        num_slow = math.ceil(network.slow_share * most)
+        is_slow = _generator(network.seed, _LINKS, 0).permutation(most)[:num_slow]
+        self.slowness = np.where(np.isin(workers, is_slow), network.slow_factor, 1.0)
+        ring = np.arange(self.num_ranks), np.roll(np.arange(self.num_ranks), -1)
+        self.latency_s = float(self._latency[group[ring[0]], group[ring[1]]].max())
+        self._slowest = float(self._bit_seconds[group[ring[0]], group[ring[1]]].max())
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """Return the time of one pass over so many bytes of memory."""
+        return num_bytes / self.network.memory_byte_s
+
+    def wire_seconds(self, num_bytes: float) -> float:
+        """Return the time for which so many bytes keep a full link between two neighbours busy, without latency."""
+        return 8 * num_bytes * self._slowest
+
+    def plain_message(self, num_bytes: float) -> MessageCost:
+        """Return the cost of a model; mixing takes three passes: read the message, read and write the own model."""
+        return MessageCost(num_bytes, decode_seconds=3 * self.memory_seconds(num_bytes))
+
+    def exchange_seconds(self, rows: Rows, message: MessageCost) -> Array:
+        """Return the time from when a worker and its in-peers have encoded until it has mixed: float64 [n].
+
+        A link carries all messages of its worker; outgoing and incoming messages do not slow each other. A worker waits
+        for the slowest of its incoming messages and of the outgoing messages of its in-peers.
+        """
+        pairs = self._group[:, None], self._group[rows.peers]
+        wire = np.where(rows.is_peer, 8 * message.num_bytes * self._bit_seconds[pairs], 0.0)
+        incoming, outgoing = wire.sum(1), np.bincount(rows.peers.flat, wire.flat, self.num_ranks)
+        sent = np.where(rows.is_peer, (self.slowness * outgoing)[rows.peers], 0.0).max(axis=1, initial=0.0)
+        latency = np.where(rows.is_peer, self._latency[pairs], 0.0).max(axis=1, initial=0.0)
+        return np.maximum(sent, self.slowness * incoming) + message.decode_seconds * rows.in_degrees + latency
+
+    def pair_seconds(self, ranks: Indices, peers: Indices, message: MessageCost) -> Array:
+        """Return the time of one message from each of `peers` to each of `ranks`, with nothing else on their links."""
+        slowness, pairs = (
+            np.maximum(self.slowness[ranks], self.slowness[peers]),
+            (self._group[ranks], self._group[peers]),
+        )
+        wire = 8 * message.num_bytes * self._bit_seconds[pairs] * slowness
+        return wire + self._latency[pairs] + message.decode_seconds
+
+    def all_reduce_seconds(self, num_bytes: float) -> float:
+        """Return the time of a ring all-reduce: 2 (n - 1) messages of 1 / n of the bytes, one after another."""
+        return 2 * self.gather_seconds(num_bytes / self.num_ranks)
+
+    def gather_seconds(self, num_bytes: float) -> float:
+        """Return the time in which every worker gets so many bytes of each other one along a ring."""
+        wire = self.wire_seconds(num_bytes) * float(self.slowness.max())
+        return (self.num_ranks - 1) * (wire + self.latency_s)
+
+
+class ControlledRound(NamedTuple):
+    """The communication of a round under `ConsensusControl`; after each part of it workers gather measurements.
+
+    rounds: the rounds of gossip, one after another; none if averages are exact alone.
+    has_average: whether an exact average follows.
+    """
+
+    rounds: tuple[Rows, ...]
+    has_average: bool
+
+    @property
+    def parts(self) -> list[Rows | None]:
+        """The rounds of gossip, and None for an exact average."""
+        return [*self.rounds, *[None] * self.has_average]
+
+    def measure_bytes(self, part: Rows | None) -> int:
+        """Return the bytes that a worker sends to each other one, to gather measurements after a part."""
+        return AVERAGE_MEASURE_BYTES if part is None and self.rounds else ROUND_MEASURE_BYTES
+
+
+Exchanges: TypeAlias = Sequence[Rows | None] | ControlledRound
+"""The communication of a step, one after another: rounds of gossip by the rows of W(t), and exact averages (None)."""
+
+
+class Clock:
+    """The time at which each worker starts its step k, if training waits for rounds.
+
+    Step k is the round or average that its forward begins with, if there is one, and the compute after it. A worker
+    starts when it and its in-peers have come and the exchange is done:
+    start_i(k + 1) = max over i and its in-peers of their arrival, + exchange.
+
+    Args:
+        compute: the duration of steps.
+        links: the links of the workers.
+        workers: the numbers of the workers, int64 [n].
+        message: the message from a worker to a peer in one phase of a round.
+        model_bytes: the size of the vector that exact averages and copies are of; None: the size of the message.
+        average: an average over all workers: the bytes that each sends, and its time; None: the all-reduce of a model.
+
+    Attributes:
+        starts: the time at which each worker has started its present step: float64 [n], in seconds.
+        waited_seconds: the time for which each worker has waited so far: float64 [n].
+        sent_bytes: the bytes that a worker has sent so far, mean over workers.
+        k: the number of the next step, `first_k` of the first one.
+        is_stepping: bool [n], the workers that compute the present step; None: all.
+    """
+
+    begins_with_round = True
+    is_overlapped = False
+    is_stepping: Flags | None = None
+
+    def __init__(
+        self,
+        compute: Compute,
+        links: WorkerLinks,
+        workers: Indices,
+        message: MessageCost,
+        *,
+        model_bytes: float | None = None,
+        average: MessageCost | None = None,
+    ) -> None:
+        self.compute, self.links, self.workers, self.message = compute, links, workers, message
+        n, size = len(workers), message.num_bytes if model_bytes is None else model_bytes
+        self.model_bytes = size
+        self.average = average or MessageCost(2 * (n - 1) / n * size, links.all_reduce_seconds(size))
+        self.starts, self.waited_seconds = np.zeros(n), np.zeros(n)
+        self.sent_bytes = 0.0
+        self.k = self.first_k = 0
+
+    def advance(self, exchanges: Exchanges) -> None:
+        """Go on to the next step, which begins with these exchanges."""
+        arrivals = self.arrivals() if self.k > self.first_k else self.starts
+        starts = self._meet(arrivals, exchanges if len(arrivals) > 1 else ())
+        self.waited_seconds += starts - arrivals
+        self.starts[:] = starts
+        self.k += 1
+
+    def begin_at(self, seconds: float, k: int) -> None:
+        """Begin at this time and step, in place of a clock for other workers."""
+        self.starts[:] = seconds
+        self.k = self.first_k = k
+
+    def arrivals(self) -> Array:
+        """Return the time at which each worker has computed the step that it has started."""
+        return self.starts + self.compute.step_seconds(self.k - 1, self.workers)
+
+    def _meet(self, arrivals: Array, exchanges: Exchanges) -> Array:
+        """Return the time at which each worker may start, having come at `arrivals`."""
+        return self._exchanged(arrivals, exchanges)
+
+    def _exchanged(self, since: Array, exchanges: Exchanges) -> Array:
+        """Return the time at which each worker has the result of all exchanges, if it takes part since then.
+
+        Under control each part ends with a gather, after which all workers are done at one time.
+        """
+        control = exchanges if isinstance(exchanges, ControlledRound) else None
+        for rows in exchanges.parts if isinstance(exchanges, ControlledRound) else exchanges:
+            if rows is None:
+                since = np.full(len(since), since.max() + self.average.encode_seconds)
+                self.sent_bytes += self.average.num_bytes
+            else:
+                begun = rows.latest(since + self.message.encode_seconds)
+                since = begun + self.links.exchange_seconds(rows, self.message)
+                self.sent_bytes += rows.mean_out_degree * self.message.num_bytes
+            if control is not None:
+                num_bytes = control.measure_bytes(rows)
+                passes = _MEASURE_PASSES * self.links.memory_seconds(self.model_bytes)
+                since = np.full(len(since), since.max() + passes + self.links.gather_seconds(num_bytes))
+                self.sent_bytes += (len(since) - 1) * num_bytes
+        return since
+
+
+class OverlapClock(Clock):
+    """Rounds under the compute: start_i(k + 1) = max(arrival_i, when the round that began at start(k) is done).
+
+    Training waits for the snapshot and the correction, a pass over the model each.
+    """
+
+    is_overlapped = True
+    _round_ends: Array | None = None  # the time at which the round in flight is done
+
+    def _meet(self, arrivals: Array, exchanges: Exchanges) -> Array:
+        starts = arrivals if self._round_ends is None else np.maximum(arrivals, self._round_ends)
+        self._round_ends = None
+        if exchanges:
+            starts = starts + 2 * self.links.memory_seconds(self.model_bytes)
+            self._round_ends = self._exchanged(starts, exchanges)
+        return starts
+
+
+class BucketClock(Clock):
+    """DistributedDataParallel: gradients come evenly over the backward pass, under which full buckets are all-reduced.
+
+    A bucket begins when all workers have it and the one before is done. Nothing hides the last one. A forward averages
+    the gradient of the step before it, so the first forward has none.
+    """
+
+    begins_with_round = False
+
+    def _meet(self, arrivals: Array, exchanges: Exchanges) -> Array:
+        if self.k == self.first_k or not exchanges:
+            return arrivals
+        compute, size = self.compute.compute_seconds(self.k - 1, self.workers), self.message.num_bytes
+        done, reduced = 0.0, 0.0
+        for bucket in bucket_bytes(size):
+            reduced += bucket
+            left = (1 - reduced / size) * (1 - FORWARD_SHARE) * compute  # of the backward pass
+            done = max(done, float((arrivals - left).max())) + self.links.all_reduce_seconds(bucket)
+        self.sent_bytes += self.average.num_bytes
+        return np.full(len(arrivals), done)
+
+
+def bucket_bytes(num_bytes: float) -> list[float]:
+    """Return the sizes of the buckets into which DistributedDataParallel cuts so many bytes of gradients.
+
+    >>> bucket_bytes(30 << 20)
+    [1048576, 26214400, 4194304]
+    """
+    sizes = [min(FIRST_BUCKET_BYTES, num_bytes)]
+    while (rest := num_bytes - sum(sizes)) > 0:
+        sizes.append(min(BUCKET_BYTES, rest))
+    return sizes
+
+
+def check(name: str, value: object, is_good: bool, expected: str) -> None:
+    """Raise a ValueError that names the value unless it is good."""
+    if not is_good:
+        raise ValueError(f"got {name}={value}, expected {expected}")
+
+
+def check_share(name: str, value: float) -> None:
+    """Raise a ValueError unless the value is from 0 to 1."""
+    check(name, value, 0 <= value <= 1, "a share from 0 to 1; give 0.1 for one in ten")
+
+
+def check_numbers(owner: object, least: Mapping[str, float]) -> None:
+    """Raise a ValueError unless these attributes are finite numbers of at least so much."""
+    for name, smallest in least.items():
+        value = getattr(owner, name)
+        check(name, value, smallest <= value < math.inf, f"a number of at least {smallest}")
+
+
+def _generator(seed: int, purpose: int, step: int) -> np.random.Generator:
+    return np.random.default_rng((seed, purpose, step))

@@ -1,0 +1,370 @@
+"""Training, with workers that die or join, and compare: a model of your own by several methods, in one process."""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..rounds.rows import Indices
+from ..rounds.stacked import Stacked
+from ..schedule import Action
+from .clock import Compute, Network
+from .models import Models
+from .plan import LabPlan, Running, Setting
+from .tasks import LabTask
+
+CELL = ("method", "plan", "workers", "seed", "steps")
+COLUMNS = (*CELL, "step", "seconds", "megabytes", "loss", "evaluation", "consensus", "waiting", "by")
+
+
+@dataclass(frozen=True)
+class LabKill:
+    """A worker dies before a step.
+
+    Args:
+        step: the number of the step.
+        worker: the number of the worker.
+        seconds: the time until the others go on without it.
+    """
+
+    step: int
+    worker: int
+    seconds: float = 1.0
+
+
+@dataclass(frozen=True)
+class LabJoin:
+    """A worker joins before a step, with the training state of the first worker that is there.
+
+    Args:
+        step: the number of the step.
+        seconds: the time for which the others wait.
+    """
+
+    step: int
+    seconds: float = 1.0
+
+
+Event: TypeAlias = LabKill | LabJoin
+
+
+class LabTraining:
+    """The training of n workers by one method, step by step.
+
+    Workers that die and join have rows of their own in the tensors of the models from the beginning. When they do, a
+    method for the present workers takes the place of the one before, as a new generation of a membership does: it
+    begins when all are there, with the vectors that the algorithm declares to keep.
+
+    Args:
+        plan: the method.
+        setting: the cluster.
+        task: what workers train.
+        events: the deaths and the joining workers.
+        by: see `Models`.
+
+    Attributes:
+        models: the models of all workers that are there at some time.
+        method: the method for the present workers.
+        step: the number of optimizer steps so far.
+        num_steps: the optimizer steps of each worker, float64 [n].
+    """
+
+    def __init__(
+        self, plan: LabPlan, setting: Setting, task: LabTask, events: Sequence[Event] = (), *, by: str = ""
+    ) -> None:
+        self.plan, self.setting, self.events, n = plan, setting, events, setting.world_size
+        is_alone = plan.method.pace != "lockstep"
+        num_joins = sum(isinstance(event, LabJoin) for event in events)
+        self.models = Models(task, n + num_joins, seed=setting.seed, by=by, is_alone=is_alone)
+        self.method = self._make(np.arange(n))
+        self.step, self.num_steps = 0, np.zeros(n + num_joins)
+        self._num_known, self._sent_bytes, self._began = n, 0.0, 0.0
+
+    def _make(self, workers: Indices) -> Running:
+        return self.plan.make(self.setting, self.models, workers, elastic=bool(self.events))
+
+    def run(self, num_steps: int) -> Iterator[Tensor]:
+        """Train, and yield the models z [n, d] of the present workers before each step, and after the last one."""
+        models, last = self.models, self.step + num_steps
+        while True:
+            for event in self.events:
+                if event.step == self.step:
+                    self._regroup(event)
+            driver, clock, schedule, averages = self.method
+            workers = clock.workers
+            is_whole = len(workers) == len(models.x)
+            x = models.x if is_whole else models.x[workers]
+            action = schedule.action(self.step) if self.step or clock.begins_with_round else Action.SKIP
+            exchanges = driver.step(x, self.step, action, sgd=models.sgd if self.step else None)
+            clock.advance(exchanges)
+            z = driver.estimates(x)
+            if not is_whole:
+                models.x[workers] = x
+            models.mix_buffers(exchanges, workers)
+            if self.step and (momentum := driver.momentum) is not None:
+                models.set_momentum(momentum)
+            yield z
+            if self.step == last:
+                return
+            stepping = workers if clock.is_stepping is None else workers[clock.is_stepping]
+            if not is_whole:
+                z, own = models.x.clone(), z
+                z[workers] = own
+            models.step(z, self.step, stepping, averages=averages)
+            self.num_steps[stepping] += 1
+            self.step += 1
+
+    def settle(self) -> Tensor:
+        """End the rounds in flight; returns the models z [n, d] of the present workers."""
+        driver, workers = self.method.driver, self.workers
+        x = self.models.x[workers]
+        driver.settle(x)
+        self.models.x[workers] = x
+        return driver.estimates(x)
+
+    @property
+    def workers(self) -> Indices:
+        """The numbers of the present workers."""
+        return self.method.clock.workers
+
+    @property
+    def seconds(self) -> float:
+        """The time at which the last worker has started its present step."""
+        return float(self.method.clock.starts.max())
+
+    @property
+    def sent_bytes(self) -> float:
+        """The bytes that a worker has sent so far, mean over workers."""
+        return self._sent_bytes + self.method.clock.sent_bytes
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of time for which the workers of the present method have waited under it, mean over workers."""
+        seconds = self.seconds - self._began
+        return float(self.method.clock.waited_seconds.mean()) / seconds if seconds else 0.0
+
+    def _regroup(self, event: Event) -> None:
+        """Go on with other workers, when all are there."""
+        z, (driver, clock, *_) = self.settle(), self.method
+        old, rows = clock.workers, np.arange(len(clock.workers))
+        if isinstance(event, LabKill):
+            rows = rows[old != event.worker]
+            if len(rows) in (0, len(old)):
+                raise ValueError(f"got {event}, expected one of the workers {old.tolist()}, of which one is left")
+            workers = old[rows]
+        else:
+            rows, workers = np.append(rows, 0), np.append(old, self._num_known)
+            self._num_known += 1
+        self.models.x[old] = z  # the push-sum weights begin anew
+        self.models.copy(int(old[rows[-1]]), int(workers[-1]))
+        self._sent_bytes += clock.sent_bytes
+        self._began = float(clock.arrivals()[rows].max()) + event.seconds
+        self.method = self._make(workers)
+        self.method.clock.begin_at(self._began, self.step)
+        if isinstance(driver, Stacked) and isinstance(self.method.driver, Stacked):
+            carry(driver, self.method.driver, rows.tolist())
+
+
+def carry(old: Stacked, new: Stacked, rows: Sequence[int]) -> None:
+    """Give the memory of a driver to the driver of the next generation.
+
+    Args:
+        old, new: the drivers, of the same algorithm.
+        rows: the old rank of each new rank; for a joining worker the rank of its donor, which stands before it.
+    """
+    for before, after in zip([old, *old.fragments], [new, *new.fragments], strict=True):
+        new_ranks = {rank: index for index, rank in reversed(list(enumerate(rows)))}
+        for memory in before.memories:
+            memory.begin_generation(after.memories[0].weights)
+            memory.renumber_links(new_ranks)
+        if old.algorithm.takes_rows:
+            (memory,), (own,) = before.memories, after.memories
+            state = memory.state_dict(has_links=False)
+            state.pop("weights", None)
+            state = _rows(state, torch.tensor(rows), before.num_ranks)
+            own.load_state_dict(state)
+            continue
+        for index, (rank, own) in enumerate(zip(rows, after.memories, strict=True)):
+            joins = new_ranks[rank] != index
+            state = before.memories[rank].state_dict(joins=joins, has_links=not joins)
+            state.pop("weights", None)
+            own.load_state_dict(state)
+
+
+def _rows(state: Any, rows: Tensor, num_rows: int) -> Any:
+    """Return a structure with these rows of its tensors of stacked vectors."""
+    if isinstance(state, Tensor):
+        return state[rows] if state.dim() > 1 and len(state) == num_rows else state
+    if isinstance(state, Mapping):
+        return {key: _rows(value, rows, num_rows) for key, value in state.items()}
+    return [_rows(value, rows, num_rows) for value in state] if isinstance(state, list) else state
+
+
+@dataclass(frozen=True)
+class Result:
+    """The curves of a comparison.
+
+    Attributes:
+        rows: a dict by `COLUMNS` for each point of each curve. A cell of the comparison is one method with one number
+            of workers and one seed; its rows have equal values of `CELL`. Of its points, `seconds` and `megabytes`
+            count from the beginning of training, for one worker; `loss` is the mean training loss over workers,
+            `evaluation` the result of `evaluate` for the averaged model, `consensus` the distance of the models from
+            their mean, root mean square over workers, and `by` says whether the losses of all workers were computed at
+            once ("vmap") or one after another ("loop").
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write the rows to a file."""
+        Path(path).unlink(missing_ok=True)
+        append_rows(Path(path), self.rows)
+
+    @property
+    def last(self) -> list[Mapping[str, Any]]:
+        """The last row of each cell."""
+        return list({tuple(row[name] for name in CELL): row for row in self.rows}.values())
+
+
+def compare(
+    methods: Mapping[str, Any],
+    *,
+    model: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, Any], Tensor],
+    data: Callable[[int, int, torch.Generator], Any],
+    optimizer: Callable[[list[nn.Parameter]], Optimizer],
+    workers: Sequence[int],
+    steps: int,
+    seeds: Sequence[int] = (0,),
+    network: Network | str = "1 Gbit/s",
+    compute: Compute | None = None,
+    events: Sequence[Event] = (),
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    evaluate: Callable[[nn.Module], float] | None = None,
+    every: int = 10,
+    num_parameters: int | None = None,
+    path: str | Path | None = None,
+    progress: bool = True,
+) -> Result:
+    """Train a model by each method, with each number of workers and each seed.
+
+    Equal arguments give equal results, bit for bit, on one machine.
+
+    Args:
+        methods: by a name of yours: an algorithm, such as `DiLoCo(sync_every=50)`, the settings of another method, such
+            as `SGP()`, a text, such as "choco:ring:topk", or a `LabPlan`.
+        model, loss, data, optimizer, scheduler, evaluate: see `LabTask`.
+        workers: the numbers of workers.
+        steps: optimizer steps of a worker; for an asynchronous method, ticks of its fastest worker's step.
+        seeds: the seeds of the model, the data and the methods.
+        network: the links, or a text such as "1 Gbit/s, 0.1 ms".
+        compute: the duration of steps; None: 100 ms.
+        events: workers that die or join.
+        every: steps from one point of a curve to the next.
+        num_parameters: the float32 parameters of the model for which seconds and bytes are computed; None: this model.
+        path: a CSV file that gets the rows of each cell when the cell ends. The cells that it has are not run again.
+        progress: whether to show the present step on a terminal.
+
+    Returns:
+        The rows of all cells, also of the cells that the file had.
+
+    Raises:
+        ValueError: a method does not fit a number of workers, or the events; nothing was trained then.
+    """
+    task = LabTask(model, loss, data, optimizer, scheduler, evaluate)
+    compute = compute or Compute(0.1)
+    network = Network(network) if isinstance(network, str) else network
+    cells = []
+    for seed in seeds:
+        for n in workers:
+            for name, what in methods.items():
+                plan = LabPlan.of(what).resolved(n)
+                key = dict(zip(CELL, (name, f"{plan.text} {plan.schedule} {plan.graph}", n, seed, steps), strict=True))
+                cells.append((key, plan, Setting(n, num_parameters, compute, network, seed)))
+    known = read_rows(Path(path)) if path is not None else []
+    done = [{name: row[name] for name in CELL} for row in known if row["step"] == row["steps"]]
+    left = [cell for cell in cells if cell[0] not in done]
+    for _, plan, setting in left:
+        LabTraining(plan, setting, task, events)  # refuses what cannot be, before anything is trained
+    rows = [row for row in known if {name: row[name] for name in CELL} in done]
+    for number, (key, plan, setting) in enumerate(left, 1):
+        training, found = LabTraining(plan, setting, task, events), []
+        for z in training.run(steps):
+            if progress:
+                show(f"{number} of {len(left)}: {key['method']}, {key['workers']} workers, step {training.step}")
+            if training.step % every and training.step != steps:
+                continue
+            if training.step == steps:
+                z = training.settle()
+            found.append({**key, **measure(training, z)})
+        rows += found
+        if path is not None:
+            append_rows(Path(path), found)
+    return Result(rows)
+
+
+def measure(training: LabTraining, z: Tensor) -> dict[str, Any]:
+    """Return a point of the curve of a training, with the models z [n, d]."""
+    models, workers = training.models, training.workers
+    evaluate = models.task.evaluate
+    evaluation = math.nan
+    if evaluate is not None:
+        with torch.no_grad():
+            evaluation = float(evaluate(models.mean_model(z, workers)))
+    return {
+        "step": training.step,
+        "seconds": training.seconds,
+        "megabytes": training.sent_bytes / 1e6,
+        "loss": float(models.losses[torch.from_numpy(workers)].mean()),
+        "evaluation": evaluation,
+        "consensus": float((z - z.mean(0)).square().sum(1).mean().sqrt()),
+        "waiting": training.waiting_share,
+        "by": models.by,
+    }
+
+
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append rows to a CSV file; makes the file if it is not there."""
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a CSV file; none if there is no file.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        rows = [dict(row) for row in reader]
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise ValueError(f"got {path} with columns {reader.fieldnames}, expected {COLUMNS}; choose another file")
+    texts = {"method", "plan", "by"}
+    whole = {"workers", "seed", "steps", "step"}
+    for row in rows:
+        row.update({k: int(v) if k in whole else float(v) for k, v in row.items() if k not in texts})
+    return rows
+
+
+def show(text: str) -> None:
+    """Show a line of progress in place of the one before, if the error output is a terminal; "" clears it."""
+    if sys.stderr.isatty():
+        print(f"\r{text[:110]:<110}\r", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,226 @@
+"""Models: the models of all workers as rows of one tensor, and their optimizers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..flat.slots import Slot, in_order
+from ..rounds.requests import SGDStep
+from ..rounds.rows import Indices
+from .clock import ControlledRound, Exchanges
+from .tasks import LabTask, seed_of
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
+)
+"""Optimizers that compute each element of a parameter by itself, so that one of them may step all workers at once."""
+
+
+class Objective(nn.Module):
+    """A model with its loss, as one module.
+
+    Args:
+        model: the model.
+        loss: loss(model, batch).
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, batch: Any) -> Tensor:
+        """Return the loss."""
+        return self.loss(self.model, batch)
+
+
+class Models:
+    """The models of n workers, all with the same values at first.
+
+    [Note: vmap or loop] The losses of all workers are computed at once by `torch.func.vmap` over stacked parameters, if
+    the model allows it. Control flow that depends on data does not, and neither do random numbers, for example of
+    dropout: each worker then draws from a generator of its own. The first step tries, and a loop over the workers takes
+    over if it fails. Buffers are changed in place by both.
+
+    Args:
+        task: the model, its loss, data and optimizer.
+        num_workers: n.
+        seed: the seed of the model, of data and of random numbers in the model.
+        by: "vmap", "loop", or "" to try.
+        is_alone: whether workers step at their own pace, so that each has an optimizer of its own.
+
+    Attributes:
+        x: the trained parameters, [n, d].
+        names, shapes: of the trained parameters.
+        learns: whether there is an optimizer.
+        buffers: the buffers of the models by name, [n, ...].
+        by: the way that is taken; "" before the first step.
+        losses: of the last step of each worker, [n].
+    """
+
+    def __init__(self, task: LabTask, num_workers: int, *, seed: int = 0, by: str = "", is_alone: bool = False) -> None:
+        self.task, self.seed, self.by = task, seed, by
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.module = Objective(task.model(), task.loss)
+        parameters = [Slot(self.module, name, name, p, True) for name, p in self.module.named_parameters()]
+        slots = in_order(slot for slot in parameters if slot.tensor.requires_grad)  # the order of the flat vector
+        trained = {slot.name: slot.tensor.detach() for slot in slots}
+        if len({p.dtype for p in trained.values()}) != 1:
+            raise ValueError(
+                "got trained parameters of several dtypes, or none, expected one dtype; call model.float()"
+            )
+        self.names, self.shapes, self.learns = (
+            list(trained),
+            [p.shape for p in trained.values()],
+            task.optimizer is not None,
+        )
+        start = torch.cat([p.flatten() for p in trained.values()])
+        self.x = start.repeat(num_workers, 1)
+        self.buffers = {name: torch.stack([b.detach()] * num_workers) for name, b in self.module.named_buffers()}
+        self.losses = start.new_full((num_workers,), float("nan"))
+        task.start(self.x)
+        self.optimizers: list[Optimizer] = []
+        self._leaves: list[list[nn.Parameter]] = []
+        if task.optimizer is not None:
+            self._make_optimizers(task.optimizer, is_alone)
+        make = task.scheduler
+        self._schedulers: list[LRScheduler] = [] if make is None else [make(each) for each in self.optimizers]
+
+    def _make_optimizers(self, make: Callable[[list[nn.Parameter]], Optimizer], is_alone: bool) -> None:
+        views = self.views(self.x)
+        leaves = [[nn.Parameter(view) for view in views.values()]]
+        optimizer = make(leaves[0])
+        group = optimizer.param_groups[0]
+        is_plain = type(optimizer) is torch.optim.SGD and not (group["momentum"] or group["weight_decay"])
+        self._is_stacked = type(optimizer) in ELEMENTWISE and (is_plain or not is_alone)
+        if not self._is_stacked:
+            leaves = [[nn.Parameter(view[i]) for view in views.values()] for i in range(len(self.x))]
+        self._leaves = leaves
+        self.optimizers = [optimizer] if self._is_stacked else [make(own) for own in leaves]
+
+    def views(self, x: Tensor) -> dict[str, Tensor]:
+        """Return x [n, d] as the parameters by name, [n, *shape]; shares memory."""
+        parts = x.split([shape.numel() for shape in self.shapes], dim=1)
+        views = (part.view(len(x), *shape) for shape, part in zip(self.shapes, parts, strict=True))
+        return dict(zip(self.names, views, strict=True))
+
+    @property
+    def sgd(self) -> SGDStep | None:
+        """The rates of the last step; None: there is no optimizer."""
+        if not self.optimizers:
+            return None
+        group = self.optimizers[0].param_groups[0]
+        return SGDStep(float(self._rate), float(group.get("momentum", 0.0)))
+
+    def set_momentum(self, momentum: Tensor) -> None:
+        """Write the momentum [n, d] into the optimizer, which is `torch.optim.SGD`.
+
+        Raises:
+            ValueError: the optimizer is another one, or has no momentum.
+        """
+        optimizer, views = self.optimizers[0], self.views(momentum)
+        if type(optimizer) is not torch.optim.SGD or not optimizer.param_groups[0]["momentum"]:
+            name = type(optimizer).__name__
+            raise ValueError(f"got {name}, expected torch.optim.SGD with momentum, which the algorithm changes")
+        for leaf, view in zip(self._leaves[0], views.values(), strict=True):
+            optimizer.state[leaf]["momentum_buffer"].copy_(view)
+
+    def copy(self, donor: int, worker: int) -> None:
+        """Give a worker that joins the parameters, the buffers and the state of the optimizer of another one."""
+        for rows in (self.x, *self.buffers.values()):
+            rows[worker] = rows[donor]
+        if not self._is_stacked:
+            self.optimizers[worker].load_state_dict(self.optimizers[donor].state_dict())
+            return
+        for state in self.optimizers[0].state.values():
+            for rows in state.values():
+                if isinstance(rows, Tensor) and rows.dim():
+                    rows[worker] = rows[donor]
+
+    def mix_buffers(self, exchanges: Exchanges, workers: Indices) -> None:
+        """Mix the floating-point buffers of these workers as the models were mixed."""
+        parts = exchanges.parts if isinstance(exchanges, ControlledRound) else exchanges
+        chosen = torch.from_numpy(workers)
+        for buffer in self.buffers.values() if len(workers) > 1 else ():
+            for rows in parts if buffer.is_floating_point() else ():
+                own = buffer[chosen].flatten(1)
+                mixed = own.mean(0).expand_as(own) if rows is None else rows.mix(own)
+                buffer[chosen] = mixed.view(-1, *buffer.shape[1:])
+
+    def step(self, z: Tensor, k: int, workers: Indices, *, averages: bool = False) -> None:
+        """Take the optimizer step k of some workers.
+
+        Args:
+            z: the models that gradients are taken at, [n, d].
+            k: the number of the step.
+            workers: the rows that step, int64.
+            averages: whether each worker steps by the mean of the gradients of these workers.
+        """
+        if not (self.learns and len(workers)):
+            return
+        self.module.train()
+        parameters = {name: view.detach().requires_grad_() for name, view in self.views(z).items()}
+        chosen = torch.from_numpy(workers)
+        losses = self._losses(parameters, k, workers)[chosen]
+        gradients = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
+        self.losses[chosen] = losses.detach().to(self.losses)
+        if averages:
+            gradients = tuple(None if g is None else g[chosen].mean(0).expand_as(g).clone() for g in gradients)
+        self._rate = self.optimizers[0].param_groups[0]["lr"]
+        for index in range(1) if self._is_stacked else workers.tolist():
+            for leaf, gradient in zip(self._leaves[index], gradients, strict=True):
+                leaf.grad = gradient if gradient is None or self._is_stacked else gradient[index]
+            self.optimizers[index].step()
+        for scheduler in self._schedulers:
+            scheduler.step()
+
+    def _losses(self, parameters: Mapping[str, Tensor], k: int, workers: Indices) -> Tensor:
+        """Return the losses of all workers, [n]; see [Note: vmap or loop]. The others are not used."""
+        if self.by != "loop":
+            kept = {name: buffer.clone() for name, buffer in self.buffers.items()} if not self.by else {}
+            try:
+                losses = self._losses_by_vmap(parameters, k)
+                self.by = "vmap"
+                return losses
+            except (RuntimeError, TypeError, ValueError):
+                if self.by:
+                    raise
+                self.by = "loop"
+                for name, buffer in kept.items():
+                    self.buffers[name].copy_(buffer)
+        rows = [self.losses.new_zeros(())] * len(self.x)
+        with torch.random.fork_rng(devices=[]):
+            for i in workers.tolist():
+                state = {name: rows_of[i] for name, rows_of in {**parameters, **self.buffers}.items()}
+                torch.manual_seed(seed_of(self.seed, i, k))
+                rows[i] = functional_call(self.module, state, (self.task.batch(i, k, self.seed),))
+        return torch.stack(rows)
+
+    def _losses_by_vmap(self, parameters: Mapping[str, Tensor], k: int) -> Tensor:
+        def loss(state: Mapping[str, Tensor], batch: Any) -> Tensor:
+            return functional_call(self.module, dict(state), (batch,))
+
+        batches = self.task.batches(len(self.x), k, self.seed)
+        with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():  # fused attention has no rule for vmap
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.vmap(loss)({**parameters, **self.buffers}, batches)
+
+    def mean_model(self, z: Tensor, workers: Indices) -> nn.Module:
+        """Return the module with the mean of the models z [n, d], and of their buffers, in evaluation mode."""
+        chosen = torch.from_numpy(workers)
+        state = {name: view.mean(0) for name, view in self.views(z).items()}
+        for name, buffer in self.buffers.items():
+            rows = buffer[chosen]
+            state[name] = rows.mean(0) if rows.is_floating_point() else rows[0]
+        self.module.load_state_dict(state, strict=False)
+        return self.module.model.eval()

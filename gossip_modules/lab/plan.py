@@ -1,0 +1,484 @@
+"""LabPlan: a method with its settings, graph and schedule, and how the Lab runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..algorithms.d_psgd import DPSGD
+from ..algorithms.moniqua import Moniqua
+from ..algorithms.power_gossip import PowerGossip
+from ..algorithms.relay_sgd import RelaySGD
+from ..compression.compressor import Cast
+from ..compression.quantizer import QSGD, SignNorm
+from ..compression.sparsifier import RandomK, TopK
+from ..consensus_control import ConsensusControl
+from ..graph_manager import RingGraph, networkx_graph
+from ..graph_manager.base import GraphManager
+from ..graph_manager.butterfly_groups import ButterflyGroups
+from ..graph_manager.named_graphs import NAMES, named_graph
+from ..matcha.graph import MatchaGraph
+from ..methods.chosen import Chosen, read_algorithm, read_compressor
+from ..methods.graphs import pairs
+from ..methods.wrapping import chosen_of
+from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
+from ..mixing_manager.graph_weights import default_mixing
+from ..registry import METHODS, Method, name_of
+from ..rounds.algorithm import Algorithm
+from ..rounds.periodic import Periodic
+from ..rounds.rows import Indices, StackedMixing
+from ..rounds.stacked import Stacked
+from ..schedule import Schedule
+from .asynchronous import Bilateral, Groups, OwnPace, Pull
+from .clock import BucketClock, Clock, Compute, MessageCost, Network, OverlapClock, WorkerLinks, check
+from .control import ControlledGossip, ControlRates
+from .models import Models
+
+MAX_DENSE_RANKS = 512
+"""For more, dense linear algebra, as for the plan of a MATCHA graph, takes longer than all other methods together."""
+CODES: Mapping[str, str] = {
+    "sign": "SignNorm()",
+    "topk": "TopK(0.01)",
+    "randomk": "RandomK(0.01)",
+    "qsgd": "QSGD(8)",
+    "bfloat16": "Cast(bfloat16)",
+    "float16": "Cast(float16)",
+}
+"""Short names of compressors, and their text."""
+CODE_PASSES: Mapping[type[Any], tuple[float, float]] = {
+    Cast: (1.5, 2.5),
+    SignNorm: (5.0, 3.5),
+    QSGD: (10.5, 3.0),
+    TopK: (6.0, 1.0),
+    RandomK: (0.3, 0.8),
+    Moniqua: (0.0, 4.0),
+    PowerGossip: (-1.0, 3.0),  # a worker does not hear itself
+}
+"""Encoding and decoding, in the time of a pass over the model: measured, see benchmarks/compression.py."""
+UNKNOWN_PASSES = (10.0, 4.0)
+_MEMORY_PASSES = 3.0  # of error feedback or public copies, beside the code itself
+_MAX_PERIOD = 100_000  # steps in which a round is looked for
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The workers, the model and the cluster that all methods of a comparison share.
+
+    Args:
+        world_size: the number n of workers.
+        num_parameters: the number of float32 parameters of the real model, for which time and bytes are predicted;
+            None: the model that is trained is the real one.
+        compute: the duration of steps.
+        network: the links.
+        seed: the seed of the draws of methods.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    world_size: int
+    num_parameters: int | None
+    compute: Compute
+    network: Network
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "num_parameters"):
+            value = getattr(self, name)
+            is_count = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+            check(name, value, is_count, "a whole number of at least 1")
+
+
+class Running(NamedTuple):
+    """A method at work: the parts that a training runs step by step.
+
+    driver: runs the rounds on the models of all workers.
+    clock: has the time and the bytes; a method whose workers have their own pace is its own driver.
+    schedule: the action of each step.
+    averages_gradients: whether a step averages the gradients of all workers.
+    """
+
+    driver: Stacked | ControlledGossip | OwnPace
+    clock: Clock
+    schedule: Schedule = Schedule()
+    averages_gradients: bool = False
+
+
+@dataclass(frozen=True)
+class LabPlan:
+    """A method with its settings, the graph of its rounds, and their schedule.
+
+    Args:
+        chosen: the method with its settings.
+        graph: the graph, or its name; "": the default of the method.
+        code: the short name of the compressor, if there is one; "": the default of the method.
+        peers_per_itr: peers per round, or a schedule of it; None: all neighbours on static graphs, one on others.
+        schedule: which step gossips and which averages over all; or a `ConsensusControl`, of methods that take one.
+        control_rates: how often workers communicate under the control, as measured on your model. None: as often as the
+            control finds necessary on the models that are trained.
+        overlap: whether a round takes effect one step later, under the compute.
+        is_recipe: whether the settings are those of the recipe, so that others may be tried.
+        is_text: whether a text names the method, so that its draws take the seed of the setting.
+
+    Raises:
+        ValueError: rates without a control.
+
+    >>> LabPlan.of("choco:hypercube:topk").name
+    'choco with topk on hypercube'
+    >>> LabPlan.of("GASLoC(sync_every=50):ring").name
+    'GASLoC(sync_every=50) on ring'
+    """
+
+    chosen: Chosen
+    graph: str | GraphManager = ""
+    code: str = ""
+    peers_per_itr: int | Mapping[int, int] | None = None
+    schedule: Schedule | ConsensusControl = field(default_factory=Schedule)
+    control_rates: ControlRates | None = None
+    overlap: bool = False
+    is_recipe: bool = True
+    is_text: bool = True
+
+    def __post_init__(self) -> None:
+        if self.control_rates is not None and not isinstance(self.schedule, ConsensusControl):
+            raise ValueError(
+                f"got control_rates={self.control_rates} with {self.schedule}, expected none: they say how often "
+                "workers communicate under a ConsensusControl; give schedule=ConsensusControl(target=2.0)"
+            )
+
+    @classmethod
+    def of(cls, what: Any, **others: Any) -> LabPlan:
+        """Return the plan of a method.
+
+        Args:
+            what: a plan; an algorithm, or the settings of another method, such as `SGP()`; or a text: `method`,
+                `method:graph` or `method:graph:code`, with the name of a method, or the text of an algorithm, which
+                names its code itself.
+            others: further arguments of `LabPlan`.
+
+        Raises:
+            ValueError: there is no such method, graph or code, or the method has none.
+        """
+        if isinstance(what, LabPlan):
+            return replace(what, **others)
+        if not isinstance(what, str):
+            return cls(chosen_of(what), is_recipe=False, is_text=False, **others)
+        head, bracket, tail = what.rpartition(")")
+        first, *rest = (tail if bracket else what).split(":")
+        text = head + bracket
+        name = read_algorithm(text).method.name if text else name_of(first)
+        if name not in METHODS or len(rest) > (1 if text else 2) or (text and first):
+            raise ValueError(
+                f"got method={what!r}, expected <method>[:<graph>[:<code>]] with a method of {', '.join(METHODS)}, or "
+                "<algorithm>[:<graph>]; e.g. sgp, dpsgd:ring, choco:torus:topk or 'DiLoCo(sync_every=50)'"
+            )
+        graph, code = [*rest, "", ""][:2]
+        method = METHODS[name]
+        if graph and (method.simulated_graph is None or graph not in NAMES):
+            names = ", ".join(NAMES) if method.simulated_graph else "no graph for it"
+            raise ValueError(f"got graph={graph!r} of {name}, expected {names}; e.g. dpsgd:ring")
+        plan = cls(read_algorithm(text or name), **{"graph": graph, "is_recipe": not text, **others})
+        return plan.with_code(code) if code else plan
+
+    def with_code(self, code: str) -> LabPlan:
+        """Return the plan with a compressor, by its short name, and the published step size.
+
+        Raises:
+            ValueError: the method takes no such code, or no step size is published for it.
+        """
+        method = self.method
+        if code not in self.codes:
+            names = ", ".join(self.codes) or "no code for it"
+            raise ValueError(f"got code={code!r} of {method.name}, expected {names}; e.g. choco:torus:topk")
+        if CODES[code] not in method.step_sizes:
+            raise ValueError(
+                f"got {method.name} with {CODES[code]} and no step_size, expected one: known are those of "
+                f"{', '.join(method.step_sizes)}; write {method.call}({CODES[code]}, step_size=...)"
+            )
+        own = {"compressor": read_compressor(CODES[code]), "step_size": method.step_sizes[CODES[code]]}
+        return replace(self.with_settings(**own), code=code)
+
+    def with_settings(self, **settings: Any) -> LabPlan:
+        """Return the plan with other settings of the method; None: the value stays."""
+        return replace(self, chosen=self.chosen.with_settings(settings))
+
+    @property
+    def method(self) -> Method:
+        """The entry of the method in the registry."""
+        return self.chosen.method
+
+    @property
+    def text(self) -> str:
+        """The method with its settings, as training takes it."""
+        return self.chosen.text
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The short names of the compressors that the method takes."""
+        return tuple(CODES) if self.method.step_sizes else ()
+
+    @property
+    def label(self) -> str:
+        """The method in tables: its name and code, or its text."""
+        return self.method.name + (self.code and f":{self.code}") if self.is_recipe else self.text
+
+    @property
+    def name(self) -> str:
+        """The method, its code and graph in words: 'choco with sign on torus'."""
+        name = self.label.replace(":", " with ") if self.is_recipe else self.label
+        graph = f" on {self.graph}" if self.graph else ""
+        if isinstance(self.schedule, ConsensusControl) and "peers_per_itr" in self.method.options:
+            exact = self.schedule.average_every == 1
+            graph = " in averages under control" if exact else f"{graph} under control"
+        return f"{name}{graph}"
+
+    def resolved(self, num_workers: int) -> LabPlan:
+        """Return the plan with the graph that the method has by default for so many workers."""
+        own, plan, made = self.method.simulated_graph, self, self.chosen.made
+        if not self.is_text and isinstance(made, Algorithm) and made.default_graph(num_workers) is not None:
+            own = None  # an object has the graph that it trains on
+        if num_workers > MAX_DENSE_RANKS and getattr(self.chosen.made, "step_size", 0.0) is None:
+            plan = self.with_settings(step_size=1.0)  # the best one takes the spectrum of W
+        if self.codes and self.is_recipe and not self.code:
+            plan = self.with_code(self.codes[0])
+        return replace(plan, graph=self.graph or (own(num_workers, self.peers_per_itr or 1) if own else ""))
+
+    # How it runs.
+
+    def make(
+        self, setting: Setting, models: Models, workers: Indices | None = None, *, elastic: bool = False
+    ) -> Running:
+        """Return the method, ready for its first forward.
+
+        Args:
+            setting: the cluster and the seed.
+            models: the models that are trained.
+            workers: the numbers of the workers that are left; None: all.
+            elastic: whether workers die or join.
+
+        Raises:
+            ValueError: the graph has no such size, or the method cannot work on it, or with workers that die or join.
+        """
+        workers = np.arange(setting.world_size) if workers is None else workers
+        chosen = read_algorithm(self.text, seed=setting.seed) if self.is_text else self.chosen
+        if elastic and (why := self.method.needs_fixed_ranks):
+            raise ValueError(f"got events with {self.method.title}, expected none: {why}")
+        if elastic and isinstance(chosen.made, Algorithm):
+            chosen = replace(chosen, made=chosen.made.for_membership())
+        run = PlanRun(replace(self.resolved(len(workers)), chosen=chosen), setting, models, workers)
+        make: Callable[[PlanRun], Running] | None = self.method.simulate or _RUNS.get(self.method.name)
+        return PlanRun.rounds(run) if make is None else make(run)
+
+
+class PlanRun:
+    """A plan on a cluster: the parts of its method.
+
+    Args:
+        plan: resolved.
+        setting: the cluster.
+        models: the models that are trained.
+        workers: the numbers of the workers.
+    """
+
+    def __init__(self, plan: LabPlan, setting: Setting, models: Models, workers: Indices) -> None:
+        self.plan, self.setting, self.models, self.workers = plan, setting, models, workers
+        self.made, self.num_ranks = plan.chosen.made, len(workers)
+        self.links = WorkerLinks(setting.network, workers)
+        self.model_bytes = 4.0 * setting.num_parameters if setting.num_parameters else float(models.x[0].nbytes)
+        self.message = self.links.plain_message(self.model_bytes)
+
+    @property
+    def times(self) -> tuple[Compute, WorkerLinks, Indices]:
+        """The first arguments of clocks, and of methods that keep the time themselves."""
+        return self.setting.compute, self.links, self.workers
+
+    def graph(self, *, is_undirected: bool = False, is_static: bool = False) -> GraphManager:
+        """Return the graph of the plan.
+
+        Raises:
+            ValueError: it is directed, or changes, and must not.
+        """
+        plan = self.plan
+        named = isinstance(plan.graph, str)
+        graph: Any = named_graph(str(plan.graph), self.num_ranks, plan.peers_per_itr) if named else plan.graph
+        if is_undirected and (not graph.is_symmetric or (is_static and graph.is_dynamic)):
+            wanted = "an undirected graph that never changes" if is_static else "an undirected graph"
+            remedy = "hypercube, torus or ring" if is_static else "bipartite-exponential, torus or ring"
+            raise ValueError(
+                f"got {plan.method.name} on {graph!r}, expected {wanted}; take {remedy}, with all neighbours"
+            )
+        return graph
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule, for a method that takes no control.
+
+        Raises:
+            ValueError: there is a control.
+        """
+        schedule = self.plan.schedule
+        if not isinstance(schedule, ConsensusControl):
+            return schedule
+        raise ValueError(
+            f"got schedule={schedule} with {self.plan.method.name}, expected a Schedule: its recipe takes no control; "
+            "take dpsgd, sgp or osgp, or leave the control out"
+        )
+
+    def rounds(self) -> Running:
+        """Return the rounds of an algorithm, for which training waits unless the plan overlaps them."""
+        if not isinstance(self.made, Algorithm):
+            raise ValueError(
+                f"got {self.plan.method.name}, whose `simulate` is None, expected a method that the Lab knows: an "
+                "Algorithm, or one that is registered with simulate="
+            )
+        algorithm, overlap = self.made, self.plan.overlap
+        mixing = self.weights(algorithm)
+        driver = Stacked(algorithm, mixing, self.num_ranks, overlap=overlap, shapes=self.models.shapes)
+        schedule = self.schedule if "gossip_every" in self.plan.method.options else Schedule()
+        share = 1 / getattr(algorithm.parts[0], "num_fragments", 1)
+        message, average, sender = self.message_of(algorithm, mixing, share), None, algorithm.parts[-1]
+        if algorithm.parts[0].averages_exactly and vars(sender).get("compressor") is not None:
+            others = self.num_ranks - 1  # each worker adds up the messages of all by itself
+            coding = message.encode_seconds + others * message.decode_seconds
+            seconds = coding + self.links.gather_seconds(message.num_bytes)
+            average = MessageCost(others * message.num_bytes, seconds)
+        clock = OverlapClock if overlap else Clock
+        size = share * self.model_bytes
+        return Running(driver, clock(*self.times, message, model_bytes=size, average=average), schedule)
+
+    def weights(self, algorithm: Algorithm) -> MixingManager | None:
+        """Return W(t) on the graph of the plan, or the weights that the algorithm has; None: it only averages."""
+        n, outer, graph = self.num_ranks, algorithm.parts[0], self.plan.graph
+        if not outer.mixes:
+            return None
+        own_mixing = outer.default_mixing(n) if graph in ("", "ring") else None
+        if own_mixing is not None:
+            return own_mixing
+        if not graph:
+            return default_mixing(outer.default_graph(n) or named_graph(pairs(n), n), push_sum=False)
+        is_static = any(part.needs_static_graph for part in algorithm.parts)
+        return default_mixing(self.graph(is_undirected=True, is_static=is_static), push_sum=False)
+
+    def message_of(self, algorithm: Algorithm, mixing: MixingManager | None, share: float) -> MessageCost:
+        """Return the cost of a message of an algorithm, for a share of the model.
+
+        Encoding and decoding take the measured time of the compressor, or of the algorithm itself; the time of a slow
+        code if neither was measured.
+        """
+        sender, size = algorithm.parts[-1], share * self.model_bytes
+        code = vars(sender).get("compressor")
+        if isinstance(sender, RelaySGD) and mixing is not None:
+            num_links = sum(len(mixing.graph.phone_book(rank)) for rank in range(self.num_ranks)) / 2
+            relayed = (self.num_ranks - 1) / num_links if num_links else 1.0  # half, on a link of one of two trees
+            return self.links.plain_message(relayed * size)
+        if code is not None and (self.setting.num_parameters or isinstance(sender, Periodic)):
+            dtype = torch.float32 if self.setting.num_parameters else self.models.x.dtype
+            num_bytes = float(code.num_bytes(int(size / dtype.itemsize), dtype))
+        else:
+            num_bytes = measured_share(sender, self.models, self.setting) * size
+            if num_bytes == size:
+                return self.links.plain_message(size)
+        passes = 0.0 if code is None else _MEMORY_PASSES
+        kinds = type(getattr(sender, "compressor", None)), type(sender)
+        encode, decode = next((CODE_PASSES[kind] for kind in kinds if kind in CODE_PASSES), UNKNOWN_PASSES)
+        one_pass = self.links.memory_seconds(size)
+        # A worker hears itself as well.
+        return MessageCost(num_bytes, (encode + decode + passes) * one_pass, decode * one_pass)
+
+    # The wrappers of this library, which are no algorithms.
+
+    def gossip(self) -> Running:
+        """Return D-PSGD, SGP or Overlap SGP, or MATCHA: gossip of the models themselves, also under a control.
+
+        Raises:
+            ValueError: the target of the control is in units of updates, but there are no updates, and no rates.
+        """
+        arguments, plan = self.plan.chosen.arguments, self.plan
+        schedule, rates = plan.schedule, plan.control_rates
+        overlap = plan.overlap or bool(arguments.get("overlap"))
+        if plan.method.name == "matcha":
+            schedule, mixing = self.schedule, self.matcha_weights()
+        else:
+            mixing = default_mixing(self.graph(), push_sum=arguments["push_sum"])
+        clock = (OverlapClock if overlap else Clock)(*self.times, self.message)
+        if not isinstance(schedule, ConsensusControl):
+            return Running(Stacked(DPSGD(), mixing, overlap=overlap), clock, schedule)
+        if rates is None and schedule.is_relative and not self.models.learns:
+            raise ValueError(
+                f"got schedule={schedule} for a problem in which workers agree and learn nothing, expected "
+                "is_relative=False: there are no updates whose size the target could be in; take the problem digits"
+            )
+        return Running(ControlledGossip(mixing, schedule, rates, overlap=overlap), clock)
+
+    def matcha_weights(self) -> MixingManager:
+        """Return the weights of MATCHA's matchings."""
+        if self.num_ranks > MAX_DENSE_RANKS:
+            raise ValueError(
+                f"got matcha with {self.num_ranks} workers, expected at most {MAX_DENSE_RANKS}: its plan is n x n "
+                "matrices; take dpsgd"
+            )
+        base = networkx_graph(self.graph(is_undirected=True, is_static=True))
+        return default_mixing(MatchaGraph(base, budget=self.made.budget, seed=self.setting.seed), push_sum=False)
+
+    def all_reduce(self) -> Running:
+        """Return AllReduce SGD, which averages gradients in buckets, or models if there is nothing to learn."""
+        learns, driver = self.models.learns, Stacked(DPSGD(), None, self.num_ranks)
+        clock = (BucketClock if learns else Clock)(*self.times, MessageCost(self.model_bytes))
+        return Running(driver, clock, Schedule(average_every=1), averages_gradients=learns)
+
+    def ad_psgd(self) -> Running:
+        """Return AD-PSGD."""
+        graph = self.graph()
+        if not graph.is_bipartite or graph.num_peers(0) > 1:
+            raise ValueError(
+                f"got adpsgd on {graph!r}, expected a bipartite graph with one peer per round; take "
+                "bipartite-exponential"
+            )
+        return own_pace(Bilateral(StackedMixing(default_mixing(graph, push_sum=False)), *self.times, self.message))
+
+    def wagma(self) -> Running:
+        """Return WAGMA-SGD."""
+        period = self.made.sync_period
+        return own_pace(Groups(*self.times, self.message, ButterflyGroups(self.num_ranks), sync_period=period))
+
+    def dpwa(self) -> Running:
+        """Return dpwa."""
+        return own_pace(Pull(*self.times, self.message, seed=self.setting.seed))
+
+
+_RUNS: Mapping[str, Callable[[PlanRun], Running]] = {
+    "ar": PlanRun.all_reduce,
+    **dict.fromkeys(("dpsgd", "sgp", "osgp", "matcha"), PlanRun.gossip),
+    "adpsgd": PlanRun.ad_psgd,
+    "wagma": PlanRun.wagma,
+    "dpwa": PlanRun.dpwa,
+}
+"""The methods that are no algorithms, by name."""
+
+
+def own_pace(method: OwnPace) -> Running:
+    """Return a method that is its own driver and clock."""
+    return Running(method, method)
+
+
+def measured_share(algorithm: Algorithm, models: Models, setting: Setting) -> float:
+    """Return the share of a model in a message of an algorithm: measured in a round of two workers.
+
+    Args:
+        algorithm: the algorithm; an outer method sends its vector.
+        models: the models that are trained.
+        setting: if the real model is another one, it is taken to be made of matrices of 512 x 512.
+    """
+    if isinstance(algorithm, Periodic):
+        return 1.0
+    shapes = models.shapes if setting.num_parameters is None else [torch.Size((512, 512))]
+    num_elements = sum(shape.numel() for shape in shapes)
+    driver = Stacked(algorithm, MetropolisHastingsMixing(RingGraph(2)), shapes=shapes)
+    draw = torch.Generator().manual_seed(0)
+    sample = torch.randn(1, num_elements, generator=draw, dtype=models.x.dtype, device="cpu").repeat(2, 1)
+    answered = driver.step(sample, next(filter(algorithm.is_due, range(_MAX_PERIOD)), 0))
+    return driver.sent_bytes / max(len(answered), 1) / sample[0].nbytes

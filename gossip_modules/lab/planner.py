@@ -1,0 +1,424 @@
+"""The planner: what each method would take on a cluster, the options with which it is fastest, and which to choose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ..consensus_control import ConsensusControl
+from ..graph_manager.named_graphs import DIRECTED_STATIC_GRAPHS, STATIC_GRAPHS, TREES, num_neighbours
+from ..methods.chosen import read_algorithm
+from ..methods.options import DEFAULTS
+from ..registry import METHODS
+from ..schedule import Schedule
+from ..wrappers.choices import written
+from .comparison import LabTraining
+from .control import ControlRates
+from .plan import CODES, LabPlan, Setting
+from .tasks import Digits, Problem
+
+MAX_STEPS = 320
+_MAX_THETA = 1e6  # to which Moniqua's bound is doubled
+GRAPHS_TO_TRY = (
+    *("npeer-exponential", "exponential", "bipartite-exponential", "base", "equi-dyn", "equi-dyn-undirected"),
+    *("bipartite-complete", "static-exponential", "hypercube", "torus", "ring"),
+)
+LOCAL_STEPS_TO_TRY = (3, 10, 30, 100)
+GOSSIP_EVERY_TO_TRY = (2, 4, 8)
+AVERAGE_EVERY_TO_TRY = (4, 16)
+CONSENSUS_TARGETS_TO_TRY = (2.0, 4.0, 8.0)
+OUTER_LRS_TO_TRY = (0.4, 0.7, 1.0)
+OUTER_MOMENTA_TO_TRY = (0.0, 0.5, 0.9)
+_COLUMNS = ("method", "graph", "steps", "s per step", "s to target", "MB per rank", "waiting", "disagreement", "")
+_LITTLE_WAITING = 0.1  # of a worker's time
+_NUM_LEFT = 2  # columns that are aligned to the left, from the first on
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The steps, seconds and bytes that one method took to the target, or to its last step.
+
+    Attributes:
+        plan: the method, its settings, its graph and its schedule.
+        target, error: of the problem; the error is NaN or infinite if training diverged.
+        num_steps: the steps of a worker, mean over workers; rounds, if there is nothing to learn.
+        step_seconds: the time of one step, communication included.
+        seconds: the time of all steps.
+        rank_bytes: the bytes that a worker has sent, mean over workers.
+        waiting_share: the share of waiting in a worker's time, mean over workers; communication that nothing hides is
+            waiting.
+        disagreement, max_disagreement: of the workers' models at the end, see `Problem`, and the limit of agreement.
+        is_overlapped: whether messages travel while workers compute.
+        control_rates: how often workers communicated, if a `ConsensusControl` decides that.
+    """
+
+    plan: LabPlan
+    target: float
+    error: float
+    num_steps: float
+    step_seconds: float
+    seconds: float
+    rank_bytes: float
+    waiting_share: float
+    disagreement: float
+    max_disagreement: float
+    is_overlapped: bool = False
+    control_rates: ControlRates | None = None
+
+    @property
+    def has_reached(self) -> bool:
+        """Whether the error came down to the target."""
+        return self.error <= self.target
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether workers' models are close to each other at the end."""
+        return self.disagreement <= self.max_disagreement
+
+    @property
+    def name(self) -> str:
+        """The method in words: 'choco with sign on torus'."""
+        return self.plan.name
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """The place of the prediction among others; the lower the better."""
+        if self.has_reached:
+            return False, not self.has_agreed, self.seconds
+        return True, True, self.error if math.isfinite(self.error) else math.inf
+
+    @property
+    def settings(self) -> str:
+        """The settings and the schedule that are not in its name, in words; "": all have their defaults."""
+        plan = self.plan
+        own = plan.text if plan.is_recipe and not plan.text.endswith("()") else ""
+        schedule = "" if plan.schedule == Schedule() else written(plan.schedule)
+        return ", ".join(filter(None, [own, schedule]))
+
+
+def simulate(
+    what: Any,
+    setting: Setting,
+    problem: Problem,
+    *,
+    target: float | None = None,
+    max_steps: int = MAX_STEPS,
+    show: Callable[[str], None] = lambda text: None,
+) -> Prediction:
+    """Train n small models by one method until their error is at most the target, and return what that took.
+
+    Args:
+        what: the method, see `LabPlan.of`.
+        setting: the cluster.
+        problem: the task of the small models.
+        target: of the error; None: the problem's own.
+        max_steps: to give up after, at least 1; for an asynchronous method, ticks of its fastest worker's step.
+        show: called with a line of progress now and then.
+
+    Raises:
+        ValueError: a method or graph that does not fit, or a number out of range.
+    """
+    target = problem.target if target is None else target
+    if not 0 < target < math.inf or max_steps < 1:
+        raise ValueError(
+            f"got target={target} and max_steps={max_steps}, expected an error above 0, and 1 step or more"
+        )
+    plan = LabPlan.of(what).resolved(setting.world_size)
+    if plan.method.needs_sgd and isinstance(problem, Digits):
+        problem = problem.with_momentum()
+    while True:
+        try:
+            return _predict(plan, setting, problem, target, max_steps, show)
+        except (RuntimeError, ValueError) as error:
+            theta = getattr(plan.chosen.made, "theta", None)
+            if theta is None or not plan.is_recipe or theta > _MAX_THETA:
+                raise ValueError(str(error)) from error
+            # Neighbours were too far apart. A user of Moniqua has to know theta beforehand, so the run starts over.
+            plan = plan.with_settings(theta=2 * theta)
+
+
+def _predict(
+    plan: LabPlan, setting: Setting, problem: Problem, target: float, max_steps: int, show: Callable[[str], None]
+) -> Prediction:
+    training = LabTraining(plan, setting, problem)
+    first_start, error = 0.0, math.inf
+    for step, z in enumerate(training.run(max_steps)):
+        if step == 0:
+            first_start = training.seconds
+        if step % problem.check_every == 0 or step == max_steps:
+            error = problem.error(z)
+            show(f"{plan.name}: step {step} of {max_steps}, {problem.error_name} {error:.3g}")
+            if error <= target or not math.isfinite(error):
+                break
+    taken, seconds, method = float(training.num_steps.mean()), training.seconds, training.method
+    return Prediction(
+        plan=plan,
+        target=target,
+        error=error,
+        num_steps=taken + problem.is_solved_by_rounds,
+        step_seconds=(seconds - first_start) / taken if taken else seconds,
+        seconds=seconds,
+        rank_bytes=training.sent_bytes,
+        waiting_share=training.waiting_share,
+        disagreement=problem.disagreement(z),
+        max_disagreement=problem.max_disagreement,
+        is_overlapped=method.clock.is_overlapped,
+        control_rates=getattr(method.driver, "control_rates", None),
+    )
+
+
+# Tuning.
+
+
+def tune(
+    what: Any,
+    setting: Setting,
+    problem: Problem,
+    *,
+    target: float | None = None,
+    max_steps: int = MAX_STEPS,
+    show: Callable[[str], None] = lambda text: None,
+) -> Prediction:
+    """`simulate` with the options with which the method is fastest.
+
+    First the graph, unless one is named; then the code, likewise; then the steps between rounds or averages (H), exact
+    averages now and then, or a `ConsensusControl` that decides it, unless the plan has a schedule; then, for an outer
+    optimizer, its learning rate and momentum. What is found first stays for the next, so it is the best along that way
+    and need not be the best of all combinations. Settings that the text of an algorithm names stay. Fastest is by
+    `Prediction.seconds` among the predictions that reach the target with workers that agree; if none does, the
+    prediction that comes nearest.
+
+    Args:
+        what, setting, problem, target, max_steps, show: see `simulate`.
+
+    Returns:
+        The prediction; its `plan` has the options that were chosen.
+
+    Raises:
+        ValueError: see `simulate`.
+    """
+    given = LabPlan.of(what)
+    learns = not problem.is_solved_by_rounds
+    found = simulate(given, setting, problem, target=target, max_steps=max_steps, show=show)
+    for knob in (_graphs, _codes, _local_steps, _schedules, _outer_rates):
+        start = found.plan
+        for tried in knob(given, start, learns):
+            if tried == start:
+                continue
+            try:
+                prediction = simulate(tried, setting, problem, target=target, max_steps=max_steps, show=show)
+            except ValueError:
+                continue  # a graph that the method or this number of workers cannot have
+            if prediction.rank < found.rank:
+                found = prediction
+    return found
+
+
+def _graphs(given: LabPlan, now: LabPlan, learns: bool) -> Iterator[LabPlan]:
+    own = now.method.simulated_graph
+    if not given.graph and own is not None:
+        for graph in TREES if own(4, 1) in TREES else GRAPHS_TO_TRY:
+            yield replace(now, graph=graph)
+
+
+def _codes(given: LabPlan, now: LabPlan, learns: bool) -> Iterator[LabPlan]:
+    for code in now.codes if given.is_recipe and not given.code else ():
+        if CODES[code] in now.method.step_sizes:
+            yield now.with_code(code)
+
+
+def _local_steps(given: LabPlan, now: LabPlan, learns: bool) -> Iterator[LabPlan]:
+    if (period := now.method.period) and given.is_recipe:
+        for steps in LOCAL_STEPS_TO_TRY:
+            yield now.with_settings(**{period: steps})
+
+
+def _schedules(given: LabPlan, now: LabPlan, learns: bool) -> Iterator[LabPlan]:
+    known, schedule = now.method.options, now.schedule
+    if "gossip_every" not in known or not isinstance(schedule, Schedule) or schedule.gossip_every != 1:
+        return
+    tries: list[Schedule | ConsensusControl] = [replace(schedule, gossip_every=steps) for steps in GOSSIP_EVERY_TO_TRY]
+    if not schedule.average_every:
+        if "average_every" in known:
+            tries += [Schedule(average_every=rounds) for rounds in AVERAGE_EVERY_TO_TRY]
+        if "peers_per_itr" in known and learns:
+            targets = CONSENSUS_TARGETS_TO_TRY
+            tries += [ConsensusControl(target, average_every=every) for target in targets for every in (16, 1)]
+    for tried in tries:
+        yield replace(now, schedule=tried)
+
+
+def _outer_rates(given: LabPlan, now: LabPlan, learns: bool) -> Iterator[LabPlan]:
+    settings = now.method.settings
+    if given.is_recipe and {"sync_every", "lr"} <= settings:
+        for lr, momentum in product(OUTER_LRS_TO_TRY, OUTER_MOMENTA_TO_TRY if "momentum" in settings else (None,)):
+            yield now.with_settings(lr=lr, momentum=momentum)
+
+
+# Advice.
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The method to choose (None: none will do), and the reasons."""
+
+    best: Prediction | None
+    sentences: tuple[str, ...]
+
+
+def best(predictions: Sequence[Prediction]) -> Prediction | None:
+    """Return the fastest prediction that reached the target with workers that agree; None: there is none."""
+    good = [prediction for prediction in predictions if prediction.has_reached and prediction.has_agreed]
+    return min(good, key=lambda prediction: prediction.seconds, default=None)
+
+
+def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
+    """Return the method to choose, what bounds it, and the methods that were left out since their workers disagree.
+
+    Args:
+        predictions: of methods in the same setting.
+        setting: their setting.
+    """
+    chosen = best(predictions)
+    if chosen is None:
+        return Advice(None, _despair(predictions))
+    sentences = [_choice(chosen, predictions), _bound(chosen, setting)]
+    others = [p.name for p in predictions if p.has_reached and not p.has_agreed]
+    if others:
+        sentences.append(
+            f"Not weighed: {', '.join(others)}: the target was reached, but workers' models differ by more than "
+            f"{chosen.max_disagreement:g} of their size, so they are not one model."
+        )
+    if chosen.settings:
+        sentences.append(f"It was simulated with {chosen.settings}.")
+    if (rates := chosen.control_rates) is not None:
+        sentences.append(
+            f"Under control {rates.rounds_per_step:.0%} of the steps had a round, and {rates.averages_per_step:.0%} an "
+            "exact average. On your model it may be more or less often: give the counts that comm_stats() of some "
+            'hundred steps has, as --control-rates "ControlRates(...)".'
+        )
+    if chosen.plan.method.name in METHODS:
+        launch = f"torchrun --standalone --nproc-per-node {setting.world_size} -m train.gossip_sgd"
+        sentences.append(
+            f"To train like this: {launch} {recipe_options(chosen.plan, setting)} "
+            "(in a clone, on one machine; for several see job_scripts/)"
+        )
+    return Advice(chosen, tuple(sentences))
+
+
+def recipe_options(plan: LabPlan, setting: Setting) -> str:
+    """Return the options of a training script that trains as the plan.
+
+    Args:
+        plan: of a method of the registry, resolved.
+        setting: the setting of the simulation.
+    """
+    method, schedule, peers = plan.method, plan.schedule, plan.peers_per_itr or 1
+    if plan.peers_per_itr is None and plan.graph in {**STATIC_GRAPHS, **DIRECTED_STATIC_GRAPHS}:
+        peers = num_neighbours(str(plan.graph), setting.world_size)
+    values: dict[str, object] = {"graph": plan.graph}
+    if isinstance(peers, int) and peers > 1:
+        values["peers_per_itr"] = peers
+    if isinstance(schedule, ConsensusControl):
+        values["schedule"] = f'"{written(schedule)}"'
+    else:
+        values |= {option.name: getattr(schedule, option.name) for option in fields(schedule)}
+    is_plain = plan.text == read_algorithm(method.name).text
+    words = [f"--recipe {method.name}" if is_plain else f'--algorithm "{plan.text}"']
+    for name, value in values.items():
+        if value and name in method.options and value != DEFAULTS[name]:
+            words.append(f"--{name.replace('_', '-')} {value}")
+    return " ".join([*words, *([] if method.takes_nesterov else ["--no-nesterov"])])
+
+
+def as_table(predictions: Sequence[Prediction]) -> str:
+    """Return one line for each method, by time to target; those that did not reach it last, by error."""
+    ordered = sorted(predictions, key=lambda p: (not p.has_reached, p.seconds if p.has_reached else p.error))
+    rows = [_COLUMNS, *(_row(prediction) for prediction in ordered)]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(_COLUMNS))]
+    lines = []
+    for row in rows:
+        cells = (c.ljust(w) if k < _NUM_LEFT else c.rjust(w) for k, (c, w) in enumerate(zip(row[:-1], widths)))
+        lines.append(f"{'  '.join(cells)}  {row[-1]}".rstrip())
+    return "\n".join(lines)
+
+
+def _row(prediction: Prediction) -> tuple[str, ...]:
+    notes = [prediction.settings] if prediction.settings else []
+    if (rates := prediction.control_rates) is not None:
+        notes.append(f"{rates.rounds_per_step:.2f} rounds and {rates.averages_per_step:.2f} averages per step")
+    if not prediction.has_reached:
+        notes.append(f"not reached: {prediction.error:.3g}")
+    elif not prediction.has_agreed:
+        notes.append("workers disagree")
+    return (
+        prediction.plan.label,
+        str(prediction.plan.graph) or "-",
+        f"{prediction.num_steps:.0f}",
+        f"{prediction.step_seconds:.3f}",
+        f"{prediction.seconds:.1f}" if prediction.has_reached else "-",
+        f"{prediction.rank_bytes / 1e6:,.0f}",
+        f"{prediction.waiting_share:.0%}",
+        f"{prediction.disagreement:.3f}",
+        ", ".join(notes),
+    )
+
+
+def _choice(chosen: Prediction, predictions: Sequence[Prediction]) -> str:
+    """Return the first sentence: beside AllReduce if it was tried, else the next best."""
+    sentence = f"Choose {chosen.name}: {chosen.seconds:.1f} s to the target"
+    others = [p for p in predictions if p.has_reached and p.has_agreed and p is not chosen]
+    rival = next((p for p in others if p.plan.method.name == "ar"), None) or best(others)
+    if rival is None:
+        return f"{sentence}, the only one that reaches it with workers that agree."
+    steps = f"{chosen.num_steps:.0f} steps of {chosen.step_seconds:.3f} s beside {rival.num_steps:.0f} of"
+    times = rival.seconds / chosen.seconds if chosen.seconds else 1.0
+    return f"{sentence}, {times:.2f} times faster than {rival.name} ({steps} {rival.step_seconds:.3f} s)."
+
+
+def _bound(chosen: Prediction, setting: Setting) -> str:
+    """Return the second sentence: the parts of a step."""
+    steps, workers = range(max(1, round(chosen.num_steps))), np.arange(setting.world_size)
+    local = float(np.mean([setting.compute.step_seconds(step, workers).mean() for step in steps]))
+    wire = setting.network.on(workers).wire_seconds(chosen.rank_bytes / max(chosen.num_steps, 1.0))
+    waiting = chosen.waiting_share * chosen.step_seconds
+    exposed = max(wire - local, 0.0) if chosen.is_overlapped else wire
+    if chosen.waiting_share < _LITTLE_WAITING:
+        advice = "compute bounds it: faster links would change little"
+    elif exposed > waiting / 2:
+        advice = "the wire bounds it: faster links or fewer bits (choco, powergossip, moniqua) would help"
+    elif setting.compute.is_uneven or setting.network.slow_share:
+        advice = "waiting for slow workers or links bounds it: methods that wait for nobody (adpsgd, dpwa) may help"
+    else:
+        advice = "copies, codes and latency bound it, more than the wire: see memory_byte_s and latency_s of Network"
+    return (
+        f"Its step has {local:.3f} s of compute, {wire:.3f} s of its own bytes on the wire and {waiting:.3f} s of "
+        f"waiting; {advice}."
+    )
+
+
+def _despair(predictions: Sequence[Prediction]) -> tuple[str, ...]:
+    nearest = min(predictions, key=lambda p: (not p.has_reached, p.error if p.error == p.error else float("inf")))
+    if nearest.has_reached:
+        return (
+            f"No method reaches the target with workers that agree: {nearest.name} gets there with models that differ "
+            f"by {nearest.disagreement:.2f} of their size.",
+            "Take a better connected graph (--methods sgp:npeer-exponential dpsgd:hypercube), more --peers, or "
+            '--schedule "Schedule(average_every=10)".',
+        )
+    if not math.isfinite(nearest.error):
+        return (
+            f"No method reaches the target of {nearest.target:g}: with all of them models grow without bound.",
+            "Give a lower step_size, as in 'Choco(TopK(0.01), step_size=0.01)', or leave it out.",
+        )
+    return (
+        f"No method reaches the target of {nearest.target:g}: the nearest is {nearest.name} with {nearest.error:.3g} "
+        f"after {nearest.num_steps:.0f} steps.",
+        "Give more --max-steps or a higher --target; or a better connected graph (as in --methods dpsgd:hypercube), "
+        'more --peers, or --schedule "Schedule(average_every=10)".',
+    )
