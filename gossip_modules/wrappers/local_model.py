@@ -24,7 +24,7 @@ from .state import Place
 from .travelling import Travelling
 from .weights.copies import WeightCopies
 from .weights.own import OwnWeights
-from .world import World
+from .world import ModelWorld
 
 
 class LocalModel:
@@ -93,7 +93,7 @@ class LocalModel:
     ) -> None:
         when = RoundTime.of(rounds)
         self.name = name
-        self.world = World()
+        self.world = ModelWorld()
         self.description: dict[str, str] = {}
         self.buffer = FlatBuffer(module, selection=selection, num_shards=num_shards)
         self.travelling = Travelling()
@@ -286,7 +286,7 @@ class LocalModel:
         state = {name: value for name, value in vars(self).items() if name != "around"}
         if self.engine.is_asynchronous or self.world.changes:
             # Its threads answer for one model; a copy is a snapshot that stays local.
-            state.update(engine=self.engine.snapshot(), is_closed=True, world=World())
+            state.update(engine=self.engine.snapshot(), is_closed=True, world=ModelWorld())
             if self.world.changes:
                 state["node"] = None
         return state

@@ -18,7 +18,7 @@ from ..mixing_manager.base import MixingManager
 from ..transport.agreement import broadcast_tensors
 from ..transport.process_group import DEFAULT_TIMEOUT
 from .local_model import LocalModel
-from .world import World
+from .world import ModelWorld
 
 _KEPT_SIZES = 64
 _CHECKED_SIZES = 16  # worlds of so many workers at least must have a graph
@@ -31,7 +31,7 @@ def neighbours(mixing: MixingManager, rank: int) -> Iterable[int]:
     return gives | {peer for peer in range(graph.world_size) if rank in graph.phone_book(peer)}
 
 
-class Participant(World):
+class Participant(ModelWorld):
     """The world of a model in a membership, which calls all methods but the first five.
 
     [Note: generations] A generation of the membership is a set of workers, a transport over links of its own, and the
@@ -107,10 +107,10 @@ class Participant(World):
                     "graph and mixing out"
                 ) from error
 
-    # See `World`.
+    # See `ModelWorld`.
 
     def at_step(self) -> None:
-        """See `World`."""
+        """See `ModelWorld`."""
         if self.local.engine.needs_generation:
             self.membership.wait_for_generation()
         self.membership.at_step()
@@ -118,20 +118,20 @@ class Participant(World):
             self.look_at_weight()
 
     def repeat_step(self) -> None:
-        """See `World`."""
+        """See `ModelWorld`."""
         self.membership.repeat_step()
 
     @property
     def has_lost_peers(self) -> bool:
-        """See `World`."""
+        """See `ModelWorld`."""
         return bool(self.membership.lost)
 
     def stats(self) -> dict[str, float]:
-        """See `World`."""
+        """See `ModelWorld`."""
         return {**self.membership.stats(), **self.membership.wait_stats()}
 
     def close(self) -> None:
-        """See `World`."""
+        """See `ModelWorld`."""
         self.membership.close()
 
     # The membership calls these, in the training thread at a safe point unless they say otherwise.

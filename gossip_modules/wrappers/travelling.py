@@ -6,7 +6,7 @@ import json
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,14 +17,11 @@ from ..flat.vector import FlatVector
 from ..transport.agreement import broadcast_state, check_agreement
 from ..transport.change_board import REMEDY, digest_of
 
-if TYPE_CHECKING:
-    from .local_model import LocalModel
-
 _MAX_AGREED = 1000  # choices that are remembered
 
 
 class Travelling:
-    """Decides at the rounds of a model which tensors are in its vector.
+    """Decides at the rounds of a `LocalModel`, the argument `local`, which tensors are in its vector.
 
     [Note: what leaves the vector] A tensor that is frozen has been trained since the last round. It stays in the vector
     until a round has taken it along; at the next one it is averaged exactly over all ranks, once, and leaves. So all
@@ -66,7 +63,7 @@ class Travelling:
         """Go on from the state of a donor."""
         self.frozen_at, self.agreed, self._is_first = state["frozen_at"], set(state["agreed"]), state["is_first"]
 
-    def watch(self, local: LocalModel) -> None:
+    def watch(self, local: Any) -> None:
         """Let ranks that change and ranks that do not find each other over the transport."""
         transport = local.transport
         if local.engine.is_asynchronous or not hasattr(transport, "watch_changes"):
@@ -82,7 +79,7 @@ class Travelling:
         transport.watch_changes(step=step, tensors=tensors)
         self._is_first = transport.is_elastic
 
-    def change(self, local: LocalModel, *, may_leave: bool) -> None:
+    def change(self, local: Any, *, may_leave: bool) -> None:
         """Exchange the tensors that are trained now, on all ranks alike; may_leave: whether frozen tensors may leave.
 
         Raises:
@@ -100,7 +97,7 @@ class Travelling:
             if not local.transport.is_elastic:
                 raise
 
-    def _change(self, local: LocalModel, *, may_leave: bool) -> None:
+    def _change(self, local: Any, *, may_leave: bool) -> None:
         buffer = local.buffer
         if self._is_first and may_leave:
             self._meet(local)
@@ -120,7 +117,7 @@ class Travelling:
         if is_new or is_due:
             self.frozen_at = local.engine.t if frozen and not leaving else None
 
-    def _meet(self, local: LocalModel) -> None:
+    def _meet(self, local: Any) -> None:
         """In the first round of a generation: see [Note: agreeing]."""
         participant: Any = local.world
         transport, node, buffer = local.transport, local.node, local.buffer
@@ -152,7 +149,7 @@ class Travelling:
                 participant.take_layout(state)
         self._is_first = self.is_newcomer = False
 
-    def _agree(self, local: LocalModel, slots: Sequence[Slot], *, is_same: bool) -> None:
+    def _agree(self, local: Any, slots: Sequence[Slot], *, is_same: bool) -> None:
         """Compare these tensors with the tensors of the other ranks.
 
         Args:
@@ -187,7 +184,7 @@ class Travelling:
         self.agreed.add(digest)
 
     @torch.no_grad()
-    def _average(self, local: LocalModel, leaving: Sequence[Slot]) -> None:
+    def _average(self, local: Any, leaving: Sequence[Slot]) -> None:
         """These tensors <- their exact average over all ranks."""
         tensors = [slot.tensor for slot in leaving]
         vector, t, averager = FlatVector.pack(tensors), local.engine.t, local.averager

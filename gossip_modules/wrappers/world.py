@@ -1,9 +1,9 @@
-"""World: the ranks that train together."""
+"""ModelWorld: the ranks that train together."""
 
 from __future__ import annotations
 
 
-class World:
+class ModelWorld:
     """A world of ranks that stays as it is: one generation for ever, which ends where a rank fails.
 
     Attributes:
