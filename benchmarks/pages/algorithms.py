@@ -112,6 +112,20 @@ method is that of plain gossip on this ring. These figures do not depend on how 
             "megabits_to_0.0001": ("Mbit", ".2f"),
         },
     ),
+    "lab": Page(
+        "Time of a worker and step in the Lab",
+        "lab.csv",
+        """\
+64 workers of a transformer with 30,592 parameters, 8 sequences of 32 words in a step, AdamW, SGP, all in one process on
+one core. "vmap" computes the losses of all workers at once, "loop" one after another; see [the Lab](../guides/lab.md).
+Milliseconds are those of the processor, of one worker and step.""",
+        columns={
+            "by": ("losses by", "s"),
+            "workers": ("workers", "d"),
+            "parameters": ("parameters", ",d"),
+            "milliseconds": ("ms per worker and step", ".2f"),
+        },
+    ),
     "simulator": Page(
         "What the simulator predicts for 1,024 workers",
         "simulator.csv",
