@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import logging
 import os
-import queue
 import threading
+from concurrent.futures import wait
+from functools import partial
+
+from ..transport.threads import CallThread
 
 NAME = "gossip_modules.membership"
 _MAX_WAITING = 1000  # messages
-_EXIT_SECONDS = 1.0
 _FORMATTER = logging.Formatter()
 
 
@@ -21,7 +23,8 @@ class BackgroundLogger(logging.Logger):
     paused, a file system that is away. A thread that waited there would send no heartbeats, or hold a lock that others
     need. So a message is only put into a queue. It goes to the handlers of `logging.getLogger(name)` and its parents,
     with the time and the thread of the caller. More than 1,000 waiting messages are not kept; their number is logged
-    when the handler goes on. At the end of the process one second is left for messages that still wait.
+    when the handler goes on. At the exit of the interpreter one second is left for messages that still wait, see
+    [Note: threads at exit].
 
     Args:
         name: of the logger whose level, filters and handlers count.
@@ -34,10 +37,9 @@ class BackgroundLogger(logging.Logger):
 
     def _begin(self) -> None:
         """Without messages and thread, as in a child that was forked."""
-        self._lock = threading.RLock()  # of `_thread` and `_num_dropped`; no message is handled while it is held
-        self._waiting: queue.SimpleQueue[logging.LogRecord | threading.Event] = queue.SimpleQueue()
-        self._num_dropped = 0
-        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()  # of all below; no message is handled while it is held
+        self._num_waiting = self._num_dropped = 0
+        self._thread: CallThread | None = None
 
     def isEnabledFor(self, level: int) -> bool:
         """As the logger of this name."""
@@ -48,40 +50,27 @@ class BackgroundLogger(logging.Logger):
         record.msg, record.args = record.getMessage(), None
         if record.exc_info:
             record.exc_text, record.exc_info = _FORMATTER.formatException(record.exc_info), None
-        if self._waiting.qsize() < _MAX_WAITING:
-            self._put(record)
-        else:
-            with self._lock:
+        with self._lock, contextlib.suppress(RuntimeError):  # at the exit of the interpreter the thread has ended
+            if self._num_waiting >= _MAX_WAITING:
                 self._num_dropped += 1
+                return
+            self._thread = self._thread or CallThread("membership-log")
+            self._thread.submit(partial(self._pass_on, record))
+            self._num_waiting += 1
 
     def flush(self, seconds: float) -> bool:
         """Wait until all messages so far are handled, for so long at most; returns whether they are."""
-        if self._thread is None:
-            return True
-        is_handled = threading.Event()
-        self._put(is_handled)
-        return is_handled.wait(seconds)
+        thread = self._thread
+        return thread is None or not wait([thread.submit(int)], seconds).not_done
 
-    def _put(self, item: logging.LogRecord | threading.Event) -> None:
-        self._waiting.put(item)
+    def _pass_on(self, record: logging.LogRecord) -> None:
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():  # a handler has raised an error
-                self._thread = threading.Thread(target=self._run, name="membership-log", daemon=True)
-                self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            item = self._waiting.get()
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            with self._lock:
-                num_dropped, self._num_dropped = self._num_dropped, 0
-            self._target.handle(item)
-            if num_dropped:
-                self._target.warning("%d messages were dropped while a handler of the log did not go on", num_dropped)
+            self._num_waiting -= 1
+            num_dropped, self._num_dropped = self._num_dropped, 0
+        self._target.handle(record)
+        if num_dropped:
+            self._target.warning("%d messages were dropped while a handler of the log did not go on", num_dropped)
 
 
 log = BackgroundLogger(NAME)
-atexit.register(log.flush, _EXIT_SECONDS)
 os.register_at_fork(after_in_child=log._begin)

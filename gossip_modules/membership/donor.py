@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -13,13 +13,15 @@ from torch import Tensor
 
 from ..transport import threads
 from ..transport.deadline import Deadline
-from ..transport.gloo import gloo_backend
+from ..transport.gloo import num_devices
 from ..transport.state_tree import bytes_of, copied, decode, encode, pack, unpack
 from ..transport.threads import Waits
 from . import limits
+from .addresses import connect_groups
 from .background_log import log
 from .liveness.contact import LifeSign
 from .roster import Roster
+from .shared_roster import SharedRoster
 from .view import Joiner
 
 _LOOK_SECONDS = 1.0
@@ -127,13 +129,10 @@ class Donor:
 
     def _serve(self, joiner: Joiner, state: Mapping[str, Any]) -> None:
         """In a thread of its own: send the state to a joiner; see [Note: joiners that do not come]."""
-        name, store = meeting_of(joiner), self.job.store
+        name, store, over = meeting_of(joiner), self.job.store, Deadline(limits.CONNECT)
         try:
-            store.arrive(name)
-            with store.lent_store(name) as lent:
-                group = gloo_backend(lent, 0, 2, timedelta(seconds=limits.CONNECT), host=self.job.link_host)
+            group = meet(store, name, 0, is_void=lambda: over.is_over, host=self.job.link_host)
             send(group, state, timeout=self.job.timeout)
-            store.forget([f"arrived/{name}", f"{name}/0/0", f"{name}/0/1"])
         except (RuntimeError, OSError) as error:
             log.warning("job %s: %s did not get the state of training: %s", self.job.name, joiner.member, error)
             view, sign = self.worker.roster.view, self._sign_of(joiner)
@@ -166,6 +165,26 @@ class Donor:
 def meeting_of(joiner: Joiner) -> str:
     """The name in the store under which a donor and a joining worker meet."""
     return "/".join(["give", *map(str, joiner.key)])
+
+
+def meet(
+    store: SharedRoster, name: str, rank: int, *, is_void: Callable[[], bool], host: str | None
+) -> dist.ProcessGroup:
+    """The Gloo group of a donor, rank 0, and a joining worker, rank 1.
+
+    Raises:
+        RuntimeError: the other one does not come before `is_void`, or does not connect.
+    """
+
+    def exchange(device: str, text: str) -> list[str]:
+        return store.gather(f"{name}/{device}", rank, text, (0, 1), is_void=is_void)
+
+    try:
+        (group,) = connect_groups({"": (rank, 2)}, exchange, patience=timedelta(seconds=limits.CONNECT), host=host)
+    finally:
+        store.forget([f"{name}/{device}/{rank}" for device in range(num_devices(host))])
+    pair: dist.ProcessGroup = group
+    return pair
 
 
 def send(group: dist.ProcessGroup, state: Any, *, timeout: timedelta) -> int:

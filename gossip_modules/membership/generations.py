@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
 from ..transport import threads
 from ..transport.deadline import Deadline
+from ..transport.gloo import num_devices
 from . import limits
 from .background_log import log
 from .links import LinkTransport, connect_links
 from .liveness.contact import Contact
-from .roster import MARGIN, Event, Roster
+from .roster import MARGIN, Roster
 from .view import Change, View
 
 
@@ -54,11 +56,9 @@ class Generations:
         self.formed: dict[int, LinkTransport] = {}
         self.limit: int | None = None
         self.clock = -1
-        self._forming_since: dict[int, float] = {}  # when it was first seen, by generation
-        self._hurried: set[int] = set()  # generations whose late members were reported
+        self._tried: set[int] = set()  # generations that this worker has begun to form
         self._asked_again: set[int] = set()  # generations that the others were asked to form again
         self._retired: list[tuple[float, LinkTransport]] = []  # with the time at which they close
-        self._ready: Event | None = None  # the last one of this worker
         self._garbage: list[str] = []  # keys in the store
 
     # Beginning.
@@ -89,7 +89,6 @@ class Generations:
             while not (self.limit is None or self.limit > clock or worker.is_excluded or self.job.closed.is_set()):
                 worker.moved.wait(limits.POLL)
                 if not self.job.store.is_connected or deadline.is_over:
-                    worker.unsent = [event for event in worker.unsent if event is not self._ready]
                     self.limit = None
 
     def drop_late(self) -> None:
@@ -153,17 +152,12 @@ class Generations:
     def act(self) -> None:
         """Form the generation that the roster asks for, or take over the one that has formed."""
         forming, view = self.worker.roster.forming, self.worker.roster.view
-        if forming is not None and forming.has(self.worker.id) and forming.generation not in self._forming_since:
-            self._forming_since[forming.generation] = time.monotonic()
+        if forming is not None and forming.has(self.worker.id) and forming.generation not in self._tried:
+            self._tried.add(forming.generation)
             self.limit = None  # it was named for another one
             self.watch_peers()
             self._warn_of_loopback(forming)
             threads.start(self._form, forming, name="gossip-forming")
-        if forming is not None and forming.generation in self.formed.keys() - self._hurried:
-            is_late = time.monotonic() - self._forming_since[forming.generation] > limits.FORMING + limits.CONNECT
-            if is_late:
-                self._hurried.add(forming.generation)
-                self._report_absent({*forming.ids} - {*self.worker.roster.ready, self.worker.id}, forming)
         if view is not None and view.generation > (0 if self.active is None else self.active.generation):
             self._adopt(view)
 
@@ -174,7 +168,7 @@ class Generations:
             self._adopt(view)  # all were ready when the store went, as the worker that restored it had read
         self.limit = None
         self.retire(*self.formed.values())
-        self.formed, self._forming_since, self._hurried, self._asked_again = {}, {}, set(), set()
+        self.formed, self._tried, self._asked_again = {}, set(), set()
         if self.active is not None and self.transport is not None:
             for rank in self.transport.lost:
                 self.worker.report(self.active.ids[rank], "it was lost while the store was away", may_have_ended=True)
@@ -193,18 +187,10 @@ class Generations:
             return
         self.due.append((view, transport))
         self.limit = None
-        self._garbage += self._keys_of(view)
-        self._forming_since = {g: since for g, since in self._forming_since.items() if g > view.generation}
+        whats = ["ready", *(f"addresses/{device}" for device in range(num_devices(self.job.link_host)))]
+        self._garbage += [f"{view.generation}/{what}/{self.worker.id}" for what in whats]
         self.retire(*(self.formed.pop(g) for g in [g for g in self.formed if g < view.generation]))
         self.watch_peers()
-
-    def _keys_of(self, view: View) -> list[str]:
-        """The keys that this worker has put into the store to form a generation."""
-        rank = view.ids.index(self.worker.id)
-        peers = set(self.job.participant.links(rank, len(view.members))) - {rank}
-        pairs = [f"links/{view.generation}/{min(rank, peer)}-{max(rank, peer)}/0" for peer in sorted(peers)]
-        ends = [f"{pair}/{end}" for pair in pairs for end in (0, 1)]
-        return [f"arrived/{view.generation}/{self.worker.id}", f"links/{view.generation}/all/0/{rank}", *ends]
 
     def _ask_again(self, view: View) -> None:
         """Ask the others to form a generation again: this worker has no links, or lost them."""
@@ -212,67 +198,68 @@ class Generations:
         self.worker.say(Roster.form_again, self.worker.id, view.generation)
 
     def _form(self, view: View) -> None:
-        """In a thread of its own: connect with the members of a generation, and post "ready"."""
+        """In a thread of its own: connect with the members of a generation, and begin it when all are ready."""
         worker, participant = self.worker, self.job.participant
         rank = view.ids.index(worker.id)
         try:
-            if not self._all_come(view):
-                return
             transport = connect_links(
-                lambda name: self.job.store.lent_store(
-                    f"links/{view.generation}/{name}", is_void=lambda: self._is_void(view)
-                ),
+                lambda device, text: self._gather(view, f"addresses/{device}", text, limits.FORMING),
                 rank,
                 len(view.members),
                 participant.links(rank, len(view.members)),
+                store=self.job.store.prefixed(f"{view.generation}/all"),
                 names=[member.number for member in view.members],
                 timeout=self.job.timeout,
                 patience=timedelta(seconds=limits.CONNECT),
                 on_lost=lambda peer, error, is_closed: self._on_lost(view, peer, is_closed=is_closed),
                 host=self.job.link_host,
             )
-        except (RuntimeError, OSError) as error:
+            transport.on_broken = lambda: self._ask_again(view)
+            with worker.moved:
+                if self._is_void(view) or self.job.closed.is_set():
+                    self.retire(transport)
+                    return
+                self.formed[view.generation] = transport
+                step = 0
+                if participant.is_in_lockstep:
+                    step = self.limit = self.clock + MARGIN if self.active is not None else 0
+            texts = self._gather(view, "ready", json.dumps([step, participant.weight]), limits.CONNECT)
+            pairs = map(json.loads, texts)
+            ready = {member: (int(step), float(weight)) for member, (step, weight) in zip(view.ids, pairs, strict=True)}
+            worker.say(Roster.begin, view.generation, ready)
+        except (RuntimeError, OSError, ValueError) as error:
             if not (self.job.closed.is_set() or self._is_void(view)):
                 log.warning("job %s: generation %d was not formed: %s", self.job.name, view.generation, error)
                 self._ask_again(view)
-            return
-        transport.on_broken = lambda: self._ask_again(view)
-        with worker.moved:
-            if self._is_void(view) or self.job.closed.is_set():
-                self.retire(transport)
-                return
-            self.formed[view.generation] = transport
-            step = 0
-            if participant.is_in_lockstep:
-                step = self.limit = self.clock + MARGIN if self.active is not None else 0
-            worker.say(Roster.mark_ready, worker.id, view.generation, step=step, weight=participant.weight)
-            self._ready = worker.unsent[-1]
+
+    def _gather(self, view: View, what: str, text: str, patience: float) -> list[str]:
+        """The texts of all members; the absent ones are reported after so many seconds: see [Note: late reports]."""
+        return self.job.store.gather(
+            f"{view.generation}/{what}",
+            self.worker.id,
+            text,
+            view.ids,
+            is_void=lambda: self._is_void(view),
+            on_late=lambda missing: self._report_absent(missing, view),
+            patience=patience,
+        )
+
+    def late_members(self, view: View) -> list[int]:
+        """The members that have not come to form a generation; else those that have not connected, if any."""
+        store = self.job.store
+        for what in ("addresses/0", "ready") if store.is_connected else ():
+            if late := store.missing(f"{view.generation}/{what}", view.ids):
+                return late
+        return []
 
     def _is_void(self, view: View) -> bool:
         """Whether a generation that has not begun is not being formed any more: another one is in its place."""
         forming = self.worker.roster.forming
         return forming is None or forming.generation != view.generation
 
-    def _all_come(self, view: View) -> bool:
-        """Wait until all members are about to connect; False: another generation is formed instead.
-
-        A thread that waits here can be left behind at the exit of the interpreter, one inside Gloo cannot.
-        """
-        store = self.job.store
-        store.arrive(f"{view.generation}/{self.worker.id}")
-        start, missing, are_reported = time.monotonic(), set(view.ids), False
-        while missing := {worker for worker in missing if not store.has_arrived(f"{view.generation}/{worker}")}:
-            if self._is_void(view) or self.job.closed.wait(limits.BUSY_POLL):
-                return False
-            if not are_reported and time.monotonic() - start > limits.FORMING:
-                are_reported = True
-                self._report_absent(missing, view)
-        return True
-
-    def _report_absent(self, workers: set[int], view: View) -> None:
-        """Report members that have not come to form a generation; see [Note: late reports]."""
+    def _report_absent(self, workers: Iterable[int], view: View) -> None:
         why = f"it did not come to form generation {view.generation}"
-        for worker in sorted(workers):
+        for worker in workers:
             self.worker.report(worker, why, may_have_ended=False, generation=view.generation)
 
     def _warn_of_loopback(self, view: View) -> None:

@@ -7,13 +7,9 @@ import random
 import socket
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from ..transport.deadline import Deadline
-from ..transport.gloo import gloo_backend
 from ..transport.threads import Waits
 from . import donor, limits
 from .background_log import log
@@ -138,8 +134,7 @@ class Joining:
                 f"training: {joiner.refusal}"
             )
         try:
-            if self._is_offered(name, joiner, deadline):
-                return self._receive(name, joiner.attempt, deadline)
+            return self._receive(name, joiner, deadline)
         except (RuntimeError, ValueError, OSError) as error:
             self._reason = str(error)
         if deadline.is_over:
@@ -154,31 +149,27 @@ class Joining:
             worker.wait_until(lambda: worker.joiner != joiner, Deadline(min(limits.QUERY, deadline.left)))
         return None
 
-    def _is_offered(self, name: str, joiner: Joiner, deadline: Deadline) -> bool:
-        """Wait until the donor, which may be slow, is about to give; False: another one will, or it is too late."""
-        asked, job = time.monotonic(), self.job
-        while not job.store.has_arrived(name, limit=deadline.left_for_gloo):
-            is_over = job.is_leaving or job.closed.wait(limits.BUSY_POLL) or deadline.is_over
-            if is_over or self.worker.joiner != joiner:
-                return False
-            if time.monotonic() - asked > limits.QUERY:
-                if self._is_abandoned(deadline):
-                    self._restart_job(deadline)
-                asked = time.monotonic()
-        return True
-
-    def _receive(self, name: str, attempt: int, deadline: Deadline) -> Mapping[str, Any]:
+    def _receive(self, name: str, joiner: Joiner, deadline: Deadline) -> Mapping[str, Any]:
         """Meet the donor, and receive the state; a RuntimeError if it has died, where another donor is to send it.
 
         A large model may come for longer than the deadline allows to wait: each piece that has come extends it.
         """
-        patience = min(timedelta(seconds=limits.CONNECT), deadline.left_for_gloo)
-        with self.job.store.lent_store(name, limit=patience) as store:
-            group: dist.ProcessGroup = gloo_backend(store, 1, 2, patience, host=self.job.link_host)
+        job, asked = self.job, Deadline(limits.QUERY)
+
+        def is_void() -> bool:
+            """Whether another donor is to send, or it is too late; the donor may be slow."""
+            nonlocal asked
+            if asked.is_over:
+                if self._is_abandoned(deadline):
+                    self._restart_job(deadline)
+                asked = Deadline(limits.QUERY)
+            return job.is_leaving or deadline.is_over or self.worker.joiner != joiner
+
+        group = donor.meet(job.store, name, 1, is_void=is_void, host=job.link_host)
         limit = _MAX_STATES * self.job.participant.num_bytes + (1 << 30)
         with self.worker.lock:
             waits = Waits()
-            self.worker.receiving = attempt, waits
+            self.worker.receiving = joiner.attempt, waits
         self.job.wake.set()
         try:
             state: Mapping[str, Any] = donor.receive(group, deadline=deadline, max_bytes=limit, waits=waits)
@@ -303,7 +294,8 @@ class Joining:
             return ""
         if roster.forming is None:  # all have posted that they are ready
             return f"all {len(view.members)} workers have connected, but this one has lost its links; start all again"
-        late = [member for member in view.members if member.id not in roster.ready]
+        late_ids = self.worker.generations.late_members(view)
+        late = [member for member in view.members if member.id in late_ids]
         names = [f"{member}, this worker," if member.id == me else str(member) for member in late]
         return (
             f"all {len(view.members)} workers have come, but {' and '.join(names)} did not connect with the others in "

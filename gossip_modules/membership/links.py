@@ -8,8 +8,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,10 @@ from ..transport import threads
 from ..transport.base import Pending
 from ..transport.deadline import Deadline
 from ..transport.exchange import LATE, LinkClosedError, PointToPoint, fail
-from ..transport.gloo import CPU, at_once, gloo_backend, gloo_group
+from ..transport.gloo import CPU, as_group
 from ..transport.process_group import PROBE_TAG, ProcessGroupTransport
 from ..transport.threads import Waits
+from .addresses import Exchange, connect_groups
 
 _BREAK = timedelta(milliseconds=1)
 _NUM_WAITS = 64  # of each peer that are remembered
@@ -268,11 +268,12 @@ def _ignore(peer: int, error: str, is_closed: bool) -> None:
 
 
 def connect_links(
-    store_of: Callable[[str], contextlib.AbstractContextManager[dist.Store]],
+    exchange: Exchange,
     rank: int,
     world_size: int,
     peers: Iterable[int],
     *,
+    store: dist.Store,
     names: Sequence[int],
     timeout: timedelta,
     patience: timedelta,
@@ -282,10 +283,11 @@ def connect_links(
     """A transport over new links to these ranks, and a group over all; all ranks call it.
 
     Args:
-        store_of: lends a store for the addresses of a group, by its name; each group is made in a thread of its own.
+        exchange: gives the addresses of this rank to all: see `connect_groups`.
         rank: of the caller.
         world_size: the number of ranks.
         peers: the ranks to have links with; these have this rank among theirs.
+        store: the key-value store of the group over all ranks.
         names: of the ranks, for errors.
         timeout: of the waits of rounds.
         patience: of connecting.
@@ -294,21 +296,24 @@ def connect_links(
     Raises:
         RuntimeError: a rank does not come within `patience`.
     """
-
-    def make(build: Callable[..., Any], name: str, *place: int) -> Any:
-        with store_of(name) as store:
-            return build(store, *place, patience, host=host)
-
     peers = sorted(set(peers) - {rank})
-    pairs = [(f"{min(rank, peer)}-{max(rank, peer)}", int(rank > peer), 2) for peer in peers]
-    links = [partial(make, gloo_backend, *pair) for pair in pairs]
-    whole, *groups = at_once([partial(make, gloo_group, "all", rank, world_size), *links], name="connecting")
-    transport = ProcessGroupTransport(whole, device=CPU, timeout=timeout, names=names)
+    pairs = {f"{min(rank, peer)}-{max(rank, peer)}": (int(rank > peer), 2) for peer in peers}
+    whole, *groups = connect_groups({"all": (rank, world_size), **pairs}, exchange, patience=patience, host=host)
+    transport = ProcessGroupTransport(as_group(whole, store), device=CPU, timeout=timeout, names=names)
     transport.own_group()
     return LinkTransport(transport, dict(zip(peers, groups, strict=True)), on_lost=on_lost)
 
 
 def alone(timeout: timedelta) -> LinkTransport:
     """The transport of a world of one."""
-    store = contextlib.nullcontext(dist.HashStore())
-    return connect_links(lambda name: store, 0, 1, (), names=[0], timeout=timeout, patience=timeout, on_lost=_ignore)
+    return connect_links(
+        lambda name, text: [text],
+        0,
+        1,
+        (),
+        store=dist.HashStore(),
+        names=[0],
+        timeout=timeout,
+        patience=timeout,
+        on_lost=_ignore,
+    )

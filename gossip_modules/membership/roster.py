@@ -24,8 +24,8 @@ class Roster:
     part of it: a worker that finds another one late reports it in an event.
 
     A change begins when a member reports another one, leaves, or has loaded the state of training. Then the remaining
-    workers form the next generation. Each connects with the others and is marked ready, with a step that it does not
-    begin (see [Note: first step]) before all are ready. Then the generation starts at the largest of these steps.
+    workers form the next generation. Each connects with the others, and tells them a step that it does not begin (see
+    [Note: first step]) before it knows the steps of all. Then the generation starts at the largest of these steps.
 
     [Note: events] An event is one of the public methods below `loads`, with its arguments. One that comes too late
     changes nothing. One that is applied twice changes as much as if it were applied once: a worker that does not
@@ -54,7 +54,6 @@ class Roster:
         on_partition: see `Membership`.
         view: the generation that trains; None before the first.
         forming: the generation that is being formed.
-        ready: by member of `forming`, a step that it does not begin, and its push-sum weight.
         joiners: the join queue, by worker.
         founders: the workers that wait for the first generation.
         asked: how many workers each of them asks for.
@@ -71,7 +70,6 @@ class Roster:
     on_partition: str = "majority"
     view: View | None = None
     forming: View | None = None
-    ready: dict[int, tuple[int, float]] = field(default_factory=dict)
     joiners: dict[int, Joiner] = field(default_factory=dict)
     founders: dict[int, Member] = field(default_factory=dict)
     asked: dict[int, int] = field(default_factory=dict)
@@ -288,31 +286,25 @@ class Roster:
             return
         self.last_generation += 1
         self.forming = View(self.last_generation, members, reasons=dict(reasons))
-        self.ready = {}
 
-    def mark_ready(self, worker: int, generation: int, *, step: int, weight: float) -> None:
-        """A member has connected with the others: [Note: first step], [Note: weights].
+    def begin(self, generation: int, ready: Mapping[int, tuple[int, float]]) -> None:
+        """All members have connected with each other: [Note: first step], [Note: weights].
 
         Args:
-            worker: the member.
             generation: that is being formed.
-            step: a step that the member does not start before it knows the first one of the generation.
-            weight: its push-sum weight.
+            ready: by member, a step that it does not start before it knows the first one, and its push-sum weight.
         """
-        forming, is_usable = self.forming, 0.0 < weight < math.inf
-        if forming is None or generation != forming.generation or not forming.has(worker) or not is_usable:
+        forming = self.forming
+        if forming is None or generation != forming.generation or ready.keys() != set(forming.ids):
             return
-        self.ready[worker] = step, weight
-        if self.ready.keys() != set(forming.ids):
-            return
-        start, growth, turns = max(step for step, _ in self.ready.values()), 1.0, 0
+        start, growth, turns = max(step for step, _ in ready.values()), 1.0, 0
         if self.view is not None:
             start = max(start, self.view.start)  # the one before may not have begun
             num_joined, turns = len(set(forming.ids) - set(self.view.ids)), self.view.turns_before(start)
-            growth = _growth([weight for _, weight in self.ready.values()], num_joined)
+            growth = _growth([weight for _, weight in ready.values() if 0.0 < weight < math.inf] or [1.0], num_joined)
         self.view = replace(forming, start=start, growth=growth, turns=turns)
         self.forming = None
-        self.ready, self.founders, self.asked, self.left = {}, {}, {}, {}
+        self.founders, self.asked, self.left = {}, {}, {}
         pairs = [report for report in self.reports if self.view.has(report.by) and self.view.has(report.of)]
         self.reports = [report for report in pairs if not report.generation]  # [Note: late reports]
         self.joiners = {worker: joiner for worker, joiner in self.joiners.items() if not self.view.has(worker)}

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ..transport.deadline import Deadline
-from ..transport.stores import BoundedStore, EndableStore
+from ..transport.stores import BoundedStore
+from . import limits
 from .address import connect_store, store_address
 from .background_log import log
 from .roster import Event, Roster
@@ -48,7 +50,7 @@ class SharedRoster:
     Attributes:
         roster: as last read or written; it is not changed but replaced.
         num_epochs: of the store, that this worker has met.
-        ended: set when this worker has closed: waits in lent stores end.
+        ended: set when this worker has closed: exchanges end.
 
     Raises:
         ConnectionError: the store does not answer within `timeout`.
@@ -67,9 +69,8 @@ class SharedRoster:
         self._last_attempt = time.monotonic()
         self._epoch, self.num_epochs = "", 0
         self._store: BoundedStore | None = None
-        self._lock = threading.Lock()  # of `_clients`
-        self._updating = threading.Lock()  # of all else
-        self._clients: list[dist.Store] = []  # see [Note: lent clients]
+        self._client: dist.Store
+        self._updating = threading.Lock()
         self._connect_first()
 
     @property
@@ -154,54 +155,54 @@ class SharedRoster:
             log.warning("job %s: the store has no roster of a job (%r): ignored", self.name, error)
             return Roster(self._on_partition)
 
-    @contextlib.contextmanager
-    def lent_store(
-        self, prefix: str, *, limit: timedelta | None = None, is_void: Callable[[], bool] = lambda: False
-    ) -> Iterator[dist.Store]:
-        """A store for the addresses of one group that is made inside, by one thread; connects within `limit`.
+    def gather(
+        self,
+        name: str,
+        worker: int,
+        value: str,
+        workers: Sequence[int],
+        *,
+        is_void: Callable[[], bool],
+        on_late: Callable[[list[int]], None] = lambda missing: None,
+        patience: float = math.inf,
+    ) -> list[str]:
+        """Give a value to other workers, and return the values of all, in the order of `workers`; waits for them.
 
-        [Note: lent clients] A client of a TCPStore that waits lets no other thread ask, so each group that is made
-        needs one of its own. They are kept: for each new client a server looks up the name of its host, which may take
-        seconds, in which it answers nobody.
-        """
-        given = self._given
-        if not isinstance(given, (str, dist.TCPStore)):
-            yield self._endable(prefix, given, is_void)
-            return
-        epoch = self._epoch
-        with self._lock:
-            client = self._clients.pop() if self._clients else None
-        if client is None:
-            address = given if isinstance(given, str) else f"{given.host}:{given.port}"
-            within = Deadline(self._within(limit))
-            client = connect_store(address, self.timeout, was_lost=not self.is_connected, deadline=within)
-        yield self._endable(prefix, client, is_void)
-        with self._lock:  # one that has failed is not kept
-            if epoch == self._epoch:
-                self._clients.append(client)
-
-    def _endable(self, prefix: str, store: dist.Store, is_void: Callable[[], bool]) -> dist.Store:
-        own = dist.PrefixStore(self._key(prefix), store)
-        return EndableStore(own, self.ended, timeout=self.timeout, is_void=is_void)
-
-    def arrive(self, name: str) -> None:
-        """Note in the store that this worker has come to a meeting.
+        Args:
+            name: of this exchange; all workers give the same.
+            worker: the id of this one.
+            value: of this worker.
+            workers: the ids of all that take part.
+            is_void: whether nobody is to wait any more; asked again and again.
+            on_late: called once, after `patience` seconds, with the workers that have not come.
+            patience: in seconds.
 
         Raises:
             ConnectionError: the store cannot be reached now.
+            RuntimeError: nobody is to wait any more. No other worker gets the value, unless one has got it already.
         """
-        self._asked.set(self._key(f"arrived/{name}"), "1", what="meeting others")
+        own, start, is_told = f"{name}/{worker}", time.monotonic(), False
+        keys = [self._key(f"{name}/{other}") for other in workers]
+        self._asked.set(self._key(own), value, what="meeting others")
+        while (found := self._asked.get_all(keys, what="meeting others")) is None:
+            if is_void() or self.ended.wait(limits.BUSY_POLL):
+                self.forget([own])
+                raise RuntimeError(f"the exchange {name} was ended before all had come")
+            if not is_told and time.monotonic() - start > patience:
+                is_told = True
+                on_late(self.missing(name, workers))
+        return [text.decode() for text in found]
 
-    def has_arrived(self, name: str, *, limit: timedelta | None = None) -> bool:
-        """Whether a worker has noted this; within `limit` at most, where that is shorter. Raises as `arrive`."""
-        timeout = self._within(limit)
-        return self._asked.check(self._key(f"arrived/{name}"), what="meeting others", timeout=timeout)
+    def missing(self, name: str, workers: Iterable[int]) -> list[int]:
+        """The workers that have not come to an exchange."""
+        return [w for w in workers if not self._asked.check(self._key(f"{name}/{w}"), what="meeting others")]
 
-    def _within(self, limit: timedelta | None) -> timedelta:
-        return self.timeout if limit is None else min(limit, self.timeout)
+    def prefixed(self, prefix: str) -> dist.Store:
+        """The store, for keys under a prefix."""
+        return dist.PrefixStore(self._key(prefix), self._client)
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Delete keys of `arrive` and of groups over `lent_store` that are not needed any more."""
+        """Delete the keys of exchanges, "name/worker", which are not needed any more."""
         with contextlib.suppress(ConnectionError, RuntimeError):
             for key in keys:
                 self._asked.delete(self._key(key), what="cleaning up")
@@ -248,6 +249,4 @@ class SharedRoster:
             self._must_restore = self.roster.view is not None
             self.num_epochs, self._epoch = self.num_epochs + 1, epoch
             self._text, self._version = "", -1
-            with self._lock:
-                self._clients.clear()
-        self._store = store
+        self._store, self._client = store, given

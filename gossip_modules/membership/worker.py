@@ -280,7 +280,9 @@ class LocalWorker:
         self._ask_whether_reported_have_ended()
         self._seek()
         with self.lock:
-            is_busy = self.roster.forming is not None or bool(self.unsent) or self.generations.active is None
+            is_busy = (
+                bool(self.unsent) or self.generations.active is None or (bool(self.lost()) and not self.roster.forming)
+            )
         return limits.BUSY_POLL if is_busy and has_answer else limits.POLL
 
     def _take(self, roster: Roster) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .stores import EndableStore
 from .threads import CallThread
 
 CPU = torch.device("cpu")
@@ -24,7 +23,15 @@ _SO_ATTACH_FILTER = 26  # Linux, asm-generic/socket.h
 _RETURN = 0x06  # BPF_RET | BPF_K: how many bytes of a packet are accepted
 
 
-def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta, *, host: str | None = None) -> Any:
+def gloo_backend(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    *,
+    host: str | None = None,
+    keeps_port: bool = False,
+) -> Any:
     """A Gloo backend, which has the methods of a process group; returns when all its ranks are connected.
 
     From then on its ports accept no connection: see [Note: ports of Gloo].
@@ -45,16 +52,15 @@ def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
         timeout: of connecting, and of every wait that gives none.
         host: a name or address of this machine, at which the other ranks reach it; None: the interfaces in the
             environment variable GLOO_SOCKET_IFNAME, with commas between them, or the choice of Gloo.
+        keeps_port: whether its ports stay open, for a caller that closes those of several groups.
 
     Raises:
         RuntimeError: a rank does not come in time.
     """
-    if isinstance(store, EndableStore):
-        store.num_ranks = world_size  # [Note: all addresses at once]
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     new = dist.ProcessGroupGloo
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    interfaces = _interfaces()
     if host is not None:
         options._devices = [new.create_device(hostname=host)]
     elif interfaces:  # which only the constructor without options reads itself
@@ -66,20 +72,30 @@ def gloo_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
     except RuntimeError:
         options._devices = []  # see [Note: late connections]
         raise
-    close_ports(store, rank, len(options._devices))
+    if not keeps_port:
+        close_ports(store, rank, len(options._devices))
     return backend
+
+
+def num_devices(host: str | None) -> int:
+    """The number of devices of each `gloo_backend`: under so many keys it puts addresses into its store."""
+    return 1 if host is not None else max(len(_interfaces()), 1)
+
+
+def _interfaces() -> list[str]:
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
 def gloo_group(
     store: dist.Store, rank: int, world_size: int, timeout: timedelta, *, host: str | None = None
 ) -> dist.ProcessGroup:
-    """A process group over `gloo_backend`, which its last reference releases.
+    """A process group over `gloo_backend`, which its last reference releases."""
+    return as_group(gloo_backend(store, rank, world_size, timeout, host=host), store)
 
-    Its own store is the one below an `EndableStore`, which answers nobody when it is not referenced any more.
-    """
-    kept = store.store if isinstance(store, EndableStore) else store
-    group = dist.ProcessGroup(kept, rank, world_size)
-    holder = [gloo_backend(store, rank, world_size, timeout, host=host)]
+
+def as_group(backend: Any, store: dist.Store) -> dist.ProcessGroup:
+    """A process group over a Gloo backend, which its last reference releases; store: of the group."""
+    group, holder = dist.ProcessGroup(store, backend.rank(), backend.size()), [backend]
     group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, holder[0])
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     weakref.finalize(group, holder.clear).atexit = False  # [Note: groups and the interpreter's lock]
@@ -127,11 +143,15 @@ def close_ports(store: dist.Store, rank: int, num_devices: int) -> int:
     Raises:
         RuntimeError: the store does not answer.
     """
+    keys = [key for key in (f"{device}/{rank}" for device in range(num_devices)) if store.check([key])]
+    return close_ports_at([store.get(key) for key in keys])
+
+
+def close_ports_at(published: Sequence[bytes]) -> int:
+    """`close_ports` for the addresses that connected Gloo groups of this process have published."""
     is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
     if is_lazy or sys.platform != "linux":
         return 0
-    keys = [key for key in (f"{device}/{rank}" for device in range(num_devices)) if store.check([key])]
-    published = [store.get(key) for key in keys]
     instruction = ctypes.create_string_buffer(struct.pack("=HBBI", _RETURN, 0, 0, 0))  # struct sock_filter: 0 bytes
     program = struct.pack("@HP", 1, ctypes.addressof(instruction))  # struct sock_fprog of linux/filter.h
     num_closed = 0

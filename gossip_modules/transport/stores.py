@@ -1,8 +1,7 @@
-"""Key-value stores: requests that end in time, waits that can be ended, records of all ranks, and their progress."""
+"""Key-value stores: requests that end in time, records of all ranks, and their progress."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
@@ -11,15 +10,15 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .deadline import Deadline
 from .threads import CallThread
 
 T = TypeVar("T")
-_POLL_SECONDS = 0.005
+_NOTHING = "\0"  # stands under no key; as the expected value it changes nothing
 _REQUEST = timedelta(seconds=0.4)  # of records
 
 
@@ -70,7 +69,22 @@ class BoundedStore:
 
     def get(self, key: str, *, what: str, timeout: timedelta | None = None) -> bytes | None:
         """What is under `key`; None: nothing. Waits for the answer, never for the key. See `add`."""
-        return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None, what, timeout)
+        return self._ask(partial(self._read, key), what, timeout)
+
+    def get_all(self, keys: Sequence[str], *, what: str, timeout: timedelta | None = None) -> list[bytes] | None:
+        """The values under all keys; None: one is not there. Waits for the answer, never for a key. See `add`."""
+        return self._ask(partial(self._get_all, list(keys)), what, timeout)
+
+    def _get_all(self, keys: list[str]) -> list[bytes] | None:
+        if not self._store.check(keys):
+            return None
+        values = [value for key in keys if (value := self._read(key)) is not None]  # a key may have gone since
+        return values if len(values) == len(keys) else None
+
+    def _read(self, key: str) -> bytes | None:
+        """What is under `key`, in one request that does not wait for the key."""
+        value = self._store.compare_set(key, _NOTHING, _NOTHING)
+        return None if value == _NOTHING.encode() else value
 
     def compare_set(self, key: str, expected: str, value: str, *, what: str, timeout: timedelta | None = None) -> bytes:
         """Put `value` under `key` if `expected` is there ("": nothing); returns the value afterwards. See `add`."""
@@ -285,79 +299,3 @@ class Records:
 def is_of_job(group: dist.ProcessGroup) -> bool:
     """Whether torch.distributed knows the group, so that it has the store of the job."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
-
-
-class EndableStore(dist.Store):
-    """The keys of another store; a wait for one that is not there ends with an error as soon as an event is set.
-
-    A group over Gloo waits for the addresses of its ranks in its store. The client of a TCPStore does so inside C++
-    code, for as long as the group may take to connect, and nothing ends that. This one asks again and again.
-
-    [Note: all addresses at once] A rank that has the address of another one waits inside C++ code until that connects.
-    So no rank gets an address before the addresses of all ranks are there: a rank whose wait is ended deletes its own
-    address, so that no other rank begins to connect with it.
-
-    Args:
-        store: with the keys; requests go to it one after the other.
-        ended: set, from any thread, when no wait is to go on.
-        timeout: of waits that give none.
-        is_void: whether the group is not to be made any more, asked while its addresses are awaited; from any thread.
-
-    Attributes:
-        store: the other one.
-        num_ranks: of the group whose addresses these are, under ".../0", ".../1", ...; 0: of none.
-    """
-
-    num_ranks = 0
-
-    def __init__(
-        self,
-        store: dist.Store,
-        ended: threading.Event,
-        *,
-        timeout: timedelta,
-        is_void: Callable[[], bool] = lambda: False,
-    ) -> None:
-        super().__init__()
-        self.store, self._ended, self._limit, self._is_void = store, ended, timeout, is_void
-        self._own: list[str] = []
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Put `value` under `key`."""
-        self._own.append(key)
-        self.store.set(key, value)  # type: ignore[arg-type]
-
-    def get(self, key: str) -> bytes:
-        """What is under `key`; waits for it."""
-        self.wait([key])
-        return self.store.get(key)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether there is something under each of the keys."""
-        return self.store.check(list(keys))
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when there is something under each of the keys.
-
-        Raises:
-            RuntimeError: they did not come within `timeout`, or the wait was ended.
-        """
-        deadline = Deadline(timeout or self._limit)
-        groups = {key.rpartition("/")[0] for key in keys}
-        keys = list(dict.fromkeys([*keys, *(f"{group}/{i}" for group in groups for i in range(self.num_ranks))]))
-        while not self.check(keys):
-            is_ended = self._is_void() or self._ended.wait(_POLL_SECONDS)
-            if not (is_ended or deadline.is_over) or self.check(keys):
-                continue
-            missing = ", ".join(key for key in keys if not self.check([key]))
-            for key in self._own:  # see [Note: all addresses at once]
-                with contextlib.suppress(RuntimeError):  # a store that deletes nothing, or is away
-                    self.store.delete_key(key)
-            if is_ended:
-                why = "this worker has closed" if self._ended.is_set() else "another group is made in its place"
-                raise RuntimeError(f"the wait for {missing} was ended, since {why}")
-            raise RuntimeError(f"{missing} did not come within {deadline.seconds:g} s")
-
-    def has_extended_api(self) -> bool:
-        """Gloo asks key by key."""
-        return False

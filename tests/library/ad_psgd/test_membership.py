@@ -30,6 +30,7 @@ from gossip_modules.testing import Chaos, Join, Kill, Worker
 from gossip_modules.wrappers.participant import Participant
 from tests.harness.progress import engine_of, local_of
 from tests.harness.ranks import TIMEOUT
+from tests.library.membership.stores import exchange_over
 
 SECONDS = 60.0  # of any wait: nothing here should take as long
 PATIENT = 20.0  # of silence, so that a loaded machine declares nobody dead
@@ -170,10 +171,11 @@ def test_an_exchange_whose_other_end_is_lost_changes_nothing(is_ready: bool, mon
 
     def connect(rank: int) -> LinkTransport:
         return connect_links(
-            lambda name: nullcontext(dist.PrefixStore(name, store)),
+            exchange_over(store, rank, 2),
             rank,
             2,
             [1 - rank],
+            store=store,
             names=range(2),
             timeout=TIMEOUT,
             patience=TIMEOUT,

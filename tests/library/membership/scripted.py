@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from gossip_modules.membership.links import LinkTransport, connect_links
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.mixing_manager.base import MixingManager
 from tests.harness.ranks import TIMEOUT
+from tests.library.membership.stores import exchange_over
 
 
 class Ended(Exception):
@@ -40,11 +40,13 @@ class ScriptedWorker:
     def begin(self, generation: int, members: Sequence[int]) -> None:
         """Connect with the members of a generation, which all call it."""
         rank, mixing, old = members.index(self.name), self.mixing_of(len(members)), self.transport
+        store = dist.PrefixStore(str(generation), self.store)
         self.transport = connect_links(
-            lambda name: nullcontext(dist.PrefixStore(f"{generation}/{name}", self.store)),
+            exchange_over(store, rank, len(members)),
             rank,
             len(members),
             mixing.graph.phone_book(rank),
+            store=store,
             names=members,
             timeout=TIMEOUT,
             patience=TIMEOUT,

@@ -46,10 +46,12 @@ def test_a_rejoin_stands_still_for_one_timeout_at_most(stage: str, monkeypatch: 
         spend(deadline, 0.6 * SECONDS)
         return True
 
-    def has_arrived(self: SharedRoster, name: str, *, limit: timedelta) -> bool:
-        waits.append(limit.total_seconds())
-        clock.now += waits[-1]
-        return False
+    def gather(self: SharedRoster, name: str, *_: Any, is_void: Callable[[], bool], **__: Any) -> list[str]:
+        start = clock.now
+        while not is_void():
+            clock.now += 0.5
+        waits.append(clock.now - start)
+        raise RuntimeError("nobody came")
 
     def receive_state(self: Joining, joiner: Joiner, deadline: Deadline) -> dict[str, Any]:
         return {}
@@ -59,7 +61,7 @@ def test_a_rejoin_stands_still_for_one_timeout_at_most(stage: str, monkeypatch: 
     monkeypatch.setattr(Joining, "_load", lambda *_: None)
     monkeypatch.setattr(Joining, "say_loaded", lambda self, joiner: setattr(self.worker, "loaded", joiner.key))
     if stage == "a donor":
-        monkeypatch.setattr(SharedRoster, "has_arrived", has_arrived)
+        monkeypatch.setattr(SharedRoster, "gather", gather)
     else:
         monkeypatch.setattr(Joining, "_receive_state", receive_state)
     change = rejoin(member, Deadline(member.timeout))

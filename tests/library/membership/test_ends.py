@@ -119,22 +119,32 @@ def test_a_membership_that_was_closed_before_it_was_wrapped_leaves_no_thread() -
 
 
 _CLOSES_WHILE_IT_CONNECTS = """
-import sys, threading, time
+import json, socket, sys, threading, time
 from operator import methodcaller
+import torch.distributed as dist
 from torch import nn
 from gossip_modules import GossipDataParallel, Membership
 from gossip_modules.membership import limits
 from gossip_modules.membership.view import Member
 
 limits.CONNECT = 600.0
-wrappers = []
+wrappers, listeners = [], []
 for port in sys.argv[1:]:
+    store = dist.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
     member = Membership(f"127.0.0.1:{port}", min_workers=1, timeout=600.0)
     wrappers.append(GossipDataParallel(nn.Linear(2, 1), membership=member))
     never = Member(1, -1, "elsewhere", 1, ("127.0.0.1", 1))
     come = methodcaller("come", never, description=member.job.description, min_workers=1)
     member.job.store.update([come, methodcaller("mark_loaded", 1, 0)])
-    member.job.store.arrive("2/1")
+    name = "gossip/job/2/addresses/0"
+    while not store.check([f"{name}/{member.id}"]):
+        time.sleep(0.01)
+    text = store.get(f"{name}/{member.id}").decode()
+    i = text.index("7f000001")  # after the port of this worker, which gets another host for the worker that never comes
+    listeners.append(socket.create_server(("127.0.0.2", int(text[i - 4:i], 16))))
+    pairs = json.loads(text.replace("7f000001", "7f000002")).items()
+    store.set(f"{name}/1", json.dumps({key[:-1] + str(1 - int(key[-1])): address for key, address in pairs}))
+time.sleep(0.3)
 while sum(thread.name.startswith("connecting") for thread in threading.enumerate()) < len(wrappers):
     time.sleep(0.01)
 wrappers[0].close()

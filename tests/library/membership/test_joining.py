@@ -20,7 +20,7 @@ from gossip_modules import GossipDataParallel, MatchaGraph
 from gossip_modules.engine.engine import LockstepEngine
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership import donor as donor_module
-from gossip_modules.membership import joining, limits
+from gossip_modules.membership import limits
 from gossip_modules.membership import membership as membership_module
 from gossip_modules.membership import worker as worker_module
 from gossip_modules.membership.background_log import log
@@ -29,6 +29,7 @@ from gossip_modules.membership.generations import Generations
 from gossip_modules.membership.liveness.contact import LifeSign
 from gossip_modules.membership.liveness.monitor import LivenessMonitor
 from gossip_modules.membership.roster import Roster
+from gossip_modules.membership.shared_roster import SharedRoster
 from gossip_modules.membership.view import FailureReport, View
 from gossip_modules.membership.worker import LocalWorker
 from tests.harness.progress import local_of, round_of, weight_of
@@ -261,13 +262,13 @@ def test_who_joins_is_not_thrown_out_by_a_donor_that_waited_for_it_before(monkey
     workers = job.start(1)
     job.until_live(workers)
     late = [threading.Event() for _ in range(3)]
-    meet, say = joining.gloo_backend, LocalWorker.say
+    meet, say = donor_module.meet, LocalWorker.say
 
-    def fail_at_first(*args: Any, **options: Any) -> dist.ProcessGroup:
-        if num_failures[0] < len(late):
+    def fail_at_first(store: SharedRoster, name: str, rank: int, **options: Any) -> dist.ProcessGroup:
+        if rank and num_failures[0] < len(late):
             num_failures[0] += 1
             raise RuntimeError("as told")
-        return meet(*args, **options)
+        return meet(store, name, rank, **options)
 
     def note(worker: LocalWorker, event: Any, *arguments: Any, **options: Any) -> None:
         say(worker, event, *arguments, **options)
@@ -275,7 +276,7 @@ def test_who_joins_is_not_thrown_out_by_a_donor_that_waited_for_it_before(monkey
             late[arguments[1]].set()
 
     num_failures = [0]
-    monkeypatch.setattr(joining, "gloo_backend", fail_at_first)
+    monkeypatch.setattr(donor_module, "meet", fail_at_first)
     monkeypatch.setattr(LocalWorker, "say", note)
     (newcomer,) = job.start(1)
     job.until_live([*workers, newcomer])

@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -21,12 +20,13 @@ from gossip_modules import MatchaGraph, RingGraph
 from gossip_modules.extend import PushPull, PushSum
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
-from gossip_modules.membership import links
+from gossip_modules.membership import addresses
 from gossip_modules.membership.links import LinkTransport, alone, connect_links
 from gossip_modules.mixing_manager import LaplacianMixing, MetropolisHastingsMixing, MixingManager, UniformMixing
 from gossip_modules.transport.exchange import PendingExchange
 from gossip_modules.transport.threads import Waits
 from tests.harness.ranks import TIMEOUT
+from tests.library.membership.stores import exchange_over
 
 Body = Callable[[LinkTransport, threading.Barrier], Any]
 
@@ -50,10 +50,11 @@ def run_links(size: int, mixing: MixingManager, body: Body) -> tuple[list[Any], 
         peers = {*graph.phone_book(rank), *(j for j in range(size) if rank in graph.phone_book(j))}
         seen: set[int] = set()
         transport = connect_links(
-            lambda name: nullcontext(dist.PrefixStore(name, store)),
+            exchange_over(store, rank, size),
             rank,
             size,
             peers,
+            store=store,
             names=range(size),
             timeout=TIMEOUT,
             patience=TIMEOUT,
@@ -316,24 +317,24 @@ def test_groups_that_were_made_go_with_the_error_of_another_one(
         made.append(weakref.ref(group))
         return group
 
-    def fail(store: dist.Store, rank: int, *arguments: Any, **options: Any) -> Group:
+    def make_or_fail(store: dist.Store, rank: int, size: int, *arguments: Any, **options: Any) -> Group:
+        store.set(f"0/{rank}", "address")
         device = make()
-        if is_whole or rank:
+        if is_whole == (size == 3):
             raise RuntimeError(f"nobody came to {device}")
         return device
 
-    monkeypatch.setattr(links, "gloo_backend", make if is_whole else fail)
-    monkeypatch.setattr(links, "gloo_group", fail if is_whole else make)
-    store = nullcontext(dist.HashStore())
+    monkeypatch.setattr(addresses, "gloo_backend", make_or_fail)
     gc.collect()
     gc.disable()
     try:
         with pytest.raises(RuntimeError, match="nobody came"):
             connect_links(
-                lambda name: store,
+                lambda name, text: [text],
                 1,
                 3,
                 (0, 2),
+                store=dist.HashStore(),
                 names=[0, 1, 2],
                 timeout=TIMEOUT,
                 patience=TIMEOUT,

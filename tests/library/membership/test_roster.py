@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from operator import methodcaller
@@ -39,8 +40,8 @@ def loaded(worker: int, attempt: int) -> Event:
     return methodcaller("mark_loaded", worker, attempt)
 
 
-def ready(worker: int, generation: int, *, step: int, weight: float = 1.0) -> Event:
-    return methodcaller("mark_ready", worker, generation, step=step, weight=weight)
+def begin(members: Iterable[int], generation: int, *, step: int, weight: float = 1.0) -> Event:
+    return methodcaller("begin", generation, dict.fromkeys(members, (step, weight)))
 
 
 def know(known: str) -> Event:
@@ -58,9 +59,7 @@ def apply(roster: Roster, event: Event) -> None:
 def formed(roster: Roster, *, step: int = 10, weight: float = 1.0) -> Roster:
     """All that are to form a generation say that they are ready."""
     assert roster.forming is not None
-    forming = roster.forming
-    for worker in forming.ids:
-        apply(roster, ready(worker, forming.generation, step=step, weight=weight))
+    apply(roster, begin(roster.forming.ids, roster.forming.generation, step=step, weight=weight))
     return roster
 
 
@@ -115,10 +114,10 @@ def test_a_generation_starts_at_the_largest_step_when_all_are_ready() -> None:
     roster = job(4)
     apply(roster, report(0, 2))
     assert roster.forming is not None
-    for worker, step in ((0, 7), (1, 12)):
-        apply(roster, ready(worker, roster.forming.generation, step=step))
+    for steps in ({0: 7, 1: 12}, {0: 7, 1: 12, 2: 9}):  # which are not its members
+        apply(roster, methodcaller("begin", 2, {worker: (step, 1.0) for worker, step in steps.items()}))
         assert ids(roster) == (0, 1, 2, 3)
-    apply(roster, ready(3, roster.forming.generation, step=9))
+    apply(roster, methodcaller("begin", 2, {0: (7, 1.0), 1: (12, 1.0), 3: (9, 1.0)}))
     assert ids(roster) == (0, 1, 3)
     assert roster.view is not None
     assert (roster.view.generation, roster.view.start, roster.view.reasons) == (2, 12, {2: "it was silent"})
@@ -146,11 +145,13 @@ def test_the_mean_of_the_weights_is_kept_where_somebody_joins() -> None:
     assert again.view == roster.view
 
 
-def test_a_weight_that_is_none_is_garbage() -> None:
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])
+def test_a_weight_that_is_none_does_not_count(weight: float) -> None:
     roster = job(4)
     apply(roster, report(0, 2))
-    formed(roster, weight=0.0)
-    assert roster.forming is not None
+    apply(roster, methodcaller("begin", 2, {0: (5, weight), 1: (5, 0.5), 3: (5, 0.5)}))
+    assert roster.view is not None
+    assert (ids(roster), roster.view.growth) == ((0, 1, 3), 2.0)
 
 
 def test_who_was_accused_by_somebody_that_died_at_the_door_stays_away() -> None:
@@ -350,7 +351,7 @@ EVENTS = st.one_of(
     *(st.builds(partial(methodcaller, name), WORKERS, st.integers(0, 2)) for name in ("change_donor", "forget")),
     st.builds(partial(methodcaller, "refuse", why="it fails"), WORKERS, st.integers(0, 2)),
     *(st.builds(partial(methodcaller, name), WORKERS, st.integers(1, 6)) for name in ("form_again", "answer")),
-    st.builds(ready, WORKERS, st.integers(1, 6), step=st.integers(0, 50)),
+    st.builds(begin, st.sets(WORKERS, min_size=1), st.integers(1, 6), step=st.integers(0, 50)),
     st.just(methodcaller("ask", 5)),
     st.builds(restart, WORKERS, st.tuples(st.integers(1, 6), st.integers(0, 6)), min_workers=st.just(2)),
     st.builds(lambda size: know(job(size).dumps()), st.integers(1, 3)),

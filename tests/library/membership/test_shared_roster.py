@@ -15,7 +15,7 @@ from gossip_modules.membership.address import connect_store
 from gossip_modules.membership.shared_roster import SharedRoster
 from gossip_modules.transport.stores import BoundedStore
 from tests.library.membership.stores import serve
-from tests.library.membership.test_roster import come, ids, job, ready, report
+from tests.library.membership.test_roster import begin, come, ids, job, report
 from tests.library.transport.clock import Clock
 
 TIMEOUT = timedelta(seconds=20)
@@ -95,10 +95,10 @@ def test_a_job_that_runs_repairs_its_roster(garbage: str | bytes, monkeypatch: p
     store = dist.HashStore()
     stale, first, second = (SharedRoster(store, name="job", timeout=TIMEOUT) for _ in range(3))
     assert first.update([come(i, min_workers=3) for i in range(3)])
-    assert first.update([ready(i, 1, step=0) for i in range(3)])
+    assert first.update([begin(range(3), 1, step=0)])
     assert stale.update()
     assert first.update([report(0, 2)])
-    assert first.update([ready(i, 2, step=5) for i in range(2)])
+    assert first.update([begin(range(2), 2, step=5)])
     assert second.update()
     store.set(KEY, garbage)  # type: ignore[arg-type]
     for shared in (stale, first, second):
@@ -127,7 +127,7 @@ def test_an_event_whose_reply_is_lost_counts_once(monkeypatch: pytest.MonkeyPatc
         return value
 
     monkeypatch.setattr(BoundedStore, "compare_set", lose)
-    events = [*(come(i, min_workers=2) for i in range(2)), *(ready(i, 1, step=0) for i in range(2)), come(9)]
+    events = [*(come(i, min_workers=2) for i in range(2)), begin(range(2), 1, step=0), come(9)]
     for i, event in enumerate(events):
         is_lost.clear()
         assert not shared.update([event]), "the reply is lost"
@@ -144,7 +144,7 @@ def test_a_store_that_came_back_gets_the_roster() -> None:
     assert shared.update([come(i, min_workers=2) for i in range(2)])
     assert shared.roster.forming is not None
     generation = shared.roster.forming.generation
-    assert shared.update([ready(i, generation, step=0) for i in range(2)])
+    assert shared.update([begin(range(2), generation, step=0)])
     assert ids(shared.roster) == (0, 1)
     del server
     assert not shared.update([report(0, 1)])

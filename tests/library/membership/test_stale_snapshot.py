@@ -50,7 +50,7 @@ def test_who_was_stopped_does_not_take_the_job_when_the_store_comes_back(tmp_pat
     roster.restore(Roster.loads(stale))
     for worker in (first, second):
         roster.report(FailureReport(me, worker, "its connection closed", is_sure=True))
-    roster.mark_ready(me, 3, step=0, weight=1.0)
+    roster.begin(3, {me: (0, 1.0)})
     assert roster.view is not None
     assert roster.view.ids == (me,)
     server.set("gossip/job/roster", roster.dumps())

@@ -1,0 +1,147 @@
+"""Several Gloo groups of one worker, which are made at once, with one exchange of addresses."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from ..transport.gloo import at_once, close_ports_at, gloo_backend, num_devices
+
+Exchange: TypeAlias = "Callable[[str, str], Sequence[str]]"
+"""Gives the text of this worker to all, under a name, and returns the texts of all workers."""
+
+
+def connect_groups(
+    places: Mapping[str, tuple[int, int]], exchange: Exchange, *, patience: timedelta, host: str | None
+) -> list[Any]:
+    """Gloo backends in the order of their names; returns when all their ranks are connected.
+
+    Args:
+        places: by name of each group, the rank of this worker in it, and its size.
+        exchange: see `Exchange`; the workers of all groups call it. A RuntimeError of it ends this function.
+        patience: of connecting, when the addresses are known.
+        host: see `gloo_backend`.
+
+    Raises:
+        RuntimeError: a rank does not connect in time.
+    """
+    addresses = Addresses(len(places))
+
+    def make(name: str, rank: int, size: int) -> Any:
+        with addresses:
+            return gloo_backend(addresses.store(name), rank, size, patience, host=host, keeps_port=True)
+
+    def exchange_all() -> None:
+        with addresses:
+            for device in range(num_devices(host)):
+                addresses.add(exchange(str(device), addresses.own(device)))
+
+    _, *backends = at_once(
+        [exchange_all, *(partial(make, name, *place) for name, place in places.items())], name="connecting"
+    )
+    close_ports_at(addresses.published)
+    return backends
+
+
+class Addresses:
+    """The addresses of Gloo groups that one worker makes at once.
+
+    [Note: one exchange] Gloo puts the address of a rank into the store of each group, and waits there for the addresses
+    of the other ranks. Over a network that is hundreds of requests for each generation of a large job. So the store of
+    each group is in memory. When all groups of this worker have put their addresses there, workers exchange them as one
+    text each.
+
+    [Note: all addresses at once] A rank that has the address of another one waits inside C++ code until that connects.
+    So no rank gets an address before the addresses of all workers are there.
+
+    As a context it ends all waits for addresses when its block raises an error.
+
+    Args:
+        num_groups: how many groups there are.
+
+    Attributes:
+        published: the addresses of this worker.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._moved = threading.Condition()
+        self._own: dict[str, dict[str, str]] = {}  # by device, in hexadecimal digits
+        self._all: dict[str, str] = {}
+        self._failure = ""
+        self.published: list[bytes] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, place: object) -> None:
+        if error is not None:
+            with self._moved:
+                self._failure = self._failure or str(error)
+                self._moved.notify_all()
+
+    def store(self, group: str) -> dist.Store:
+        """The store of a group, by its name."""
+        return _GroupStore(self, group)
+
+    def put(self, key: str, address: bytes) -> None:
+        """Note the address of this worker in a group; key: ".../device/rank"."""
+        with self._moved:
+            self._own.setdefault(key.split("/")[-2], {})[key] = address.hex()
+            self.published.append(address)
+            self._moved.notify_all()
+
+    def own(self, device: int) -> str:
+        """The addresses of this worker in all groups, as text; waits until they are there."""
+        with self._moved:
+            self._wait(lambda: len(self._own.get(str(device), ())) == self._num_groups)
+            return json.dumps(self._own[str(device)])
+
+    def add(self, texts: Sequence[str]) -> None:
+        """Take in the addresses of all workers."""
+        with self._moved:
+            for text in texts:
+                self._all |= json.loads(text)
+            self._moved.notify_all()
+
+    def get(self, key: str) -> bytes:
+        """The address of a rank; waits until it is there."""
+        with self._moved:
+            self._wait(lambda: key in self._all)
+            return bytes.fromhex(self._all[key])
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        self._moved.wait_for(lambda: condition() or bool(self._failure))
+        if not condition():
+            raise RuntimeError(self._failure)
+
+
+class _GroupStore(dist.Store):
+    """The store in which Gloo looks for the addresses of one group."""
+
+    def __init__(self, addresses: Addresses, group: str) -> None:
+        super().__init__()
+        self._addresses, self._group = addresses, group
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Put the address of this rank."""
+        self._addresses.put(f"{self._group}/{key}", value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """The address of a rank; waits for it."""
+        return self._addresses.get(f"{self._group}/{key}")
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when the addresses are there; the exchange has a limit of its own."""
+        for key in keys:
+            self.get(key)
+
+    def has_extended_api(self) -> bool:
+        """Gloo asks key by key."""
+        return False
