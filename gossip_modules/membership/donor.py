@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -131,8 +132,8 @@ class Donor:
         """In a thread of its own: send the state to a joiner; see [Note: joiners that do not come]."""
         name, store, over = meeting_of(joiner), self.job.store, Deadline(limits.CONNECT)
         try:
-            group = meet(store, name, 0, is_void=lambda: over.is_over, host=self.job.link_host)
-            send(group, state, timeout=self.job.timeout)
+            with meet(store, name, 0, is_void=lambda: over.is_over, host=self.job.link_host) as group:
+                send(group, state, timeout=self.job.timeout)
         except (RuntimeError, OSError) as error:
             log.warning("job %s: %s did not get the state of training: %s", self.job.name, joiner.member, error)
             view, sign = self.worker.roster.view, self._sign_of(joiner)
@@ -167,10 +168,11 @@ def meeting_of(joiner: Joiner) -> str:
     return "/".join(["give", *map(str, joiner.key)])
 
 
+@contextlib.contextmanager
 def meet(
     store: SharedRoster, name: str, rank: int, *, is_void: Callable[[], bool], host: str | None
-) -> dist.ProcessGroup:
-    """The Gloo group of a donor, rank 0, and a joining worker, rank 1.
+) -> Iterator[dist.ProcessGroup]:
+    """The Gloo group of a donor, rank 0, and a joining worker, rank 1, for one transfer.
 
     Raises:
         RuntimeError: the other one does not come before `is_void`, or does not connect.
@@ -181,10 +183,9 @@ def meet(
 
     try:
         (group,) = connect_groups({"": (rank, 2)}, exchange, patience=timedelta(seconds=limits.CONNECT), host=host)
-    finally:
+        yield group
+    finally:  # a rank may be connected before the other one has read its address
         store.forget([f"{name}/{device}/{rank}" for device in range(num_devices(host))])
-    pair: dist.ProcessGroup = group
-    return pair
 
 
 def send(group: dist.ProcessGroup, state: Any, *, timeout: timedelta) -> int:

@@ -165,17 +165,17 @@ class Joining:
                 asked = Deadline(limits.QUERY)
             return job.is_leaving or deadline.is_over or self.worker.joiner != joiner
 
-        group = donor.meet(job.store, name, 1, is_void=is_void, host=job.link_host)
-        limit = _MAX_STATES * self.job.participant.num_bytes + (1 << 30)
-        with self.worker.lock:
-            waits = Waits()
-            self.worker.receiving = joiner.attempt, waits
-        self.job.wake.set()
-        try:
-            state: Mapping[str, Any] = donor.receive(group, deadline=deadline, max_bytes=limit, waits=waits)
-        finally:
-            waits.close()
-            self.worker.receiving = None
+        with donor.meet(job.store, name, 1, is_void=is_void, host=job.link_host) as group:
+            limit = _MAX_STATES * job.participant.num_bytes + (1 << 30)
+            with self.worker.lock:
+                waits = Waits()
+                self.worker.receiving = joiner.attempt, waits
+            job.wake.set()
+            try:
+                state: Mapping[str, Any] = donor.receive(group, deadline=deadline, max_bytes=limit, waits=waits)
+            finally:
+                waits.close()
+                self.worker.receiving = None
         return state
 
     def _load(self, state: Mapping[str, Any]) -> None:

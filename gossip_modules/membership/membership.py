@@ -120,6 +120,7 @@ class Membership:
         self.node: Any = None  # the `NodeProcesses`, where several processes are this worker
         self.thread = threading.get_ident()  # that trains
         self.has_joined = False
+        self.is_steady = False  # whether the last step has found nothing new
         self._watcher: threading.Thread | None = None
         self._callbacks: list[Callable[[Change], None]] = []
         self._is_ahead = False  # whether `steps` has called `at_step` for the forward that comes
@@ -404,6 +405,12 @@ class Membership:
             return None
         if not self.has_joined:
             self.join()
+        self.is_steady = self.node is None and self.worker.is_steady and not self._is_again
+        if self.is_steady:
+            self.thread = threading.get_ident()
+            self.worker.count_step()
+            self._has_stepped = True
+            return None
         act = self._at_step if not self._is_again else lambda: None  # a node has the model of its first process again
         self._is_again = False
         change = self._as_one(act)

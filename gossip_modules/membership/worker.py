@@ -188,12 +188,29 @@ class LocalWorker:
 
     # A training step.
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next training step begins as the one before: nothing has changed, and nothing is about to."""
+        generations, donor = self.generations, self.donor
+        transport = generations.transport
+        is_to_act = generations.due or generations.limit is not None or donor.snapshots or donor.unclaimed
+        if transport is None or transport.world_size == 1:
+            return False
+        is_whole = not (transport.lost or self.is_excluded or self.has_stopped)
+        return is_whole and not (is_to_act or self.roster.forming)
+
+    def count_step(self) -> int:
+        """Count a training step; the number of it on the clock. Only the training thread counts."""
+        num_skipped, step = self.job.participant.counts()
+        clock = self.generations.clock = self.generations.clock + 1 + num_skipped
+        self.job.steps_before = step - clock
+        return clock
+
     def begin_step(self, deadline: Deadline) -> None:
         """Count the step, and wait where [Note: first step] asks for it."""
         generations = self.generations
         with self.lock:
-            clock = generations.clock = generations.clock + 1 + self.job.participant.skipped()
-            generations.next_is(clock)
+            clock = self.count_step()
             must_wait = generations.limit is not None and clock >= generations.limit
             if self.has_stopped:
                 self.is_excluded = self.can_rejoin = True

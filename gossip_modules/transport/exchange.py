@@ -320,7 +320,7 @@ class PointToPoint(ABC):
                 self._staging.synchronize()
             for peer, x in outbox.items():
                 exchange.post(k, peer, x, total_bytes=total[peer], is_send=True)
-                self.num_bytes_sent += x.nbytes
+        self.num_bytes_sent += sum(total.values())
         exchange.begin()
         return exchange
 

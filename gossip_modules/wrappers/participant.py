@@ -113,18 +113,17 @@ class Participant(ModelWorld):
         """See `ModelWorld`."""
         if self.local.engine.needs_generation:
             self.membership.wait_for_generation()
-        self.membership.at_step()
-        if self.membership.node is None:  # else `NodeProcesses` looks, before it tells the other processes
+        membership = self.membership
+        membership.at_step()
+        if membership.is_steady:
+            return
+        if membership.node is None:  # else `NodeProcesses` looks, before it tells the other processes
             self.look_at_weight()
+        self.has_lost_peers = bool(membership.lost)
 
     def repeat_step(self) -> None:
         """See `ModelWorld`."""
         self.membership.repeat_step()
-
-    @property
-    def has_lost_peers(self) -> bool:
-        """See `ModelWorld`."""
-        return bool(self.membership.lost)
 
     def stats(self) -> dict[str, float]:
         """See `ModelWorld`."""
@@ -185,9 +184,10 @@ class Participant(ModelWorld):
         """A loop over `steps` begins a step: its first training forward has the round, whatever was stepped before."""
         self.local.steps.end()
 
-    def skipped(self) -> int:
-        """How many training steps it has left out since the last call, beside the steps of `advance`."""
-        return self.local.engine.skipped()
+    def counts(self) -> tuple[int, int]:
+        """The training steps that were left out since the last call, beside the steps of `advance`; and `step`."""
+        engine = self.local.engine
+        return engine.skipped(), engine.step
 
     def advance(self, num_steps: int) -> None:
         """Count training steps that the others have taken."""

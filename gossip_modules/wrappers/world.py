@@ -8,20 +8,17 @@ class ModelWorld:
 
     Attributes:
         changes: whether workers may die and join.
+        has_lost_peers: whether members of this generation had failed at the last step, so that the graph has holes.
     """
 
     changes: bool = False
+    has_lost_peers: bool = False
 
     def at_step(self) -> None:
         """Begin the generation that is due, at the safe point of a training step."""
 
     def repeat_step(self) -> None:
         """The round of this step has failed: the next call of `at_step` is of the same step."""
-
-    @property
-    def has_lost_peers(self) -> bool:
-        """Whether members of this generation have failed, so that the graph has holes."""
-        return False
 
     def stats(self) -> dict[str, float]:
         """Counters of the workers, for `comm_stats()`."""

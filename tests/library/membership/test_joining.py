@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 from operator import methodcaller
@@ -181,7 +182,7 @@ def test_what_a_worker_got_that_dies_before_it_joins_goes_back_to_its_donor(
     monkeypatch: pytest.MonkeyPatch, is_loaded: bool
 ) -> None:
     """Half of its weight: where many die at the door, weights would fall without bound."""
-    monkeypatch.setattr(limits, "FORMING", 0.2)
+    monkeypatch.setattr(limits, "FORMING", 2.0)
     job = Job(dist.HashStore(), min_workers=2)
     workers = job.start(2)
     job.until_live(workers)
@@ -264,8 +265,10 @@ def test_who_joins_is_not_thrown_out_by_a_donor_that_waited_for_it_before(monkey
     late = [threading.Event() for _ in range(3)]
     meet, say = donor_module.meet, LocalWorker.say
 
-    def fail_at_first(store: SharedRoster, name: str, rank: int, **options: Any) -> dist.ProcessGroup:
+    def fail_at_first(store: SharedRoster, name: str, rank: int, **options: Any) -> Any:
         if rank and num_failures[0] < len(late):
+            while store.missing(f"{name}/0", [0]):  # the donor has come
+                time.sleep(0.005)
             num_failures[0] += 1
             raise RuntimeError("as told")
         return meet(store, name, rank, **options)
