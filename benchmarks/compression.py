@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -34,6 +35,7 @@ from gossip_modules.compression import Cast, Compressor
 from gossip_modules.extend import Algorithm, FlatBuffer, Mixer, PushPull
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rounds import Rounds
+from gossip_modules.transport.deadline import Deadline
 
 COMPRESSORS: tuple[Compressor, ...] = (
     Cast(torch.bfloat16),
@@ -191,6 +193,10 @@ class Echo:
     def arrivals(self) -> Iterator[int]:
         """See `gossip_modules.transport.base.Pending`."""
         yield from range(self.num_chunks)
+
+    def within(self, deadline: Deadline) -> AbstractContextManager[None]:
+        """See `gossip_modules.transport.base.Transport`."""
+        return nullcontext()
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `gossip_modules.transport.base.Transport`."""

@@ -214,14 +214,9 @@ class LinkTransport(PointToPoint):
         if ask is not None:
             ask()
 
-    @contextlib.contextmanager
-    def within(self, deadline: Deadline) -> Iterator[None]:
-        """A context in which collectives wait no longer than until the deadline, instead of for the timeout."""
-        timeout, self._whole.timeout = self._whole.timeout, deadline.left_for_gloo
-        try:
-            yield
-        finally:
-            self._whole.timeout = timeout
+    def within(self, deadline: Deadline) -> contextlib.AbstractContextManager[None]:
+        """See `Transport`."""
+        return self._whole.within(deadline)
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`."""

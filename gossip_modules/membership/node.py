@@ -221,6 +221,7 @@ class NodeCollectives:
     """
 
     is_elastic = True  # see `Transport`: the first process goes on where another node fails
+    lost: frozenset[int] = frozenset()
     num_bytes_sent = 0  # the transports inside and between nodes count them
 
     def __init__(self, node: NodeProcesses) -> None:

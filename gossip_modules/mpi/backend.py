@@ -9,7 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..transport.process_group import DEFAULT_TIMEOUT, NotMet, meet
+from ..transport.barrier import NotMet, meet
+from ..transport.deadline import Deadline
+from ..transport.process_group import DEFAULT_TIMEOUT
 from .group import BACKEND, MpiProcessGroup
 from .library import load_mpi
 from .work import MpiWork
@@ -96,7 +98,7 @@ def _make_group(opts: Any, _: object) -> MpiProcessGroup:
     tag = zlib.crc32(str(opts.group_id).encode()) % int(world.Get_attr(mpi.TAG_UB))
     everyone = MpiProcessGroup(world, names=range(world.size), timeout=opts.timeout)
     try:
-        meet(everyone, "making a process group", timeout=opts.timeout, tag=tag, ranks=ranks)
+        meet(everyone, "making a process group", deadline=Deadline(opts.timeout), tag=tag, ranks=ranks)
     except NotMet as error:
         raise RuntimeError(
             f"rank {world.rank}: ranks {error.missing} have not come within {opts.timeout.total_seconds():g} s"

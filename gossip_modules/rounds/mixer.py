@@ -13,6 +13,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport
+from ..transport.deadline import Deadline
 
 _T = TypeVar("_T", Tensor, FlatVector)
 
@@ -288,7 +289,8 @@ class GlobalAverage(Mixer):
         """See `Mixer`. On an elastic transport a copy of s is taken, and restored if the all-reduce fails."""
         before = s.clone() if self.transport.is_elastic else None
         try:
-            self._sum(s)
+            with self.transport.within(Deadline(self.transport.timeout)):
+                self._sum(s)
         except BaseException:
             if before is not None:
                 s.copy_(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -24,7 +24,14 @@ class HangUp(Exception):
     """Raised by a body: this rank's connections close, as at the end of its process, and no error is reported."""
 
 
-def thread_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta = TIMEOUT) -> dist.ProcessGroup:
+def thread_group(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta = TIMEOUT,
+    *,
+    peers: Collection[int] | None = None,
+) -> dist.ProcessGroup:
     """A Gloo group that needs nothing of torch.distributed's global state.
 
     Args:
@@ -32,11 +39,19 @@ def thread_group(store: dist.Store, rank: int, world_size: int, timeout: timedel
         rank: of the calling thread.
         world_size: the number of ranks.
         timeout: of every wait.
+        peers: the ranks with which this rank exchanges messages, which saves descriptors; None: all. Collectives need
+            none of them.
     """
-    return gloo_group(store, rank, world_size, timeout)
+    return gloo_group(store, rank, world_size, timeout, peers=peers)
 
 
-def run_ranks(world_size: int, body: Callable[[dist.ProcessGroup], T], *, timeout: timedelta = TIMEOUT) -> list[T]:
+def run_ranks(
+    world_size: int,
+    body: Callable[[dist.ProcessGroup], T],
+    *,
+    timeout: timedelta = TIMEOUT,
+    peers: Callable[[int], Collection[int] | None] = lambda rank: None,
+) -> list[T]:
     """`body(group)` on every rank at once, in a thread each; the results in rank order.
 
     A rank's group lives until all threads have ended, as a process would: an early end is not a dead peer. An error
@@ -47,6 +62,7 @@ def run_ranks(world_size: int, body: Callable[[dist.ProcessGroup], T], *, timeou
         body: of this rank's group. torch's global random generators are shared by all threads, so a body draws from a
             generator of its own.
         timeout: of every wait.
+        peers: gives the peers of a rank, see `thread_group`.
 
     Raises:
         Exception: what the body of a rank raised first.
@@ -66,7 +82,7 @@ def run_ranks(world_size: int, body: Callable[[dist.ProcessGroup], T], *, timeou
 
     def run_rank(rank: int) -> None:
         try:
-            groups[rank] = thread_group(store, rank, world_size, timeout)
+            groups[rank] = thread_group(store, rank, world_size, timeout, peers=peers(rank))
             connected.wait(timeout.total_seconds())  # a rank that hangs up before others have connected fails these
             results[rank] = body(groups[rank])
         except Exception as error:  # noqa: BLE001 - the first one is raised below, in the calling thread

@@ -39,14 +39,17 @@ def check_agreement(
         return
     expected = broadcast_state(transport, json.dumps(description), source=0, what=what)
     note = _difference(json.loads(expected), json.loads(json.dumps(description)))
+    num_differing = torch.tensor([int(bool(note))], device="cpu")
+    transport.all_reduce(num_differing, what=what)
+    if not num_differing:
+        return
     padded = note.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
     notes = mine.new_zeros(transport.world_size * _NOTE_BYTES)
     transport.all_gather(notes, mine, what=what)
     found = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in notes.view(-1, _NOTE_BYTES)]
     differing = [f"rank {transport.names[i]}: {text}" for i, text in enumerate(found) if text]
-    if differing:
-        raise ValueError(f"ranks do not agree with rank {transport.names[0]}: {'; '.join(differing)}; {remedy}")
+    raise ValueError(f"ranks do not agree with rank {transport.names[0]}: {'; '.join(differing)}; {remedy}")
 
 
 def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], *, chunk_bytes: int = 1 << 26) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from .deadline import Deadline
 
 
 class Pending(Protocol):
@@ -80,6 +83,9 @@ class Transport(Protocol):
             fill: called with 0, 1, ... just before the tensors of that index are sent, to write them: earlier tensors
                 are on the wire meanwhile.
         """
+
+    def within(self, deadline: Deadline) -> AbstractContextManager[None]:
+        """A context whose collectives share the deadline, in place of a timeout for each."""
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """x <- sum over all ranks, in place; blocking. `what` names the operation in errors."""

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .deadline import Deadline
 from .exchange import fail
 from .failure_notes import GONE, FailureNotes
 from .gloo import close_ports_of
@@ -26,6 +27,7 @@ def connect(
     comm_device: torch.device | str | None = None,
     backend: str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
+    deadline: Deadline | None = None,
 ) -> ProcessGroupTransport:
     """A transport over `process_group`, used as it is, or over a new group of our own when that is None.
 
@@ -35,7 +37,8 @@ def connect(
         module_device: where the tensors live.
         comm_device: where messages live; None = `module_device` if the group has NCCL for it, else the CPU.
         backend: of the group, where only one will do: listeners need "gloo", whatever the default group has.
-        timeout: for every wait.
+        timeout: for every operation.
+        deadline: for making the group; None: the timeout from now on.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -54,11 +57,14 @@ def connect(
     if process_group is not None:
         return _over(process_group, wire, ranks=ranks, timeout=timeout)
     name = backend or found or "gloo"
-    group = _new_group(ranks, backend=_nccl_name(base, wire) if name == found == "nccl" else name, timeout=timeout)
+    name = _nccl_name(base, wire) if name == found == "nccl" else name
+    deadline = deadline or Deadline(timeout)
+    group = _new_group(ranks, backend=name, timeout=timeout, deadline=deadline)
     transport = _over(group, wire, ranks=ranks, timeout=timeout)
     transport.own_group()
     # On a fresh NCCL group the first batch of sends needs all ranks, which a round need not have.
-    transport.all_reduce(torch.zeros(1, device=wire), what="the first message of a new group")
+    with transport.within(deadline):
+        transport.all_reduce(torch.zeros(1, device=wire), what="the first message of a new group")
     transport.num_bytes_sent = 0
     if transport.backend == "gloo":
         close_ports_of(group)
@@ -117,7 +123,9 @@ def group_or_world(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup
     return group
 
 
-def _new_group(ranks: Sequence[int] | None, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+def _new_group(
+    ranks: Sequence[int] | None, *, backend: str, timeout: timedelta, deadline: Deadline
+) -> dist.ProcessGroup:
     """A new group of these ranks, all of them if None; errors name missing ranks, if the default group can."""
     world, rank, size = group_or_world(None), dist.get_rank(), dist.get_world_size()
     members = list(range(size)) if ranks is None else list(ranks)
@@ -127,7 +135,8 @@ def _new_group(ranks: Sequence[int] | None, *, backend: str, timeout: timedelta)
     start = time.monotonic()
     try:
         if setup is not None and subset is None:
-            setup.barrier(what="making a process group")
+            with setup.within(deadline):
+                setup.barrier(what="making a process group")
         start = time.monotonic()
         group = dist.new_group(subset, timeout=timeout, backend=backend, use_local_synchronization=subset is not None)
     except RuntimeError as error:

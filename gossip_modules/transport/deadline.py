@@ -60,6 +60,10 @@ class Deadline:
         """Allow so many seconds more, in which a part of a large message has arrived."""
         self._end += seconds
 
+    def leave(self, seconds: float) -> None:
+        """Let at least so many seconds remain, for a wait that follows waits that have succeeded."""
+        self._end = max(self._end, clock() + seconds)
+
 
 def as_timeout(timeout: timedelta | float, *, name: str = "timeout") -> timedelta:
     """The timeout; a number means seconds."""

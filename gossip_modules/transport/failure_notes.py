@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 import time
 import weakref
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .stores import Records, is_of_job
+from .stores import Records, is_of_job, store_of
 
 GONE, SILENT = "is gone", "does not answer"  # the states in which one rank sees another
 _LOOK_SECONDS = 0.3  # for the notes of ranks whose connection is closed: they write before they end
@@ -79,15 +80,15 @@ class FailureNotes:
             group: whose members may fail.
             rank: of this process, as errors call it.
         """
-        records = Records.of(group, "gossip_failures")
-        if records is None:
+        world = dist.distributed_c10d._get_default_group() if is_of_job(group) else group
+        store = store_of(world, "gossip_failures")
+        if store is None:
             return None
+        records = Records(store)
         notes = cls(records, rank)
         if is_of_job(group):
-            try:
+            with contextlib.suppress(ConnectionError, RuntimeError):  # the store is busy, gone, or cannot count
                 records.skip()
-            except (ConnectionError, RuntimeError):  # the store is busy, gone, or cannot count: errors tell less
-                return None
             _of_job.add(notes)
         return notes
 

@@ -8,7 +8,7 @@ import socket
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
@@ -16,10 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .shared_group import shared_by
 from .threads import CallThread
 
 CPU = torch.device("cpu")
 _SO_ATTACH_FILTER = 26  # Linux, asm-generic/socket.h
+CAN_BE_LAZY = "lazy_init" in (dist.ProcessGroupGloo.create_device.__doc__ or "")  # an older torch has no such devices
 _RETURN = 0x06  # BPF_RET | BPF_K: how many bytes of a packet are accepted
 
 
@@ -31,8 +33,9 @@ def gloo_backend(
     *,
     host: str | None = None,
     keeps_port: bool = False,
+    peers: Collection[int] | None = None,
 ) -> Any:
-    """A Gloo backend, which has the methods of a process group; returns when all its ranks are connected.
+    """A Gloo backend, which has the methods of a process group; returns when its ranks are connected.
 
     From then on its ports accept no connection: see [Note: ports of Gloo].
 
@@ -53,22 +56,27 @@ def gloo_backend(
         host: a name or address of this machine, at which the other ranks reach it; None: the interfaces in the
             environment variable GLOO_SOCKET_IFNAME, with commas between them, or the choice of Gloo.
         keeps_port: whether its ports stay open, for a caller that closes those of several groups.
+        peers: the ranks that this rank exchanges messages with, beside the `collective_peers`: see
+            [Note: few connections]; they have this rank among theirs. None: all ranks.
 
     Raises:
         RuntimeError: a rank does not come in time.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
+    lazy = {} if peers is None or not CAN_BE_LAZY else {"lazy_init": True}
     new = dist.ProcessGroupGloo
     interfaces = _interfaces()
     if host is not None:
-        options._devices = [new.create_device(hostname=host)]
+        options._devices = [new.create_device(hostname=host, **lazy)]
     elif interfaces:  # which only the constructor without options reads itself
-        options._devices = [new.create_device(interface=name) for name in interfaces]
+        options._devices = [new.create_device(interface=name, **lazy) for name in interfaces]
     else:
-        options._devices = [new.create_default_device()]
+        options._devices = [new.create_default_device(**lazy)]
     try:
         backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+        if lazy:
+            _connect(backend, sorted({*(peers or ()), *collective_peers(rank, world_size)} - {rank}))
     except RuntimeError:
         options._devices = []  # see [Note: late connections]
         raise
@@ -87,10 +95,19 @@ def _interfaces() -> list[str]:
 
 
 def gloo_group(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta, *, host: str | None = None
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    *,
+    host: str | None = None,
+    peers: Collection[int] | None = None,
 ) -> dist.ProcessGroup:
     """A process group over `gloo_backend`, which its last reference releases."""
-    return as_group(gloo_backend(store, rank, world_size, timeout, host=host), store)
+    group = as_group(gloo_backend(store, rank, world_size, timeout, host=host, peers=peers), store)
+    if peers is not None and CAN_BE_LAZY:
+        shared_by(group).peers = frozenset({*peers, *collective_peers(rank, world_size)} - {rank})
+    return group
 
 
 def as_group(backend: Any, store: dist.Store) -> dist.ProcessGroup:
@@ -100,6 +117,29 @@ def as_group(backend: Any, store: dist.Store) -> dist.ProcessGroup:
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     weakref.finalize(group, holder.clear).atexit = False  # [Note: groups and the interpreter's lock]
     return group
+
+
+def collective_peers(rank: int, world_size: int) -> set[int]:
+    """The ranks 1, 2, 4, ... above and below: those of rings, of broadcasts and of `barrier.meet_in_turns`."""
+    distances = [1 << k for k in range((world_size - 1).bit_length())]
+    return {(rank + sign * distance) % world_size for distance in distances for sign in (1, -1)}
+
+
+def _connect(backend: Any, peers: Sequence[int]) -> None:
+    """Connect with these ranks, in ascending order.
+
+    [Note: few connections] Gloo connects each rank with all others, which takes n - 1 descriptors per rank.
+    A lazy device connects two ranks at their first message. The first message waits inside C++ code until the other
+    rank sends or receives too, and its timeout is that of the group. So a group makes the connections that it needs
+    when it is made, by a message in each direction, and closes its port afterwards. From then on its connections behave
+    like others: they show at once that a rank has gone. A message to another rank is an error.
+    """
+    works = []
+    for peer in peers:
+        for post in (backend.recv, backend.send):
+            works.append(post([torch.zeros(1, dtype=torch.uint8, device="cpu")], peer, 0))
+    for work in works:
+        work.wait()
 
 
 def at_once(makes: Sequence[Callable[[], Any]], *, name: str) -> list[Any]:
@@ -130,7 +170,7 @@ def close_ports(store: dist.Store, rank: int, num_devices: int) -> int:
     it from then on. The connections of the group are sockets of their own, which this does not concern.
 
     A group that makes its connections later (TORCH_GLOO_LAZY_INIT) keeps its port open, and so do all groups where the
-    system is not Linux.
+    system is not Linux. A group with [Note: few connections] has made its connections already.
 
     Args:
         store: the one that the group was made with, in which Gloo has put its addresses.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -16,19 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .barrier import Attendance, NotMet, meet, meet_in_turns
 from .change_board import ChangeBoard
 from .deadline import Deadline
 from .exchange import LATE, ROUND_BITS, SIZE_BITS, PointToPoint, Staging, fail
 from .failure_notes import GONE, SILENT, FailureNotes, describe
 from .shared_group import CAN_RELEASE, CHANNEL_BITS, Use
-from .stores import Records, is_of_job
+from .stores import Records, store_of
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 PROBE_TAG = 1 << ROUND_BITS + SIZE_BITS + CHANNEL_BITS  # no round has it
-BARRIER_TAG = PROBE_TAG + 1
+BARRIER_TAG = PROBE_TAG + 1  # and the one above
+SUM_TAG = BARRIER_TAG + 2
 _AT_ONCE = timedelta(milliseconds=1)
-_NAME_BYTES = 64  # of the name of an operation
-_MIN_TRANSFER = timedelta(seconds=1)  # for a collective after all have come, however late they were
+_FEW = 4  # ranks that tell each other directly that they have come
+_MIN_TRANSFER = 1.0  # seconds
+_MANY, _SHORT = 16, 4096  # more ranks than that add up short messages in log2 n steps; bytes
 _NAMED = ("gloo", "mpi4py")  # backends whose collectives do not name missing ranks
 
 calling: ContextVar[str] = ContextVar("calling", default="")
@@ -91,6 +93,14 @@ class ProcessGroupTransport(PointToPoint):
         )
         self._group: dist.ProcessGroup | None = group
         self.notes = notes
+        self._deadline: Deadline | None = None
+        self._is_whole = self._use.shared.peers is None  # connected with all ranks
+        connected = range(self.world_size) if self._is_whole else sorted(self._use.shared.peers or ())
+        self._peers = [peer for peer in connected if peer != self.rank]
+        self._attendance: Attendance | None = None
+        if notes is not None and self.world_size > _FEW:
+            store = store_of(group, f"gossip_barriers/{self._use.number}")
+            self._attendance = None if store is None else Attendance(store, self.rank)
         # The context of each collective, by its name. An asynchronous engine ends the wait when any rank has failed.
         self.watch: Callable[[str], contextlib.AbstractContextManager[None]] = lambda what: contextlib.nullcontext()
         # At the exit of the interpreter groups end with the process.
@@ -123,6 +133,12 @@ class ProcessGroupTransport(PointToPoint):
 
     def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
         """See `PointToPoint`."""
+        if peer not in self._peers:
+            raise ValueError(
+                f"rank {self.names[self.rank]}: got a message to or from rank {self.names[peer]}, expected one of "
+                f"{[self.names[j] for j in self._peers]}, with which it is connected; name all peers when you make the "
+                "group"
+            )
         return self.group, peer
 
     @property
@@ -154,12 +170,61 @@ class ProcessGroupTransport(PointToPoint):
             self._group = None
         self._use.end()
 
+    @contextlib.contextmanager
+    def within(self, deadline: Deadline) -> Iterator[None]:
+        """See `Transport`; an outer deadline stays in force."""
+        outer, self._deadline = self._deadline, self._deadline or deadline
+        try:
+            yield
+        finally:
+            self._deadline = outer
+
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`. Counted as the 2 (n - 1) / n of its bytes that a ring sends."""
         message = self._staging.buffer_for(x, fill=True)
-        self._collective(lambda options: self.group.allreduce([message], options), dist.AllreduceOptions(), what)
+        is_short = self.backend == "gloo" and self.world_size > _MANY and x.nbytes <= _SHORT
+
+        def post(options: Any) -> dist.Work | None:
+            if not is_short:
+                return self.group.allreduce([message], options)
+            self._sum(message, options.timeout)
+            return None
+
+        self._collective(post, dist.AllreduceOptions(), what)
         self.num_bytes_sent += 2 * (self.world_size - 1) * x.nbytes // self.world_size
         Staging.copy_back([(x, message)])
+
+    def _sum(self, x: Tensor, timeout: timedelta) -> None:
+        """x <- sum over all ranks, in log2 n exchanges of all of x; Gloo's ring has 2 (n - 1) steps of n-th parts.
+
+        Two ranks whose numbers differ in bit k exchange their sums in step k. A rank above the largest power of two
+        gives x to the rank that is so far below, and gets the sum from there.
+        """
+        deadline = Deadline(timeout)
+        half = 1 << self.world_size.bit_length() - 1
+        inbox = torch.empty_like(x)
+
+        def exchange(peer: int, *, receives: bool = True, sends: bool = True) -> None:
+            works = [self.group.recv([inbox], peer, SUM_TAG)] if receives else []
+            if sends:
+                works.append(self.group.send([x], peer, SUM_TAG))
+            for work in works:
+                self.wait_for(work, deadline.left_for_gloo)
+
+        if self.rank >= half:
+            exchange(self.rank - half, receives=False)
+            exchange(self.rank - half, sends=False)
+            x.copy_(inbox)
+            return
+        has_another = self.rank + half < self.world_size
+        if has_another:
+            exchange(self.rank + half, sends=False)
+            x += inbox
+        for k in range(half.bit_length() - 1):
+            exchange(self.rank ^ 1 << k)
+            x += inbox
+        if has_another:
+            exchange(self.rank + half, receives=False)
 
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
         """See `Transport`."""
@@ -182,53 +247,80 @@ class ProcessGroupTransport(PointToPoint):
     def barrier(self, *, what: str) -> None:
         """Return when every rank has come; blocking. Errors as of `all_reduce`."""
         if self.backend in _NAMED:
-            self._meet(what, time.monotonic())
+            self._meet(what, self._limit())
         else:
             self._collective(self.group.barrier, dist.BarrierOptions(), what)
 
-    def _collective(self, post: Callable[[Any], dist.Work], options: Any, what: str) -> None:
-        """Post a collective and wait for it; options: such as AllreduceOptions, which have a timeout."""
+    def _collective(self, post: Callable[[Any], dist.Work | None], options: Any, what: str) -> None:
+        """Post a collective and wait for it, unless it is done.
+
+        options: such as AllreduceOptions, which have a timeout.
+        """
         with self.watch(what):
             self._run(post, options, what)
 
-    def _run(self, post: Callable[[Any], dist.Work], options: Any, what: str) -> None:
+    def _run(self, post: Callable[[Any], dist.Work | None], options: Any, what: str) -> None:
         self._staging.synchronize()
-        start = time.monotonic()
-        left = self.timeout
+        deadline = self._limit()
         if self.backend in _NAMED and self.world_size > 1:
-            self._meet(what, start)
-            left = max(left - timedelta(seconds=time.monotonic() - start), _MIN_TRANSFER)
-            options.timeout = left
+            self._meet(what, deadline)
+            deadline.leave(_MIN_TRANSFER)  # after all have come, however late they were
+            options.timeout = deadline.left_for_gloo
+        start, left = time.monotonic(), deadline.left_for_gloo
         try:
-            self.wait_for(post(options), left)
+            work = post(options)
+            if work is not None:
+                self.wait_for(work, left)
         except RuntimeError as error:
             doing = f"{_named(what)} among ranks {list(self.names)}"
-            self.fail(error, doing, time.monotonic() - start, timeout=left)
+            self.fail(error, doing, time.monotonic() - start, timeout=left, is_collective=True)
 
-    def _meet(self, what: str, start: float) -> None:
+    def _limit(self) -> Deadline:
+        """The deadline of a collective. One that is shared leaves time for it after collectives that have succeeded."""
+        deadline = self._deadline or Deadline(self.timeout)
+        deadline.leave(min(_MIN_TRANSFER, deadline.seconds))
+        return deadline
+
+    def _meet(self, what: str, deadline: Deadline) -> None:
         """Return when all ranks have come to `what`, or raise an error that names the others."""
         if self.world_size == 1:
             return
         name = _named(what)
         doing = f"{name} among ranks {list(self.names)}"
         try:
-            meet(self.group, name, timeout=self.timeout, tag=BARRIER_TAG, wait=self.wait_for)
+            if self._attendance is None and self._is_whole:
+                meet(self.group, name, deadline=deadline, tag=BARRIER_TAG, wait=self.wait_for)
+            else:
+                meet_in_turns(
+                    self.group,
+                    name,
+                    deadline=deadline,
+                    tag=BARRIER_TAG,
+                    wait=self.wait_for,
+                    attendance=self._attendance,
+                    peers=self._peers,
+                )
         except NotMet as error:
-            if error.found:
+            if error.peer is None:
                 if self.board is not None:
                     self.board.check(is_there=True)
                 others = ", ".join(f"rank {self.names[j]} is in {text!r}" for j, text in error.found.items())
+                others = others or "other ranks are in different operations"
                 raise RuntimeError(
                     f"rank {self.names[self.rank]}: {doing}: {others}; all ranks must call the same, in the same order"
                 ) from error
-            seconds = time.monotonic() - start
+            limit = timedelta(seconds=deadline.seconds)
             seen = f"did not call {calling.get()}" if calling.get() else f"did not take part in {what}"
             missing = {self.names[j]: seen for j in error.missing}
             note = f": {describe(missing)}" if missing else ""
-            if error.closed is not None:
-                self.fail(error, doing, seconds, peers=[error.closed], note=note)
+            if not error.is_late:
+                self.fail(
+                    error, doing, deadline.passed, timeout=limit, peers=[error.peer], note=note, is_collective=True
+                )
             note += "; all ranks must, at the same point of training" if missing else ""
-            self.fail(error, doing, max(seconds, self.timeout.total_seconds()), note=note, blamed=missing)
+            blamed = missing or {self.names[error.peer]: SILENT}
+            seconds = max(deadline.passed, deadline.seconds)
+            self.fail(error, doing, seconds, timeout=limit, note=note, blamed=blamed)
 
     def watch_changes(
         self, *, step: Callable[[], int], tensors: Callable[[], list[str]], end_waits: Callable[[], None] | None = None
@@ -238,11 +330,10 @@ class ProcessGroupTransport(PointToPoint):
         end_waits: a bound method; None: `close_connections`.
         """
         number = self._use.number  # of the wrapper, the same on all ranks
-        job_name = self.group.group_name if is_of_job(self.group) else ""
-        records = Records.of(self.group, f"gossip_changes/{job_name}/{number}") if self.world_size > 1 else None
-        if records is not None:
+        store = store_of(self.group, f"gossip_changes/{number}") if self.world_size > 1 else None
+        if store is not None:
             self.board = ChangeBoard(
-                records,
+                Records(store),
                 self.rank,
                 self.names,
                 step=step,
@@ -255,10 +346,9 @@ class ProcessGroupTransport(PointToPoint):
 
         Gloo has no call for this, but a wait that times out closes all connections of its rank.
         """
-        for peer in range(self.world_size) if self.backend == "gloo" else ():
-            if peer != self.rank:
-                with contextlib.suppress(RuntimeError, ValueError):  # they are closed already
-                    self._probe(peer).wait(_AT_ONCE)
+        for peer in self._peers if self.backend == "gloo" else ():
+            with contextlib.suppress(RuntimeError, ValueError):  # they are closed already
+                self._probe(peer).wait(_AT_ONCE)
         if self.waits is not None:
             self.waits.close()
 
@@ -268,10 +358,9 @@ class ProcessGroupTransport(PointToPoint):
         Proves nothing after a wait of this rank has timed out, which closes all its connections.
         """
         closed = []
-        for peer in range(self.world_size) if self.backend == "gloo" else ():
+        for peer in self._peers if self.backend == "gloo" else ():
             try:
-                if peer != self.rank:
-                    self._probe(peer)
+                self._probe(peer)
             except RuntimeError:
                 closed.append(peer)
         return closed
@@ -290,6 +379,7 @@ class ProcessGroupTransport(PointToPoint):
         note: str = "",
         peers: Sequence[int] = (),
         blamed: Mapping[int, str] | None = None,
+        is_collective: bool = False,
     ) -> NoReturn:
         """Raise the error of a backend with the names of the late ranks, and of the rank that failed first.
 
@@ -303,6 +393,7 @@ class ProcessGroupTransport(PointToPoint):
             note: what else is known.
             peers: of the group, which were waited for; none: all of them, and it is not known for which one.
             blamed: how they were seen, by global rank, where that is known.
+            is_collective: whether other ranks may wait for this one: its connections are closed, so that they fail too.
 
         Raises:
             TimeoutError, ConnectionError: see the function `fail`.
@@ -319,6 +410,9 @@ class ProcessGroupTransport(PointToPoint):
                 note += f", connections to ranks {sorted(self.names[peer] for peer in closed)} are closed"
         if self.notes is not None:
             self.notes.leave(blamed, what)
+        if is_collective:
+            self.close_connections()
+        if self.notes is not None:
             cause = self.notes.explain(blamed, members=self.names)
             waited_for = {self.names[peer] for peer in peers} or blamed.keys()
             if cause.ranks and not cause.ranks & waited_for:  # the rank that failed first comes first
@@ -331,82 +425,3 @@ class ProcessGroupTransport(PointToPoint):
 def _named(what: str) -> str:
     """A collective, and the method that calls it."""
     return f"{calling.get()}: {what}" if calling.get() else what
-
-
-class NotMet(RuntimeError):
-    """Ranks have not come to one operation.
-
-    Attributes:
-        missing: the ranks of the group that have not come.
-        closed: one of them whose connection is closed; None: the time was over.
-        found: the name of the other operation, by rank of the group that has come to one.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        missing: Sequence[int] = (),
-        closed: int | None = None,
-        found: Mapping[int, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.missing, self.closed, self.found = missing, closed, found or {}
-
-
-def meet(
-    group: dist.ProcessGroup,
-    what: str,
-    *,
-    timeout: timedelta,
-    tag: int,
-    wait: Callable[[dist.Work, timedelta], object] = dist.Work.wait,
-    ranks: Sequence[int] = (),
-) -> None:
-    """Return when all ranks of a group over Gloo or MPI have come to `what`.
-
-    Every rank tells all others, so that each knows by itself which one has not come. Gloo cannot be asked whether a
-    message has arrived, but its buffer can: it is not zero any more. One deadline holds for all waits; the first wait
-    that passes it closes this rank's connections over Gloo, so peers cannot be asked afterwards.
-
-    Args:
-        group: this rank's; all its ranks call this in the same order.
-        what: the operation that follows; equal on all ranks up to numbers in it.
-        timeout: for all to come.
-        tag: of the messages; no other message has it.
-        wait: waits for one of them.
-        ranks: the ranks of the group that take part; none: all.
-
-    Raises:
-        NotMet: ranks have not come, or have come to another operation.
-    """
-    deadline = Deadline(timeout)
-    peers = [j for j in ranks or range(group.size()) if j != group.rank()]
-    ours = what.encode()[: _NAME_BYTES - 1]
-    mine = torch.frombuffer(bytearray(ours.ljust(_NAME_BYTES - 1, b"\0") + b"\1"), dtype=torch.uint8)
-    rows = {j: torch.zeros(_NAME_BYTES, dtype=torch.uint8, device="cpu") for j in peers}
-    works: list[tuple[int, dist.Work]] = []
-    peer = -1
-    try:
-        for peer in peers:
-            works.append((peer, group.recv([rows[peer]], peer, tag)))
-        for peer in peers:
-            works.append((peer, group.send([mine], peer, tag)))
-        for peer, work in works:  # noqa: B007 (names the peer whose wait failed)
-            wait(work, deadline.left_for_gloo)
-    except RuntimeError as error:
-        missing = [j for j in peers if not rows[j][-1]]
-        is_late = deadline.left < (1 - LATE) * deadline.seconds  # others may give up a little before
-        raise NotMet(str(error), missing=missing, closed=None if is_late else peer) from error
-    names = {j: bytes(row.numpy())[:-1].rstrip(b"\0") for j, row in rows.items()}
-    different = {
-        j: name for j, name in names.items() if name != ours and _without_numbers(name) != _without_numbers(ours)
-    }
-    if different:
-        found = {j: name.decode(errors="ignore") for j, name in different.items()}
-        raise NotMet("ranks are in another operation", found=found)
-
-
-def _without_numbers(name: bytes) -> bytes:
-    """The name of an operation without numbers: ranks may have begun to count rounds elsewhere."""
-    return re.sub(rb"\d+", b"", name)

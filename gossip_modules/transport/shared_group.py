@@ -41,6 +41,7 @@ class SharedGroup:
         num_users: transports that are not closed.
         num_joined: transports so far.
         is_owned: whether our own code has made the group, and torch can release it.
+        peers: the ranks that this rank is connected with; None: all. See [Note: few connections].
     """
 
     taken: set[int] = field(default_factory=set)
@@ -48,6 +49,13 @@ class SharedGroup:
     num_users: int = 0
     num_joined: int = 0
     is_owned: bool = False
+    peers: frozenset[int] | None = None
+
+
+def shared_by(group: dist.ProcessGroup) -> SharedGroup:
+    """The state of all transports over this group."""
+    with _lock:
+        return _shared.setdefault(group, SharedGroup())
 
 
 class Use:
@@ -74,7 +82,7 @@ class Use:
         self._holder = [group]  # the only reference, so that `release` can drop it
         self.is_active = False
         with _lock:
-            shared = self.shared = _shared.setdefault(group, SharedGroup())
+            shared = self.shared = shared_by(group)
             channels = (i % NUM_CHANNELS for i in range(shared.next_channel, shared.next_channel + NUM_CHANNELS))
             channel = next((i for i in channels if i not in shared.taken), None)
             if channel is None:

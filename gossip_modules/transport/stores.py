@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -19,7 +20,7 @@ from .threads import CallThread
 
 T = TypeVar("T")
 _NOTHING = "\0"  # stands under no key; as the expected value it changes nothing
-_REQUEST = timedelta(seconds=0.4)  # of records
+_REQUEST = timedelta(seconds=0.4)  # of ranks that fail, which must end in time
 
 
 class BoundedStore:
@@ -86,6 +87,15 @@ class BoundedStore:
         value = self._store.compare_set(key, _NOTHING, _NOTHING)
         return None if value == _NOTHING.encode() else value
 
+    def tell(self, key: str, value: str) -> None:
+        """Put `value` under `key`, if the store answers, without waiting for it."""
+        request = partial(self._store.set, key, value)
+        if self._client is not None:
+            self._client.tell(request)
+            return
+        with contextlib.suppress(RuntimeError):
+            request()
+
     def compare_set(self, key: str, expected: str, value: str, *, what: str, timeout: timedelta | None = None) -> bytes:
         """Put `value` under `key` if `expected` is there ("": nothing); returns the value afterwards. See `add`."""
         return self._ask(lambda: self._store.compare_set(key, expected, value), what, timeout)
@@ -119,6 +129,11 @@ class _Client:
     def __init__(self) -> None:
         self._thread = CallThread("store-requests")
         self._late: tuple[Future[Any], float] | None = None  # the first request that was given up; when it was made
+
+    def tell(self, request: Callable[[], None]) -> None:
+        """Make a request, unless an earlier one is without an answer."""
+        if self._late is None:
+            self._thread.submit(request)
 
     def ask(self, request: Callable[[], T], seconds: float) -> T:
         """The result of a request, or _NoAnswer after so many seconds."""
@@ -253,19 +268,6 @@ class Records:
         self._num_read = 0
         self._reading = threading.Lock()
 
-    @classmethod
-    def of(cls, group: dist.ProcessGroup, prefix: str) -> Records | None:
-        """Records under a prefix in the store of the job if torch knows the group, else in the group's own store.
-
-        None: the group has no store.
-        """
-        store: dist.Store | None
-        try:
-            store = job_store() if is_of_job(group) else group.get_group_store()
-        except (AttributeError, RuntimeError):  # an older torch, or a group without
-            return None
-        return None if store is None else cls(BoundedStore(dist.PrefixStore(prefix, store), timeout=_REQUEST))
-
     def append(self, record: Any) -> None:
         """Append a JSON value, if the store answers: without it errors tell less, and come late."""
         try:
@@ -299,3 +301,12 @@ class Records:
 def is_of_job(group: dist.ProcessGroup) -> bool:
     """Whether torch.distributed knows the group, so that it has the store of the job."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+def store_of(group: dist.ProcessGroup, prefix: str) -> BoundedStore | None:
+    """The keys under a prefix in the store of a process group, in which requests end soon; None: it has no store."""
+    try:
+        store = dist.distributed_c10d._world.pg_map[group][1] if is_of_job(group) else group.get_group_store()
+    except (AttributeError, RuntimeError):  # an older torch, or a group without
+        return None
+    return None if store is None else BoundedStore(dist.PrefixStore(prefix, store), timeout=_REQUEST)

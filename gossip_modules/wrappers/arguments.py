@@ -24,6 +24,7 @@ from ..graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
 from ..mixing_manager.base import MixingManager
 from ..schedule import Schedule
 from ..transport.connect import connect, group_or_world
+from ..transport.deadline import Deadline
 from ..transport.deadline import as_timeout as as_timeout
 from ..transport.process_group import DEFAULT_TIMEOUT, ProcessGroupTransport
 
@@ -190,7 +191,9 @@ class Links:
         group = group_or_world(self.process_group)
         return group.rank(), group.size()
 
-    def connect(self, module_device: torch.device, *, ranks: Sequence[int] | None = None) -> ProcessGroupTransport:
+    def connect(
+        self, module_device: torch.device, *, ranks: Sequence[int] | None = None, deadline: Deadline | None = None
+    ) -> ProcessGroupTransport:
         """A transport over the group that the arguments ask for; it raises as `connect` does."""
         return connect(
             self.process_group,
@@ -198,5 +201,6 @@ class Links:
             module_device=module_device,
             comm_device=self.comm_device,
             backend=self.backend,
+            deadline=deadline,
             timeout=self.timeout,
         )

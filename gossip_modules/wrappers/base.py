@@ -23,6 +23,7 @@ from ..old_calls import levels_to_user
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import broadcast_tensors, check_agreement
 from ..transport.connect import connect, group_or_world
+from ..transport.deadline import Deadline
 from ..transport.process_group import ProcessGroupTransport
 from .arguments import Links, check_flags
 from .averaging import AveragingMixin
@@ -141,14 +142,18 @@ class GossipWrapper(OldNames, AveragingMixin):
         others = selection.others(self.module, buffer.tensors) if init_sync else {}
         shapes = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in others.items()]
         device = buffer.vector.raw.device
+        deadline = Deadline(links.timeout)  # of all waits for ranks; each part of the model has the timeout beside
         existing = connect(group_or_world(links.process_group), module_device=device, timeout=links.timeout)
         try:
-            check_agreement(existing, {**description, "model": buffer.signature(), "beside what travels": shapes})
+            with existing.within(deadline):
+                check_agreement(existing, {**description, "model": buffer.signature(), "beside what travels": shapes})
             if init_sync:
+                passed = deadline.passed
                 broadcast_tensors(existing, [buffer.vector.raw, *others.values()])
+                deadline.extend(deadline.passed - passed)
         finally:
             existing.close()
-        self._local.transport = links.connect(device, ranks=ranks)
+        self._local.transport = links.connect(device, ranks=ranks, deadline=deadline)
         return self._local.transport
 
     # A forward, and the round of a step, in the order in which things happen.

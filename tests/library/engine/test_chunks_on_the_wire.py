@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import islice
@@ -20,6 +21,7 @@ from gossip_modules.extend import FlatVector, OverlapEngine, PushPull, PushSum
 from gossip_modules.flat.layout import FlatLayout
 from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.mixing_manager import MixingWeights, UniformMixing
+from gossip_modules.transport.deadline import Deadline
 from gossip_modules.transport.exchange import MAX_STAGED, Staging
 from tests.harness.problems import loss_of, sgd, train
 from tests.harness.progress import engine_of, local_of
@@ -274,6 +276,10 @@ class Scripted:
         for k, x in enumerate(self.recvs):
             x.view(torch.float32).fill_(PEER)
             yield k
+
+    def within(self, deadline: Deadline) -> AbstractContextManager[None]:
+        """See `Transport`."""
+        return nullcontext()
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`."""

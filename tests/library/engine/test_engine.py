@@ -6,6 +6,7 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from gossip_modules import GossipDataParallel, RingGraph, Schedule
 from gossip_modules.engine.engine import LockstepEngine
 from gossip_modules.extend import FlatVector, OverlapEngine, PushSum, SyncEngine
 from gossip_modules.mixing_manager import UniformMixing
+from gossip_modules.transport.deadline import Deadline
 from tests.harness.problems import fill_, loss_of, mlp
 from tests.harness.progress import local_of
 from tests.harness.ranks import HangUp, assert_no_gossip_threads, gossip_threads, run_ranks
@@ -58,6 +60,10 @@ class ScriptedTransport:
         self.posted.append(tag)
         self.sent.append(sends[1][0].view(torch.float32).clone())
         return ScriptedPending(self, tag, recvs[1][0])
+
+    def within(self, deadline: Deadline) -> AbstractContextManager[None]:
+        """See `Transport`."""
+        return nullcontext()
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`."""

@@ -19,6 +19,7 @@ from gossip_modules.graph_manager.named_graphs import undirected_ring
 from gossip_modules.membership.links import LinkTransport
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.mixer import GlobalAverage
+from gossip_modules.transport.deadline import Deadline
 from tests.harness.progress import engine_of
 from tests.library.membership.test_links import Ended, run_links
 from tests.library.membership.test_membership import Job, Worker, close
@@ -41,8 +42,8 @@ def within(transport: LinkTransport, engine: Any, s: FlatVector) -> None:
     """It has come, and has no result."""
     meet = transport._whole._meet
 
-    def meet_and_end(what: str, start: float) -> None:
-        meet(what, start)
+    def meet_and_end(what: str, deadline: Deadline) -> None:
+        meet(what, deadline)
         transport._break_whole()
         raise Ended
 

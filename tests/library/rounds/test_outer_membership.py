@@ -36,6 +36,7 @@ from gossip_modules.rounds.memory import Memory
 from gossip_modules.rounds.rounds import mixer_of
 from gossip_modules.testing import Chaos, Join, Kill
 from gossip_modules.testing import Worker as ChaosWorker
+from gossip_modules.transport.deadline import Deadline
 from tests.harness.progress import engine_of
 from tests.harness.ranks import TIMEOUT
 from tests.library.membership.scripted import Ended, ScriptedWorker, run_workers
@@ -182,8 +183,8 @@ def within(worker: Worker) -> None:
     transport = worker.transport
     meet = transport._whole._meet
 
-    def meet_and_end(what: str, start: float) -> None:
-        meet(what, start)
+    def meet_and_end(what: str, deadline: Deadline) -> None:
+        meet(what, deadline)
         transport._break_whole()
         raise Ended
 

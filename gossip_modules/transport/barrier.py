@@ -1,0 +1,188 @@
+"""Barriers that name the ranks that do not come: every rank tells all others, or in log2 n messages per rank."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from .deadline import Deadline
+from .exchange import LATE
+from .stores import BoundedStore
+
+Wait: TypeAlias = Callable[[dist.Work, timedelta], object]
+_NAME_BYTES = 64  # of the name of an operation
+
+
+class NotMet(RuntimeError):
+    """Ranks have not come to one operation.
+
+    Attributes:
+        peer: the rank of the group whose message is missing; None: ranks have come to different operations.
+        is_late: whether the time is over; else the connection to the peer is closed.
+        missing: the ranks of the group that have not come, as far as this rank knows.
+        found: the name of the other operation, by rank of the group that has come to one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        peer: int | None = None,
+        is_late: bool = False,
+        missing: Sequence[int] = (),
+        found: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.peer, self.is_late, self.missing, self.found = peer, is_late, missing, found or {}
+
+
+class Attendance:
+    """The number of the last barrier to which each rank has come, in a key-value store.
+
+    [Note: barriers in log2 n messages] In step k of a dissemination barrier a rank sends to the rank 2^k above it and
+    waits for the rank 2^k below it. A rank that waits in vain does not know whether that rank is late or waits too,
+    and over Gloo a wait that has timed out leaves no connection to ask on. So each rank writes into the store that it
+    has come, without waiting for the answer. A rank that gives up reads which ranks have not, and closes its
+    connections, so that the ranks that wait for it give up as well and name the same ranks. Where the store does not
+    answer, the error names the rank that this one has waited for.
+
+    Args:
+        store: of the ranks; no other code uses its keys.
+        rank: of this process in the group.
+    """
+
+    def __init__(self, store: BoundedStore, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._number = 0
+
+    def come(self) -> None:
+        """Write that this rank has come to the next barrier."""
+        self._number += 1
+        self._store.tell(str(self._rank), str(self._number))
+
+    def absent(self, ranks: Collection[int]) -> list[int]:
+        """The ranks among these that have not come to the barrier of this rank.
+
+        Raises:
+            ConnectionError: the store does not answer.
+        """
+        return [j for j in ranks if int(self._store.get(str(j), what="reading who has come") or 0) < self._number]
+
+
+def meet(
+    group: dist.ProcessGroup,
+    what: str,
+    *,
+    deadline: Deadline,
+    tag: int,
+    wait: Wait = dist.Work.wait,
+    ranks: Sequence[int] = (),
+) -> None:
+    """Return when all ranks of a group over Gloo or MPI have come to `what`.
+
+    Every rank tells all others, so that each knows by itself which one has not come. Gloo cannot be asked whether a
+    message has arrived, but its buffer can: it is not zero any more. One deadline holds for all waits; the first wait
+    that passes it closes this rank's connections over Gloo, so peers cannot be asked afterwards.
+
+    Args:
+        group: this rank's; all its ranks call this in the same order.
+        what: the operation that follows; equal on all ranks up to numbers in it.
+        deadline: for all to come.
+        tag: of the messages; no other message has it.
+        wait: waits for one of them.
+        ranks: the ranks of the group that take part; none: all.
+
+    Raises:
+        NotMet: ranks have not come, or have come to another operation.
+    """
+    peers = [j for j in ranks or range(group.size()) if j != group.rank()]
+    ours = what.encode()[: _NAME_BYTES - 1]
+    mine = torch.frombuffer(bytearray(ours.ljust(_NAME_BYTES - 1, b"\0") + b"\1"), dtype=torch.uint8)
+    rows = {j: torch.zeros(_NAME_BYTES, dtype=torch.uint8, device="cpu") for j in peers}
+    works: list[tuple[int, dist.Work]] = []
+    peer = -1
+    try:
+        for peer in peers:
+            works.append((peer, group.recv([rows[peer]], peer, tag)))
+        for peer in peers:
+            works.append((peer, group.send([mine], peer, tag)))
+        for peer, work in works:  # noqa: B007 (names the peer whose wait failed)
+            wait(work, deadline.left_for_gloo)
+    except RuntimeError as error:
+        missing = [j for j in peers if not rows[j][-1]]
+        raise NotMet(str(error), peer=peer, is_late=_is_late(deadline), missing=missing) from error
+    names = {j: bytes(row.numpy())[:-1].rstrip(b"\0") for j, row in rows.items()}
+    found = {j: name.decode(errors="ignore") for j, name in names.items() if _operation(name) != _operation(ours)}
+    if found:
+        raise NotMet("ranks are in another operation", found=found)
+
+
+def meet_in_turns(
+    group: dist.ProcessGroup,
+    what: str,
+    *,
+    deadline: Deadline,
+    tag: int,
+    wait: Wait,
+    attendance: Attendance | None,
+    peers: Sequence[int],
+) -> None:
+    """As `meet`, with log2 n messages per rank: see [Note: barriers in log2 n messages].
+
+    Where ranks have come to different operations, all of them learn it, and then tell all others in which one they are.
+
+    Args:
+        group, what, deadline, wait: see `meet`.
+        tag: of the messages; `tag + 1` is free too.
+        attendance: of this group; None: the error knows the rank only that this one has waited for.
+        peers: the ranks that this one is connected with.
+
+    Raises:
+        NotMet: ranks have not come, or have come to another operation.
+    """
+    if attendance is not None:
+        attendance.come()
+    rank, n = group.rank(), group.size()
+    code = zlib.crc32(_operation(what.encode()[: _NAME_BYTES - 1]))
+    least_and_most = torch.tensor([code, -code], device="cpu")  # the least of each, over all ranks heard of
+    distances = [1 << k for k in range((n - 1).bit_length())]
+    sends: list[tuple[int, dist.Work]] = []
+    peer = -1
+    try:
+        receives = []
+        for distance in distances:
+            peer = (rank - distance) % n
+            inbox = torch.empty_like(least_and_most)
+            receives.append((peer, inbox, group.recv([inbox], peer, tag)))
+        for distance, (peer, inbox, receive) in zip(distances, receives, strict=True):  # noqa: B007
+            above = (rank + distance) % n
+            sends.append((above, group.send([least_and_most], above, tag)))
+            wait(receive, deadline.left_for_gloo)
+            least_and_most = torch.minimum(least_and_most, inbox)
+        for peer, send in sends:  # noqa: B007 (names the peer whose wait failed)
+            wait(send, deadline.left_for_gloo)
+    except RuntimeError as error:
+        missing: list[int] = []
+        with contextlib.suppress(ConnectionError):
+            missing = [] if attendance is None else attendance.absent([j for j in range(n) if j != rank])
+        raise NotMet(str(error), peer=peer, is_late=_is_late(deadline), missing=missing) from error
+    if least_and_most.sum():
+        meet(group, what, deadline=deadline, tag=tag + 1, wait=wait, ranks=peers)
+        raise NotMet("ranks are in other operations")
+
+
+def _is_late(deadline: Deadline) -> bool:
+    """Whether a wait has failed since the time is over; others may give up a little before."""
+    return deadline.left < (1 - LATE) * deadline.seconds
+
+
+def _operation(name: bytes) -> bytes:
+    """The name of an operation without numbers: ranks may have begun to count rounds elsewhere."""
+    return re.sub(rb"\d+", b"", name)
