@@ -149,9 +149,9 @@ def test_a_host_is_that_of_heartbeats_and_links(monkeypatch: pytest.MonkeyPatch)
     asked: list[str] = []
     new = dist.ProcessGroupGloo.create_device
 
-    def create_device(hostname: str) -> Any:
+    def create_device(hostname: str, **options: Any) -> Any:
         asked.append(hostname)
-        return new(hostname=hostname)
+        return new(hostname=hostname, **options)
 
     monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", staticmethod(create_device))
     member = member_of(dist.HashStore(), min_workers=1, host="127.0.0.1")
