@@ -9,7 +9,7 @@ import torch
 from torch.profiler import record_function
 
 from ..flat.layout import CHUNK_BYTES
-from ..flat.vector import FlatVector
+from ..flat.vector import CACHED_BYTES, FlatVector
 from ..graph_manager.butterfly_groups import ButterflyGroups, Phase
 from ..rounds.mixer import Mixer
 from ..transport.base import Pending, Transport
@@ -86,7 +86,7 @@ class GroupAverage(Mixer):
     def finish_to(self, out: FlatVector) -> None:
         """Wait, then out <- the mean, where `start` was called with another vector of the same layout."""
         sums = [phase for phase in self._phases if phase.in_peer is not None and not phase.is_result]
-        num_members = torch.full((1,), self.groups.num_members(self.transport.rank, self._t), device=out.raw.device)
+        num_members = self.groups.num_members(self.transport.rank, self._t)
         if not self._phases:
             out.raw.copy_(self._source.raw)
         for phase in self._phases:
@@ -96,12 +96,11 @@ class GroupAverage(Mixer):
                     self._posted.popleft().wait()
                 if phase.in_peer is None:
                     continue
-                received = self._inbox[k]  # in cache
-                if not phase.is_result:
-                    received.add_segments_(self._source.chunks()[k], alpha=1.0)
-                if sums and phase is sums[-1]:
-                    received.divide_by_weight_(num_members)
-                chunk.raw.copy_(received.raw)
+                if phase.is_result:
+                    chunk.raw.copy_(self._inbox[k].raw)
+                else:
+                    divisor = num_members if phase is sums[-1] else 1
+                    _sum_to(chunk, self._inbox[k], self._source.chunks()[k], divisor=divisor)
             self._num_posted = 0
             if phase.in_peer is not None:
                 self._source = out
@@ -120,6 +119,21 @@ class GroupAverage(Mixer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.groups})"
+
+
+def _sum_to(out: FlatVector, x: FlatVector, y: FlatVector, *, divisor: int) -> None:
+    """out <- (x + y) / divisor, in pieces that stay in cache, and in float32 where dtypes are narrower."""
+    for result, a, b in zip(out.segments, x.segments, y.segments, strict=True):
+        size = torch.get_num_threads() * CACHED_BYTES // result.element_size()
+        for piece, one, other in zip(result.split(size), a.split(size), b.split(size), strict=True):
+            is_narrow = result.element_size() < 4
+            total = one.float().add_(other) if is_narrow else torch.add(one, other, out=piece)
+            if divisor > 1:
+                if is_narrow:
+                    total = total.to(piece.dtype).float()  # a sum is rounded as in the phases before
+                total.div_(divisor)
+            if is_narrow:
+                piece.copy_(total)
 
 
 def _inbox_like(s: FlatVector) -> tuple[FlatVector, ...]:
