@@ -1,4 +1,4 @@
-"""How the cost of one rank grows with the number of ranks: `python benchmarks/scale.py --sizes 16 64 256`.
+"""How the cost of one rank grows with the number of ranks: `python -m benchmarks.scale --sizes 16 64 256`.
 
 All ranks are threads of one process over real Gloo groups whose ranks have few connections. A tiny model trains by SGP
 on the exponential graph. The CPU time is that of the thread of a rank, the median over all ranks, so it hardly depends
@@ -8,7 +8,6 @@ on how busy the machine is. Descriptors are those of a rank, with the ends of al
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import threading
@@ -17,12 +16,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.record import RESULTS, append_row
 from gossip_modules import GossipDataParallel, connect
 from gossip_modules.testing.ranks import run_ranks
 from gossip_modules.transport.process_group import ProcessGroupTransport
@@ -94,22 +93,16 @@ def measure(n: int, repeats: int) -> Cost:
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print, and append to benchmarks/results/scale.csv."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    costs = []
     for n in options.sizes:
-        costs.append(measure(n, options.repeats))
-        print(costs[-1], flush=True)
-    if options.output is not None:
-        with options.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(asdict(costs[0])))
-            writer.writeheader()
-            writer.writerows(map(asdict, costs))
+        cost = measure(n, options.repeats)
+        print(cost, flush=True)
+        append_row(RESULTS / "scale.csv", asdict(cost), seed=0)
 
 
 if __name__ == "__main__":
