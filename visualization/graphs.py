@@ -79,7 +79,8 @@ def rounds_of_run(config: Mapping[str, Any], world_size: int) -> MatrixRounds | 
     if recipe == "localsgd":
         return f"Local SGD: parameters are averaged over all ranks every {period} steps; there is no graph."
     if own is not None and own.averages_exactly and not mixes_between:
-        return f"{own.title}: an outer step along the mean drift of all ranks every {period} steps; there is no graph."
+        title = own.title or type(own).__name__
+        return f"{title}: an outer step along the mean drift of all ranks every {period} steps; there is no graph."
     if recipe == "noloco":
         return "NoLoCo: each outer step is in random pairs of ranks; there is no fixed graph."
     if recipe == "relaysgd":

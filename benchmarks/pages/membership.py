@@ -110,6 +110,23 @@ torchft's replicas meet in a lighthouse, which takes one for dead after 5 s with
             "survivors_that_failed": ("survivors that failed", "d"),
         },
     ),
+    "scale": Page(
+        "The cost of one rank among many",
+        "scale.csv",
+        """\
+Ranks as threads of one process over Gloo, in groups whose ranks have few connections. Times are CPU time of the thread
+of a rank, the median of all ranks: a named barrier, wrapping a tiny model, a step of SGP with its round, and an exact
+average. Descriptors are those of one rank, with the ends of all its connections. The times of 256 ranks were to be at
+most twice those of 16; see [Transport and failures](../decisions/transport.md).""",
+        {
+            "ranks": ("ranks", "d"),
+            "descriptors": ("descriptors", ".1f"),
+            "barrier_ms": ("barrier, ms", ".2f"),
+            "wrap_ms": ("wrapping, ms", ".1f"),
+            "round_ms": ("step and round, ms", ".2f"),
+            "average_ms": ("exact average, ms", ".2f"),
+        },
+    ),
     "elastic_network": Page(
         "Stopped, cut off, slow and lossy",
         "elastic_network.csv",

@@ -192,7 +192,7 @@ def carry(old: Stacked, new: Stacked, rows: Sequence[int]) -> None:
             (memory,), (own,) = before.memories, after.memories
             state = memory.state_dict(has_links=False)
             state.pop("weights", None)
-            state = _rows(state, torch.tensor(rows), before.num_ranks)
+            state = _rows(state, torch.tensor(rows, device="cpu"), before.num_ranks)
             own.load_state_dict(state)
             continue
         for index, (rank, own) in enumerate(zip(rows, after.memories, strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..transport.agreement import broadcast_state
+from ..transport.deadline import Deadline
 from ..transport.process_group import ProcessGroupTransport
 from ..transport.state_tree import copied, encode
 from .joining import JobFullError, LeftWhileJoiningError
@@ -240,6 +242,11 @@ class NodeCollectives:
     def world_size(self) -> int:
         """The number of nodes."""
         return self._node.membership.world_size
+
+    def within(self, deadline: Deadline) -> contextlib.AbstractContextManager[None]:
+        """See `Transport`: the first process waits for other nodes, and the others for the first one."""
+        node = self._node
+        return node.membership.transport.within(deadline) if node.leads else contextlib.nullcontext()
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`: the sum over all nodes."""
