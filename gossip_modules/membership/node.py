@@ -228,6 +228,7 @@ class NodeCollectives:
 
     def __init__(self, node: NodeProcesses) -> None:
         self._node = node
+        self.timeout = node.membership.timeout
 
     def __deepcopy__(self, memo: dict[int, object]) -> NodeCollectives:
         """Copies of a wrapper are snapshots, which send nothing."""
