@@ -24,7 +24,6 @@ class Background:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()  # around the start of a thread
         self._error: BaseException | None = None
-        self._has_failed = threading.Event()
         self._is_seen = self._is_forgotten = False
         self.on_error: weakref.WeakMethod[Callable[[BaseException], None]] | None = None  # takes the error of a thread
 
@@ -47,11 +46,6 @@ class Background:
         """Keep `error` for the training thread, unless there is an earlier error or `forget` was called."""
         if self._error is None and not self._is_forgotten:
             self._error = error
-        self._has_failed.set()
-
-    def wait_for_error(self, seconds: float) -> bool:
-        """Wait until a thread has failed, at most `seconds`; returns whether one has."""
-        return self._has_failed.wait(seconds)
 
     def raise_if_failed(self) -> None:
         """Raise the first error of a thread, if there is one, at every call."""

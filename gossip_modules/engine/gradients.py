@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..flat.nonfinite import FiniteCheck, refuse
+from ..flat.nonfinite import FiniteCheck
 from ..flat.vector import FlatVector
 from .engine import Engine
 
@@ -58,9 +58,16 @@ class GradientEngine(Engine):
         """See `Engine`: the beginning of a step. The average follows in `average`."""
         rank = self.transport.rank
         if self._is_finite is not None and not self._is_finite(x):
-            refuse(self.transport.names[rank], f"step {self.step}", senders=())
+            raise FloatingPointError(
+                f"rank {self.transport.names[rank]}: before step {self.step} the model holds infinities or NaN, as all "
+                "models do after an average of such gradients; expected finite parameters. Go on from a checkpoint "
+                "with a smaller learning rate or clipped gradients; on_nonfinite='spread' does not look"
+            )
         self.step += 1
-        if self.is_cut_off:
+        if (
+            self.is_cut_off
+        ):  # this step has waited for a generation, which forms without a death only if it is asked for
+            self.transport.ask_for_another()
             return False
         try:
             if self._is_first:
@@ -93,8 +100,15 @@ class GradientEngine(Engine):
 
         Args:
             parameters: the parameters, the same on all workers; their gradients are mutated.
+
+        Raises:
+            ValueError: a gradient is sparse.
         """
         start, n = time.perf_counter(), self.transport.world_size
+        if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+            raise ValueError(
+                "got a sparse gradient with a membership, expected dense ones; pass sparse=False to the nn.Embedding"
+            )
         try:
             if self.is_cut_off:
                 raise ConnectionError("a worker of this generation has failed before")

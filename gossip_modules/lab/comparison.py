@@ -113,7 +113,7 @@ class LabTraining:
                 models.x[workers] = x
             models.mix_buffers(exchanges, workers)
             if self.step and (momentum := driver.momentum) is not None:
-                models.set_momentum(momentum)
+                models.set_momentum(momentum, workers)
             yield z
             if self.step == last:
                 return
@@ -282,6 +282,11 @@ def compare(
     Raises:
         ValueError: a method does not fit a number of workers, or the events; nothing was trained then.
     """
+    if every < 1:
+        raise ValueError(f"got every={every}, expected at least 1: the steps from one point of a curve to the next")
+    for event in events:
+        if not 0 < event.step < steps:
+            raise ValueError(f"got {event} in a run of {steps} steps, expected a step from 1 to {steps - 1}")
     task = LabTask(model, loss, data, optimizer, scheduler, evaluate)
     compute = compute or Compute(0.1)
     network = Network(network) if isinstance(network, str) else network
@@ -289,8 +294,10 @@ def compare(
     for seed in seeds:
         for n in workers:
             for name, what in methods.items():
-                plan = LabPlan.of(what).resolved(n)
-                key = dict(zip(CELL, (name, f"{plan.text} {plan.schedule} {plan.graph}", n, seed, steps), strict=True))
+                plan = LabPlan.of(what)  # its graph follows the number of workers, which events change
+                shown = plan.resolved(n)
+                text = f"{shown.text} {shown.schedule} {shown.graph}"
+                key = dict(zip(CELL, (name, text, n, seed, steps), strict=True))
                 cells.append((key, plan, Setting(n, num_parameters, compute, network, seed)))
     known = read_rows(Path(path)) if path is not None else []
     done = [{name: row[name] for name in CELL} for row in known if row["step"] == row["steps"]]

@@ -122,8 +122,8 @@ class Models:
         group = self.optimizers[0].param_groups[0]
         return SGDStep(float(self._rate), float(group.get("momentum", 0.0)))
 
-    def set_momentum(self, momentum: Tensor) -> None:
-        """Write the momentum [n, d] into the optimizer, which is `torch.optim.SGD`.
+    def set_momentum(self, momentum: Tensor, workers: Indices) -> None:
+        """Write the momentum of these workers, one row for each, into the optimizer, which is `torch.optim.SGD`.
 
         Raises:
             ValueError: the optimizer is another one, or has no momentum.
@@ -133,11 +133,11 @@ class Models:
             name = type(optimizer).__name__
             raise ValueError(f"got {name}, expected torch.optim.SGD with momentum, which the algorithm changes")
         for leaf, view in zip(self._leaves[0], views.values(), strict=True):
-            optimizer.state[leaf]["momentum_buffer"].copy_(view)
+            optimizer.state[leaf]["momentum_buffer"][torch.from_numpy(workers)] = view
 
     def copy(self, donor: int, worker: int) -> None:
         """Give a worker that joins the parameters, the buffers and the state of the optimizer of another one."""
-        for rows in (self.x, *self.buffers.values()):
+        for rows in (self.x, self.losses, *self.buffers.values()):
             rows[worker] = rows[donor]
         if not self._is_stacked:
             self.optimizers[worker].load_state_dict(self.optimizers[donor].state_dict())

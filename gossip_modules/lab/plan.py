@@ -355,11 +355,11 @@ class PlanRun:
         n, outer, graph = self.num_ranks, algorithm.parts[0], self.plan.graph
         if not outer.mixes:
             return None
-        own_mixing = outer.default_mixing(n) if graph in ("", "ring") else None
+        own_mixing = algorithm.default_mixing(n) if graph in ("", "ring") else None
         if own_mixing is not None:
             return own_mixing
         if not graph:
-            return default_mixing(outer.default_graph(n) or named_graph(pairs(n), n), push_sum=False)
+            return default_mixing(algorithm.default_graph(n) or named_graph(pairs(n), n), push_sum=False)
         is_static = any(part.needs_static_graph for part in algorithm.parts)
         return default_mixing(self.graph(is_undirected=True, is_static=is_static), push_sum=False)
 

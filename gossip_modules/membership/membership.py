@@ -355,8 +355,8 @@ class Membership:
         if self.job.participant is not None:
             raise ValueError(
                 f"got membership of job {self.name!r} in a second wrapper, expected one wrapper; models that train in "
-                "one loop are one module, whose forward runs them all: with a wrapper and a membership for each, who "
-                "joins would wait in one for workers that wait for it in the other"
+                "one loop are one module, whose forward runs them all: with a wrapper and a membership for each, a "
+                "worker that joins would wait in one for workers that wait for it in the other"
             )
 
     def attach(self, participant: Any) -> None:

@@ -172,6 +172,10 @@ class ElasticAllReduce(GossipWrapper):
     waits for the next generation. A worker that has missed an average takes model and tracked state of one that has
     not, when the generation begins; see `GradientEngine`. So all workers hold the same model, as without a membership.
 
+    Run a backward for each step on all workers, as with DistributedDataParallel: averages meet in their order, so a
+    worker that leaves one out averages gradients of other steps than the rest. A nested backward, as in a reentrant
+    checkpoint, and `torch.autograd.grad` of parameters average once more, which changes nothing but the bytes.
+
     A `torch.amp.GradScaler` refuses a step without gradients: skip `scaler.step` where all gradients are None.
 
     Args:
@@ -204,7 +208,8 @@ class ElasticAllReduce(GossipWrapper):
         check_links(membership, group=process_group, init_sync=True, timeout=as_timeout(timeout))
         _check_policy(on_nonfinite)
         check_flags(broadcast_buffers=broadcast_buffers)
-        super().__init__(module, selection=Selection(broadcast_buffers, ignore))
+        # As DistributedDataParallel, which averages gradients in both modes.
+        super().__init__(module, selection=Selection(broadcast_buffers, ignore), gossip_in_eval_mode=True)
         local = self._local
         local.name = AllReduceDataParallel.__name__
         local.description = {"on_nonfinite": on_nonfinite, "selection": str(self._selection)}

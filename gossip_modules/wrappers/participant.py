@@ -416,7 +416,7 @@ def check_links(
     if not init_sync or isinstance(init_sync, str):
         raise ValueError(
             f"got init_sync={init_sync!r} with a membership, expected True: its workers begin with the model of the "
-            "first one, and who joins with that of a donor; leave init_sync out"
+            "first one, or of a donor if they join later; leave init_sync out"
         )
     if timeout not in (DEFAULT_TIMEOUT, membership.timeout):
         raise ValueError(

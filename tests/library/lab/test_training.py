@@ -222,6 +222,27 @@ def test_workers_die_and_join(what: str) -> None:
     assert 0 < training.num_steps[4] <= 4
 
 
+@pytest.mark.parametrize("what", ["dpsgd", "choco", "gasloc", "adpsgd", "qgdsgdm"])
+def test_the_default_graph_follows_the_workers(what: str) -> None:
+    result = compare(
+        {"it": what},
+        model=lambda: Net().double(),
+        loss=loss,
+        data=data,
+        optimizer=sgd(momentum=0.9) if what == "qgdsgdm" else sgd(),
+        workers=[4],
+        steps=6,
+        every=2,
+        events=[Kill(2, 1), Join(4)],
+    )
+    assert all(np.isfinite(row["loss"]) for row in result.rows if row["step"])
+
+
+def test_events_outside_the_run_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"got LabKill.step=9, .* in a run of 2 steps"):
+        compare_with("sgp", workers=[4], events=[Kill(9, 1)])
+
+
 def test_survivors_go_on_with_their_memory() -> None:
     """With equal data on all workers a death changes nothing: the momentum of the outer optimizer goes on."""
     own = LabTask(lambda: Net().double(), loss, lambda worker, step, generator: data(0, step, torch.Generator()), sgd())

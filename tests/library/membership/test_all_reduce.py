@@ -108,6 +108,20 @@ def test_one_worker_trains_as_without_a_wrapper() -> None:
         torch.testing.assert_close(own, expected)
 
 
+def test_eval_mode_averages_gradients_and_sparse_ones_are_refused() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    module = nn.Sequential(table, nn.Linear(2, 1))
+    wrapper = AllReduceDataParallel(module, membership=member_of(dist.HashStore(), min_workers=1))
+    wrapper.eval()
+    with pytest.raises(ValueError, match="got a sparse gradient with a membership"):
+        wrapper(torch.tensor([1, 2])).sum().backward()
+    table.sparse = False
+    wrapper.zero_grad()
+    wrapper(torch.tensor([1, 2])).sum().backward()
+    assert wrapper.comm_stats()["num_rounds"] == 1
+    wrapper.close()
+
+
 def test_options_that_a_membership_decides_are_refused() -> None:
     member = member_of(dist.HashStore(), min_workers=1)
     with pytest.raises(ValueError, match="got timeout=3 s with a membership"):
