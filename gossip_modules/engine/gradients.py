@@ -64,10 +64,7 @@ class GradientEngine(Engine):
                 "with a smaller learning rate or clipped gradients; on_nonfinite='spread' does not look"
             )
         self.step += 1
-        if (
-            self.is_cut_off
-        ):  # this step has waited for a generation, which forms without a death only if it is asked for
-            self.transport.ask_for_another()
+        if self.is_cut_off:
             return False
         try:
             if self._is_first:

@@ -420,9 +420,14 @@ class Membership:
         return change
 
     def wait_for_generation(self) -> None:
-        """Wait until the next generation is due, for a wrapper whose steps are lost until then; a second at most."""
+        """Wait until the next generation is due, for a wrapper whose steps are lost until then; a second at most.
+
+        Where none is being formed, as no worker has died, this worker asks for one.
+        """
         generations, worker = self.worker.generations, self.worker
-        worker.wait_until(lambda: bool(generations.due) or worker.is_excluded, Deadline(_GENERATION_SECONDS))
+        is_due = worker.wait_until(lambda: bool(generations.due) or worker.is_excluded, Deadline(_GENERATION_SECONDS))
+        if not is_due and worker.roster.forming is None:
+            self.transport.ask_for_another()
 
     def repeat_step(self) -> None:
         """The round of this step has failed: the next call of `at_step` is of the same one."""

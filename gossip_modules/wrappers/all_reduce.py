@@ -213,7 +213,7 @@ class ElasticAllReduce(GossipWrapper):
         local = self._local
         local.name = AllReduceDataParallel.__name__
         local.description = {"on_nonfinite": on_nonfinite, "selection": str(self._selection)}
-        local.world = Participant(local, membership, lambda n: n, peers=_beside, has_links=False)
+        local.world = Participant(local, membership, lambda n: n, peers=_watched, has_links=False)
         self._handle: torch.utils.hooks.RemovableHandle | None = None
         self._is_synced = False  # the last training forward was outside no_sync()
         engine = GradientEngine(local.transport, share=self._share, on_nonfinite=on_nonfinite)
@@ -261,9 +261,10 @@ class ElasticAllReduce(GossipWrapper):
             value.load_state_dict(state[name])
 
 
-def _beside(world_size: int, rank: int) -> set[int]:
-    """The ranks before and after this one on a ring, which it watches."""
-    return {(rank - 1) % world_size, (rank + 1) % world_size} - {rank}
+def _watched(world_size: int, rank: int) -> set[int]:
+    """The ranks at distances 1, 2, 4, ..., which this one watches: a few neighbours that die at once are all seen."""
+    distances = [1 << k for k in range((world_size - 1).bit_length())]
+    return {(rank + sign * distance) % world_size for distance in distances for sign in (-1, 1)} - {rank}
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[Tensor], None]:
