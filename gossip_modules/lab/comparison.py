@@ -264,7 +264,12 @@ def compare(
     Args:
         methods: by a name of yours: an algorithm, such as `DiLoCo(sync_every=50)`, the settings of another method, such
             as `SGP()`, a text, such as "choco:ring:topk", or a `LabPlan`.
-        model, loss, data, optimizer, scheduler, evaluate: see `LabTask`.
+        model: makes the model; see `LabTask`, also for the next five.
+        loss: loss(model, batch), a scalar.
+        data: data(worker, step, generator) makes a batch.
+        optimizer: makes a torch optimizer from a list of parameters.
+        scheduler: makes a learning rate scheduler from the optimizer; None: the rate is constant.
+        evaluate: evaluate(model) measures the averaged model; None: nothing is measured.
         workers: the numbers of workers.
         steps: optimizer steps of a worker; for an asynchronous method, ticks of its fastest worker's step.
         seeds: the seeds of the model, the data and the methods.

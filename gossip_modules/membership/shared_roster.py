@@ -182,15 +182,20 @@ class SharedRoster:
             RuntimeError: nobody is to wait any more. No other worker gets the value, unless one has got it already.
         """
         own, start, is_told = f"{name}/{worker}", time.monotonic(), False
+        has_come: set[int] = set()  # half-way: where the exchange ends, workers take their values back
+        look = start + patience / 2
         keys = [self._key(f"{name}/{other}") for other in workers]
         self._asked.set(self._key(own), value, what="meeting others")
         while (found := self._asked.get_all(keys, what="meeting others")) is None:
             if is_void() or self.ended.wait(limits.BUSY_POLL):
                 self.forget([own])
                 raise RuntimeError(f"the exchange {name} was ended before all had come")
-            if not is_told and time.monotonic() - start > patience:
-                is_told = True
-                on_late(self.missing(name, workers))
+            if not is_told and time.monotonic() > look:
+                missing = self.missing(name, [other for other in workers if other not in has_come])
+                has_come |= {*workers} - {*missing}
+                is_told, look = look >= start + patience, start + patience
+                if is_told:
+                    on_late(missing)
         return [text.decode() for text in found]
 
     def missing(self, name: str, workers: Iterable[int]) -> list[int]:
