@@ -32,7 +32,6 @@ class GradientEngine(Engine):
 
     Args:
         transport: the transport of the first generation.
-        x: the parameters.
         share: called on all workers with the rank whose state the others take, if a worker has missed an average.
         on_nonfinite: "raise" raises FloatingPointError at a step if x is not finite; "spread" does not check.
     """
@@ -66,27 +65,30 @@ class GradientEngine(Engine):
         self.step += 1
         if self.is_cut_off:
             return False
+        is_written = False
         try:
             if self._is_first:
-                self._make_equal(x)
+                is_written = self._make_equal(x)
+                self._is_first = False
             for buffers in x.buffers:
                 self.transport.broadcast(buffers, source=0, what="sharing buffers")
         except (ConnectionError, TimeoutError):
             self.is_cut_off = True
-        return True
+        return is_written
 
-    def _make_equal(self, x: FlatVector) -> None:
-        """All workers take the model of the first worker with the largest number of averages."""
+    def _make_equal(self, x: FlatVector) -> bool:
+        """All workers take the model of the first worker with the largest number of averages; whether x was written."""
         counts = torch.empty(self.transport.world_size, dtype=torch.int64, device="cpu")
         self.transport.all_gather(counts, torch.tensor([self.t], device="cpu"), what="comparing numbers of averages")
-        if int(counts.min()) != int(counts.max()):
-            source = int(counts.argmax())
-            vector = x.raw.clone()
-            self.transport.broadcast(vector, source=source, what="sharing the model of a worker that is ahead")
-            self._share(source)
-            x.raw.copy_(vector)
-            self.t = int(counts.max())
-        self._is_first = False
+        if int(counts.min()) == int(counts.max()):
+            return False
+        source = int(counts.argmax())
+        vector = x.raw.clone()
+        self.transport.broadcast(vector, source=source, what="sharing the model of a worker that is ahead")
+        self._share(source)
+        x.raw.copy_(vector)
+        self.t = int(counts.max())
+        return True
 
     @torch.no_grad()
     def average(self, parameters: Sequence[Tensor]) -> bool:
@@ -123,9 +125,9 @@ class GradientEngine(Engine):
                 parameter.grad = None
             return False
         message.unpack_to([*gradients, has_gradient])
-        for parameter, gradient, share in zip(parameters, gradients, has_gradient.tolist(), strict=True):
-            if share and parameter.grad is None:
-                parameter.grad = gradient
+        for k, parameter in enumerate(parameters):
+            if parameter.grad is None and has_gradient[k]:  # on another worker
+                parameter.grad = gradients[k]
         self.t += 1
         self.stats.record(0)
         self.stats.wait_seconds += time.perf_counter() - start

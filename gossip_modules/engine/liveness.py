@@ -100,7 +100,7 @@ class _BoundedWait:
         activity: the activity of the training thread during the wait; TRAINING where another thread waits.
         is_patient: whether the wait goes on as long as the partner makes progress.
         start: when it began (`time.monotonic()`).
-        seconds: its length so far and that of earlier waits of the operation, without pauses of the whole process.
+        seconds: its length so far, added to earlier waits of the operation, without pauses of the whole process.
         progress: the last status of the partner.
     """
 

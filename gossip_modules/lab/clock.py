@@ -94,7 +94,7 @@ class Compute:
 
 
 class LinkSpec(NamedTuple):
-    """A link between two workers: its line rate, of which `TCP_SHARE` carries data, and the latency of a message.
+    """A link between two workers: the line rate and the latency of a message; `TCP_SHARE` of the rate carries data.
 
     >>> LinkSpec.of("100 Mbit/s, 80 ms")
     LinkSpec(rate_bit_s=100000000.0, latency_s=0.08)

@@ -161,7 +161,7 @@ class LabTraining:
         if isinstance(event, LabKill):
             rows = rows[old != event.worker]
             if len(rows) in (0, len(old)):
-                raise ValueError(f"got {event}, expected one of the workers {old.tolist()}, of which one is left")
+                raise ValueError(f"got {event}, expected one of the workers {old.tolist()}; at least one stays")
             workers = old[rows]
         else:
             rows, workers = np.append(rows, 0), np.append(old, self._num_known)
@@ -217,7 +217,7 @@ class Result:
 
     Attributes:
         rows: a dict by `COLUMNS` for each point of each curve. A cell of the comparison is one method with one number
-            of workers and one seed; its rows have equal values of `CELL`. Of its points, `seconds` and `megabytes`
+            of workers and one seed; its rows have equal values of `CELL`. The entries `seconds` and `megabytes`
             count from the beginning of training, for one worker; `loss` is the mean training loss over workers,
             `evaluation` the result of `evaluate` for the averaged model, `consensus` the distance of the models from
             their mean, root mean square over workers, and `by` says whether the losses of all workers were computed at

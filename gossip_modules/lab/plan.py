@@ -121,7 +121,7 @@ class LabPlan:
         control_rates: how often workers communicate under the control, as measured on your model. None: as often as the
             control finds necessary on the models that are trained.
         overlap: whether a round takes effect one step later, under the compute.
-        is_recipe: whether the settings are those of the recipe, so that others may be tried.
+        is_recipe: whether the recipe chose the settings, so that other settings may be tried.
         is_text: whether a text names the method, so that its draws take the seed of the setting.
 
     Raises:

@@ -272,7 +272,7 @@ class Advice:
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction | None:
-    """Return the fastest prediction that reached the target with workers that agree; None: there is none."""
+    """Return the fastest prediction that reached the target with workers that agree, or None."""
     good = [prediction for prediction in predictions if prediction.has_reached and prediction.has_agreed]
     return min(good, key=lambda prediction: prediction.seconds, default=None)
 

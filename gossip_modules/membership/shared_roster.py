@@ -148,7 +148,7 @@ class SharedRoster:
         return self.roster.view is None or (roster.last_generation > 0 and roster.loaded == self.roster.loaded)
 
     def _parsed(self, text: str) -> Roster:
-        """The roster of a text; an empty one where it is none."""
+        """The roster of a text; an empty roster if the text cannot be read."""
         try:
             return Roster.loads(text) if text else Roster(self._on_partition)
         except GARBAGE as error:

@@ -116,8 +116,10 @@ def meet(
         for peer, work in works:  # noqa: B007 (names the peer whose wait failed)
             wait(work, deadline.left_for_gloo)
     except RuntimeError as error:
-        missing = [j for j in peers if not rows[j][-1]]
-        raise NotMet(str(error), peer=peer, is_late=_is_late(deadline), missing=missing) from error
+        # Where a connection has closed before the time is over, other ranks may still be on their way.
+        is_late = _is_late(deadline)
+        missing = [j for j in (peers if is_late else [peer]) if not rows[j][-1]]
+        raise NotMet(str(error), peer=peer, is_late=is_late, missing=missing) from error
     names = {j: bytes(row.numpy())[:-1].rstrip(b"\0") for j, row in rows.items()}
     found = {j: name.decode(errors="ignore") for j, name in names.items() if _operation(name) != _operation(ours)}
     if found:

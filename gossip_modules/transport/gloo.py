@@ -55,7 +55,7 @@ def gloo_backend(
         timeout: of connecting, and of every wait that gives none.
         host: a name or address of this machine, at which the other ranks reach it; None: the interfaces in the
             environment variable GLOO_SOCKET_IFNAME, with commas between them, or the choice of Gloo.
-        keeps_port: whether its ports stay open, for a caller that closes those of several groups.
+        keeps_port: whether its ports stay open, for a caller that closes the ports of several groups together.
         peers: the ranks that this rank exchanges messages with, beside the `collective_peers`: see
             [Note: few connections]; they have this rank among theirs. None: all ranks.
 

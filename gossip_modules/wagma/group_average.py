@@ -126,14 +126,14 @@ def _sum_to(out: FlatVector, x: FlatVector, y: FlatVector, *, divisor: int) -> N
     for result, a, b in zip(out.segments, x.segments, y.segments, strict=True):
         size = torch.get_num_threads() * CACHED_BYTES // result.element_size()
         for piece, one, other in zip(result.split(size), a.split(size), b.split(size), strict=True):
-            is_narrow = result.element_size() < 4
-            total = one.float().add_(other) if is_narrow else torch.add(one, other, out=piece)
+            if piece.element_size() >= 4:
+                torch.add(one, other, out=piece)
+                if divisor > 1:
+                    piece.div_(divisor)
+                continue
+            piece.copy_(one.float().add_(other.float()))
             if divisor > 1:
-                if is_narrow:
-                    total = total.to(piece.dtype).float()  # a sum is rounded as in the phases before
-                total.div_(divisor)
-            if is_narrow:
-                piece.copy_(total)
+                piece.copy_(piece.float().div_(divisor))
 
 
 def _inbox_like(s: FlatVector) -> tuple[FlatVector, ...]:

@@ -217,3 +217,37 @@ def test_a_writer_that_others_are_always_ahead_of_gives_up_in_time(monkeypatch: 
 
     monkeypatch.setattr(BoundedStore, "compare_set", compare_set)
     assert not shared.update([come(9)])
+
+
+def test_a_worker_that_has_come_to_an_exchange_is_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the exchange ends, workers take their values back, and would be taken for absent."""
+    store = dist.HashStore()
+    first, second = (SharedRoster(store, name="job", timeout=TIMEOUT) for _ in range(2))
+    looks, has_left, late = 0, threading.Event(), list[list[int]]()
+    missing = first.missing
+
+    def look(name: str, workers: Any) -> list[int]:
+        nonlocal looks
+        looks += 1
+        found = missing(name, workers)
+        if looks == 1:  # half-way; the second worker leaves after it, and before the look at the end
+            is_over.set()
+            assert has_left.wait(TIMEOUT.total_seconds())
+        return found
+
+    monkeypatch.setattr(first, "missing", look)
+    is_over = threading.Event()
+
+    def come_and_leave() -> None:
+        with pytest.raises(RuntimeError, match="was ended before all had come"):
+            second.gather("meeting", 1, "here", [0, 1, 2], is_void=is_over.is_set)
+        has_left.set()
+
+    other = threading.Thread(target=come_and_leave)
+    other.start()
+    while missing("meeting", [1]):
+        assert other.is_alive()
+    with pytest.raises(RuntimeError, match="was ended before all had come"):
+        first.gather("meeting", 0, "here", [0, 1, 2], is_void=lambda: bool(late), on_late=late.append, patience=0.1)
+    other.join()
+    assert late == [[2]]
