@@ -73,13 +73,20 @@ class HandWritten(Contender):
             t.data = self.flat[offset : offset + t.numel()].view(t.shape)
             offset += t.numel()
         self.inbox = torch.empty_like(self.flat)
+        self.staging: tuple[Tensor, Tensor] | None = None  # Gloo sends and receives in the host's memory
+        if self.flat.is_cuda:
+            self.staging = self.flat.cpu().pin_memory(), self.flat.cpu().pin_memory()
         n, rank = dist.get_world_size(), dist.get_rank()
         self.source, self.target = (rank - 1) % n, (rank + 1) % n
         self.works: list[dist.Work] = []
 
     def post(self, message: Tensor) -> None:
         """Receive first, then send; both in the background."""
-        receive = dist.irecv(self.inbox, self.source)
+        inbox = self.inbox
+        if self.staging is not None:
+            inbox, outbox = self.staging
+            message = outbox.copy_(message)
+        receive = dist.irecv(inbox, self.source)
         send = dist.isend(message, self.target)
         assert receive is not None
         assert send is not None
@@ -89,6 +96,8 @@ class HandWritten(Contender):
         """Until both are done; a work may be waited for once only."""
         for work in self.works:
             work.wait()
+        if self.works and self.staging is not None:
+            self.inbox.copy_(self.staging[0], non_blocking=True)
         self.works = []
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checks import checked_seed
+from ..compression.full_precision import full_precision
 from ..compression.orthonormal import orthonormalize
 from ..flat.layout import FlatLayout, Segment, TensorSpec
 from ..flat.vector import add_
@@ -463,24 +463,3 @@ def _runs(part: int, segment: Segment, *, rank: int, compress_vectors: bool) -> 
 def side_by_side(factors: Tensor) -> Tensor:
     """Reshape [links, num_matrices, d, rank] to [num_matrices, d, links * rank], for one product over all links."""
     return factors.permute(1, 2, 0, 3).flatten(2)
-
-
-@contextlib.contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Compute matrix products in the dtype of their arguments: without autocast and without TF32.
-
-    TF32 is a setting of the whole process, so products of training at the same time are also computed without it.
-    """
-    matmul = torch.backends.cuda.matmul
-    # Since torch 2.9 the setting has a new name. A process that has used the new name must not use the old one.
-    name, exact = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
-    before = getattr(matmul, name)
-    is_changed = device.type == "cuda" and before != exact
-    with torch.autocast(device.type, enabled=False):
-        if is_changed:
-            setattr(matmul, name, exact)
-        try:
-            yield
-        finally:
-            if is_changed:
-                setattr(matmul, name, before)

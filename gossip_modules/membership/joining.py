@@ -71,9 +71,8 @@ class Joining:
             )
             if not has_place and (self.job.closed.is_set() or not self.job.is_leaving):
                 raise self._nobody_came()
-            if not has_place or generations.due or not self._is_abandoned(deadline or Deadline(2 * limit)):
+            if not has_place or generations.due or not self._restart_if_abandoned(deadline or Deadline(2 * limit)):
                 break
-            self._restart_job(deadline or Deadline(limit))
         self._raise_if_refused()
 
     def join(self, deadline: Deadline) -> None:
@@ -160,8 +159,7 @@ class Joining:
             """Whether another donor is to send, or it is too late; the donor may be slow."""
             nonlocal asked
             if asked.is_over:
-                if self._is_abandoned(deadline):
-                    self._restart_job(deadline)
+                self._restart_if_abandoned(deadline)
                 asked = Deadline(limits.QUERY)
             return job.is_leaving or deadline.is_over or self.worker.joiner != joiner
 
@@ -196,8 +194,12 @@ class Joining:
 
     # Abandoned jobs.
 
-    def _is_abandoned(self, deadline: Deadline) -> bool:
-        """Whether no member shows a sign of life; see [Note: abandoned jobs]. False: that is not known in time."""
+    def _restart_if_abandoned(self, deadline: Deadline) -> bool:
+        """Post "restart" if no member shows a sign of life: see [Note: abandoned jobs].
+
+        Returns:
+            Whether it was posted, and is applied, or void; False: a member lives, or the time was too short to know.
+        """
         worker, job = self.worker, self.job
         with worker.lock:
             seen, members = self._seen(), list(worker.roster.present().values())
@@ -214,22 +216,18 @@ class Joining:
             if not job.store.is_connected:  # a reply would not arrive
                 start = time.monotonic()
             if time.monotonic() - start > patience:
-                found = [f"worker {m.number} on {m.host} {signs[m.id].value}" for m in members if m.id in signs]
-                log.warning(
-                    "job %s: no worker lives, so it begins anew under this name: %s", job.name, "; ".join(found)
-                )
-                return True
+                break
             if deadline.is_over:
                 return False
             job.closed.wait(limits.POLL)
-        return False
-
-    def _restart_job(self, deadline: Deadline) -> None:
-        """Post "restart", and wait for what becomes of it."""
-        worker, seen = self.worker, self._seen()
+        else:
+            return False
         assert worker.coming is not None
         worker.say(Roster.restart, **worker.coming, seen=seen)
-        worker.wait_until(lambda: worker.joiner is None or self._seen() != seen, deadline)
+        if worker.wait_until(lambda: worker.joiner is None or self._seen() != seen, deadline) and worker.joiner is None:
+            found = [f"worker {m.number} on {m.host} {signs[m.id].value}" for m in members if m.id in signs]
+            log.warning("job %s: no worker lives, so it begins anew under this name: %s", job.name, "; ".join(found))
+        return True
 
     def _seen(self) -> tuple[int, int]:
         """Changes where any member lives."""

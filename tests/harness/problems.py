@@ -73,7 +73,7 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 def numerator(wrapper: GossipWrapper) -> Tensor:
     """x = z * w of this rank: what the sum over ranks is kept of."""
-    return flatten(wrapper.module) * wrapper.get_extra_state()["weight"].to(next(wrapper.parameters()).device)
+    return flatten(wrapper.module) * wrapper.get_extra_state()["weight"].cpu()
 
 
 def train_step(wrapper: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:

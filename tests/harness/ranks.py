@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from weakref import WeakSet
 
@@ -32,11 +34,13 @@ def solo_group() -> dist.ProcessGroup:
 
 
 def assert_no_gossip_threads() -> None:
-    """All of the library's threads end in time: one that connects with a worker that has gone waits up to 25 s."""
+    """All of the library's threads end in time: a thread that connects waits for each worker that has gone."""
     deadline = time.monotonic() + 1.5 * TIMEOUT.total_seconds()
     for thread in gossip_threads():
         thread.join(max(deadline - time.monotonic(), 0.0))
-    assert gossip_threads() == []
+    stay = gossip_threads()
+    stacks = ["".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()] if stay else []
+    assert not stay, "\n\n".join([f"{stay} stay; the stacks of all threads:", *stacks])
 
 
 _endings: list[Callable[[], None]] = []

@@ -148,8 +148,8 @@ def test_what_nobody_has_taken_along_is_kept(
     events: list[Any], body: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sum of the models of those who live is what it was, less what the dead held, and what a newcomer brings."""
-    for name in ("FORMING", "CONNECT"):  # a loaded machine may take long
-        monkeypatch.setattr(limits, name, 25.0)
+    for name, seconds in (("FORMING", 25.0), ("CONNECT", 12.0)):  # a loaded machine may take long
+        monkeypatch.setattr(limits, name, seconds)
     check(Averaging(str(tmp_path), **body), events, "threads")
     gc.collect()
 

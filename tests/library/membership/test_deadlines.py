@@ -57,7 +57,7 @@ def test_a_rejoin_stands_still_for_one_timeout_at_most(stage: str, monkeypatch: 
         return {}
 
     monkeypatch.setattr(LocalWorker, "wait_until", wait_until)
-    monkeypatch.setattr(Joining, "_is_abandoned", lambda *_: False)
+    monkeypatch.setattr(Joining, "_restart_if_abandoned", lambda *_: False)
     monkeypatch.setattr(Joining, "_load", lambda *_: None)
     monkeypatch.setattr(Joining, "say_loaded", lambda self, joiner: setattr(self.worker, "loaded", joiner.key))
     if stage == "a donor":

@@ -46,8 +46,8 @@ NUM_STEPS = 6
 
 @pytest.fixture(autouse=True)
 def _no_thread_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("FORMING", "CONNECT"):  # a loaded machine may take long
-        monkeypatch.setattr(limits, name, 25.0)
+    for name, seconds in (("FORMING", 25.0), ("CONNECT", 12.0)):  # a loaded machine may take long
+        monkeypatch.setattr(limits, name, seconds)
     yield
     assert_no_gossip_threads()
 

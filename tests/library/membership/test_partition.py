@@ -20,7 +20,7 @@ from gossip_modules.membership.view import FailureReport, Joiner
 from gossip_modules.membership.worker import LocalWorker
 from gossip_modules.transport.deadline import Deadline
 from tests.library.membership.stores import serve
-from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close
+from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close, die
 
 __all__ = ["_no_thread_stays"]
 FORM = Generations._form
@@ -128,7 +128,7 @@ def test_who_waits_at_the_door_when_the_last_dies_begins_anew(monkeypatch: pytes
     job.until_queued(newcomer)
     founder.is_killed.set()
     assert isinstance(founder.membership, Membership)
-    founder.membership.worker.liveness.close()  # type: ignore[union-attr]
+    die(founder.membership)
     job.until_live([newcomer])
     assert newcomer.first == 0
     founder.may_go_on.set()

@@ -37,8 +37,8 @@ REMEDY = "make the page with `python -m tests.library.methods.combinations > doc
 
 @pytest.fixture(autouse=True)
 def _no_thread_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("FORMING", "CONNECT"):  # a loaded machine may take long
-        monkeypatch.setattr(limits, name, 25.0)
+    for name, seconds in (("FORMING", 25.0), ("CONNECT", 12.0)):  # a loaded machine may take long
+        monkeypatch.setattr(limits, name, seconds)
     yield
     assert_no_gossip_threads()
 
