@@ -36,6 +36,7 @@ from gossip_modules.extend import Algorithm, FlatBuffer, Mixer, PushPull
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.transport.deadline import Deadline
+from gossip_modules.transport.traffic import PeerTraffic
 
 COMPRESSORS: tuple[Compressor, ...] = (
     Cast(torch.bfloat16),
@@ -164,7 +165,7 @@ class Echo:
     copy_seconds = 0.0
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.traffic = device, PeerTraffic()
 
     def exchange(
         self,

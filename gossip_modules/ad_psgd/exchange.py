@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -203,10 +204,11 @@ class BilateralAverage:
         The received buffers stay as they are: [Note: buffers of a pending correction].
         """
         y.wait()
-        received, sent = self._received, y.vector
+        received, sent, start = self._received, y.vector, time.monotonic()
         self._wait(
             self.transport.exchange({peer: [sent.raw]}, {peer: [received.raw]}, tag=_MODEL_TAG, what=what), deadline
         )
+        self.transport.traffic.arrived({}, {peer: time.monotonic() - start})
         for theirs, own in zip(received.parameters, sent.parameters, strict=True):
             add_(theirs, own, alpha=-1.0)  # y_j - y_i
         if self.on_nonfinite != "spread" and not is_finite(received):
@@ -217,6 +219,7 @@ class BilateralAverage:
             self._stats.num_skipped += 1  # at both ranks: the difference that is not finite is the same at both
             return
         self.shared.deliver(received, alpha=weight, step=y.standing)  # y_i <- y_i + w (y_j - y_i)
+        self.transport.traffic.mixed(max(self.liveness.round - y.standing, 0), [peer])
 
 
 def _bits(weight: float) -> int:

@@ -136,6 +136,7 @@ class PairwiseEngine(Engine):
         return {
             **self.counts.read(),
             **self.scores.statistics(),
+            **self.fetcher.traffic.summary(),
             "deadline": self.config.timeout.total_seconds(),
             "num_refused_losses": self.num_refused_losses,
             "clock": self.clock,
@@ -156,6 +157,7 @@ class PairwiseEngine(Engine):
     def remove_peer(self, name: str) -> None:
         """Do not ask this worker any more. An unknown name is no error; from any thread."""
         self.scores.remove(name)
+        self.fetcher.traffic.forget(name)
         self._peers.pop(name, None)
 
     def report_loss(self, loss: float) -> None:
@@ -220,7 +222,9 @@ class PairwiseEngine(Engine):
                 x.combine_(1.0 - factor, [self.fetcher.arrived], [factor])  # x <- (1 - f) x + f x_peer
         self.clock = factor * peer.clock + (1.0 - factor) * self.clock
         self.last_peer = fetched.peer
-        self.stats.record(max(self.step - self._fetch_step - 1, 0))
+        staleness = max(self.step - self._fetch_step - 1, 0)
+        self.stats.record(staleness)
+        self.fetcher.traffic.mixed(staleness)
         return factor != 0.0
 
     def close(self) -> None:

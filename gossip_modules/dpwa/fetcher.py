@@ -19,6 +19,7 @@ from ..engine.snapshots import SnapshotPool
 from ..flat.nonfinite import is_finite
 from ..flat.vector import SCRATCH_NUMEL, FlatVector
 from ..transport.threads import CallThread
+from ..transport.traffic import PeerTraffic
 from .config import DEFAULT_MAX_DISTANCE, PairwiseConfig
 from .interpolation import Standing
 from .peer_scores import PeerScores
@@ -79,6 +80,7 @@ class ModelFetcher:
     Attributes:
         arrived: the model that the last fetch has brought; valid until the next one starts.
         is_own_finite: whether the own model was finite when the last fetch ended.
+        traffic: counts the models that peers have sent.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class ModelFetcher:
         self._thread = CallThread(f"gossip-fetch-{config.name}")
         self._future: Future[float] | None = None
         self._fetched: Fetched | None = None
-        self.is_own_finite = True
+        self.is_own_finite, self.traffic = True, PeerTraffic()
         raw = torch.zeros(x.layout.num_bytes, dtype=torch.uint8, pin_memory=x.raw.is_cuda, device="cpu")
         self._inbox = self.arrived = FlatVector(x.layout, raw)
         if x.raw.is_cuda:
@@ -175,6 +177,7 @@ class ModelFetcher:
             tried.add(peer)
             self._asked = peer
             self._counts.add(num_fetches=1)
+            start = time.monotonic()
             try:
                 standing = self._try(peer, deadline)
             except _FAILURES as error:
@@ -187,6 +190,8 @@ class ModelFetcher:
                 continue
             self._scores.succeeded(peer)
             if standing is not None:
+                num_bytes = self._inbox.layout.num_bytes
+                self.traffic.arrived({peer: num_bytes}, {peer: time.monotonic() - start})
                 self._copy_to_device()
                 return Fetched(peer, standing)
         self._check()  # the own model alone

@@ -412,6 +412,7 @@ class SyncEngine(LockstepEngine):
                 self.gossiper.end_average()
         self.stats.wait_seconds += time.perf_counter() - start
         self.stats.record(0)
+        self.gossiper.transport.traffic.mixed(0)
         return True
 
     def _look(self, mixer: Mixer | None, x: FlatVector) -> None:

@@ -196,6 +196,7 @@ class OverlapEngine(LockstepEngine):
                 self._flight = None
                 raise
         self.stats.wait_seconds += time.perf_counter() - start
+        self.gossiper.transport.traffic.mixed(self._staleness_of(flight))  # before the next round departs
         if self._stream is not None:
             torch.cuda.current_stream(x.raw.device).wait_stream(self._stream)  # c is written before it is added
         if self.on_nonfinite != "spread" and not self.agree_finite(flight.is_finite):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import threading
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import NoReturn
@@ -24,7 +22,6 @@ from ..transport.threads import Waits
 from .addresses import Exchange, connect_groups
 
 _BREAK = timedelta(milliseconds=1)
-_NUM_WAITS = 64  # of each peer that are remembered
 
 
 class LinkTransport(PointToPoint):
@@ -74,7 +71,6 @@ class LinkTransport(PointToPoint):
         self._is_whole_broken = False
         self._round_bytes = 0
         self._lock = threading.Lock()
-        self._waited: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_WAITS))  # seconds of rounds
         self._own_waits, self._whole_waits = Waits(), Waits()
         self.waits, whole.waits = self._own_waits, self._whole_waits
         self.lost: frozenset[int] = frozenset()
@@ -129,22 +125,6 @@ class LinkTransport(PointToPoint):
         if is_new:
             self._on_lost(peer, str(error), seconds < LATE * self.timeout.total_seconds())
         return True
-
-    def waited(self, seconds: Mapping[int, float]) -> None:
-        """See `PointToPoint`."""
-        with self._lock:
-            for peer, waited in seconds.items():
-                self._waited[peer].append(waited)
-
-    def wait_stats(self) -> dict[str, float]:
-        """See `Membership.wait_stats`."""
-        with self._lock:
-            waited = {self.names[peer]: list(seconds) for peer, seconds in self._waited.items()}
-        figures: dict[str, float] = {}
-        for name, seconds in waited.items():
-            median = figures[f"wait_median/{name}"] = statistics.median(seconds)
-            figures[f"wait_mad/{name}"] = statistics.median(abs(x - median) for x in seconds)
-        return figures
 
     def break_link(self, peer: int) -> None:
         """End the waits for a peer, which is lost from now on, and the waits of collectives; from any thread.

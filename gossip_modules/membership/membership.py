@@ -199,15 +199,6 @@ class Membership:
         """generation, live (workers), joins and deaths since the start, deadline (largest of the peers', seconds)."""
         return self.worker.stats() if self.node is None else dict(self.node.stats)
 
-    def wait_stats(self) -> dict[str, float]:
-        """Seconds that rounds waited for each peer, of the last 64: wait_median/<number> and wait_mad/<number>.
-
-        They are of one generation, by the number of the worker; mad: the median absolute deviation. In a node its first
-        process has them, as it alone gossips.
-        """
-        transport = self.worker.generations.transport
-        return {} if transport is None else transport.wait_stats()
-
     # The user's loop.
 
     def track(self, **objects: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .deadline import Deadline
+from .traffic import PeerTraffic
 
 
 class Pending(Protocol):
@@ -52,6 +53,7 @@ class Transport(Protocol):
         is_elastic: whether rounds go on without peers that fail.
         lost: peers that have failed; empty unless the transport is elastic.
         num_bytes_sent: by this rank.
+        traffic: counts the messages of rounds, by peer.
     """
 
     rank: int
@@ -62,6 +64,7 @@ class Transport(Protocol):
     is_elastic: bool
     lost: frozenset[int]
     num_bytes_sent: int
+    traffic: PeerTraffic
 
     def exchange(
         self,

@@ -17,6 +17,7 @@ from .base import Pending
 from .change_board import ChangeBoard
 from .shared_group import Use
 from .threads import Waits
+from .traffic import PeerTraffic
 
 ROUND_BITS, SIZE_BITS = 16, 9  # of a tag, beside those of the channel: torch has 31 bits; rounds wrap around
 
@@ -100,6 +101,7 @@ class PendingExchange:
     Args:
         link: whose messages these are.
         num_chunks: the most tensors that a peer gets or gives.
+        num_received: the bytes that each peer sends.
         tag: of the round.
         what: names it in errors.
 
@@ -107,8 +109,11 @@ class PendingExchange:
         lost: peers that have failed, without which the round is complete.
     """
 
-    def __init__(self, link: PointToPoint, num_chunks: int, *, tag: int, what: str) -> None:
+    def __init__(
+        self, link: PointToPoint, num_chunks: int, *, num_received: Mapping[int, int], tag: int, what: str
+    ) -> None:
         self.link, self.num_chunks, self.tag, self.what = link, num_chunks, tag, what
+        self._num_received = num_received
         self.lost: frozenset[int] = frozenset()
         self._works: list[list[_Work]] = [[] for _ in range(num_chunks)]
         self._staged: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_chunks)]
@@ -182,7 +187,10 @@ class PendingExchange:
         self._works[k].clear()
         self._num_done += 1
         if self._num_done == self.num_chunks:
-            link.waited(self._waited)
+            arrived = self._num_received
+            if self.lost:
+                arrived = {peer: number for peer, number in arrived.items() if peer not in self.lost}
+            link.traffic.arrived(arrived, self._waited)
 
     def _fail(
         self,
@@ -239,7 +247,7 @@ class PointToPoint(ABC):
     ) -> None:
         self.rank, self.world_size, self.names = rank, world_size, names
         self.device, self.timeout, self.backend = device, timeout, backend
-        self.num_bytes_sent = 0
+        self.num_bytes_sent, self.traffic = 0, PeerTraffic()
         self._use, self._staging = use, Staging(device)
 
     @abstractmethod
@@ -268,9 +276,6 @@ class PointToPoint(ABC):
         finally:
             if board is not None:
                 board.end_wait()
-
-    def waited(self, seconds: Mapping[int, float]) -> None:
-        """Called at the end of a round, with the seconds that it has waited for each peer."""
 
     @abstractmethod
     def close_connections(self) -> None:
@@ -303,11 +308,11 @@ class PointToPoint(ABC):
             inbox = {peer: [self._staging.buffer_for(x, keep=True) for x in xs] for peer, xs in recvs.items()}
             self._staging.synchronize()
         self._use.is_active = True
-        exchange = PendingExchange(self, num_chunks, tag=tag, what=what or f"round {tag}")
+        due = {peer: sum(map(_num_bytes, xs)) for peer, xs in inbox.items()}
+        exchange = PendingExchange(self, num_chunks, num_received=due, tag=tag, what=what or f"round {tag}")
         for peer, xs in inbox.items():
-            total_bytes = sum(map(_num_bytes, xs))
             for k, x in enumerate(xs):
-                exchange.post(k, peer, x, total_bytes=total_bytes, is_send=False)
+                exchange.post(k, peer, x, total_bytes=due[peer], is_send=False)
                 if is_staged and x is not recvs[peer][k]:
                     exchange.copy_back(k, recvs[peer][k], x)
         total = {peer: sum(map(_num_bytes, xs)) for peer, xs in sends.items()}
@@ -321,6 +326,7 @@ class PointToPoint(ABC):
             for peer, x in outbox.items():
                 exchange.post(k, peer, x, total_bytes=total[peer], is_send=True)
         self.num_bytes_sent += sum(total.values())
+        self.traffic.sent(total)
         exchange.begin()
         return exchange
 

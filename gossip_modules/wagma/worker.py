@@ -244,7 +244,8 @@ class WaitAvoidingWorker:
             y, average = self.published.hold(), self.result.take()
             assert y is not None, "a model is published from the beginning"
             self.num_started = t + 1
-            self._stats.record(t - y.standing)
+            staleness = t - y.standing
+            self._stats.record(staleness)
         y.wait()
         if self.on_nonfinite == "raise" and not is_finite(y.vector):
             refuse(self.transport.names[self.transport.rank], f"round {t}")
@@ -252,6 +253,7 @@ class WaitAvoidingWorker:
         with waiting, torch.no_grad(), record_function("gossip.round", f"t={t}"):
             self.average.start(y.vector, t)
             self.average.finish_to(average)
+        self.transport.traffic.mixed(staleness)
         is_skipped = self.on_nonfinite == "skip" and not is_finite(average)
         with self.state:
             if is_skipped:

@@ -255,7 +255,14 @@ class AveragingMixin(ABC):
             `ConsensusControl` also consensus_estimate (at the beginning of the last round, or after the last one that
             was added), consensus_bound (where the target is now), gossip_interval (steps to the next round),
             num_skipped_steps (without a round), num_added_rounds and num_averages (exact ones). With a membership also
-            the entries of its `stats` and `wait_stats`.
+            the entries of its `stats`.
+
+            For each peer, by its global rank, the number of its worker with a membership, or its name with dpwa:
+            bytes_sent/<peer> and bytes_received/<peer> (messages of rounds), wait_median/<peer> and wait_mad/<peer>
+            (seconds that a round waits for the peer: median and median absolute deviation of the last 64 rounds; on
+            the gossip thread where rounds overlap; with AD-PSGD and dpwa the seconds of an exchange; none on NCCL), and
+            staleness/<peer> (mean number of forwards that its messages were late). With a membership they are of the
+            present generation; in a node its first process has them. An entry appears with its first round.
         """
         rounds, distance = self._round_stats(), self._last_consensus_distance
         return {"bytes_sent": self._bytes_sent, **rounds, "consensus_distance": distance}

@@ -392,7 +392,9 @@ class GossipWrapper(OldNames, AveragingMixin):
 
     def comm_stats(self) -> dict[str, float]:
         """See `AveragingMixin`."""
-        return {**super().comm_stats(), **self._local.world.stats()}
+        transport = self._local.transport
+        peers = {} if transport is None else transport.traffic.summary(transport.names)
+        return {**super().comm_stats(), **self._local.world.stats(), **peers}
 
     def extra_repr(self) -> str:
         """The rank and the options, one per line."""

@@ -127,7 +127,7 @@ class Participant(ModelWorld):
 
     def stats(self) -> dict[str, float]:
         """See `ModelWorld`."""
-        return {**self.membership.stats(), **self.membership.wait_stats()}
+        return self.membership.stats()
 
     def close(self) -> None:
         """See `ModelWorld`."""

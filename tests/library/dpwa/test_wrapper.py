@@ -163,7 +163,11 @@ def test_wrappers_converge_to_each_other_while_they_train(workers: contextlib.Ex
     stats = group[0][1].comm_stats()
     assert stats["num_rounds"] >= 55
     assert stats["max_staleness"] == 0
-    assert stats["bytes_received"] > stats["num_rounds"] * local_of(group[0][1]).buffer.vector.layout.num_bytes
+    num_bytes = local_of(group[0][1]).buffer.vector.layout.num_bytes
+    assert stats["bytes_received"] > stats["num_rounds"] * num_bytes
+    peers = {name.partition("/")[2] for name in stats if "/" in name}
+    assert sum(stats[f"bytes_received/{peer}"] for peer in peers) >= stats["num_rounds"] * num_bytes
+    assert all(stats[f"staleness/{peer}"] == 0 and stats[f"wait_median/{peer}"] > 0 for peer in peers)
 
 
 def test_a_forward_does_not_wait_for_a_fetch(workers: contextlib.ExitStack) -> None:

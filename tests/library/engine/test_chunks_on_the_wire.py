@@ -23,6 +23,7 @@ from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.mixing_manager import MixingWeights, UniformMixing
 from gossip_modules.transport.deadline import Deadline
 from gossip_modules.transport.exchange import MAX_STAGED, Staging
+from gossip_modules.transport.traffic import PeerTraffic
 from tests.harness.problems import loss_of, sgd, train
 from tests.harness.progress import engine_of, local_of
 from tests.harness.ranks import CPU, TIMEOUT, HangUp, assert_no_gossip_threads, run_ranks
@@ -240,7 +241,7 @@ class Scripted:
 
     def __init__(self) -> None:
         self.rank, self.world_size, self.num_bytes_sent = 0, 2, 0
-        self.device = CPU
+        self.device, self.traffic = CPU, PeerTraffic()
         self.names: Sequence[int] = (0, 1)
         self.error: BaseException | None = None
         self.num_sent = 0

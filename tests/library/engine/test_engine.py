@@ -20,6 +20,7 @@ from gossip_modules.engine.engine import LockstepEngine
 from gossip_modules.extend import FlatVector, OverlapEngine, PushSum, SyncEngine
 from gossip_modules.mixing_manager import UniformMixing
 from gossip_modules.transport.deadline import Deadline
+from gossip_modules.transport.traffic import PeerTraffic
 from tests.harness.problems import fill_, loss_of, mlp
 from tests.harness.progress import local_of
 from tests.harness.ranks import HangUp, assert_no_gossip_threads, gossip_threads, run_ranks
@@ -38,6 +39,7 @@ class ScriptedTransport:
         self.rank, self.world_size, self.num_bytes_sent = 0, 2, 0
         self.device = torch.device("cpu")
         self.names: Sequence[int] = (0, 1)
+        self.traffic = PeerTraffic()
         self.gates: defaultdict[int, threading.Event] = defaultdict(threading.Event)
         self.errors: dict[int, Exception] = {}
         self.posted: list[int] = []

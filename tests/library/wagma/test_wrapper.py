@@ -173,6 +173,9 @@ def test_training_lasts_a_number_of_rounds_and_learns(overlap: bool) -> None:
         stats = wrapper.comm_stats()
         assert stats["num_rounds"] == num_rounds
         assert stats["max_staleness"] < 5
+        peers = {name.partition("/")[2] for name in stats if "/" in name}
+        assert all(stats[f"staleness/{peer}"] < 5 and stats[f"wait_median/{peer}"] > 0 for peer in peers)
+        assert len(peers) == 2, "in groups of two, of a butterfly of four"
         assert stats["bytes_sent"] > num_rounds * 4 * sum(p.numel() for p in wrapper.parameters()) / 2
         wrapper.close()
         wrapper(torch.ones(4, 3))  # local from now on

@@ -186,6 +186,33 @@ def test_comm_stats_count_bytes_exactly() -> None:
     assert run_ranks(3, body) == [(0.0, 0, 5)] * 3
 
 
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"overlap": True, "max_staleness": 1}], ids=str)
+def test_comm_stats_tell_what_each_peer_has_cost(options: dict[str, Any]) -> None:
+    def body(group: dist.ProcessGroup) -> tuple[dict[str, float], float]:
+        wrapper = wrap(mlp(group.rank()), group, graph=irregular(), **options)
+        before = wrapper.comm_stats()["bytes_sent"]
+        for step in range(6):
+            loss_of(wrapper, group.rank(), step)
+        wrapper.flush()
+        stats = wrapper.comm_stats()
+        wrapper.close()
+        return stats, before
+
+    results = run_ranks(3, body)
+    for rank, (stats, before) in enumerate(results):
+        out_peers, in_peers = irregular().out_peers(rank, 0), irregular().in_peers(rank, 0)
+        sent = [stats[f"bytes_sent/{peer}"] for peer in out_peers]
+        assert len(set(sent)) == 1
+        assert sum(sent) == stats["bytes_sent"] - before
+        for peer in in_peers:
+            assert stats[f"bytes_received/{peer}"] == results[peer][0][f"bytes_sent/{rank}"]
+            assert stats[f"staleness/{peer}"] == stats["mean_staleness"]
+        for peer in {*in_peers, *out_peers}:
+            assert 0 < stats[f"wait_median/{peer}"] < 60
+            assert stats[f"wait_mad/{peer}"] >= 0
+        assert {name.partition("/")[2] for name in stats if "/" in name} == {str(j) for j in {*in_peers, *out_peers}}
+
+
 @pytest.mark.parametrize("options", MODES[:2])
 def test_a_profiler_trace_shows_every_round(options: dict[str, Any]) -> None:
     wrapper = wrap(mlp(), solo_group(), **options)

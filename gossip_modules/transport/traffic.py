@@ -1,0 +1,109 @@
+"""PeerTraffic: bytes, waits and staleness of the rounds with each peer."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+Peer = TypeVar("Peer", int, str)
+
+_NUM_WAITS = 64  # of each peer that are remembered
+
+
+@dataclass(slots=True)
+class _Counts:
+    """The counts of one peer; waits: the seconds of its last rounds."""
+
+    num_sent: int = 0
+    num_received: int = 0
+    num_rounds: int = 0
+    total_staleness: int = 0
+    waits: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_WAITS))
+
+
+class PeerTraffic:
+    """Counts the traffic with each peer, a rank or a name. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: defaultdict[int | str, _Counts] = defaultdict(_Counts)
+        self._waited: dict[int | str, float] = {}  # seconds of the present round
+        self._heard: set[int | str] = set()  # the senders of its messages
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PeerTraffic:
+        """A copy of a transport has sent nothing."""
+        return PeerTraffic()
+
+    def sent(self, num_bytes: Mapping[int, int]) -> None:
+        """Count bytes that are on their way to these peers."""
+        with self._lock:
+            for peer, number in num_bytes.items():
+                self._counts[peer].num_sent += number
+
+    def arrived(self, num_bytes: Mapping[Peer, int], seconds: Mapping[Peer, float]) -> None:
+        """Count an exchange that is complete. A round may have several.
+
+        Args:
+            num_bytes: the bytes that these peers have sent.
+            seconds: the waits for these peers.
+        """
+        with self._lock:
+            for peer, number in num_bytes.items():
+                self._counts[peer].num_received += number
+            self._heard.update(num_bytes)
+            for peer, waited in seconds.items():
+                self._waited[peer] = self._waited.get(peer, 0.0) + waited
+
+    def mixed(self, staleness: int, peers: Iterable[int | str] | None = None) -> None:
+        """Count the exchanges since the last call as one round.
+
+        Args:
+            staleness: the number of forwards that the round is late.
+            peers: whose messages it has mixed; None: all senders since the last call.
+        """
+        with self._lock:
+            for peer, seconds in self._waited.items():
+                self._counts[peer].waits.append(seconds)
+            for peer in self._heard if peers is None else peers:
+                counts = self._counts[peer]
+                counts.num_rounds += 1
+                counts.total_staleness += staleness
+            self._waited.clear()
+            self._heard.clear()
+
+    def forget(self, peer: int | str) -> None:
+        """Drop the counts of a peer."""
+        with self._lock:
+            self._counts.pop(peer, None)
+
+    def summary(self, names: Sequence[int] | None = None) -> dict[str, float]:
+        """Return the counts by the names of `comm_stats()`; a count that is zero has no entry.
+
+        Args:
+            names: the names of the peers, by rank; None: peers have no other names.
+        """
+        with self._lock:
+            figures = {peer: _figures(counts) for peer, counts in self._counts.items()}
+        return {
+            f"{key}/{peer if names is None else names[int(peer)]}": value
+            for peer, values in figures.items()
+            for key, value in values.items()
+        }
+
+
+def _figures(counts: _Counts) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    if counts.num_sent:
+        figures["bytes_sent"] = counts.num_sent
+    if counts.num_received:
+        figures["bytes_received"] = counts.num_received
+    if counts.num_rounds:
+        figures["staleness"] = counts.total_staleness / counts.num_rounds
+    if counts.waits:
+        figures["wait_median"] = median = statistics.median(counts.waits)
+        figures["wait_mad"] = statistics.median(abs(seconds - median) for seconds in counts.waits)
+    return figures
