@@ -31,6 +31,9 @@ VERSION = re.findall(
     r'^__version__ = "(.+)"$', Path(__file__).with_name("gossip_modules").joinpath("version.py").read_text(), re.M
 )[0]
 
+# Receivers of `gossip_modules.metrics`.
+TENSORBOARD, WANDB = ["tensorboard>=2.15"], ["wandb>=0.18"]
+
 setup(
     name="gossip-modules",
     version=VERSION,
@@ -47,6 +50,8 @@ setup(
     extras_require={
         "pairwise": PAIRWISE,
         "mpi": MPI,
+        "tensorboard": TENSORBOARD,
+        "wandb": WANDB,
         "train": [*TRAIN, *TRANSLATE],
         "test": [
             "hypothesis>=6.100",

@@ -45,6 +45,7 @@ from .dpwa.wrapper import PairwiseDataParallel
 from .graph_manager import RingGraph
 from .matcha.graph import MatchaGraph
 from .membership.membership import Membership
+from .metrics import MetricsLogger
 from .optim.accum_adam import AccumAdam
 from .schedule import Schedule
 from .transport.connect import connect
@@ -76,6 +77,7 @@ __all__ = [
     "LocalSGD",
     "MatchaGraph",
     "Membership",
+    "MetricsLogger",
     "Moniqua",
     "NoLoCo",
     "PairwiseDataParallel",

@@ -40,6 +40,11 @@ class PairwiseWorker(AveragingMixin):
         """See `PairwiseEngine.remove_peer`; from any thread."""
         self._engine.remove_peer(name)
 
+    @property
+    def worker(self) -> str:
+        """See `AveragingMixin`."""
+        return self._engine.config.name
+
     def comm_stats(self) -> dict[str, float]:
         """The communication of this worker so far; local and cheap.
 

@@ -174,6 +174,11 @@ class Membership:
         return self.members[self.rank]
 
     @property
+    def own_name(self) -> str:
+        """The number, and in a node the local rank after it: the name of this process in statistics."""
+        return str(self.number) if self.node is None else f"{self.number}.{self.node.control.rank}"
+
+    @property
     def transport(self) -> LinkTransport:
         """The links of the generation that trains."""
         transport = self.worker.generations.transport

@@ -75,6 +75,13 @@ class AveragingMixin(ABC):
         """This rank among those that average."""
         return self._averager.transport.rank
 
+    @property
+    def worker(self) -> str:
+        """The name of this worker in statistics: its global rank; with a membership the number of the worker, which
+        it keeps when others join or die, and in a node ".<local rank>" after it; the name of a worker of dpwa."""
+        transport = self._averager.transport
+        return str(transport.names[transport.rank])
+
     @contextlib.contextmanager
     def _calling(self, name: str) -> Iterator[None]:
         """Inside, errors of collectives name this method: a rank that did not call it is the usual cause."""

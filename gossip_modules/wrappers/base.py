@@ -385,6 +385,12 @@ class GossipWrapper(OldNames, AveragingMixin):
             local.node.close()
 
     @property
+    def worker(self) -> str:
+        """See `AveragingMixin`."""
+        world = self._local.world
+        return world.membership.own_name if isinstance(world, Participant) else super().worker
+
+    @property
     def _bytes_sent(self) -> int:
         local = self._local
         local_bytes = 0 if local.node is None else local.node.num_bytes_sent

@@ -43,6 +43,8 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "ad_psgd": _WRAPPERS,
         "wagma": _WRAPPERS,
         "dpwa": _WRAPPERS,
+        "metrics": {"wrappers"},
+        "watch": set(),
         "registry": set(),
         "lab": {
             *("flat", "graph_manager", "mixing_manager", "compression", "schedule", "consensus_control"),

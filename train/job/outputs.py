@@ -11,6 +11,7 @@ from train.job.world import Agreement
 TENSORBOARD, SUMMARY, CURVES, EXPORT = "tensorboard", "summary.json", "curves.png", "averaged_model.safetensors"
 TOKENIZER, TRANSLATIONS, REPORT = "tokenizer.json", "translations", "report.html"
 _OF_RANK_0 = (SUMMARY, CURVES, EXPORT, TOKENIZER, f"{TRANSLATIONS}.*", REPORT)
+_OF_EACH_RANK = ("rank_*.csv", "membership_*.jsonl", "metrics_*.jsonl")
 """As patterns; the report is that of visualization/report.py."""
 
 
@@ -26,7 +27,7 @@ def membership_path(folder: Path, number: int) -> Path:
 
 def tables_in(folder: Path) -> list[Path]:
     """What each rank has written into `folder`, which may be local to a machine."""
-    return paths_in(folder, "rank_*.csv") + paths_in(folder, "membership_*.jsonl")
+    return [path for pattern in _OF_EACH_RANK for path in paths_in(folder, pattern)]
 
 
 def outputs_in(folder: Path) -> list[Path]:

@@ -1,7 +1,9 @@
-"""RunLog: one CSV per rank, one row per epoch; TensorBoard, a progress bar and printed lines on rank 0."""
+"""RunLog: one CSV per rank, one row per epoch; statistics every few steps for `gossip_modules.watch`; TensorBoard, a
+progress bar and printed lines on rank 0."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from tqdm import tqdm
 
+from gossip_modules.metrics import JSONLines
 from train.job.files import write_atomically
 from train.job.listener import NOBODY, RunListener
 from train.job.outputs import TENSORBOARD, csv_path
@@ -110,7 +113,7 @@ class RunLog:
         if step and self._path.is_file():
             rows = pd.read_csv(self._path)
             self._rows = rows[rows["step"] <= step].to_dict("records")
-        self._folder = folder
+        self._folder, self._metrics = folder, JSONLines(folder)
         self._board: SummaryWriter | None = None
         self.lead(rank == 0, step=step)
 
@@ -146,8 +149,9 @@ class RunLog:
             disable=None if self._is_printing else True,  # None: shown only on a terminal
         )
 
-    def point(self, step: int, **values: float) -> None:
-        """Values within an epoch, for TensorBoard and the listener."""
+    def point(self, step: int, stats: Mapping[str, float], **values: float) -> None:
+        """Values within an epoch, for TensorBoard and the listener; with `comm_stats()` for `gossip_modules.watch`."""
+        self._metrics({"time": time.time(), "rank": str(self._rank), "step": step, **values, **stats})
         self._listener.metric("train", {"step": step, **values}, rank=self._rank)
         if self._board is not None:
             for name, value in values.items():
@@ -186,6 +190,7 @@ class RunLog:
 
     def close(self) -> None:
         """Write out and close; idempotent."""
+        self._metrics.close()
         if self._board is not None:
             self._board.close()
             self._board = None

@@ -171,7 +171,8 @@ class Run:
             if self.state.step % self.config.log_every == 0:
                 if not self.meters.is_finite:
                     self.stop.request()  # not alone: all ranks end where they meet
-                self.log.point(self.position, loss=self.meters.loss, learning_rate=self.task.learning_rate(position))
+                rate, stats = self.task.learning_rate(position), self.wrapper.comm_stats()
+                self.log.point(self.position, stats, loss=self.meters.loss, learning_rate=rate)
                 bar.set_postfix(loss=f"{self.meters.loss:.3f}")
         return False
 

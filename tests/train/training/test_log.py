@@ -97,7 +97,7 @@ def test_csv_of_a_resumed_run_forgets_what_came_after_the_checkpoint(tmp_path: P
 
 def test_rank_0_prints_and_writes_tensorboard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(tmp_path, rank=0)
-    log.point(10, loss=0.5)
+    log.point(10, {"bytes_sent": 3.0}, loss=0.5)
     log.epoch(ROW)
     log.hyper_parameters({"recipe": "sgp", "lr": 0.5, "milestones": (1, 2)}, {"accuracy_percent": 97.5})
     log.close()

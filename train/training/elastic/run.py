@@ -263,7 +263,8 @@ class ElasticRun:
         self.pace.count_step()
         self.membership_log.step(seconds)
         if self.state.step % config.log_every == 0:
-            log.point(first // self.founders, loss=self.meters.loss, learning_rate=rate)
+            stats = self.wrapper.comm_stats()
+            log.point(first // self.founders, stats, loss=self.meters.loss, learning_rate=rate)
 
     def _end_epoch(self, epoch: int, validation: Validation | None) -> None:
         """Note it by the step at which it ends, which is the same for all workers, whatever each has seen of others."""
