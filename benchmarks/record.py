@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ DTYPES = {"commit": str, "victims": str, "named": str}
 
 def commit() -> str:
     """The last commit that changed the library, with "+" where files of it differ from that."""
+    if shutil.which("git") is None:
+        return "unknown"
     log = subprocess.run(
         ["git", "log", "-1", "--format=%h", "--abbrev=10", "--", "gossip_modules"],
         cwd=ROOT,
@@ -73,14 +76,15 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, seed: int) -> 
 
     Args:
         path: of the file. A last line that was cut off is removed.
-        rows: of one measurement, figures by column, all with the same columns.
+        rows: of one measurement, figures by column, all with the same columns. If they have a column of PROVENANCE,
+            their values are written.
         seed: of the measurement.
 
     Raises:
         ValueError: the file has other columns.
     """
     before = provenance(seed)
-    names = [*before, *rows[0]]
+    names = list({**before, **rows[0]})
     path.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_text() if path.exists() else ""
     columns = next(csv.reader(text.splitlines()), None)

@@ -198,19 +198,20 @@ class Models:
                 self.by = "loop"
                 for name, buffer in kept.items():
                     self.buffers[name].copy_(buffer)
-        rows = [self.losses.new_zeros(())] * len(self.x)
-        with torch.random.fork_rng(devices=[]):
+        rows, device = [self.losses.new_zeros(())] * len(self.x), self.x.device
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
             for i in workers.tolist():
                 state = {name: rows_of[i] for name, rows_of in {**parameters, **self.buffers}.items()}
                 torch.manual_seed(seed_of(self.seed, i, k))
-                rows[i] = functional_call(self.module, state, (self.task.batch(i, k, self.seed),))
+                batch = _moved(self.task.batch(i, k, self.seed), device)
+                rows[i] = functional_call(self.module, state, (batch,))
         return torch.stack(rows)
 
     def _losses_by_vmap(self, parameters: Mapping[str, Tensor], k: int) -> Tensor:
         def loss(state: Mapping[str, Tensor], batch: Any) -> Tensor:
             return functional_call(self.module, dict(state), (batch,))
 
-        batches = self.task.batches(len(self.x), k, self.seed)
+        batches = _moved(self.task.batches(len(self.x), k, self.seed), self.x.device)
         with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():  # fused attention has no rule for vmap
             warnings.simplefilter("ignore", UserWarning)
             return torch.vmap(loss)({**parameters, **self.buffers}, batches)
@@ -224,3 +225,13 @@ class Models:
             state[name] = rows.mean(0) if rows.is_floating_point() else rows[0]
         self.module.load_state_dict(state, strict=False)
         return self.module.model.eval()
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """Return a batch, or a structure of batches, on the device."""
+    if isinstance(batch, Mapping):
+        return {key: _moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        values = [_moved(value, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch.to(device) if isinstance(batch, Tensor) else batch

@@ -31,10 +31,10 @@ class LabTask:
     """A model, its loss, data and optimizer.
 
     Args:
-        model: makes the model. It is called once, and all workers start with its values.
+        model: makes the model. It is called once, and all workers start with its values. Training runs on its device.
         loss: loss(model, batch), a scalar.
         data: data(worker, step, generator) makes the batch of a worker in a step: a tensor, or a tuple or a dict of
-            tensors. The generator has a seed of its own for each worker and step.
+            tensors. The generator, of the CPU, has a seed of its own for each worker and step.
         optimizer: makes a torch optimizer from a list of parameters; None: there is nothing to learn.
         scheduler: makes a learning rate scheduler from the optimizer, which steps with it.
         evaluate: evaluate(model) measures the averaged model.

@@ -58,7 +58,8 @@ class Rows(NamedTuple):
         """Return W(t) x for x [n] or [n, d], in the dtype of x; x does not change."""
         result = x * column(self.own, x)
         for k in range(self.peers.shape[1]):
-            result.addcmul_(x.index_select(0, torch.from_numpy(self.peers[:, k])), column(self.weights[:, k], x))
+            peers = torch.from_numpy(self.peers[:, k]).to(x.device)
+            result.addcmul_(x.index_select(0, peers), column(self.weights[:, k], x))
         return result
 
     @property
@@ -72,9 +73,9 @@ class Rows(NamedTuple):
 
 
 def column(weights: Array, like: Tensor | None = None) -> Tensor:
-    """Return weights as a column, float64 [n, 1], or with the dtype and dimensions of a tensor [n, ...]."""
+    """Return weights as a column, float64 [n, 1], or with dtype, device and dimensions of a tensor [n, ...]."""
     numbers = torch.from_numpy(np.ascontiguousarray(weights))
-    return numbers[:, None] if like is None else numbers.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
+    return numbers[:, None] if like is None else numbers.to(like).view(-1, *[1] * (like.dim() - 1))
 
 
 class StackedMixing:
@@ -176,13 +177,13 @@ class StackedMessage(Message):
         """See `Message`. alpha may also be a column with a number for each rank, [n, 1]."""
         for part, values in zip(x.parts, self.values, strict=True):
             if isinstance(alpha, Tensor):
-                part.addcmul_(values, alpha.to(part.dtype))
+                part.addcmul_(values, alpha.to(part))
             else:
                 part.add_(values, alpha=alpha)
 
     def of(self, ranks: Tensor) -> StackedMessage:
         """Return a message whose row i is the message of rank ranks[i]; a single rank gives one row for all."""
-        return StackedMessage(self.code, [values.index_select(0, ranks) for values in self.values])
+        return StackedMessage(self.code, [values.index_select(0, ranks.to(values.device)) for values in self.values])
 
 
 class StackedReceived(Received):
@@ -217,8 +218,8 @@ class StackedMail(Mail):
         self.mixing = None if stacked is None else stacked.mixing
         self._stacked, self._num_ranks = stacked, num_ranks
 
-    def begin_round(self, t: int) -> None:
-        """Begin round t."""
+    def begin_round(self, t: int, device: torch.device) -> None:
+        """Begin round t of models on a device."""
         self._t = t
 
     def room_for(self, code: Code, x: Vector, *, key: object = "own") -> StackedMessage:
@@ -250,8 +251,9 @@ class RowMail(Mail):
         self.mixing, self.rank = mixing, rank
         self._room: dict[object, MessageBuffer] = {}
 
-    def begin_round(self, t: int) -> None:
-        """Begin round t."""
+    def begin_round(self, t: int, device: torch.device) -> None:
+        """Begin round t of models on a device."""
+        self._device = device
         self._weights = MixingWeights(1.0, {}) if self.mixing is None else self.mixing.weights(self.rank, t)
 
     @property
@@ -267,7 +269,7 @@ class RowMail(Mail):
         """See `Mail`."""
         place = (key, *sizes)
         if place not in self._room:
-            self._room[place] = MessageBuffer(sizes, torch.device("cpu"))
+            self._room[place] = MessageBuffer(sizes, self._device)
         return Message(None, self._room[place])
 
     def row_of(self, messages: Sequence[Message]) -> Received:

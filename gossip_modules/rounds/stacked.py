@@ -163,7 +163,7 @@ class Stacked:
 
     def estimates(self, x: Tensor) -> Tensor:
         """Return the models for forward and backward: x, or x / w with push-sum."""
-        return x if self.weights is None else x / self.weights.to(x.dtype)
+        return x if self.weights is None else x / self.weights.to(x)
 
     @property
     def momentum(self) -> Tensor | None:
@@ -276,7 +276,7 @@ class Stacked:
         rate = sgd.lr if sgd is not None and self.algorithm.needs_inner_rate else None
         for model, memory, mail in zip(self._models(x), self.memories, self._mails, strict=True):
             memory.fit(model, who=self.algorithm)
-            mail.begin_round(self.t)
+            mail.begin_round(self.t, model.device)
             step = sgd if self.algorithm.needs_sgd and memory.num_rounds else None
             found.append(Vectors(model, mail, t=self.t, rank=mail.rank, num_ranks=n, step=step, inner_rate=rate))
         return found
