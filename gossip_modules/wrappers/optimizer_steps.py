@@ -245,7 +245,8 @@ class OptimizerSteps(Stepped):
                 self._raise_once(
                     f"got two steps of {type(optimizer).__name__} over parameters of a {self._name} without a gossip "
                     "round between them: this rank trains alone; expected a training forward of the wrapper for each "
-                    "step. Causes: all forwards of a step are inside no_sync() (leave the last one outside); the loss "
+                    "step. Causes: all forwards of a step are inside no_sync() (leave the last one outside), as in "
+                    "LocalSGD of Accelerate (leave it out, and wrap with algorithm=LocalSGD(sync_every=...)); the loss "
                     "is computed by the inner module or by one of its methods (call the wrapper itself); or no forward "
                     "can say when a step begins (wrap with rounds='step', or with rounds='manual' and call "
                     "gossip_step() after each step)"

@@ -52,6 +52,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         },
         "methods": {*_WRAPPERS, "algorithms", "sparta", "ad_psgd", "wagma", "dpwa", "registry"},
         "testing": {"membership", "transport"},
+        "integrations": {"flat", "transport", "wrappers"},
         # Modules with the names that other systems gave to them.
         "distributed": {"wrappers"},
         "ar_distributed": {"wrappers"},
@@ -80,7 +81,11 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
 # typing_extensions comes with torch; annotations may use it.
 DEPENDENCIES = {"torch", "numpy", "networkx", "typing_extensions"}
 # Who may import what is not installed with the library; nothing that `import gossip_modules` runs imports these.
-EXTRAS = {"yaml": {"dpwa"}, "mpi4py": {"mpi"}}
+EXTRAS = {
+    "yaml": {"dpwa"},
+    "mpi4py": {"mpi"},
+    **{host: {"integrations"} for host in ("accelerate", "lightning", "transformers")},
+}
 # A laptop tests these in a second, without any process group.
 WITHOUT_PROCESSES = {
     "schedule",

@@ -1,0 +1,159 @@
+"""What the integrations share: making the wrapper, and the file of each rank beside the checkpoint of a host."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..transport.agreement import check_agreement
+from ..transport.process_group import ProcessGroupTransport
+from ..wrappers.base import GossipWrapper
+from ..wrappers.gossip import GossipDataParallel
+from ..wrappers.state import plain
+
+Gossip: TypeAlias = Mapping[str, Any] | Callable[[nn.Module], GossipWrapper] | None
+"""The `gossip=` of a host: arguments of `GossipDataParallel`, or a function that wraps a module, such as
+`functools.partial(BilatGossipDataParallel, graph="ring")`; None = `GossipDataParallel(module)`."""
+
+
+class Stateful(Protocol):
+    """An optimizer, a scheduler, a scaler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See torch."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any:
+        """See torch."""
+
+
+def missing(package: str, error: ModuleNotFoundError) -> ImportError:
+    """The error to raise where an optional package is not installed."""
+    return ImportError(
+        f"gossip_modules.integrations.{package} needs the package {package} ({error}); pip install "
+        f"'gossip-modules[{package}]'"
+    )
+
+
+def wrap(module: nn.Module, gossip: Gossip, *, host: str) -> GossipWrapper:
+    """The wrapper around a module that `gossip` asks for.
+
+    Args:
+        module: a plain one, on its device, whose forward is what the host makes of it (autocast).
+        gossip: see `Gossip`.
+        host: the class that wraps, for errors.
+
+    Raises:
+        ValueError: `gossip` is of another kind, or makes something else; or see the wrapper.
+    """
+    if isinstance(module, GossipWrapper):
+        raise ValueError(
+            f"got a {type(module).__name__} in {host}, expected the plain module, which {host} wraps after it has "
+            "added autocast to its forward; pass the module, and the arguments of the wrapper as gossip=dict(...)"
+        )
+    if gossip is None or isinstance(gossip, Mapping):
+        return GossipDataParallel(module, **(gossip or {}))
+    wrapper = gossip(module) if callable(gossip) else gossip
+    if not isinstance(wrapper, GossipWrapper):
+        raise ValueError(
+            f"got gossip={gossip!r} of {host}, expected a dict of arguments of GossipDataParallel, or a function of "
+            "the module that returns a gossip wrapper, such as "
+            "functools.partial(BilatGossipDataParallel, graph='ring')"
+        )
+    return wrapper
+
+
+# [Note: A file for each rank] The checkpoint of a host has one model, which is the average under the names of the
+# plain module, so that any tool reads it. Ranks have models, optimizers and memory of their own, which a resumed run
+# needs. They are in one file for each rank beside it, which `torch.load(weights_only=True)` takes. A host loads its own
+# file as ever; what the file of the rank has comes after it, in its place.
+
+
+def rank_name() -> str:
+    """The beginning of the name of this rank's file."""
+    return f"gossip_rank_{dist.get_rank()}_of_{dist.get_world_size()}"
+
+
+def own_models(wrappers: Iterable[GossipWrapper]) -> list[dict[str, Any]]:
+    """The state of each wrapper on this rank, at one point of training on all ranks; collective.
+
+    Plain dicts and tensors, which share memory with the models: tools may copy them entry by entry.
+    """
+    states = []
+    for wrapper in wrappers:
+        wrapper.settle()
+        states.append({"model": dict(wrapper.module.state_dict()), "gossip": plain(wrapper.get_extra_state())})
+    return states
+
+
+def check_models(wrappers: Sequence[GossipWrapper], states: Sequence[Any] | None, *, where: object) -> None:
+    """Compare, before a host loads anything, the file of each rank with the wrappers; collective.
+
+    Args:
+        wrappers: that are to be loaded.
+        states: what `own_models` gave; None = there is no file of this rank, which a warning tells.
+        where: the file, for messages.
+
+    Raises:
+        ValueError: some ranks have a file and others do not, or it has another number of models.
+    """
+    for wrapper in wrappers[:1]:
+        if isinstance(transport := wrapper._averager.transport, ProcessGroupTransport):
+            found = "missing" if states is None else f"there, of {len(states)} models"
+            remedy = "give every rank the folder with the files of all ranks"
+            check_agreement(transport, {"the file of the rank": found}, what="comparing checkpoints", remedy=remedy)
+    if states is None and wrappers:
+        warnings.warn(
+            f"got no file {where}, expected the state of this rank of {dist.get_world_size()}: training goes on from "
+            "the one model of the checkpoint on all ranks, with the optimizer of rank 0 and a new state of gossip, as "
+            "after a change of the number of ranks",
+            stacklevel=3,
+        )
+    elif states is not None and len(states) != len(wrappers):
+        raise ValueError(
+            f"got {len(states)} gossip models in {where}, expected {len(wrappers)}; prepare the models with which it "
+            "was saved"
+        )
+
+
+def load_models(wrappers: Sequence[GossipWrapper], states: Sequence[Any] | None) -> None:
+    """Load what `own_models` gave; None: go on from what is in the modules, the one model of the checkpoint."""
+    for wrapper, state in zip(wrappers, states or [None] * len(wrappers), strict=True):
+        wrapper.before_load()
+        wrapper.set_extra_state(None if state is None else state["gossip"])
+        if state is not None:
+            wrapper.module.load_state_dict(state["model"])
+
+
+def save_rank(folder: str | Path, wrappers: Sequence[GossipWrapper], **parts: Sequence[Stateful]) -> None:
+    """Write the file of this rank; collective: [Note: A file for each rank].
+
+    Args:
+        folder: made if it is not there.
+        wrappers: of the models.
+        parts: what else differs from rank to rank, such as optimizers, by name.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    states = {name: [part.state_dict() for part in of_name] for name, of_name in parts.items()}
+    torch.save({"models": own_models(wrappers), **states}, Path(folder) / f"{rank_name()}.pt")
+
+
+def read_rank(folder: str | Path, wrappers: Sequence[GossipWrapper]) -> dict[str, Any]:
+    """What `save_rank` wrote, or {} where ranks have no file; see `check_models`."""
+    path = Path(folder) / f"{rank_name()}.pt"
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
+    check_models(wrappers, content.get("models"), where=path)
+    return content
+
+
+def load_rank(content: Mapping[str, Any], wrappers: Sequence[GossipWrapper], **parts: Sequence[Stateful]) -> None:
+    """Load what `read_rank` gave."""
+    load_models(wrappers, content.get("models"))
+    for name, of_name in parts.items() if content else ():
+        for part, state in zip(of_name, content[name], strict=True):
+            part.load_state_dict(state)

@@ -1,0 +1,258 @@
+"""GossipStrategy for the Trainer of Lightning and GossipFabricStrategy for Fabric, in place of their DDPStrategy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..wrappers.base import GossipWrapper
+from .host import Gossip, check_models, load_models, missing, own_models, rank_name, wrap
+
+try:
+    from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy
+except ModuleNotFoundError as error:
+    raise missing("lightning", error) from error
+
+
+class _RankFiles:
+    """The file of each rank, gossip_rank_<i>_of_<n>-<name of the checkpoint>: [Note: A file for each rank]."""
+
+    checkpoint_io: Any
+    _ddp_kwargs: dict[str, Any]
+
+    def _take(self, gossip: Gossip) -> None:
+        self.gossip = gossip
+        if self._ddp_kwargs:
+            raise ValueError(
+                f"got {', '.join(self._ddp_kwargs)} for {type(self).__name__}, expected arguments of the strategy "
+                "alone; the arguments of the wrapper are gossip=dict(...)"
+            )
+
+    def _wrap(self, model: nn.Module) -> GossipWrapper:
+        return wrap(model, self.gossip, host=type(self).__name__)
+
+    def _path(self, path: Any) -> str:
+        folder, name = os.path.split(os.path.realpath(path) if os.path.islink(path) else str(path))
+        return os.path.join(folder, f"{rank_name()}-{name}")
+
+    def _write(self, path: Any, content: dict[str, Any]) -> None:
+        self.checkpoint_io.save_checkpoint(content, self._path(path))
+
+    def _read(self, path: Any, wrappers: Sequence[GossipWrapper]) -> dict[str, Any]:
+        """What `_write` wrote, or {} where ranks have no file."""
+        try:
+            content: dict[str, Any] = self.checkpoint_io.load_checkpoint(self._path(path), weights_only=True)
+        except FileNotFoundError:
+            content = {}
+        check_models(wrappers, content.get("models"), where=self._path(path))
+        return content
+
+
+class GossipStrategy(_RankFiles, DDPStrategy):
+    """The strategy of a Lightning Trainer for gossip.
+
+    Rounds are optimizer steps, also with accumulation. Validation during `fit()` is of the average over all ranks, and
+    so is the model in each checkpoint, under the names of the module; when `fit()` ends well, it is that of the module.
+    Beside each checkpoint is one file for each rank, with which `fit(ckpt_path=...)` gives each rank its own model,
+    optimizers and schedulers back.
+
+    Args:
+        gossip: the arguments of `GossipDataParallel` as a dict, or a function that wraps a module; see
+            `gossip_modules.integrations.host.Gossip`.
+        kwargs: of Lightning's DDPStrategy, but for those of DistributedDataParallel.
+
+    Raises:
+        ValueError: arguments of DistributedDataParallel.
+
+    Example:
+        >>> strategy = GossipStrategy(gossip=dict(algorithm="diloco"))
+        >>> trainer = Trainer(strategy=strategy, devices=4, precision="bf16-mixed")
+        >>> trainer.fit(model, loader)
+    """
+
+    def __init__(self, gossip: Gossip = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._take(gossip)
+        self._average = contextlib.ExitStack()  # has averaged() of the model during validation
+        self._is_averaged = False
+        self._loaded: Any = None  # the models in the file of this rank, from load_checkpoint on
+
+    def _setup_model(self, model: nn.Module) -> GossipWrapper:  # type: ignore[override]
+        return self._wrap(model)
+
+    def _register_ddp_hooks(self) -> None:
+        """There is no reducer."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: a wrapper would start all ranks from the model of rank 0."""
+        return True
+
+    # The average during validation.
+
+    def on_validation_start(self) -> None:
+        """The module is the average from now on; collective."""
+        super().on_validation_start()
+        if isinstance(self.model, GossipWrapper):
+            self._average.enter_context(self.model.averaged())
+            self._is_averaged = True
+
+    def on_validation_end(self) -> None:
+        """The module is this rank's own again."""
+        self._is_averaged = False
+        self._average.close()
+        super().on_validation_end()
+
+    @contextlib.contextmanager
+    def _own(self) -> Iterator[None]:
+        """Inside, the module is this rank's own also in a validation; collective."""
+        is_averaged = self._is_averaged
+        self.on_validation_end()
+        yield
+        if is_averaged:
+            self.on_validation_start()
+
+    def on_train_end(self) -> None:
+        """The module becomes the average for good; collective."""
+        super().on_train_end()
+        if isinstance(self.model, GossipWrapper):
+            self.model.average_()
+
+    def teardown(self) -> None:
+        """Closes the wrapper, whose module stays."""
+        if isinstance(wrapper := self.model, GossipWrapper):
+            self._average.close()
+            wrapper.close()
+            self.model = self.lightning_module
+        super().teardown()
+
+    # Checkpoints.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The average under the names of the module; collective."""
+        if isinstance(self.model, GossipWrapper):
+            return self.model.averaged_state_dict(rank0_only=False)
+        return super().lightning_module_state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """As Lightning's, with one file more for each rank, unless only weights are saved; collective."""
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if isinstance(self.model, GossipWrapper) and "optimizer_states" in checkpoint:
+            names = ["optimizer_states", "lr_schedulers", type(self.precision_plugin).__qualname__]
+            entries = {name: checkpoint[name] for name in names if name in checkpoint}
+            with self._own():
+                self._write(filepath, {"models": own_models([self.model]), "entries": entries})
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As Lightning's, with the optimizers and schedulers of this rank."""
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        if isinstance(self.model, GossipWrapper):
+            content = self._read(checkpoint_path, [self.model])
+            self._loaded = content.get("models")
+            checkpoint.update(content.get("entries", {}))
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """As Lightning's, with this rank's own model; collective."""
+        if isinstance(self.model, GossipWrapper):
+            self.model.settle()
+        super().load_model_state_dict(checkpoint, strict=strict)
+        if isinstance(self.model, GossipWrapper):
+            load_models([self.model], self._loaded)
+            self._loaded = None
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """As Lightning's, with the file of each rank."""
+        super().remove_checkpoint(filepath)
+        self.checkpoint_io.remove_checkpoint(self._path(filepath))
+
+
+class GossipFabricStrategy(_RankFiles, FabricDDPStrategy):
+    """The strategy of a Lightning Fabric for gossip.
+
+    `fabric.setup()` wraps; `no_backward_sync()`, clipping and precision work as ever, and rounds are optimizer steps.
+    `fabric.save()` writes the average under the names of the module, and beside it one file for each rank, with which
+    `fabric.load(path, state)` gives each rank its own model, and whatever else in `state` has a state dict.
+
+    Args:
+        gossip: the arguments of `GossipDataParallel` as a dict, or a function that wraps a module; see
+            `gossip_modules.integrations.host.Gossip`.
+        kwargs: of Fabric's DDPStrategy, but for those of DistributedDataParallel.
+
+    Raises:
+        ValueError: arguments of DistributedDataParallel.
+
+    Example:
+        >>> fabric = Fabric(strategy=GossipFabricStrategy(gossip=dict(algorithm="diloco")), devices=4)
+        >>> model, optimizer = fabric.setup(model, optimizer)
+        >>> with model.averaged():
+        ...     evaluate(model)
+    """
+
+    def __init__(self, gossip: Gossip = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._take(gossip)
+        self._backward_sync_control: Any = _NoSync()
+
+    def setup_module(self, module: nn.Module) -> GossipWrapper:  # type: ignore[override]
+        """The wrapper around a module."""
+        return self._wrap(module)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The average under the names of the module; collective."""
+        if isinstance(module, GossipWrapper):
+            return module.averaged_state_dict(rank0_only=False)
+        return super().get_module_state_dict(module)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Loads one model into all ranks, which forget those from before; collective."""
+        if isinstance(module, GossipWrapper):
+            module.settle()
+            module.module.load_state_dict(state_dict, strict=strict)
+            module.set_extra_state(None)
+        else:
+            super().load_module_state_dict(module, state_dict, strict=strict)
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As Fabric's, with one file more for each rank; collective."""
+        super().save_checkpoint(path, state, *args, **kwargs)
+        if wrappers := _wrappers(state):
+            parts = {name: part.state_dict() for name, part in _parts(state).items()}
+            self._write(path, {"models": own_models(wrappers), "parts": parts})
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As Fabric's, with this rank's own models and optimizers where `state` is a dict; collective."""
+        wrappers = _wrappers(state) if isinstance(state, dict) else []
+        content = self._read(path, wrappers) if wrappers else {}
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        if content:
+            load_models(wrappers, content["models"])
+            for name, part in _parts(state).items():
+                part.load_state_dict(content["parts"][name])
+        return rest
+
+
+class _NoSync:
+    """Accumulation in Fabric."""
+
+    def no_backward_sync(self, module: GossipWrapper, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """See `fabric.no_backward_sync`."""
+        return module.no_sync() if enabled else contextlib.nullcontext()
+
+
+def _wrappers(state: Mapping[str, Any]) -> list[GossipWrapper]:
+    return [value for value in state.values() if isinstance(value, GossipWrapper)]
+
+
+def _parts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Optimizers, schedulers and their like."""
+    return {
+        name: value
+        for name, value in state.items()
+        if hasattr(value, "load_state_dict") and not isinstance(value, nn.Module)
+    }

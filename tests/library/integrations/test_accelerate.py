@@ -1,0 +1,180 @@
+"""GossipAccelerator: the loop of Accelerate trains as ours does, bit for bit, and resumes each rank's own model."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gossip_modules import BilatGossipDataParallel, GossipDataParallel
+from tests.harness.processes import run_processes
+
+from . import hosts
+from .hosts import ACCUMULATION, METHODS, NORM, STEPS, Model, assert_equal, batches, ending, own_loop, sgd, values
+
+pytest.importorskip("accelerate", reason="needs accelerate: pip install 'gossip-modules[accelerate]'")
+pytestmark = pytest.mark.e2e
+
+
+def run(options: Any, folder: str = "", *, resumes: bool = False) -> tuple[Any, Any, Model, Any]:
+    """The wrapper, the accelerator, the model and the rounds of each step after the loop that a user writes."""
+    from gossip_modules.integrations.accelerate import GossipAccelerator
+
+    accelerator = GossipAccelerator(
+        cpu=True, mixed_precision="bf16", gradient_accumulation_steps=ACCUMULATION, gossip=options
+    )
+    plain = Model()
+    optimizer: Any = sgd(plain)
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1.0)
+    model, optimizer, scheduler = accelerator.prepare(plain, optimizer, scheduler)
+    half = STEPS * ACCUMULATION // 2
+    data = batches()
+    if resumes:
+        accelerator.load_state(folder)
+        data = batches()[half:]
+    rounds = []
+    for k, (x, y) in enumerate(data):
+        if folder and not resumes and k == half:
+            accelerator.save_state(folder)
+        with accelerator.accumulate(model):
+            accelerator.backward(hosts.loss_of(model(x), y))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), NORM)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        rounds.append(model.comm_stats()["num_rounds"])
+    return model, accelerator, plain, rounds
+
+
+def train(rank: int, folder: str) -> None:
+    from safetensors.torch import load_file
+
+    hosts.enter(rank)
+    for name, options in METHODS.items():
+        place = f"{folder}/{name}"
+        expected, average = own_loop(options)
+        model, accelerator, plain, rounds = run(options)
+        assert plain.is_bf16 == {True}
+        assert accelerator.unwrap_model(model) is plain
+        if name == "SGP":
+            assert rounds == [1 + k // ACCUMULATION for k in range(STEPS * ACCUMULATION)]
+        accelerator.save_model(model, f"{place}/model")
+        accelerator.save_model(accelerator.unwrap_model(model), f"{place}/again")
+        own, found = ending(model)
+        assert_equal(own, expected)
+        assert_equal(found, average)
+        dist.barrier()
+        for kind in ("model", "again"):
+            saved = load_file(f"{place}/{kind}/model.safetensors")
+            assert_equal([saved[key] for key, _ in plain.named_parameters()], average)
+        # A run that takes a checkpoint, and one that goes on from there.
+        model, *_ = run(options, f"{place}/state")
+        expected, _ = ending(model)
+        dist.barrier()
+        model, *_ = run(options, f"{place}/state", resumes=True)
+        own, _ = ending(model)
+        assert_equal(own, expected)
+        saved = torch.load(f"{place}/state/gossip_rank_{rank}_of_2.pt", weights_only=True)
+        assert sorted(saved) == ["models", "optimizers", "scalers", "schedulers"]
+
+
+def test_it_trains_as_our_loop_and_resumes_each_rank() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_processes(2, train, folder)
+
+
+def other_worlds(rank: int, folder: str) -> None:
+    hosts.enter(rank)
+    from accelerate import Accelerator
+
+    from gossip_modules.integrations.accelerate import GossipAccelerator
+
+    model, accelerator, plain, _ = run({}, folder)
+    dist.barrier()
+    kept = Path(f"{folder}/gossip_rank_{rank}_of_2.pt")
+    if rank == 1:
+        kept.rename(f"{folder}/gossip_rank_1_of_3.pt")
+    with pytest.raises(ValueError, match=r"rank 1: the file of the rank: got missing.* give every rank the folder"):
+        accelerator.load_state(folder)
+    if rank == 0:
+        kept.rename(f"{folder}/gossip_rank_0_of_3.pt")
+    dist.barrier()
+    with pytest.warns(UserWarning, match=r"got no file .*gossip_rank_._of_2.pt, expected the state of this rank of 2"):
+        accelerator.load_state(folder)
+    own = values(plain)
+    assert_equal(own, ending(model)[1])  # all ranks have the average
+    # What is wrapped, and how.
+    gossip = functools.partial(BilatGossipDataParallel, gossip_buffers=False)
+    accelerator = GossipAccelerator(cpu=True, gossip=gossip)
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    first, second, teacher = accelerator.prepare(Model(), nn.Linear(2, 2), frozen)
+    assert isinstance(first, BilatGossipDataParallel)
+    assert isinstance(second, BilatGossipDataParallel)
+    assert teacher is frozen
+    assert accelerator.prepare(first) is first
+    with mock.patch.object(Accelerator, "end_training"):  # it ends the process group
+        accelerator.end_training()
+    assert first._local.is_closed
+    assert second._local.is_closed
+
+
+def test_other_worlds_start_from_the_average_and_say_so() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_processes(2, other_worlds, folder)
+
+
+def mistakes(rank: int) -> None:
+    hosts.enter(rank)
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    from gossip_modules.integrations.accelerate import GossipAccelerator
+
+    remedy = r"make a GossipAccelerator\(..., gossip=dict\(...\)\)"
+    plain = Accelerator(cpu=True)
+    around = plain.prepare(GossipDataParallel(Model()))
+    with pytest.raises(RuntimeError, match=remedy):
+        around(batches()[0][0])
+    with pytest.raises(ValueError, match=remedy):
+        GossipDataParallel(plain.prepare(Model()))
+    accelerator = GossipAccelerator(cpu=True)
+    with pytest.raises(ValueError, match="in GossipAccelerator, expected the plain module"):
+        accelerator.prepare(GossipDataParallel(Model()))
+    accelerator.gossip = lambda module: nn.Linear(2, 2)  # type: ignore[assignment,return-value]
+    with pytest.raises(ValueError, match="expected a dict of arguments of GossipDataParallel, or a function"):
+        accelerator.prepare(Model())
+    accelerator.gossip = {}
+    model, optimizer = accelerator.prepare(*(lambda m: (m, sgd(m)))(Model()))
+    x, y = batches()[0]
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8):
+        accelerator.backward(hosts.loss_of(model(x), y))
+        optimizer.step()
+        with pytest.raises(
+            RuntimeError, match=r"LocalSGD of Accelerate \(leave it out, and wrap with algorithm=LocalS"
+        ):
+            optimizer.step()
+
+
+def test_mistakes_name_the_class_to_use() -> None:
+    run_processes(2, mistakes)
+
+
+def alone(rank: int) -> None:
+    from gossip_modules.integrations.accelerate import GossipAccelerator
+
+    accelerator = GossipAccelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    assert accelerator.prepare(model) is model
+    assert set(accelerator.get_state_dict(model)) == {"weight", "bias"}
+
+
+def test_one_process_trains_as_without_gossip() -> None:
+    run_processes(1, alone, backend=None)

@@ -1,0 +1,135 @@
+"""GossipTrainerMixin: the Trainer has our rounds, tests and saves the average, and resumes each rank's own model."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossip_modules import GossipDataParallel
+from tests.harness.processes import run_processes
+
+from . import hosts
+from .hosts import ACCUMULATION, BATCH, METHODS, STEPS, Model, assert_equal, batches, ending, loss_of, own_loop
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'gossip-modules[transformers]'")
+pytest.importorskip("accelerate", reason="needs accelerate: pip install 'gossip-modules[accelerate]'")
+pytestmark = pytest.mark.e2e
+
+
+class Classifier(Model):
+    """With the signature that the Trainer expects."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        output = super().forward(x)
+        return {"loss": loss_of(output.float(), labels), "logits": output}
+
+
+def trainer_of(folder: str, options: Any, **arguments: Any) -> Any:
+    """A Trainer over this rank's data, as a user makes it."""
+    from transformers import Trainer, TrainingArguments
+
+    from gossip_modules.integrations.transformers import GossipTrainerMixin
+
+    class GossipTrainer(GossipTrainerMixin, Trainer):
+        gossip = options
+
+        def get_train_dataloader(self) -> Any:  # of this rank's own data, in order
+            return self.get_eval_dataloader()
+
+        def get_eval_dataloader(self, dataset: Any = None) -> Any:
+            rows = [{"x": x, "labels": y} for xs, ys in batches() for x, y in zip(xs, ys, strict=True)]
+            return torch.utils.data.DataLoader(rows, batch_size=BATCH)  # type: ignore[arg-type]
+
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": BATCH,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "num_train_epochs": 1,
+        "bf16": True,
+        "use_cpu": True,
+        "max_grad_norm": hosts.NORM,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "average_tokens_across_devices": False,
+        "dataloader_pin_memory": False,
+    }
+    model = Classifier()
+    optimizer = hosts.sgd(model)
+    settings = TrainingArguments(folder, **given | arguments)
+    data: dict[str, Any] = {"train_dataset": [0] * STEPS * ACCUMULATION * BATCH, "eval_dataset": [0]}
+    return GossipTrainer(model, settings, optimizers=(optimizer, None), **data)
+
+
+def train(rank: int, folder: str) -> None:
+    from safetensors.torch import load_file
+
+    hosts.enter(rank)
+    for name, options in METHODS.items():
+        expected, average = own_loop(options)
+        trainer = trainer_of(f"{folder}/{name}", options, save_strategy="steps", save_steps=STEPS // 2)
+        trainer.train()
+        wrapper = trainer.model_wrapped
+        assert isinstance(wrapper, GossipDataParallel)
+        assert trainer.model.is_bf16 == {True}
+        if name == "SGP":
+            assert wrapper.comm_stats()["num_rounds"] == STEPS
+        trainer.save_model(f"{folder}/{name}/model")
+        trainer.evaluate()
+        own, found = ending(wrapper)
+        assert_equal(trainer.model.evaluated, found)
+        if not options.get("overlap"):  # a checkpoint in between changes when one round is applied
+            assert_equal(own, expected)
+            assert_equal(found, average)
+        dist.barrier()
+        saved = load_file(f"{folder}/{name}/model/model.safetensors")
+        assert_equal([saved[key] for key, _ in trainer.model.named_parameters()], found)
+        resumed = trainer_of(f"{folder}/{name}/more", options)
+        resumed.train(resume_from_checkpoint=f"{folder}/{name}/checkpoint-{STEPS // 2}")
+        assert_equal(ending(resumed.model_wrapped)[0], own)
+
+
+def test_it_trains_as_our_loop_and_resumes_each_rank() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_processes(2, train, folder)
+
+
+def best_and_mistakes(rank: int, folder: str) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from gossip_modules.integrations.transformers import GossipTrainerMixin
+
+    hosts.enter(rank)
+    # The best model is a checkpoint of the average, and what overlaps is not added to it.
+    strategy = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    trainer = trainer_of(folder, {"overlap": True}, load_best_model_at_end=True, **strategy)
+    trainer.train()
+    own, average = ending(trainer.model_wrapped)
+    torch.testing.assert_close(own, average, rtol=0, atol=1e-7)
+    # The checkpoint of another number of ranks.
+    again = trainer_of(f"{folder}/again", {})
+    (Path(folder) / "checkpoint-4" / f"gossip_rank_{rank}_of_2.pt").unlink()
+    with pytest.warns(UserWarning, match="got no file .*checkpoint-4.*training goes on from the one model"):
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+    again.model_wrapped.close()
+    with pytest.raises(TypeError, match=r"class Late\(GossipTrainerMixin, Trainer\)"):
+
+        class Late(Trainer, GossipTrainerMixin): ...
+
+    given: dict[str, Any] = {"use_cpu": True, "report_to": "none", "max_steps": 1, "remove_unused_columns": False}
+    settings = TrainingArguments(f"{folder}/plain", **given)
+    data = [{"x": x, "labels": y} for xs, ys in batches() for x, y in zip(xs, ys, strict=True)]
+    plain = Trainer(GossipDataParallel(Classifier()), settings, train_dataset=data)
+    with pytest.raises(RuntimeError, match=r"Trainer of Transformers .* write class GossipTrainer\(GossipTrainerMixin"):
+        plain.train()
+
+
+def test_the_best_model_and_mistakes() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_processes(2, best_and_mistakes, folder)
