@@ -57,7 +57,7 @@ $(INSTALLED): setup.py constraints.txt
 	  fi; } || { \
 	  echo "error: $(PYTHON) cannot make a virtual environment; install its venv module and try again" \
 	       "(Debian, Ubuntu: sudo apt-get install python3-venv)" >&2; exit 1; }
-	$(PIP_INSTALL) --editable '.[train,test,dev]'
+	$(PIP_INSTALL) --editable '.[test,dev]'
 	@touch $@
 
 $(BENCH_INSTALLED): $(INSTALLED)
@@ -166,7 +166,7 @@ cluster-venv: $(CLUSTER_INSTALLED)
 $(CLUSTER_INSTALLED): $(INSTALLED)
 	$(VENV)/bin/python -m venv $(CLUSTER_VENV)
 	$(VENV)/bin/python -c '$(PURELIB)' >"$$($(CLUSTER_VENV)/bin/python -c '$(PURELIB)')/beside.pth"
-	$(CLUSTER_VENV)/bin/python -m pip install --constraint constraints.txt --editable '.[train,cluster]'
+	$(CLUSTER_VENV)/bin/python -m pip install --constraint constraints.txt --editable '.[test,cluster]'
 	@touch $@
 
 clean:

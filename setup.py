@@ -1,19 +1,25 @@
-"""Packaging: `pip install .` installs the library alone; the extras are what the scripts, tests and benchmarks need."""
+"""Packaging: `pip install .` installs the library alone. The extras test, docs, dev, bench and cluster are for a clone,
+which has the scripts, tests and benchmarks."""
 
 import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# The address of the repository: links of the README on a package index lead there. See "Releases" in CONTRIBUTING.md.
+REPOSITORY = "https://github.com/gossip-modules/gossip-modules"
+
+# Receivers of `gossip_modules.metrics`.
+TENSORBOARD, WANDB = ["tensorboard>=2.15"], ["wandb>=0.18"]
 # Reads the configuration files of dpwa.
 PAIRWISE = ["pyyaml>=6.0"]
-# What only the scripts in train/ and visualization/ need.
+# What only the scripts in train/ and visualization/ need, which are in a clone and in the sdist, not in the wheel.
 TRAIN = [
     "matplotlib>=3.8",
     "pandas>=2.1",
     "safetensors>=0.4",
     "scikit-learn>=1.4",
-    "tensorboard>=2.15",
+    *TENSORBOARD,
     "torchvision>=0.22",
     "tqdm>=4.66",
     "tyro>=1.0",
@@ -32,21 +38,32 @@ HOSTS = {
 # Whom the benchmarks compare with; `cluster` has those that only benchmarks/cluster runs.
 BENCH = ["decent-dp>=0.2.3", "loguru>=0.7"]
 
+ROOT = Path(__file__).parent
 # Read, not imported: torch may not be there yet.
-VERSION = re.findall(
-    r'^__version__ = "(.+)"$', Path(__file__).with_name("gossip_modules").joinpath("version.py").read_text(), re.M
-)[0]
+VERSION = re.findall(r'^__version__ = "(.+)"$', (ROOT / "gossip_modules" / "version.py").read_text(), re.M)[0]
 
-# Receivers of `gossip_modules.metrics`.
-TENSORBOARD, WANDB = ["tensorboard>=2.15"], ["wandb>=0.18"]
+
+def readme() -> str:
+    """The README, whose relative links lead to the files of this version."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\1{REPOSITORY}/raw/v{VERSION}/", text)
+    return re.sub(r"(\]\()(?!https?:|#)", rf"\1{REPOSITORY}/blob/v{VERSION}/", text)
+
 
 setup(
     name="gossip-modules",
     version=VERSION,
     description="Decentralised (gossip) data-parallel training in PyTorch: SGP, AD-PSGD, MATCHA, WAGMA, PowerGossip",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=readme(),
     long_description_content_type="text/markdown",
     author="The gossip_modules authors",
+    url=REPOSITORY,
+    project_urls={
+        "Documentation": f"{REPOSITORY}/tree/v{VERSION}/docs",
+        "Changelog": f"{REPOSITORY}/blob/v{VERSION}/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+    },
+    keywords=["PyTorch", "distributed training", "data parallel", "gossip", "decentralized", "SGP", "DiLoCo"],
     license="BSD-3-Clause",
     license_files=["LICENSE"],
     packages=find_packages(include=["gossip_modules", "gossip_modules.*"]),
@@ -59,7 +76,6 @@ setup(
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
         **HOSTS,
-        "train": [*TRAIN, *TRANSLATE],
         "test": [
             "hypothesis>=6.100",
             "pytest>=8.2",
@@ -77,9 +93,11 @@ setup(
     },
     classifiers=[
         "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Topic :: System :: Distributed Computing",
         "Typing :: Typed",

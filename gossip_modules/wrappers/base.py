@@ -25,6 +25,7 @@ from ..transport.agreement import broadcast_tensors, check_agreement
 from ..transport.connect import connect, group_or_world
 from ..transport.deadline import Deadline
 from ..transport.process_group import ProcessGroupTransport
+from ..version import __version__
 from .arguments import Links, check_flags
 from .averaging import AveragingMixin
 from .composition import check_inside, check_optimizers, check_outside, hold, let_go
@@ -138,7 +139,8 @@ class GossipWrapper(OldNames, AveragingMixin):
         """
         check_flags(init_sync=init_sync)
         buffer, selection = self._local.buffer, self._selection
-        description = {"wrapper": type(self).__name__, "rounds": self.rounds, **self._local.description}
+        about = {"version of gossip_modules": __version__, "wrapper": type(self).__name__, "rounds": self.rounds}
+        description = {**about, **self._local.description}
         others = selection.others(self.module, buffer.tensors) if init_sync else {}
         shapes = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in others.items()]
         device = buffer.vector.raw.device

@@ -88,7 +88,7 @@ def test_make_venv_installs_python3_venv_on_debian(make_venv: tuple[Path, dict[s
     assert (folder / "log").read_text(encoding="utf-8").splitlines() == [
         "apt-get update",
         "apt-get install --yes --no-install-recommends python3-venv",
-        "-m pip install --constraint constraints.txt --editable .[train,test,dev]",
+        "-m pip install --constraint constraints.txt --editable .[test,dev]",
     ]
     (folder / "log").unlink()
     assert run_make_venv(folder, env).returncode == 0

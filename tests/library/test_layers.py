@@ -13,7 +13,17 @@ ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "
 PACKAGE = "gossip_modules"
 
 _LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "schedule"}
-_WRAPPERS = {*_LOCKSTEP, "old_calls", "consensus_control", "engine", "membership", "wrappers", "rounds", "registry"}
+_WRAPPERS = {
+    *_LOCKSTEP,
+    "version",
+    "old_calls",
+    "consensus_control",
+    "engine",
+    "membership",
+    "wrappers",
+    "rounds",
+    "registry",
+}
 # What a package, or a module beside the packages, may import besides itself.
 MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
     PACKAGE: {
