@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,12 +57,7 @@ class KeptBuffers:
                 f"alone in ignore=[...]. Rank {rank} has {', '.join(listing) or 'none'}"
             )
         if self._copied:
-            # A sum in which all other ranks have zeros: every transport has all_reduce, and int32 is exact in each.
-            data = self._as_bytes(device)
-            if rank != 0:
-                data.zero_()
-            sum_over_ranks(data)
-            self._take_bytes(data)
+            take_from_first(list(self._copied.values()), sum_over_ranks, rank=rank, device=device)
         refresh_spectral_norms(self._module)
 
     @torch.no_grad()
@@ -71,18 +66,30 @@ class KeptBuffers:
         for x, value in self._saved:
             x.copy_(value)
 
-    def _as_bytes(self, device: torch.device) -> Tensor:
-        """All that is copied, one after the other, int32 [bytes / 4, rounded up]."""
-        parts = [x.detach().to(device).contiguous().view(-1).view(torch.uint8) for x in self._copied.values()]
-        parts.append(torch.zeros(-sum(map(len, parts)) % 4, dtype=torch.uint8, device=device))
-        return torch.cat(parts).view(torch.int32)
 
-    def _take_bytes(self, data: Tensor) -> None:
-        start, raw = 0, data.view(torch.uint8)
-        for x in self._copied.values():
-            stop = start + x.numel() * x.element_size()
-            x.copy_(raw[start:stop].clone().view(x.dtype).view(x.shape))
-            start = stop
+@torch.no_grad()
+def take_from_first(
+    tensors: Sequence[Tensor], sum_over_ranks: Callable[[Tensor], None], *, rank: int, device: torch.device
+) -> None:
+    """Tensors <- their values on rank 0, in place; collective. Names, shapes and dtypes are the same on all ranks.
+
+    The sum is one in which all other ranks have zeros: every transport has all_reduce, and int32 is exact in each.
+
+    Args:
+        tensors: on any device.
+        sum_over_ranks, rank, device: see `KeptBuffers.average_`.
+    """
+    parts = [x.detach().to(device).contiguous().view(-1).view(torch.uint8) for x in tensors]
+    parts.append(torch.zeros(-sum(map(len, parts)) % 4, dtype=torch.uint8, device=device))
+    data = torch.cat(parts).view(torch.int32)
+    if rank != 0:
+        data.zero_()
+    sum_over_ranks(data)
+    start, raw = 0, data.view(torch.uint8)
+    for x in tensors:
+        stop = start + x.numel() * x.element_size()
+        x.copy_(raw[start:stop].clone().view(x.dtype).view(x.shape))
+        start = stop
 
 
 _ITERATIONS, _MAX_BATCHES = 16, 64  # of the power method between two looks, and how many looks

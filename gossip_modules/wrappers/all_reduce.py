@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ..engine.engine import EngineStats
 from ..engine.gradients import GradientEngine
@@ -29,6 +30,7 @@ from ..transport.state_tree import copied
 from .arguments import as_timeout, check_flags, check_process_group
 from .averaging import AveragingMixin
 from .base import GossipWrapper
+from .checkpoint import Checkpoint
 from .composition import check_inside, hold, let_go
 from .gradient_group import NamedReplica, leaving_alone
 from .other_names import ALL_REDUCE_ARGUMENTS, DDP_ARGUMENTS, OldNames
@@ -121,6 +123,10 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         check_prefix(state_dict, prefix, self.module, wrapper=type(self).__name__, is_stateless=True)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def checkpoint(self, *optimizers: Optimizer) -> Checkpoint:
+        """See `GossipDataParallel.checkpoint`."""
+        return Checkpoint(self, self, optimizers)
 
     def flush(self) -> None:
         """Nothing is ever in flight after a backward."""

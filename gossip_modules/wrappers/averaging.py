@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..flat.kept_buffers import KeptBuffers
+from ..flat.kept_buffers import KeptBuffers, take_from_first
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.process_group import ProcessGroupTransport, calling
+from ..transport.state_tree import copied
+from .state import KEY, Place, take_place
 from .weights.copies import WeightCopies
 
 if TYPE_CHECKING:
@@ -235,6 +238,58 @@ class AveragingMixin(ABC):
                     state[name] = value.detach().to("cpu" if cpu else value.device, copy=True)
             return state
 
+    # For `Checkpoint`.
+
+    @property
+    def _place(self) -> Place:
+        """The rank that the state belongs to, and the number of ranks; None with a membership, whose workers change."""
+        return self._averager.transport.rank, self._averager.transport.world_size
+
+    def _begin_anew(self) -> None:
+        """Keep nothing of the models from before."""
+
+    @torch.no_grad()
+    def _common_state(self, optimizers: Any) -> tuple[dict[str, Any], Any]:
+        """`averaged_state_dict` and the average of states of optimizers, both equal on all ranks; collective.
+
+        Tensors that no average exists of, such as ignored ones, are those of rank 0. The optimizers are None where
+        ranks have state of other names or shapes, and this rank's own with a membership.
+        """
+        state = self.averaged_state_dict(rank0_only=False)
+        take_place(state, "", {}, None)
+        getattr(state, "_metadata", {}).get("", {}).pop(KEY, None)
+        with self._calling("checkpoint()"):
+            device = self._trained[0].device
+            averaged = {id(x) for x in (*self._trained, *self._selection.averaged(self.module).values())}
+            averaged |= {id(x) for x in self._selection.copied(self.module).values()}
+            named = (*self.module.named_parameters(), *self.module.named_buffers())
+            others = [state[name] for name, x in named if id(x) not in averaged and isinstance(state.get(name), Tensor)]
+            if others:
+                take_from_first(others, self._sum_over_ranks, rank=self._averager.transport.rank, device=device)
+            return state, optimizers if self._place is None else self._average_states(copied(optimizers), device)
+
+    def _average_states(self, states: Any, device: torch.device) -> Any:
+        """The states of optimizers with the averages of their tensors, in place; None: see `_common_state`."""
+        tensors = [x for state in states for of in state["state"].values() for k, x in _floats(of) if k != "step"]
+        listing = [f"{list(of)}" for state in states for of in state["state"].values()]
+        listing += [f"{tuple(x.shape)} {x.dtype}" for x in tensors]
+        if len(set(self._digests_of("\n".join(listing), device))) > 1:
+            return None
+        if tensors:
+            vector = FlatVector.pack(tensors, device=device)
+            self._averager.mix(vector, 0)
+            vector.unpack_to(tensors)
+        return states
+
+    def _digests_of(self, text: str, device: torch.device) -> list[int]:
+        """A digest of the text of each rank; collective."""
+        transport = self._averager.transport
+        digests = torch.zeros(transport.world_size, dtype=torch.int64, device=device)
+        digests[transport.rank] = zlib.crc32(text.encode())
+        self._sum_over_ranks(digests)
+        found: list[int] = digests.tolist()
+        return found
+
     def consensus_distance(self) -> float:
         """sqrt(mean_i ||z_i - mean_j x_j||^2) over the parameters, z_i = x_i / w_i; collective, costs one copy."""
         with self._calling("consensus_distance()"):
@@ -277,6 +332,11 @@ class AveragingMixin(ABC):
     @abstractmethod
     def _round_stats(self) -> dict[str, float]:
         """The counters of rounds: see `Engine.round_stats`."""
+
+
+def _floats(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors in the state of one parameter, by name."""
+    return ((name, x) for name, x in state.items() if isinstance(x, Tensor) and x.is_floating_point())
 
 
 def _names_of(names: object) -> list[str] | None:

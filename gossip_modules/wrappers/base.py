@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from ..engine.background import close_in_thread
@@ -28,6 +29,7 @@ from ..transport.process_group import ProcessGroupTransport
 from ..version import __version__
 from .arguments import Links, check_flags
 from .averaging import AveragingMixin
+from .checkpoint import Checkpoint
 from .composition import check_inside, check_optimizers, check_outside, hold, let_go
 from .local_model import LocalModel
 from .other_names import DDP_ATTRIBUTES, MISSING, OldNames
@@ -40,6 +42,7 @@ from .state import (
     WholeState,
     check_place,
     check_prefix,
+    mark,
     plain,
     put_state,
     take_place,
@@ -420,10 +423,12 @@ class GossipWrapper(OldNames, AveragingMixin):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.state_dict`, flushed and de-biased; gossip state is in its metadata.
 
-        Among several ranks the key "_extra_state" holds the rank: int64 [1].
+        Among several ranks the key "_extra_state" holds the rank: int64 [2].
         """
         self.flush()
-        return super().state_dict(*args, **kwargs)
+        state = super().state_dict(*args, **kwargs)
+        mark(state, args[1] if len(args) > 1 else kwargs.get("prefix", ""), inside="module.")
+        return state
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -435,8 +440,8 @@ class GossipWrapper(OldNames, AveragingMixin):
     ) -> None:
         check_prefix(state_dict, prefix, self.module, wrapper=type(self).__name__)
         self.before_load()
-        take_place(state_dict, prefix, local_metadata, self.own_place)
-        if state_dict.setdefault(prefix + SUFFIX, local_metadata.get(KEY)) is None:
+        take_place(state_dict, prefix, local_metadata, self.own_place, inside="module.")
+        if state_dict.setdefault(prefix + SUFFIX, local_metadata.get(KEY)) is None and KEY not in local_metadata:
             warn_stateless()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
@@ -464,6 +469,36 @@ class GossipWrapper(OldNames, AveragingMixin):
             check_place(state, self.own_place)
             state = {**state, "engine": plain(state["engine"])}
         self._local.load_state_dict(state or {})
+
+    def checkpoint(self, *optimizers: Optimizer) -> Checkpoint:
+        """Return the state of all ranks as a `Stateful`, for torch.distributed.checkpoint.
+
+        Its keys are per rank, so that each rank gets its own model, memory and optimizers back, and the average of all
+        ranks is under the names of the module. Another number of ranks begins with the average: pass
+        `planner=DefaultLoadPlanner(allow_partial_load=True)` to load. See `Checkpoint` for the keys and errors. Save
+        and load on all ranks, with the default process group of this rank's job.
+
+        Args:
+            optimizers: of this rank, over the parameters of this model; loaded after the model.
+
+        Example:
+            >>> dcp.save({"model": model.checkpoint(optimizer)}, checkpoint_id=folder)
+            >>> dcp.load({"model": model.checkpoint(optimizer)}, checkpoint_id=folder)
+        """
+        return Checkpoint(self, self, optimizers, lost=self._memory)
+
+    @property
+    def _memory(self) -> str:
+        """What another number of ranks cannot take over."""
+        algorithm = self._local.description.get("algorithm", type(self).__name__)
+        return f"the counters of rounds, push-sum weights and the memory of {algorithm}"
+
+    @property
+    def _place(self) -> Place:
+        return None if self._local.world.changes else self.own_place or super()._place
+
+    def _begin_anew(self) -> None:
+        self.set_extra_state(None)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """`.to()`, `.half()` and their like: corrections in flight belong to the old dtype and device."""

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..flat.slots import check_module
 from ..flat.transformed import is_transformed, refuse_scripting
+from .checkpoint import Checkpoint
 from .composition import check_inside
 from .gossip import GossipDataParallel
-from .state import KEY, keeps_extra_state, plain, put_state, take_place, warn_stateless
+from .state import KEY, keeps_extra_state, mark, plain, put_state, take_place, warn_stateless
 
 
 def gossip(module: nn.Module, **options: Any) -> GossipModule:
@@ -118,6 +120,10 @@ class GossipModule(nn.Module):
         take_place(state, "", {}, None)
         return state
 
+    def checkpoint(self, *optimizers: Optimizer) -> Checkpoint:
+        """See `GossipDataParallel.checkpoint`."""
+        return Checkpoint(self, self._gossip, optimizers, lost=self._gossip._memory)
+
     def join_hook(self, **_: Any) -> NoReturn:
         """Raises TypeError: `Join` needs a wrapper."""
         raise TypeError(
@@ -146,7 +152,10 @@ class GossipModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.state_dict`, flushed and de-biased; gossip state rides in its metadata, not in its keys."""
         self._gossip.flush()
-        return super().state_dict(*args, **kwargs)
+        state = super().state_dict(*args, **kwargs)
+        if not keeps_extra_state(self):
+            mark(state, args[1] if len(args) > 1 else kwargs.get("prefix", ""), inside="")
+        return state
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -160,9 +169,9 @@ class GossipModule(nn.Module):
         _check_names(state_dict, prefix, self)
         self._gossip.before_load()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
-        if (state := local_metadata.get(KEY)) is None:
+        if KEY not in local_metadata:
             warn_stateless()
-        self._gossip.set_extra_state(state)
+        self._gossip.set_extra_state(local_metadata.get(KEY))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._gossip.flush()

@@ -3,10 +3,12 @@
 [Note: Where the state is] torch would put `get_extra_state()` under the key "_extra_state". It is in the metadata of
 the state dict instead, which goes with the dict through `torch.save` and `torch.load(weights_only=True)`. So a wrapper
 loads the checkpoints of DistributedDataParallel; a dict without metadata stands for `set_extra_state(None)`. Under that
-key is an int64 tensor [1] with the rank and the number of ranks, if there are several: tools that drop the metadata
+key is an int64 tensor [2] with the rank and the number of ranks, if there are several: tools that drop the metadata
 keep it, so that the file of another rank is refused. With a membership there is no such key. The tensor has a digest of
 the state as well: a tool that loads tensors into the state dict of a wrapper, as torch.distributed.checkpoint does,
-leaves the state that was there, which then counts as none.
+leaves the state that was there, which then counts as none. Its second element is a fingerprint of the tensors of the
+model: such a tool keeps one tensor per key, of any rank, so that the rank whose place it has kept gets tensors of other
+ranks. A state dict with other names, of which the user has left some out, is not compared.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ..transport.state_tree import bytes_of
+
 KEY = "gossip_state"  # in the metadata
 SUFFIX = "_extra_state"  # torch's own
 _BITS = 21  # of a rank, of a number of ranks, and of a digest
+_SAMPLED = 1024  # elements of a tensor, for its fingerprint
 
 Place: TypeAlias = tuple[int, int] | None
 """A rank and the number of ranks; None: the state belongs to no rank."""
@@ -83,20 +88,89 @@ def plain(state: Any) -> Any:
 
 
 def place_tensor(rank: int, world_size: int, state: Any = None) -> Tensor:
-    """A rank, the number of ranks and a digest of the state in one int64 [1], which any tool keeps."""
+    """A rank, the number of ranks and a digest of the state in an int64 [2], which any tool keeps.
+
+    The second element is free for a fingerprint of the model; of a version without one, the tensor has one element.
+    """
     number = (rank << _BITS | world_size) << _BITS | _digest_of(state)
-    return torch.tensor([number], dtype=torch.int64, device="cpu")
+    return torch.tensor([number, 0], dtype=torch.int64, device="cpu")
 
 
 def place_of(tensor: Tensor) -> dict[str, int]:
     """The rank and the number of ranks that `place_tensor` was given."""
-    rank, world_size = divmod(int(tensor) >> _BITS, 1 << _BITS)
+    rank, world_size = divmod(int(tensor[0]) >> _BITS, 1 << _BITS)
     return {"rank": rank, "world_size": world_size}
 
 
 def belongs_to(tensor: Tensor, state: Any) -> bool:
     """Whether `place_tensor` was given this state, or one whose numbers, texts and shapes are the same."""
-    return int(tensor) & (1 << _BITS) - 1 == _digest_of(state)
+    return int(tensor[0]) & (1 << _BITS) - 1 == _digest_of(state)
+
+
+@torch.no_grad()
+def fingerprint(tensors: Mapping[str, Any]) -> int:
+    """A number below 2**63 that depends on the names, and on names, dtypes, shapes and numbers of tensors.
+
+    Of each tensor 1,024 elements count, of a DTensor its global shape only, as another sharding has other elements.
+    The upper 31 bits depend on the names alone.
+    """
+    names = zlib.crc32("\n".join(sorted(tensors)).encode()) >> 1
+    content, samples = 0, list[Tensor]()
+    for name in sorted(tensors):
+        if isinstance(x := tensors[name], Tensor):
+            content = zlib.crc32(f"{name} {x.dtype} {list(x.shape)}".encode(), content)
+            if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not (x.is_meta or x.is_quantized):
+                flat = x.detach().reshape(-1)
+                samples.append(bytes_of(flat[:: max(flat.numel() // _SAMPLED, 1)]))
+    devices = dict.fromkeys(x.device for x in samples)
+    for device in devices:  # one copy from each
+        found = torch.cat([x for x in samples if x.device == device]).cpu()
+        content = zlib.crc32(found.numpy().tobytes(), content)
+    return names << 32 | content
+
+
+def without_place(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of the state dict of a wrapper, or of a module of `gossip()`, by the names of the plain module."""
+    prefix = "module." if any(name.startswith("module.") for name in state_dict) else ""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in state_dict.items()
+        if name.startswith(prefix) and not (name == SUFFIX and isinstance(value, Tensor))
+    }
+
+
+def mark(state_dict: Mapping[str, Any], prefix: str, *, inside: str) -> None:
+    """Put the fingerprint of the model into the place in a state dict, if there is one.
+
+    Args:
+        state_dict: whole.
+        prefix: of the wrapper's keys in it.
+        inside: of the module's keys behind that.
+    """
+    place = state_dict.get(prefix + SUFFIX)
+    if isinstance(place, Tensor) and place.shape == (2,) and place.dtype == torch.int64:
+        place[1] = fingerprint(_inside(state_dict, prefix, inside))
+
+
+def _inside(state_dict: Mapping[str, Any], prefix: str, inside: str) -> dict[str, Any]:
+    """The values of a module by its names."""
+    own = prefix + SUFFIX
+    start = prefix + inside
+    return {name.removeprefix(start): x for name, x in state_dict.items() if name.startswith(start) and name != own}
+
+
+def _check_fingerprint(place: Tensor, state_dict: Mapping[str, Any], prefix: str, inside: str) -> None:
+    """Raise ValueError where a tool has put tensors of other ranks beside the place of this one."""
+    if place.shape != (2,):
+        return  # of an older version
+    saved, found = int(place[1]), fingerprint(_inside(state_dict, prefix, inside))
+    if saved >> 32 == found >> 32 and saved != found:
+        of = place_of(place)
+        raise ValueError(
+            f"got a state dict of rank {of['rank']} of {of['world_size']} with other tensors than this rank has saved, "
+            "expected the same: of one key, torch.distributed.checkpoint keeps the tensor of any rank; save and load "
+            f"model.checkpoint(optimizer) with it. If you changed tensors yourself, remove the key '{prefix}{SUFFIX}'"
+        )
 
 
 def _digest_of(state: Any) -> int:
@@ -125,14 +199,19 @@ def put_state(destination: Any, prefix: str, state: dict[str, Any], place: Place
         destination[prefix + SUFFIX] = place_tensor(*place, state)
 
 
-def take_place(state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], place: Place) -> None:
+def take_place(
+    state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], place: Place, *, inside: str = ""
+) -> None:
     """Remove the place from the keys; and from the metadata a state that does not belong to the tensors.
 
+    inside: see `mark`.
+
     Raises:
-        ValueError: it is the state dict of another rank, or of a world of another size.
+        ValueError: it is the state dict of another rank, or of a world of another size, or has tensors of other ranks.
     """
     if isinstance(found := state_dict.get(prefix + SUFFIX), Tensor):
         check_place(place_of(found), place)
+        _check_fingerprint(found, state_dict, prefix, inside)
         del state_dict[prefix + SUFFIX]
         if not belongs_to(found, local_metadata.get(KEY)):
             local_metadata.pop(KEY, None)
@@ -146,9 +225,10 @@ def check_place(state: Mapping[str, Any], place: Place) -> None:
         raise ValueError(
             f"got the state of rank {rank} of {world_size}, expected that of rank {own} of {own_size}: every rank "
             "has a model of its own, so each loads what it has saved itself, with as many ranks as then (of one "
-            "key, torch.distributed.checkpoint keeps the tensor of one rank: give each rank a key of its own); to "
-            "start from one model everywhere, save averaged_state_dict() and load it into the module before it is "
-            "wrapped"
+            "key, torch.distributed.checkpoint keeps the tensor of any rank). Save and load "
+            "model.checkpoint(optimizer) with torch.distributed.checkpoint, also with another number of ranks; or "
+            "average the files of all ranks by gossip_modules.checkpoints.average_checkpoints; to start from one model "
+            "everywhere, save averaged_state_dict() and load it into the module before it is wrapped"
         )
 
 

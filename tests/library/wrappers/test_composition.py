@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
-import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import networkx as nx
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,7 +27,6 @@ from gossip_modules import (
 )
 from gossip_modules.dpwa import PairwiseAverager, PairwiseConfig
 from gossip_modules.extend import PushPull, PushSum
-from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, UniformMixing
 from gossip_modules.rounds.mixer import Mixer
 from gossip_modules.rounds.rounds import Rounds
@@ -374,63 +370,3 @@ def test_a_state_from_before_ranks_were_named_still_loads() -> None:
     other = wrap(net(1), solo_group())
     other.load_state_dict(state)
     assert round_of(other) == 1
-
-
-def save_with_torch_distributed_checkpoint(rank: int, folder: str) -> dict[str, torch.Tensor]:
-    """As docs/checkpoints.md shows it: every rank under a key of its own, and the gossip state beside the module's."""
-    import torch.distributed.checkpoint as dcp
-
-    def state_of(model: GossipDataParallel) -> dict[str, Any]:
-        own = {"model": model.state_dict(), "gossip": model.get_extra_state()}
-        return {f"rank {dist.get_rank()} of {dist.get_world_size()}": own}
-
-    graph = NetworkXGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]))  # weights move
-    model = GossipDataParallel(mlp(rank), init_sync=False, graph=graph)
-    loss_of(model, rank, 0)
-    dcp.save(state_of(model), checkpoint_id=folder)
-    saved = {key: x.clone() for key, x in model.state_dict().items()} | {"weight": model.get_extra_state()["weight"]}
-    for step in range(3):
-        loss_of(model, rank, step)
-    state = state_of(model)
-    dcp.load(state, checkpoint_id=folder)
-    (own,) = state.values()
-    model.load_state_dict(own["model"])
-    model.set_extra_state(own["gossip"])
-    assert round_of(model) == 1
-    loaded = {**model.state_dict(), "weight": model.get_extra_state()["weight"]}
-    assert all(torch.equal(x, saved[key]) for key, x in loaded.items())
-    model.close()
-    return saved
-
-
-@pytest.mark.e2e
-def test_torch_distributed_checkpoint_with_a_key_for_each_rank(tmp_path: Path) -> None:
-    results = [outcome.result for outcome in run_processes(3, save_with_torch_distributed_checkpoint, str(tmp_path))]
-    assert not torch.equal(results[0]["module.0.weight"], results[1]["module.0.weight"])
-    assert len({float(result["weight"]) for result in results}) > 1
-
-
-def mix_with_torch_distributed_checkpoint(rank: int, folder: str) -> str:
-    """One key for all ranks: what it keeps is of any of them."""
-    import torch.distributed.checkpoint as dcp
-
-    model = GossipDataParallel(mlp(rank), init_sync=False)
-    dcp.save(model.state_dict(), checkpoint_id=folder)
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    try:
-        model.load_state_dict(state)
-    except ValueError as error:
-        return str(error)
-    finally:
-        model.close()
-    return ""
-
-
-@pytest.mark.e2e
-def test_one_key_for_all_ranks_is_refused(tmp_path: Path) -> None:
-    outcomes = run_processes(3, mix_with_torch_distributed_checkpoint, str(tmp_path))
-    errors = [outcome.result for outcome in outcomes if outcome.result]
-    assert len(errors) == 2, "only the rank that it is of goes on"
-    for error in errors:
-        assert re.match(r"got the state of rank (\d) of 3, .* give each rank a key of its own", error)

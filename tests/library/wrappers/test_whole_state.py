@@ -20,23 +20,12 @@ from torch import nn
 from gossip_modules import (
     D2,
     BilatGossipDataParallel,
-    Choco,
-    ConsensusControl,
-    DeepSqueeze,
     DiLoCo,
     GossipDataParallel,
-    GradientTracking,
     GroupAverageDataParallel,
-    PowerGossip,
-    QGDSGDm,
-    RelaySGD,
-    RingGraph,
-    SignNorm,
-    SlowMo,
-    StreamingDiLoCo,
     gossip,
 )
-from gossip_modules.wrappers.state import WholeState, belongs_to, place_of, place_tensor
+from gossip_modules.wrappers.state import WholeState, belongs_to, fingerprint, place_of, place_tensor
 from tests.harness.problems import loss_of, mlp, net, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
@@ -47,67 +36,6 @@ _dcp_lock = threading.Lock()  # ranks are threads here, and it has state of its 
 
 def recipe_key(group: dist.ProcessGroup) -> str:
     return f"rank {group.rank()} of {group.size()}"
-
-
-def save(model: GossipDataParallel, key: str, folder: Path) -> None:
-    """As docs/guides/checkpoints.md has it; ranks have a folder each, so that none waits for another one."""
-    with _dcp_lock:
-        state = {key: {"model": model.state_dict(), "gossip": model.get_extra_state()}}
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
-
-
-def load(model: GossipDataParallel, key: str, folder: Path) -> None:
-    """Its other half."""
-    with _dcp_lock:
-        state: dict[str, Any] = {key: {"model": model.state_dict(), "gossip": model.get_extra_state()}}
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
-    tensors = {name.removeprefix("module."): tensor for name, tensor in state[key]["model"].items()}
-    model.module.load_state_dict(tensors)
-    model.set_extra_state(state[key]["gossip"])
-
-
-METHODS: dict[str, Callable[[], dict[str, Any]]] = {
-    "SGP": dict,
-    "PowerGossip overlapped": lambda: {"algorithm": PowerGossip(), "push_sum": False, "overlap": True},
-    "CHOCO": lambda: {"algorithm": Choco(SignNorm(), step_size=0.4), "graph": RingGraph},
-    "DeepSqueeze": lambda: {"algorithm": DeepSqueeze(SignNorm(), step_size=0.4), "graph": RingGraph},
-    "RelaySGD": lambda: {"algorithm": RelaySGD()},
-    "StreamingDiLoCo": lambda: {"algorithm": StreamingDiLoCo(4, fragments=2, delay=1)},
-    "SlowMo": lambda: {"algorithm": SlowMo(2)},
-    "gradient tracking": lambda: {"algorithm": GradientTracking()},
-    "QG-DSGDm": lambda: {"algorithm": QGDSGDm()},
-    "control": lambda: {"schedule": ConsensusControl(target=0.5)},
-}
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_new_wrapper_goes_on_to_the_bit_from_torch_distributed_checkpoint(name: str, tmp_path: Path) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        rank, folder = group.rank(), tmp_path / str(group.rank())
-        models = mlp(rank), mlp(7 + rank)
-        runs = []
-        for model in models:
-            wrapper = GossipDataParallel(model, process_group=group, init_sync=name in NEED_INIT, **METHODS[name]())
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-            runs.append((wrapper, optimizer))
-        (wrapper, optimizer), (fresh, fresh_optimizer) = runs
-        for step in range(5):
-            train_step(wrapper, optimizer, rank, step)
-        wrapper.settle()
-        save(wrapper, recipe_key(group), folder)
-        fresh_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        load(fresh, recipe_key(group), folder)
-        for each, stepped in runs:
-            for step in range(5, 9):
-                train_step(each, stepped, rank, step)
-            each.settle()
-            each.close()
-        assert torch.equal(flatten(models[1]), flatten(models[0]))
-
-    run_ranks(2, body)
-
-
-NEED_INIT = ("RelaySGD", "DiLoCo", "StreamingDiLoCo", "SlowMo", "D2", "gradient tracking", "QG-DSGDm")
 
 
 def test_the_state_of_a_method_is_one_value_that_reads_like_a_dict() -> None:
@@ -188,7 +116,7 @@ def test_what_torch_distributed_checkpoint_mixes_is_refused(tmp_path: Path) -> N
         if group.rank() == 1:
             wrapper.load_state_dict(state)
         else:
-            with pytest.raises(ValueError, match=r"got the state of rank 1 of 2, .* give each rank a key of its own"):
+            with pytest.raises(ValueError, match=r"got the state of rank 1 of 2, .* Save and load model.checkpoint"):
                 wrapper.load_state_dict(state)
         wrapper.close()
 
@@ -263,10 +191,47 @@ def test_the_extra_state_of_a_module_is_left_alone() -> None:
     run_ranks(2, body)
 
 
-def test_a_place_is_one_number() -> None:
+def test_a_place_is_two_numbers() -> None:
     tensor = place_tensor(1023, 4096)
-    assert tensor.shape == (1,)
-    assert place_of(tensor) == {"rank": 1023, "world_size": 4096}
+    assert tensor.shape == (2,)
+    assert place_of(tensor) == place_of(tensor[:1]) == {"rank": 1023, "world_size": 4096}
+
+
+@pytest.mark.filterwarnings("ignore:the state dict holds no gossip state")
+@pytest.mark.parametrize("wrap", [GossipDataParallel, gossip])
+@pytest.mark.parametrize("has_outer", [False, True])
+def test_tensors_of_other_ranks_beside_the_place_of_this_one_are_refused(wrap: Any, has_outer: bool) -> None:
+    """By whatever tool; not those of which the user has left some out, or the place."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        model = wrap(mlp(group.rank()), process_group=group, init_sync=False)
+        outer = nn.Sequential(model) if has_outer else model
+        before = flatten(model)
+        state = outer.state_dict()
+        name = next(name for name in state if name.endswith("2.bias"))
+        mixed = {**state, name: torch.zeros(2, dtype=torch.float64)}
+        message = rf"of rank {group.rank()} of 2 with other tensors than .* load model.checkpoint.* remove the key '"
+        with pytest.raises(ValueError, match=message):
+            outer.load_state_dict(mixed)
+        inner = model.module if wrap is GossipDataParallel else model
+        with pytest.raises(ValueError, match=message):
+            inner.load_state_dict({key[2 * has_outer :].removeprefix("module."): x for key, x in mixed.items()})
+        assert torch.equal(flatten(model), before), "nothing was changed"
+        outer.load_state_dict({key: x for key, x in mixed.items() if key != name}, strict=False)
+        outer.load_state_dict({key: x for key, x in mixed.items() if not key.endswith("_extra_state")})
+        assert not inner.get_parameter("2.bias").any()
+        model.close()
+
+    run_ranks(2, body)
+
+
+def test_a_fingerprint_depends_on_names_and_numbers() -> None:
+    x = torch.linspace(0, 1, 5000).view(50, 100)
+    number = fingerprint({"x": x, "y": 3})
+    assert number == fingerprint({"y": 4, "x": x.clone()}) < 2**63
+    for other in ({"x": x}, {"x": x.double(), "y": 3}, {"x": x.T, "y": 3}, {"x": x + 1, "y": 3}):
+        assert number != fingerprint(other)
+    assert number >> 32 == fingerprint({"x": x + 1, "y": 3}) >> 32
 
 
 def test_a_place_knows_its_state() -> None:

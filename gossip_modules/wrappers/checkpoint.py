@@ -1,0 +1,210 @@
+"""Checkpoint: the models of all ranks, and their average, for torch.distributed.checkpoint and other tools."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .state import KEY, Place, WholeState, fingerprint, plain
+
+if TYPE_CHECKING:
+    from .averaging import AveragingMixin
+
+_log = logging.getLogger("gossip_modules.checkpoint")
+_OWN = "memory (of another number of ranks: pass planner=DefaultLoadPlanner(allow_partial_load=True))"
+_T = TypeVar("_T")
+
+
+class Checkpoint:
+    """The state of all ranks: a `Stateful` of torch.distributed.checkpoint, which `model.checkpoint(...)` returns.
+
+    [Note: Keys of a checkpoint] `torch.distributed.checkpoint` keeps one value per key, of any rank. So each rank has
+    keys of its own:
+
+        <name of a tensor in the module>    the average, equal on all ranks: a plain module loads it
+        gossip.world                        the number of ranks, and a fingerprint of the average
+        gossip.optimizers                   the averages of the optimizers
+        gossip.rank_i_of_n.memory (...)     the state of gossip on rank i, and a fingerprint of its model
+        gossip.rank_i_of_n.model.<name>     its model
+        gossip.rank_i_of_n.optimizers       its optimizers
+
+    `torch.distributed.checkpoint.load` asks for the keys of the run that loads, and refuses a file that lacks one. For
+    a file of another number of ranks it has to be told to leave out the keys of a rank, which the name of the first of
+    them says, as torch puts that name into its error. The fingerprints show which tensors came from the file.
+
+    With a membership no state belongs to a rank, so that one worker writes for all: `gossip.worker` stands in the
+    place of `gossip.rank_i_of_n`, its model is the average, and the optimizers are its own.
+
+    Args:
+        model: the wrapper, or the module of `gossip()`.
+        wrapper: the wrapper.
+        optimizers: of this rank, over the parameters of the model.
+        lost: the names of the state that another number of ranks begins anew, for the warning.
+    """
+
+    def __init__(
+        self, model: nn.Module, wrapper: AveragingMixin, optimizers: Sequence[Optimizer], *, lost: str = ""
+    ) -> None:
+        for optimizer in optimizers:
+            if not callable(getattr(optimizer, "load_state_dict", None)):
+                raise ValueError(
+                    f"got {type(optimizer).__name__} in checkpoint(), expected optimizers: checkpoint(optimizer); "
+                    "save what is equal on all ranks, such as a scheduler, beside the checkpoint"
+                )
+        self._model, self._wrapper, self._optimizers, self._lost = model, wrapper, optimizers, lost
+        self._prefix = "" if wrapper.module is model else "module."
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies on the CPU, which training does not change; collective. Nothing is in flight then.
+
+        See [Note: Keys of a checkpoint]. `torch.save` may save the result of one rank, which another number of ranks
+        loads.
+
+        Raises:
+            TimeoutError, ConnectionError: a rank did not call it, or is gone; names it.
+        """
+        average, optimizers = self._wrapper._common_state([each.state_dict() for each in self._optimizers])
+        average = saved(average)
+        place, own = self._wrapper._place, saved(self._own_state())
+        model = {name: own[self._prefix + name] for name in average} if place is not None else {}
+        gossip = getattr(own, "_metadata", {}).get("", {}).get(KEY)
+        entry: dict[str, Any] = {_OWN: WholeState({"fingerprint": fingerprint(model), "gossip": saved(gossip)})}
+        world = {"num_ranks": 0 if place is None else place[1], "fingerprint": fingerprint(average)}
+        shared: dict[str, Any] = {"world": WholeState(world)}
+        if self._optimizers:
+            shared["optimizers"] = WholeState({"states": saved(optimizers)})
+        if place is not None:
+            entry["model"] = model
+            if self._optimizers:
+                entry["optimizers"] = WholeState({"states": saved([each.state_dict() for each in self._optimizers])})
+        return {**average, "gossip": {**shared, _name_of(place): entry}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the entry of this rank, or the average where it was saved by another number of ranks; on all ranks.
+
+        With the average all state of gossip begins anew, which a warning in the log says: the logger
+        "gossip_modules.checkpoint".
+
+        Raises:
+            ValueError: the file is not of such a checkpoint, is of another model, or lacks the optimizers. Nothing is
+                changed then.
+        """
+        state_dict = dict(state_dict)
+        gossip = state_dict.pop("gossip", None)
+        world = gossip.get("world") if isinstance(gossip, Mapping) else None
+        if world is None:
+            raise ValueError(
+                f"got a state dict with {_some(state_dict)} without 'gossip.world', expected one of checkpoint(); load "
+                "the model alone before you wrap it: module.load_state_dict(...)"
+            )
+        place = self._wrapper._place
+        entry = gossip.get(_name_of(place), {})
+        is_own = _is_there(entry.get(_OWN), world)
+        self._check(state_dict, world, "the average")
+        if is_own and place is not None:
+            self._check(entry["model"], entry[_OWN], "this rank")
+        optimizers = self._optimizers_in(entry if is_own and place is not None else gossip, world)
+        if is_own:
+            self._load(state_dict if place is None else entry["model"], entry[_OWN]["gossip"])
+        else:
+            self._warn(world["num_ranks"], place, has_optimizers=optimizers is not None)
+            self._load(state_dict, None)
+            self._wrapper._begin_anew()  # from the tensors that are there now
+        for optimizer, state in zip(self._optimizers, optimizers or (), strict=optimizers is not None):
+            optimizer.load_state_dict(state)
+
+    def _own_state(self) -> Any:
+        return self._model.state_dict()
+
+    def _load(self, tensors: Mapping[str, Any], gossip: Any) -> None:
+        """Load tensors by bare names, and the state of gossip; None: it begins anew."""
+        whole: Any = OrderedDict((self._prefix + name, value) for name, value in tensors.items())
+        whole._metadata = self._own_state()._metadata
+        if KEY in whole._metadata[""]:
+            whole._metadata[""][KEY] = None if gossip is None else plain(gossip)
+        self._model.load_state_dict(whole)
+
+    def _check(self, tensors: Mapping[str, Any], of: Any, whose: str) -> None:
+        """Raise ValueError if these are not the tensors that were saved."""
+        if of["fingerprint"] != fingerprint(tensors):
+            raise ValueError(
+                f"got a checkpoint whose model of {whose} has other tensors than were saved, or not all of this model, "
+                f"expected {_some(tensors)}; load a checkpoint of the same model, saved by checkpoint()"
+            )
+
+    def _optimizers_in(self, part: Mapping[str, Any], world: Any) -> list[Any] | None:
+        """The states of the optimizers in a part of the checkpoint; None: ranks had none in common."""
+        if not self._optimizers:
+            return []
+        found: Any = part.get("optimizers")
+        if not _is_there(found, world):
+            raise ValueError(
+                f"got a checkpoint without optimizers, expected {len(self._optimizers)}; save it with "
+                "checkpoint(optimizer), or load it with checkpoint() and begin with a new optimizer"
+            )
+        states = found["states"]
+        if states is not None and len(states) != len(self._optimizers):
+            raise ValueError(
+                f"got a checkpoint with {len(states)} optimizers, expected {len(self._optimizers)}; give checkpoint() "
+                "the optimizers of the saved run, in the same order"
+            )
+        return None if states is None else list(states)
+
+    def _warn(self, num_ranks: int, place: Place, *, has_optimizers: bool) -> None:
+        own = "a membership" if place is None else f"{place[1]} ranks"
+        theirs = f"{num_ranks} ranks" if num_ranks else "a membership"
+        lost = [self._lost] if self._lost else []
+        lost += [] if has_optimizers else ["the optimizers, whose state differed between ranks"]
+        _log.warning(
+            "got a checkpoint of %s for %s: begins with the average of the models%s; lost: the difference of each rank "
+            "from it%s",
+            theirs,
+            own,
+            " and optimizers" if self._optimizers and has_optimizers else "",
+            "".join(f", {text}" for text in lost),
+        )
+
+
+def _name_of(place: Place) -> str:
+    return "worker" if place is None else f"rank_{place[0]}_of_{place[1]}"
+
+
+def _is_there(value: Any, world: Any) -> bool:
+    """Whether a value of a checkpoint comes from the place that `world` comes from: a file, or memory.
+
+    torch.distributed.checkpoint leaves the value of this run, or None, where the file lacks a key. In a file a
+    `WholeState` is a plain dict.
+    """
+    return value is not None and isinstance(value, WholeState) == isinstance(world, WholeState)
+
+
+def _some(tensors: Mapping[str, Any]) -> str:
+    names = list(tensors)
+    return f"{', '.join(map(repr, names[:3]))}{' ...' if len(names) > 3 else ''}" if names else "no tensors"
+
+
+def saved(state: _T) -> _T:
+    """A copy of a tree of tensors and plain values as a checkpoint keeps it: tensors on the CPU.
+
+    [Note: Tensors in a checkpoint] All tensors of a checkpoint come from here. A DTensor stays a DTensor on its device,
+    so that torch.distributed.checkpoint can load it with another sharding.
+    """
+    value: Any = state
+    if isinstance(value, Tensor):
+        x = value.detach()
+        return x.clone() if hasattr(x, "placements") else x.to("cpu", copy=True)  # type: ignore[return-value]
+    if isinstance(value, Mapping):
+        copied = type(value)()
+        for key, item in value.items():
+            copied[key] = saved(item)  # type: ignore[index]
+        if hasattr(value, "_metadata"):
+            copied._metadata = value._metadata  # type: ignore[attr-defined]
+        return copied  # type: ignore[return-value]
+    return type(value)(map(saved, value)) if type(value) in (list, tuple) else value
