@@ -6,6 +6,7 @@ All functions work along the last dimension of a tensor, so several vectors may 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,9 +65,29 @@ def _codes_of_bytes(bits: int, signed: bool, device: torch.device) -> Tensor:
     return codes.to(torch.uint8).flatten().view(_LANES[bits])
 
 
+class _Packing(NamedTuple):
+    """The sizes of packed indices: low bits of each index, their bytes, bits of the unary code, and bytes in all."""
+
+    low_bits: int
+    num_low_bytes: int
+    num_step_bits: int
+    num_bytes: int
+
+
+@lru_cache(maxsize=1024)
+def _packing(k: int, d: int) -> _Packing:
+    """The packing of k indices below d that takes the fewest bytes; see `pack_indices`."""
+    packings = []
+    for low_bits in _LOW_BITS:
+        num_steps = max(d - 1, 0) >> low_bits
+        num_low_bytes, num_step_bits = packed_size(k, low_bits), k + num_steps if num_steps else 0
+        packings.append(_Packing(low_bits, num_low_bytes, num_step_bits, num_low_bytes + packed_size(num_step_bits, 1)))
+    return min(packings, key=lambda packing: packing.num_bytes)
+
+
 def indices_size(num_indices: int, d: int) -> int:
     """The number of bytes of `num_indices` different indices below d; see `pack_indices`."""
-    return min(_sizes(num_indices, d))
+    return _packing(num_indices, d).num_bytes
 
 
 def pack_indices(indices: Tensor, d: int, packed: Tensor) -> None:
@@ -83,8 +104,8 @@ def pack_indices(indices: Tensor, d: int, packed: Tensor) -> None:
         d: an upper bound; every index is less.
         packed: the result, uint8 [..., indices_size(k, d)]; must start at an even byte of its storage.
     """
-    k, low_bits = indices.shape[-1], _low_bits(indices.shape[-1], d)
-    num_low_bytes, num_step_bits = packed_size(k, low_bits), _num_step_bits(k, d, low_bits)
+    k = indices.shape[-1]
+    low_bits, num_low_bytes, num_step_bits, _ = _packing(k, d)
     lows = indices.bitwise_and((1 << low_bits) - 1)
     if low_bits == 16:
         packed[..., :num_low_bytes].view(torch.int16).copy_(lows.sub_(1 << 15))
@@ -98,8 +119,7 @@ def pack_indices(indices: Tensor, d: int, packed: Tensor) -> None:
 
 def unpack_indices(packed: Tensor, num_indices: int, d: int) -> Tensor:
     """The indices that `pack_indices` wrote, int64 [..., num_indices]. Does not wait for the device."""
-    k, low_bits = num_indices, _low_bits(num_indices, d)
-    num_low_bytes, num_step_bits = packed_size(k, low_bits), _num_step_bits(k, d, low_bits)
+    k, (low_bits, num_low_bytes, num_step_bits, _) = num_indices, _packing(num_indices, d)
     if low_bits == 16:
         indices = packed[..., :num_low_bytes].view(torch.int16).long().add_(1 << 15)
     else:
@@ -114,17 +134,3 @@ def unpack_indices(packed: Tensor, num_indices: int, d: int) -> Tensor:
         steps = indices.new_empty(*indices.shape[:-1], k + 1).scatter_(-1, place, num_steps_through)
         indices += steps[..., :k] << low_bits
     return indices
-
-
-def _num_step_bits(k: int, d: int, low_bits: int) -> int:
-    num_steps = max(d - 1, 0) >> low_bits
-    return k + num_steps if num_steps else 0
-
-
-def _sizes(k: int, d: int) -> list[int]:
-    return [packed_size(k, low_bits) + packed_size(_num_step_bits(k, d, low_bits), 1) for low_bits in _LOW_BITS]
-
-
-def _low_bits(k: int, d: int) -> int:
-    sizes = _sizes(k, d)
-    return _LOW_BITS[sizes.index(min(sizes))]
