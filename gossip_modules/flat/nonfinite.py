@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
@@ -50,7 +51,7 @@ def is_finite(x: FlatVector) -> bool:
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """`is_finite` of flat tensors."""
-    return all(bool(torch.isfinite(_total(segment))) or _all_finite(segment) for segment in tensors)
+    return all(math.isfinite(_total(segment).item()) or _all_finite(segment) for segment in tensors)
 
 
 class FiniteCheck:
@@ -62,8 +63,8 @@ class FiniteCheck:
 
     def __call__(self, x: FlatVector) -> bool:
         """Whether x, on a GPU the x of the last call, has no infinities or NaN."""
-        if not x.segments:  # the shard of a process, of a model with fewer elements than processes
-            return True
+        if x.raw.device.type == "cpu" or not x.segments:  # or the shard of a process, of a model with fewer elements
+            return is_finite(x)
         totals = torch.stack(tuple(map(_total, x.segments)))
         return self._is_finite(totals.sum(), lambda: is_finite(x))
 
