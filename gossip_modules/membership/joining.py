@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..transport.deadline import Deadline
-from ..transport.threads import Waits
+from ..transport.exchange import Waits
 from . import donor, limits
 from .background_log import log
 from .links import alone

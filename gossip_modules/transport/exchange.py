@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple, NoReturn
 
@@ -16,13 +20,14 @@ from torch import Tensor
 from .base import Pending
 from .change_board import ChangeBoard
 from .shared_group import Use
-from .threads import Waits
+from .threads import CallThread
 from .traffic import PeerTraffic
 
 ROUND_BITS, SIZE_BITS = 16, 9  # of a tag, beside those of the channel: torch has 31 bits; rounds wrap around
 
 FOREVER = timedelta(days=365)
 LATE = 0.95  # of the timeout: an error after so long a time is a timeout
+_AT_ONCE = timedelta(milliseconds=1)
 SHUTDOWN = "shutdown"  # the name of the last message to a peer, which may have ended already
 
 MAX_STAGED = 64  # staging buffers kept, and more where a round has more; else addresses change from call to call
@@ -87,10 +92,155 @@ class LinkClosedError(ValueError):
     """A message to or from a peer whose link was closed here."""
 
 
+class InTurn:
+    """Messages that are waited for one after the other, as if they were one.
+
+    A wait that was given up may still be inside a message in its thread, and goes on to no other message. So the caller
+    can wait for the messages after it.
+
+    Args:
+        works: the messages, and the peer of each; None: a collective, or a batch of messages.
+
+    Attributes:
+        closed: the peers whose connections are closed, so that their messages need no wait.
+        present: the index of the message that is waited for, or at which the wait has failed or was given up.
+        seconds: the time of the waits, by peer.
+    """
+
+    def __init__(self, works: Sequence[tuple[dist.Work, int | None]]) -> None:
+        self._works, self._lock, self._is_given_up = works, threading.Lock(), False
+        self.closed: Set[int | None] = frozenset()
+        self.present = 0
+        self.seconds: dict[int | None, float] = {}
+
+    @property
+    def peer(self) -> int | None:
+        """The peer that is waited for."""
+        return self._works[self.present][1]
+
+    def give_up(self, peers: Collection[int] | None = None) -> bool:
+        """Let the wait end with the present message, if it is of one of these peers; returns whether it is."""
+        with self._lock:
+            self._is_given_up |= peers is None or self.peer in peers
+            return self._is_given_up
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for all messages.
+
+        Args:
+            timeout: of all waits together; None: the waits have no timeout.
+
+        Raises:
+            RuntimeError: the message `present` has failed.
+        """
+        start = now = time.monotonic()
+        for k, (work, peer) in enumerate(self._works):
+            with self._lock:
+                if self._is_given_up:
+                    return
+                self.present = k
+            if timeout is None:
+                work.wait()
+            elif peer in self.closed:
+                work.wait(_AT_ONCE)
+            else:
+                work.wait(max(timeout - timedelta(seconds=now - start), _AT_ONCE))
+            before, now = now, time.monotonic()
+            self.seconds[peer] = self.seconds.get(peer, 0.0) + now - before
+
+
+class Waits:
+    """Waits that another thread can end.
+
+    [Note: waits that do not end] When a connection closes, Gloo ends the waits for messages that have not begun to
+    move. A message that is half sent or half received is in none of the lists that it goes through, nor is a message
+    that was posted while the connection was closing. A wait for such a message lasts for its whole timeout, whatever
+    becomes of the connection, and cannot be interrupted. So a thread of its own makes each wait, and stays in it when
+    the wait is given up; no byte is written to its buffer any more, as the connection is closed. A thread whose wait
+    has ended makes the next one. Handing a wait over takes some 20 us.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[CallThread] = []
+        self._under_way: dict[Future[None], InTurn] = {}
+        self._given_up: set[int | None] = set()
+        self._is_closed = False
+
+    def wait(self, work: dist.Work | InTurn, timeout: timedelta, *, of: int | None = None) -> None:
+        """Return when `work` is done.
+
+        Args:
+            work: a message, several of them, or a collective, of Gloo.
+            timeout: of the wait.
+            of: the peer of one message; None: a collective.
+
+        Raises:
+            RuntimeError: the operation has failed, was late or was given up.
+        """
+        turn = work if isinstance(work, InTurn) else InTurn([(work, of)])
+        with self._lock:
+            is_over, turn.closed = self._is_closed, self._given_up
+            if not is_over:
+                thread = self._idle.pop() if self._idle else CallThread("gossip-wait")
+                future = thread.submit(partial(turn.wait, timeout))
+                self._under_way[future] = turn
+        if is_over:  # the connections are closed: the operation is done already, or never will be
+            turn.wait(_AT_ONCE)
+            return
+        future.exception()  # an interrupt leaves the wait under way
+        with self._lock:
+            if future in self._under_way:
+                del self._under_way[future]
+                self._idle.append(thread)
+            else:  # it was given up
+                thread.end()
+        try:
+            future.result()
+        finally:
+            del future  # its error holds this frame, and so the caller's objects
+
+    def give_up(self, *of: int) -> None:
+        """End the waits for these peers, present and future, with an error; from any thread.
+
+        Close their connections before, so that no byte is written to a buffer afterwards.
+        """
+        with self._lock:
+            self._given_up.update(of)
+            self._end([future for future, turn in self._under_way.items() if turn.give_up(of)])
+
+    def under_way(self) -> set[int]:
+        """The peers that are waited for now."""
+        with self._lock:
+            return {turn.peer for turn in self._under_way.values() if turn.peer is not None}
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether anything is waited for now."""
+        return bool(self._under_way)
+
+    def close(self) -> None:
+        """End all waits, and the threads. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            self._end([future for future, turn in self._under_way.items() if turn.give_up()])
+            for thread in self._idle:
+                thread.end()
+            self._idle.clear()
+
+    def _end(self, waits: Iterable[Future[None]]) -> None:
+        why = "the wait was given up, since its connection was closed by this process"
+        for future in waits:
+            del self._under_way[future]
+            with suppress(InvalidStateError):  # it has just ended
+                future.set_exception(RuntimeError(why))
+
+
 class _Work(NamedTuple):
     """One posted message, or a chunk of one; without a peer: all messages of a round on NCCL."""
 
     work: dist.Work
+    chunk: int = 0
     peer: int | None = None
     is_send: bool = False
 
@@ -119,6 +269,7 @@ class PendingExchange:
         self._staged: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_chunks)]
         self._num_done = 0  # chunks
         self._batch: list[dist.P2POp] = []
+        self._routes: dict[int, tuple[dist.ProcessGroup, int]] = {}  # by peer
         self._waited: dict[int, float] = {}  # seconds, by peer
         self._start = time.monotonic()
 
@@ -135,7 +286,8 @@ class PendingExchange:
         link = self.link
         if peer in self.lost:
             return
-        group, rank = link.route(peer)
+        group, rank = route = self._routes.get(peer) or link.route(peer)
+        self._routes[peer] = route
         if link.backend == "nccl":
             self._batch.append(dist.P2POp(dist.isend if is_send else dist.irecv, x, link.names[peer], group))
             return
@@ -145,7 +297,7 @@ class PendingExchange:
         except RuntimeError as error:
             self._fail(error, k, peer, is_send=is_send, seconds=0.0)
             return
-        self._works[k].append(_Work(work, peer, is_send))
+        self._works[k].append(_Work(work, k, peer, is_send))
 
     def copy_back(self, k: int, x: Tensor, buffer: Tensor) -> None:
         """When chunk k has arrived, x <- its staging buffer."""
@@ -159,34 +311,37 @@ class PendingExchange:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """See `Pending`."""
-        while self._num_done < self.num_chunks:
-            self._wait(timeout)
+        if self._num_done < self.num_chunks:
+            self._wait(self.num_chunks, timeout)
 
     def arrivals(self) -> Iterator[int]:
         """See `Pending`."""
         while self._num_done < self.num_chunks:
-            self._wait(None)
+            self._wait(self._num_done + 1, None)
             yield self._num_done - 1
 
-    def _wait(self, timeout: timedelta | None) -> None:
-        """Wait until the first chunk that is under way has been received from, and sent to, all peers."""
-        link, k = self.link, self._num_done
-        for work, peer, is_send in self._works[k]:
-            if peer in self.lost:
-                continue
-            now = time.monotonic()
-            left = max((timeout or link.timeout) - timedelta(seconds=now - self._start), timedelta(milliseconds=1))
+    def _wait(self, stop: int, timeout: timedelta | None) -> None:
+        """Wait until the chunks before `stop` have been received from, and sent to, all peers."""
+        link = self.link
+        works = [work for chunk in self._works[self._num_done : stop] for work in chunk]
+        while works := [work for work in works if work.peer not in self.lost]:
+            turn = InTurn([(work, peer) for work, _, peer, _ in works])
+            left = (timeout or link.timeout) - timedelta(seconds=time.monotonic() - self._start)
             try:
-                link.wait_for(work, left, of=peer)
-                if timeout is None and peer is not None:
-                    self._waited[peer] = self._waited.get(peer, 0.0) + time.monotonic() - now
+                link.wait_for(turn, max(left, _AT_ONCE))
+                works = []
             except RuntimeError as error:
-                seconds = time.monotonic() - self._start
+                seconds, (_, k, peer, is_send) = time.monotonic() - self._start, works[turn.present]
                 self._fail(error, k, peer, is_send=is_send, seconds=seconds, timeout=timeout)
-        Staging.copy_back(self._staged[k])
-        self._works[k].clear()
-        self._num_done += 1
-        if self._num_done == self.num_chunks:
+                works = works[turn.present + 1 :]
+            for peer, seconds in turn.seconds.items() if timeout is None else ():
+                if peer is not None:
+                    self._waited[peer] = self._waited.get(peer, 0.0) + seconds
+        for k in range(self._num_done, stop):
+            Staging.copy_back(self._staged[k])
+            self._works[k].clear()
+        self._num_done = stop
+        if stop == self.num_chunks:
             arrived = self._num_received
             if self.lost:
                 arrived = {peer: number for peer, number in arrived.items() if peer not in self.lost}
@@ -258,8 +413,8 @@ class PointToPoint(ABC):
         """Called when a message to or from a peer has failed; returns whether rounds go on without it."""
         return False
 
-    def wait_for(self, work: dist.Work, timeout: timedelta, *, of: int | None = None) -> None:
-        """Return when a message to or from a peer is done, or without one a collective.
+    def wait_for(self, work: dist.Work | InTurn, timeout: timedelta) -> None:
+        """Return when messages, or a collective, are done.
 
         On NCCL: when the current stream is ordered after it; the group's watchdog has the timeout.
         """
@@ -268,7 +423,7 @@ class PointToPoint(ABC):
             board.begin_wait()
         try:
             if self.waits is not None:
-                self.waits.wait(work, timeout, of=of)
+                self.waits.wait(work, timeout)
             elif self.backend == "nccl":
                 work.wait()
             else:

@@ -6,16 +6,13 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
-
-import torch.distributed as dist
 
 from .deadline import Deadline
 
@@ -110,92 +107,6 @@ class CallThread:
         self._end()
         if self.thread is not threading.current_thread():
             self.thread.join(_EXIT_SECONDS)
-
-
-class Waits:
-    """Waits that another thread can end.
-
-    [Note: waits that do not end] When a connection closes, Gloo ends the waits for messages that have not begun to
-    move. A message that is half sent or half received is in none of the lists that it goes through, nor is a message
-    that was posted while the connection was closing. A wait for such a message lasts for its whole timeout, whatever
-    becomes of the connection, and cannot be interrupted. So a thread of its own makes each wait, and stays in it when
-    the wait is given up; no byte is written to its buffer any more, as the connection is closed. A thread whose wait
-    has ended makes the next one. Handing a wait over takes some 20 us.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: list[CallThread] = []
-        self._under_way: dict[Future[bool], int | None] = {}  # and the peer
-        self._given_up: set[int | None] = set()
-        self._is_closed = False
-
-    def wait(self, work: dist.Work, timeout: timedelta, *, of: int | None = None) -> None:
-        """Return when `work` is done.
-
-        Args:
-            work: a message, or a collective, of Gloo.
-            timeout: of the wait.
-            of: the peer; None: a collective.
-
-        Raises:
-            RuntimeError: the operation has failed, was late or was given up.
-        """
-        with self._lock:
-            is_over = self._is_closed or of in self._given_up
-            if not is_over:
-                thread = self._idle.pop() if self._idle else CallThread("gossip-wait")
-                future = thread.submit(partial(work.wait, timeout))
-                self._under_way[future] = of
-        if is_over:  # the connection is closed: the operation is done already, or never will be
-            work.wait(_AT_ONCE)
-            return
-        future.exception()  # an interrupt leaves the wait under way
-        with self._lock:
-            if future in self._under_way:
-                del self._under_way[future]
-                self._idle.append(thread)
-            else:  # it was given up
-                thread.end()
-        try:
-            future.result()
-        finally:
-            del future  # its error holds this frame, and so the caller's objects
-
-    def give_up(self, *of: int) -> None:
-        """End the waits for these peers, present and future, with an error; from any thread.
-
-        Close their connections before, so that no byte is written to a buffer afterwards.
-        """
-        with self._lock:
-            self._given_up.update(of)
-            self._end([future for future, peer in self._under_way.items() if peer in of])
-
-    def under_way(self) -> set[int]:
-        """The peers that are waited for now."""
-        with self._lock:
-            return {peer for peer in self._under_way.values() if peer is not None}
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether anything is waited for now."""
-        return bool(self._under_way)
-
-    def close(self) -> None:
-        """End all waits, and the threads. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-            self._end(list(self._under_way))
-            for thread in self._idle:
-                thread.end()
-            self._idle.clear()
-
-    def _end(self, waits: Iterable[Future[bool]]) -> None:
-        why = "the wait was given up, since its connection was closed by this process"
-        for future in waits:
-            del self._under_way[future]
-            with suppress(InvalidStateError):  # it has just ended
-                future.set_exception(RuntimeError(why))
 
 
 def _make_calls(calls: _Calls) -> None:

@@ -23,8 +23,7 @@ from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.membership import addresses
 from gossip_modules.membership.links import LinkTransport, connect_links
 from gossip_modules.mixing_manager import LaplacianMixing, MetropolisHastingsMixing, MixingManager, UniformMixing
-from gossip_modules.transport.exchange import PendingExchange
-from gossip_modules.transport.threads import Waits
+from gossip_modules.transport.exchange import PendingExchange, Waits
 from tests.harness.ranks import TIMEOUT
 from tests.library.membership.stores import exchange_over
 

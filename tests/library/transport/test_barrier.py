@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from gossip_modules import connect
 from gossip_modules.transport.deadline import Deadline
+from gossip_modules.transport.exchange import InTurn
 from gossip_modules.transport.gloo import CAN_BE_LAZY, at_once, gloo_group
 from gossip_modules.transport.process_group import ProcessGroupTransport
 from tests.harness.ranks import CPU, TIMEOUT, HangUp, run_ranks
@@ -91,7 +92,7 @@ def test_a_rank_sends_few_messages() -> None:
     def body(group: dist.ProcessGroup) -> int:
         transport, num_waits = over(group), 0
 
-        def count(work: dist.Work, timeout: timedelta, *, of: int | None = None) -> None:
+        def count(work: dist.Work | InTurn, timeout: timedelta) -> None:
             nonlocal num_waits
             num_waits += 1
             work.wait(timeout)
@@ -174,7 +175,7 @@ def test_the_collectives_of_one_operation_share_a_deadline() -> None:
     def body(group: dist.ProcessGroup) -> list[float]:
         transport, limits = over(group, TIMEOUT.total_seconds()), []
 
-        def note(work: dist.Work, timeout: timedelta, *, of: int | None = None) -> None:
+        def note(work: dist.Work | InTurn, timeout: timedelta) -> None:
             limits.append(timeout.total_seconds())
             work.wait(timeout)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gossip_modules.transport.threads import Waits
+from gossip_modules.transport.exchange import Waits
 
 LIMIT = 20.0
 
