@@ -15,7 +15,7 @@ from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
-from ..rounds.mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
+from ..rounds.mixer import GlobalAverage, Mixer, NonfiniteRound
 from ..rounds.old_checkpoints import converted
 from ..schedule import Action, Schedule
 from ..transport.base import Transport
@@ -244,9 +244,7 @@ class LockstepEngine(Engine):
         loses_weight = on_nonfinite == "skip" or gossiper.transport.is_elastic
         sums_weights = loses_weight and gossiper.is_weighted
         self.averager = GlobalAverage(gossiper.transport, sums_weights=sums_weights)
-        self._scheduled_average = self.averager
-        if gossiper.transport.is_elastic:
-            self._scheduled_average = ElasticAverage(gossiper.transport, sums_weights=sums_weights)
+        self._scheduled_average = GlobalAverage(gossiper.transport, sums_weights=sums_weights, may_fail=True)
         self._control = None if control is None else ControlledMixer(gossiper, self.averager, control)
         # Returns whether the numbers are finite on all processes of a node, given whether they are on this process.
         # The result is equal on all, so that all raise or leave out the round together.

@@ -19,7 +19,7 @@ from .algorithm import Algorithm
 from .memory import Memory
 from .message_rounds import MessageRounds
 from .messages import Message, Received
-from .mixer import ElasticAverage, GlobalAverage, Mixer, NonfiniteRound
+from .mixer import GlobalAverage, Mixer, NonfiniteRound
 from .optimizer_watch import OptimizerWatch
 from .requests import (
     Average,
@@ -113,7 +113,7 @@ class Driver:
         self.mixing, self.transport, self._is_elastic = mixing, transport, transport.is_elastic
         self.messages.bind(mixing, transport)
         self.memory.weights = repr(mixing)
-        self.averager: GlobalAverage = (ElasticAverage if self._is_elastic else GlobalAverage)(transport)
+        self.averager = GlobalAverage(transport, may_fail=True)
         self._begin_generation()
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:

@@ -317,7 +317,7 @@ class MessageRounds(Mail):
     def gather(self, message: Message) -> Received:
         """Send a message to all ranks and return the messages of all ranks; see `Gather`.
 
-        On an elastic transport a second collective confirms that all ranks have the messages, as in `ElasticAverage`.
+        On an elastic transport a second collective confirms that all ranks have the messages, as in `GlobalAverage`.
 
         The buffers become their mean over all ranks.
         """

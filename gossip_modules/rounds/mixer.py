@@ -262,24 +262,31 @@ class Mixer(ABC):
 class GlobalAverage(Mixer):
     """x_i <- mean_j x_j exactly, by an all-reduce: W = J. The push-sum weight becomes one.
 
+    [Note: confirmed averages] With `may_fail` training goes on if a rank of an elastic transport fails during the
+    average: the other ranks keep their vectors. After the all-reduce, a second one confirms that all ranks have the
+    result. A rank without this confirmation restores its vector. So the average takes effect on all ranks or on none,
+    unless a rank dies during the confirmation. Then some ranks may have averaged, and the next average makes all equal
+    again.
+
     Args:
         transport: the transport over the ranks.
         sums_weights: whether the push-sum weights may have another sum than the world size, because rounds were left
             out. The mean of x is then divided by the mean of the weights.
+        may_fail: see [Note: confirmed averages].
+
+    Attributes:
+        has_failed: whether the last average took no effect, with `may_fail`.
     """
 
-    def __init__(self, transport: Transport, *, sums_weights: bool = False) -> None:
+    def __init__(self, transport: Transport, *, sums_weights: bool = False, may_fail: bool = False) -> None:
         self.transport = transport
-        self._sums_weights = sums_weights
-        self._round = 0
-
-    has_failed: bool = False
-    """Whether the last average took no effect."""
+        self._sums_weights, self._may_fail = sums_weights, may_fail
+        self._round, self.has_failed = 0, False
 
     @property
     def own_buffer_weight(self) -> float:
-        """See `Mixer`."""
-        return 1 / self.transport.world_size
+        """See `Mixer`; 1 if the average took no effect."""
+        return 1.0 if self.has_failed else 1 / self.transport.world_size
 
     def start(self, s: FlatVector, t: int) -> None:
         """See `Mixer`. The all-reduce runs in `finish` or `difference`, and blocks."""
@@ -287,14 +294,20 @@ class GlobalAverage(Mixer):
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`. On an elastic transport a copy of s is taken, and restored if the all-reduce fails."""
-        before = s.clone() if self.transport.is_elastic else None
+        is_elastic, self.has_failed = self.transport.is_elastic, False
+        before = s.clone() if is_elastic else None
         try:
             with self.transport.within(Deadline(self.transport.timeout)):
                 self._sum(s)
-        except BaseException:
+                if is_elastic and self._may_fail:
+                    confirmation = torch.zeros(1, device="cpu")
+                    self.transport.all_reduce(confirmation, what=f"end of the global average in round {self._round}")
+        except BaseException as error:
             if before is not None:
                 s.copy_(before)
-            raise
+            self.has_failed = is_elastic and self._may_fail and isinstance(error, ConnectionError | TimeoutError)
+            if not self.has_failed:
+                raise
 
     def _sum(self, s: FlatVector) -> None:
         for x in s.segments:
@@ -310,32 +323,3 @@ class GlobalAverage(Mixer):
     def _average(self, x: Tensor) -> None:
         self.transport.all_reduce(x, what=f"global average in round {self._round}")
         x.div_(self.transport.world_size)
-
-
-class ElasticAverage(GlobalAverage):
-    """`GlobalAverage` on an elastic transport: if a rank fails during the average, the other ranks keep their vectors.
-
-    After the all-reduce, a second one confirms that all ranks have the result. A rank without this confirmation
-    restores its vector. So the average takes effect on all ranks or on none, unless a rank dies during the
-    confirmation. Then some ranks may have averaged, and the next average makes all equal again. Takes a copy of the
-    vector.
-    """
-
-    @property
-    def own_buffer_weight(self) -> float:
-        """See `Mixer`; 1 if the average took no effect."""
-        return 1.0 if self.has_failed else super().own_buffer_weight
-
-    def finish(self, s: FlatVector) -> None:
-        """See `Mixer`."""
-        try:
-            super().finish(s)
-            self.has_failed = False
-        except (ConnectionError, TimeoutError):
-            self.has_failed = True
-
-    def _sum(self, s: FlatVector) -> None:
-        super()._sum(s)
-        self.transport.all_reduce(
-            torch.zeros(1, device="cpu"), what=f"end of the global average in round {self._round}"
-        )

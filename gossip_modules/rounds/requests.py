@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -117,11 +117,13 @@ class SGDStep(NamedTuple):
     momentum: float
 
 
+@dataclass(slots=True, eq=False)
 class Vectors:
     """The model of a rank and the description of a round; a driver passes it to `Algorithm.round`.
 
     Attributes:
         x: the model. The round writes its result to it after the last reply.
+        mail: makes the messages.
         t: the number of the round; W(t) is its matrix. Only rounds with communication count.
         rank: this rank.
         num_ranks: the number of ranks that mix.
@@ -129,23 +131,17 @@ class Vectors:
         inner_rate: the learning rate of the last step of the user's optimizer, if the algorithm `needs_inner_rate`.
     """
 
-    def __init__(
-        self,
-        x: Vector,
-        mail: Mail,
-        t: int,
-        rank: int,
-        num_ranks: int,
-        *,
-        step: SGDStep | None = None,
-        inner_rate: float | None = None,
-    ) -> None:
-        self.x, self._mail, self.t, self.rank, self.num_ranks = x, mail, t, rank, num_ranks
-        self.step, self.inner_rate = step, inner_rate
+    x: Vector
+    mail: Mail
+    t: int
+    rank: int
+    num_ranks: int
+    step: SGDStep | None = None
+    inner_rate: float | None = None
 
     def about(self, x: Vector) -> Vectors:
         """Return the description of the same round for another vector, without the step of SGD."""
-        return Vectors(x, self._mail, self.t, self.rank, self.num_ranks, inner_rate=self.inner_rate)
+        return replace(self, x=x, step=None)
 
     def encode(self, code: Code, x: Vector, *, key: object = "own") -> Message:
         """Return C(x) as a message.
@@ -155,7 +151,7 @@ class Vectors:
             x: the vector.
             key: a name for the memory of the message. Messages with different keys may be in flight together.
         """
-        return self._mail.room_for(code, x, key=key).write(x, self.t)
+        return self.mail.room_for(code, x, key=key).write(x, self.t)
 
     def message(self, sizes: Sizes, *, key: object) -> Message:
         """Return a message whose fields the algorithm fills.
@@ -164,19 +160,19 @@ class Vectors:
             sizes: the dtype and the number of elements of each field, equal to the sizes of the peer's message.
             key: a name for the memory of the message. Messages with different keys may be in flight together.
         """
-        return self._mail.room_for_fields(sizes, key=key)
+        return self.mail.room_for_fields(sizes, key=key)
 
     @property
     def mixing(self) -> MixingManager:
         """The weights of all rounds and ranks, with their graph."""
-        assert self._mail.mixing is not None, "the algorithm asks for weights, but there is no graph"
-        return self._mail.mixing
+        assert self.mail.mixing is not None, "the algorithm asks for weights, but there is no graph"
+        return self.mail.mixing
 
     @property
     def peers(self) -> Sequence[int]:
         """The live peers of this round, for `Exchange`."""
-        return self._mail.peers
+        return self.mail.peers
 
     def weight_of(self, peer: int) -> float:
         """Return W_ij(t), the weight that this rank gives to the message of a peer."""
-        return self._mail.weight_of(peer)
+        return self.mail.weight_of(peer)

@@ -14,7 +14,7 @@ class Stamps:
 
     [Note: One memory] Some algorithms need equal vectors on all ranks (`has_equal_memory`). Under a membership memories
     may differ for two reasons. An average takes effect on all ranks or on none, unless a worker dies during the
-    confirmation (`ElasticAverage`). And a joining worker has the memory that its donor had some steps before. Workers
+    confirmation (`GlobalAverage`). And a joining worker has the memory that its donor had some steps before. Workers
     would then train around different anchors for ever. So a memory has a stamp, the step of its last round. The first
     step of a generation, which is equal on all workers, runs
 

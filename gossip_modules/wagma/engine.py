@@ -17,7 +17,7 @@ from ..engine.liveness import Activity, ControlMessage
 from ..flat.nonfinite import is_finite, refuse
 from ..flat.vector import FlatVector
 from ..graph_manager.butterfly_groups import ButterflyGroups
-from ..rounds.mixer import ElasticAverage, GlobalAverage
+from ..rounds.mixer import GlobalAverage
 from .group_average import GroupAverage
 from .pace import RelativePace
 from .worker import SETTLING, WaitAvoidingWorker
@@ -75,9 +75,9 @@ class WaitAvoidingEngine(Engine):
     A rank that is not next to the dead one cannot tell a sum that lacks a part from a sum that is late. So a round is
     not completed among the rest: all abandon it. A rank whose average was complete by then keeps it; the next average
     over all ranks makes them equal. Where that one is cut short, all go back to their models of before
-    (`ElasticAverage`). A rank that is behind when the others begin the next generation leaves out the steps up to its
-    first one. A rank that stands still while its process lives also ends a generation, after the timeout; the
-    membership is told its number. Only an error of this rank itself is raised.
+    ([Note: confirmed averages] of `GlobalAverage`). A rank that is behind when the others begin the next generation
+    leaves out the steps up to its first one. A rank that stands still while its process lives also ends a generation,
+    after the timeout; the membership is told its number. Only an error of this rank itself is raised.
 
     All methods belong to the training thread. State that other threads share is in `worker`, under `worker.state`.
 
@@ -115,7 +115,7 @@ class WaitAvoidingEngine(Engine):
         """Start the threads of a generation."""
         whole = transport.whole if transport.is_elastic else transport
         average = GroupAverage(groups, whole)
-        self._averager = ElasticAverage(transport) if transport.is_elastic else GlobalAverage(transport)
+        self._averager = GlobalAverage(transport, may_fail=True)
         options: dict[str, Any] = {"sync_period": self._sync_period, "on_nonfinite": self.on_nonfinite}
         self.worker = WaitAvoidingWorker(average, x, stats=self.stats, **options)
         self._pace, self._links, self._alone_since = RelativePace(), transport, 0.0

@@ -191,7 +191,7 @@ class Travelling:
         vector.push_sum_weight.copy_(local.buffer.vector.push_sum_weight)
         vector.multiply_by_weight_()
         averager.mix(vector, t)
-        if averager.transport.is_elastic:  # as in `ElasticAverage`: it takes effect on all ranks or on none
+        if averager.transport.is_elastic:  # as in `GlobalAverage`: it takes effect on all ranks or on none
             what = f"end of the average of frozen tensors after {t}"
             averager.transport.all_reduce(torch.zeros(1, device="cpu"), what=what)
         vector.unpack_to(tensors)
