@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..transport import threads
-from ..transport.base import Pending
 from ..transport.deadline import Deadline
 from ..transport.exchange import LATE, LinkClosedError, PointToPoint, Waits, fail
 from ..transport.gloo import CPU, as_group
@@ -95,27 +94,6 @@ class LinkTransport(PointToPoint):
                 "the wrapper, which closes its membership"
             )
         return self._links[peer], int(self.rank < peer)
-
-    def exchange(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        recvs: Mapping[int, Sequence[Tensor]],
-        *,
-        tag: int,
-        what: str = "",
-        fill: Callable[[int], None] | None = None,
-    ) -> Pending:
-        """See `Transport`; peers that are lost already get and give nothing."""
-        lost = self.lost.intersection((*sends, *recvs))
-        if lost:
-            num_chunks = max(map(len, (*sends.values(), *recvs.values())))
-            sends, recvs = ({p: xs for p, xs in side.items() if p not in lost} for side in (sends, recvs))
-            if fill is not None and not (sends or recvs):
-                for k in range(num_chunks):
-                    fill(k)
-        exchange = super().exchange(sends, recvs, tag=tag, what=what, fill=fill)
-        exchange.lost |= lost
-        return exchange
 
     def loses(self, peer: int, error: RuntimeError, seconds: float) -> bool:
         """See `PointToPoint`."""
@@ -229,6 +207,7 @@ class LinkTransport(PointToPoint):
         for peer in self._links if self.has_listener else self._own_waits.under_way():
             self._end_waits(peer)
         links, self._links = list(self._links.values()), {}
+        self.routes.clear()
         if self._whole.is_shared:  # with threads that wait for messages
             self._break_whole()
         self._whole.close()

@@ -168,6 +168,7 @@ class ProcessGroupTransport(PointToPoint):
             self.board.close()
         if self._use.shared.is_owned:
             self._group = None
+            self.routes.clear()
         self._use.end()
 
     @contextlib.contextmanager
