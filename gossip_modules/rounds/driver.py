@@ -249,7 +249,7 @@ class Driver:
         if opened is not None and opened.request is not None:
             sent, opened.v.x = opened.v.x, vector
             if isinstance(sent, SentVector) and opened.reply is not RoundLost:
-                corrections, alpha = (*sent.parts, *sent.whole.buffers), 1.0 if self.alpha is None else self.alpha
+                corrections, alpha = (*sent.parts, *sent.buffers), 1.0 if self.alpha is None else self.alpha
                 for own, correction in zip((*x.parameters, *self._buffers), corrections, strict=True):
                     add_(own, correction, alpha=alpha)
                 self.alpha = None
@@ -273,7 +273,7 @@ class Driver:
                 self.has_failed, self.stamps.lost = True, k
                 return
         assert x.flat is not None, "rounds mix flat vectors"
-        self._buffers = [b.clone() for b in x.flat.buffers]
+        self._buffers = [b.clone() for b in x.buffers]
         v = self._vectors(x, t)
         if self.watch is not None:
             self.watch.before_round(v, self.memory)
@@ -334,7 +334,7 @@ class Driver:
         else:
             self.memory.end_round()
             if self._buffers and self.alpha is None:
-                for b, mixed in zip(x.whole.buffers, self._buffers, strict=True):
+                for b, mixed in zip(x.buffers, self._buffers, strict=True):
                     b.copy_(torch.lerp(mixed, b.to(mixed), kept) if kept else mixed)
             if opened.averages:
                 self.stamps.taken = opened.k
@@ -361,7 +361,7 @@ class Driver:
             case Inner(x, generator):
                 return self._run_inner(x, generator, v.t)
             case Share(message):
-                replies = self._exchange(dict.fromkeys(v.peers, message), {})
+                replies = self._exchange(dict.fromkeys(self.messages.peers, message), {})
                 return self.messages.row_of(message, replies)
             case Exchange(messages, checksums):
                 return self._exchange(messages, checksums)
@@ -369,8 +369,8 @@ class Driver:
                 return self._gather(message, v)
 
     def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> None:
-        flat = x.whole
-        buffers = flat.buffers if self._buffers else []
+        flat, buffers = x.flat, x.buffers if self._buffers else []
+        assert flat is not None, "only the model and vectors of m.scratch() can be mixed"
         for b, own in zip(buffers, self._buffers, strict=True):
             b.copy_(own)
         if x is not v.x and mixer is self.plain:

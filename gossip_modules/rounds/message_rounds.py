@@ -265,8 +265,9 @@ class MessageRounds(Mail):
 
     def exchange(self, messages: Mapping[int, Message], checksums: Mapping[int, int]) -> dict[int, Message]:
         """Send messages and return the replies; see `Exchange`."""
-        for message in {id(m): m for m in messages.values()}.values():
-            message.fill_others(self._buffers)
+        if self._buffers:
+            for message in {id(m): m for m in messages.values()}.values():
+                message.fill_others(self._buffers)
         self._pairs = {j: (message, self._reply_to(message, j)) for j, message in messages.items()}
         if self._is_checked:
             self.post_headers(checksums)

@@ -21,11 +21,14 @@ class Vector:
         parts: the tensors, [d] each; [n, d] with stacked ranks.
         flat: the flat vector that contains the tensors, the buffers and the push-sum weight; None: the vector cannot
             be mixed.
+
+    Attributes:
+        buffers: the buffers of the flat vector, by dtype.
     """
 
     def __init__(self, parts: Sequence[Tensor], flat: FlatVector | None = None) -> None:
         self.parts = tuple(parts)
-        self.flat = flat
+        self.flat, self.buffers = flat, [] if flat is None else flat.buffers
 
     @classmethod
     def of(cls, flat: FlatVector) -> Vector:
