@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,7 +18,8 @@ from .aliases import instances_of
 class Stepped:
     """An object that hears of optimizer steps while it lives, and until it closes; a copy hears of them too.
 
-    A method `other_step(optimizer)`, where there is one, hears of the steps of all other optimizers.
+    A method `other_step(optimizer)`, where there is one, hears of the steps of all other optimizers, and a method
+    `after_closure(optimizer)` of each closure that a step has evaluated, before it steps.
     """
 
     order: int = 0
@@ -117,29 +118,52 @@ class StepHooks:  # one for the process: STEP_HOOKS
             stepped = sorted((member for member in members if member.is_stepped_by(optimizer)), key=_order)
             idle = (member for member in members if member not in stepped and hasattr(member, "other_step"))
             before = [*(member.other_step for member in idle), *(member.before_step for member in stepped)]
+            inside = [member.after_closure for member in stepped if hasattr(member, "after_closure")]
             after = [member.after_step for member in stepped]
-            found = calls[optimizer] = _Calls(num_held, *(tuple(map(weakref.WeakMethod, x)) for x in (before, after)))
+            methods = (tuple(map(weakref.WeakMethod, kind)) for kind in (before, inside, after))
+            found = calls[optimizer] = _Calls(num_held, *methods)
         return found
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._members:
-            for method in self._calls_of(optimizer).before:
-                if (call := method()) is not None:
-                    call(optimizer)
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """The arguments of the step in place of those given (torch), where a closure is among them that is watched."""
+        if not self._members:
+            return None
+        calls = self._calls_of(optimizer)
+        _call(calls.before, optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None or not calls.inside:
+            return None
+
+        def watched() -> Any:
+            loss = closure()
+            _call(calls.inside, optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], watched, *args[2:]), kwargs
+        return args, {**kwargs, "closure": watched}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._members:
-            for method in self._calls_of(optimizer).after:
-                if (call := method()) is not None:
-                    call(optimizer)
+            _call(self._calls_of(optimizer).after, optimizer)
+
+
+_Methods: TypeAlias = tuple[Callable[[], Callable[[Optimizer], None] | None], ...]  # not kept alive
+
+
+def _call(methods: _Methods, optimizer: Optimizer) -> None:
+    for method in methods:
+        if (call := method()) is not None:
+            call(optimizer)
 
 
 class _Calls(NamedTuple):
-    """The methods to call before and after the steps of an optimizer with this number of parameters."""
+    """The methods to call in the steps of an optimizer with this number of parameters."""
 
     num_held: int
-    before: tuple[Callable[[], Callable[[Optimizer], None] | None], ...]
-    after: tuple[Callable[[], Callable[[Optimizer], None] | None], ...]
+    before: _Methods
+    inside: _Methods
+    after: _Methods
 
 
 STEP_HOOKS = StepHooks()

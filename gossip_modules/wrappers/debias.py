@@ -105,6 +105,9 @@ class Debias(Stepped):
         else:
             self.to_numerator()
 
+    after_closure = before_step
+    """See `Stepped`: the forward in a closure has gone back to the estimate."""
+
     def after_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         self.to_estimate()

@@ -96,7 +96,7 @@ def test_after_a_step_that_raises_the_next_use_sees_the_estimate(
         wrapper = GossipDataParallel(
             mlp(group.rank()), graph=irregular(), process_group=group, overlap=overlap, init_sync=False
         )
-        optimizer = sgd(wrapper)
+        optimizer: Any = sgd(wrapper)
         for step in range(4):
             train_step(wrapper, optimizer, group.rank(), step)
         with wrapper.no_sync():
@@ -208,3 +208,34 @@ def test_a_limited_step_that_raises_leaves_the_estimate_to_who_asks_for_it() -> 
     torch.testing.assert_close(flatten(module), 2.0 * (before + 0.5))
     debias.to_estimate()
     torch.testing.assert_close(flatten(module), before + 0.5)
+
+
+@pytest.mark.parametrize("is_keyword", [False, True])
+def test_a_step_with_a_closure_moves_the_numerator(is_keyword: bool) -> None:
+    """The forward in it runs at the estimate, as Lightning's always does."""
+
+    def train(group: dist.ProcessGroup, *, has_closure: bool) -> Tensor:
+        wrapper = GossipDataParallel(mlp(0), graph=irregular(), process_group=group)
+        optimizer: Any = sgd(wrapper)
+        for step in range(4):
+
+            def closure(step: int = step) -> Any:
+                optimizer.zero_grad()
+                loss = loss_of(wrapper, group.rank(), step)
+                loss.backward()
+                return loss
+
+            if not has_closure:
+                closure()
+                optimizer.step()
+            elif is_keyword:
+                optimizer.step(closure=closure)
+            else:
+                optimizer.step(closure)
+        wrapper.close()
+        return in_the_module(wrapper)
+
+    expected = run_ranks(3, lambda group: train(group, has_closure=False))
+    found = run_ranks(3, lambda group: train(group, has_closure=True))
+    for own, own_expected in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, own_expected, rtol=0, atol=0)
