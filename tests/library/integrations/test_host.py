@@ -1,0 +1,18 @@
+"""What the hosts share."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("host", ["accelerate", "lightning", "transformers"])
+def test_a_missing_package_is_named_with_its_extra(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"gossip_modules.integrations.{host}"
+    for loaded in (name, "gossip_modules.integrations.accelerate", f"{host}.fabric.strategies"):
+        monkeypatch.delitem(sys.modules, loaded, raising=False)
+    monkeypatch.setitem(sys.modules, host, None)
+    with pytest.raises(ImportError, match=rf"needs the package {host} .*pip install 'gossip-modules\[{host}\]'"):
+        importlib.import_module(name)
