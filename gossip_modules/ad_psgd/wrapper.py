@@ -18,7 +18,7 @@ from ..mixing_manager.base import MixingManager
 from ..old_calls import foreign_arguments
 from ..rounds.mixer import GlobalAverage
 from ..transport.process_group import DEFAULT_TIMEOUT
-from ..wrappers.arguments import GraphLike, Links, MixingLike, as_timeout
+from ..wrappers.arguments import GraphLike, Links, MixingLike, as_timeout, group_of
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.choices import choose_bipartite_mixing
 from ..wrappers.other_names import AD_PSGD_ARGUMENTS, DDP_ARGUMENTS
@@ -57,6 +57,7 @@ class BilatGossipDataParallel(GossipWrapper):
             even, else every active rank meets every passive one in turn.
         mixing: the weights of a pair: a MixingManager, or a class or function of the graph; None = one half each.
         process_group: a Gloo group that carries nothing else; None = a new one over all ranks.
+        device_mesh: as for `GossipDataParallel`.
         timeout: the limit of every wait on a peer, in seconds or as a timedelta. The death of a
             process is raised at the next step, without waiting for it. A `Membership` has its own.
         on_nonfinite: the reaction to a difference of two models that holds infinities or NaN. "raise":
@@ -95,6 +96,7 @@ class BilatGossipDataParallel(GossipWrapper):
         module: nn.Module,
         *,
         process_group: dist.ProcessGroup | None = None,
+        device_mesh: dist.DeviceMesh | None = None,
         graph: GraphLike | None = None,
         mixing: MixingLike | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
@@ -106,6 +108,7 @@ class BilatGossipDataParallel(GossipWrapper):
         init_sync: bool = True,
         membership: Membership | None = None,
     ) -> None:
+        process_group = group_of(process_group, device_mesh)
         flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
         super().__init__(module, selection=Selection(gossip_buffers, ignore), **flags)
         local, timeout = self._local, as_timeout(timeout)

@@ -148,7 +148,7 @@ class PairwiseAverager(PairwiseWorker):
         with torch.no_grad():
             is_written = self._engine.flush(self._read_attached())
         if is_written:
-            torch.autograd.graph.increment_version(self._buffer.parameters)
+            self._buffer.written()
         return is_written
 
     def flush(self) -> None:
@@ -193,4 +193,4 @@ class PairwiseAverager(PairwiseWorker):
         return self._read_attached()
 
     def _write(self, vector: FlatVector) -> None:
-        torch.autograd.graph.increment_version(self._buffer.parameters)
+        self._buffer.written()

@@ -14,6 +14,7 @@ from torch import nn
 from ..flat.selection import Selection
 from ..old_calls import foreign_arguments
 from ..wrappers.base import GossipWrapper
+from ..wrappers.composition import check_whole
 from ..wrappers.other_names import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
 from .average_on_demand import AverageOnDemand
 from .averager import PairwiseWorker
@@ -131,6 +132,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
             client_ssl=client_ssl,
         )
         flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
+        check_whole(module, what="PairwiseDataParallel")
         super().__init__(module, selection=Selection(gossip_buffers, ignore), **flags)
         buffer = self._local.buffer
         self._local.who = f"worker {name!r}: "

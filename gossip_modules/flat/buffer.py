@@ -16,6 +16,7 @@ from torch.nn.utils import stateless
 from .aliases import Alias, check_shared_memory, find_aliases, move_aliases
 from .layout import FlatLayout, TensorSpec
 from .selection import Selection
+from .sharded import Shard, Shards
 from .slots import Slot, TensorPlace, check, check_module, in_order, real_dtype, real_numel, view_like
 from .step_hooks import STEP_HOOKS
 from .vector import FlatVector
@@ -84,6 +85,8 @@ class FlatBuffer:
         self.slots: list[Slot] = []
         self._views: list[Tensor] = []  # of the vector, one per slot
         self._places: list[tuple[dict[str, Any], str, Tensor, int]] = []  # who holds a tensor, and its address
+        self._sharded: list[tuple[Slot, Shard, int]] = []  # parameters of which this process holds a shard
+        self._shards = Shards(module)
         self._choice = _Choice(module, self.selection)
         self.copied_at_start = self.copied_signature()
         self.agreed: list[str] = []  # the signature that all ranks have, as far as is known
@@ -98,9 +101,21 @@ class FlatBuffer:
         """All tensors that view the vector: matrices, vectors, buffers."""
         return [slot.tensor for slot in self.slots]
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it has parameters of which this process holds a shard."""
+        return bool(self._sharded)
+
+    def gradient_source(self, parameter: Tensor) -> Tensor:
+        """The tensor into which autograd accumulates the gradient of a parameter, for hooks."""
+        return next((shard.gradient_source for _, shard, _ in self._sharded if shard.parameter is parameter), parameter)
+
     def parameters_in(self, vector: FlatVector) -> list[Tensor]:
         """For each of `parameters` its place in another vector of this layout, in its shape; shares memory."""
-        return list(_views_in(vector, [slot.tensor for slot in self.slots if slot.is_parameter]))
+        slots = [slot for slot in self.slots if slot.is_parameter]
+        views = _views_in(vector, [slot.memory for slot in slots])
+        pairs = zip(slots, views, strict=True)
+        return [view if slot.shard is None else slot.shard.like(view) for slot, view in pairs]
 
     def copied_signature(self) -> list[str]:
         """Names, shapes and dtypes of the buffers that an average of all ranks takes from rank 0; walks the module."""
@@ -144,7 +159,7 @@ class FlatBuffer:
         for table, attribute, tensor, pointer in self._places:
             if table.get(attribute) is not tensor or tensor.data_ptr() != pointer:
                 return False
-        return True
+        return not self._sharded or all(shard.is_at(slot.there, pointer) for slot, shard, pointer in self._sharded)
 
     def pull(self) -> None:
         """The vector <- the values of tensors that the module holds in place of ours, where shapes are equal."""
@@ -158,11 +173,18 @@ class FlatBuffer:
 
     def _replaced(self) -> Iterator[tuple[Tensor, Tensor]]:
         for view, slot in zip(self._views, self.slots, strict=True):
-            tensor = slot.table.get(slot.attribute)
-            if tensor is None or tensor.shape != view.shape or tensor.data_ptr() == view.data_ptr():
+            if (tensor := slot.there) is None:
+                continue
+            memory = slot.holding(tensor).memory
+            if memory.shape != view.shape or memory.data_ptr() == view.data_ptr():
                 continue
             if tensor.requires_grad or not slot.is_parameter:  # what was frozen meanwhile stays local
-                yield view, tensor.detach()
+                yield view, memory.detach()
+
+    def written(self) -> None:
+        """Gossip has changed parameters in place: autograd is told, and copies of them are gathered again."""
+        torch.autograd.graph.increment_version(self.parameters)
+        self._shards.reshard()
 
     def is_complete(self) -> bool:
         """Whether nothing has changed that says which tensors are trained: `requires_grad`, layers, their tensors.
@@ -218,7 +240,7 @@ class FlatBuffer:
             for slot in self.slots
             if slot.is_parameter
             and not slot.tensor.requires_grad
-            and slot.table.get(slot.attribute) is slot.tensor
+            and slot.there is slot.tensor
             and id(slot.owner) in owners
         ]
 
@@ -242,8 +264,7 @@ class FlatBuffer:
 
         The vectors of ranks that do this at different times still match.
         """
-        there = ((slot, slot.table.get(slot.attribute)) for slot in self.slots)
-        slots = [slot._replace(tensor=tensor) for slot, tensor in there if tensor is not None]
+        slots = [slot.holding(slot.there) for slot in self.slots if slot.there is not None]
         unique = {id(slot.tensor): slot for slot in reversed(slots)}  # two places may hold one tensor now
         slots = in_order(slot for slot in slots if unique[id(slot.tensor)] is slot)
         check(slots)
@@ -252,33 +273,38 @@ class FlatBuffer:
 
     def _lay_out(self, slots: list[Slot], aliases: Sequence[Alias] | None = None) -> None:
         """aliases: tensors that move along; None: all that there are."""
-        check_shared_memory(slots)
+        plain = [slot for slot in slots if slot.shard is None]
+        check_shared_memory(plain)
         self._views = []  # which are not to be taken for tensors of others
         if aliases is None:
-            aliases = find_aliases(slots)
+            aliases = find_aliases(plain)
         specs: dict[torch.dtype, list[TensorSpec]] = {}
         for slot in slots:
-            specs.setdefault(real_dtype(slot.tensor), []).append(slot.spec)
+            specs.setdefault(real_dtype(slot.memory), []).append(slot.spec)
         # A new vector, not the old one: the tensors may still view the old one at other offsets.
-        vector = FlatVector.zeros(FlatLayout.of(specs.items(), self.num_shards), slots[0].tensor.device)
+        vector = FlatVector.zeros(FlatLayout.of(specs.items(), self.num_shards), slots[0].memory.device)
         if self.slots:
             vector.push_sum_weight.copy_(self.vector.push_sum_weight)
         self.slots, self.vector = slots, vector
-        self._views = list(_views_in(vector, self.tensors))
+        self._views = list(_views_in(vector, [slot.memory for slot in slots]))
         with torch.no_grad():
             for slot, view in zip(slots, self._views, strict=True):
-                view.copy_(slot.tensor)
-                slot.tensor.data = view
+                view.copy_(slot.memory)
+                slot.move(view)
             move_aliases(aliases)
         self.parameters = [slot.tensor for slot in slots if slot.is_parameter]
         STEP_HOOKS.look_again()
-        self._places = [(slot.table, slot.attribute, slot.tensor, slot.tensor.data_ptr()) for slot in slots]
+        self._places = [(slot.table, slot.attribute, slot.tensor, slot.tensor.data_ptr()) for slot in plain]
+        self._sharded = [(slot, slot.shard, slot.memory.data_ptr()) for slot in slots if slot.shard is not None]
         self._is_agreed = self.signature() == self.agreed
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_views": []}  # a copy's tensors are no views; attach() makes them so
 
     def _trained_tensors(self) -> Iterator[Slot]:
+        self._shards = Shards(self.module)
+        self._shards.reshard()
+        shards = self._shards.of(self.module)
         seen = set(self.selection.ignored_ids(self.module))
         for prefix, owner in self.module.named_modules():
             tables: tuple[tuple[dict[str, Any], bool], ...] = ((owner._parameters, True), (owner._buffers, False))
@@ -290,7 +316,7 @@ class FlatBuffer:
                     is_statistic = not is_parameter and self.selection.averages(owner, attribute, name)
                     if tensor.requires_grad if is_parameter else is_statistic and name not in self._excluded:
                         seen.add(id(tensor))
-                        yield Slot(owner, attribute, name, tensor, is_parameter)
+                        yield Slot(owner, attribute, name, tensor, is_parameter, shards.get(id(tensor)))
 
 
 def _views_in(vector: FlatVector, tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .sharded import local_of
+
 _SAMPLE = 64  # elements of a tensor that are compared
 
 
 def sample(x: Tensor) -> Tensor:
     """Some elements of x, the same ones in tensors of one shape: flat, without autograd, maybe a view."""
-    flat = x.detach().reshape(-1)
+    flat = local_of(x.detach()).reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE)]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .layout import TensorSpec
+from .sharded import Shard
 
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 _RANK = {torch.channels_last: 4, torch.channels_last_3d: 5}
@@ -23,6 +24,7 @@ class Slot(NamedTuple):
     name: str
     tensor: Tensor
     is_parameter: bool
+    shard: Shard | None = None  # of a parameter that is sharded over processes
 
     @property
     def table(self) -> dict[str, Any]:
@@ -30,14 +32,38 @@ class Slot(NamedTuple):
         return self.owner._parameters if self.is_parameter else self.owner._buffers
 
     @property
+    def there(self) -> Any:
+        """The tensor that the module has in this place now; the shard of a parameter that is gathered."""
+        manager = None if self.shard is None else self.shard.manager
+        return self.table.get(self.attribute) if manager is None else manager.sharded_param
+
+    @property
+    def memory(self) -> Tensor:
+        """The elements that this process holds."""
+        return self.tensor if self.shard is None else self.shard.memory
+
+    def holding(self, tensor: Tensor) -> Slot:
+        """The slot with another tensor in this place."""
+        shard = None if self.shard is None else Shard(tensor, self.shard.manager)
+        return self._replace(tensor=tensor, shard=shard)
+
+    def move(self, view: Tensor) -> None:
+        """Let the tensor have its elements there; its values are those of the new place."""
+        if self.shard is None:
+            self.tensor.data = view
+        else:
+            self.shard.move(view)
+
+    @property
     def spec(self) -> TensorSpec:
         """What a code may know of it. Memory order is dim 0 by the rest in any memory format."""
-        return TensorSpec.of(self.tensor, is_buffer=not self.is_parameter, name=self.name)
+        return TensorSpec.of(self.memory, is_buffer=not self.is_parameter, name=self.name)
 
     def signature(self) -> str:
         """Everything that two ranks must agree on."""
+        shard = "" if self.shard is None else self.shard.describe()
         strides = "" if self.tensor.is_contiguous() else f" strides {tuple(self.tensor.stride())}"
-        return f"{self.name} {tuple(self.tensor.shape)} {self.tensor.dtype}{strides}"
+        return f"{self.name} {tuple(self.tensor.shape)} {self.tensor.dtype}{strides}{shard}"
 
 
 class TensorPlace(NamedTuple):
@@ -120,31 +146,21 @@ def check(slots: Sequence[Slot]) -> None:
 
 
 def _check_devices(slots: Sequence[Slot]) -> None:
-    """Plain tensors on one device."""
-    for slot in slots:
-        if hasattr(slot.tensor, "placements"):  # DTensor, whose import takes a second
-            raise ValueError(
-                f"got '{slot.name}', a DTensor: the module is sharded over processes, by fully_shard (FSDP2) or a "
-                "parallel plan; expected plain tensors, since every rank gossips a whole model. Wrap the module "
-                "without sharding it; the GPUs of one machine can share one model and its batch with nprocs_per_node"
-            )
+    """All on one device."""
     devices: dict[torch.device, str] = {}
     for slot in slots:
-        devices.setdefault(slot.tensor.device, slot.name)
+        devices.setdefault(slot.memory.device, slot.name)
     if len(devices) > 1:
         found = ", ".join(f"{device} (first: '{name}')" for device, name in devices.items())
         raise ValueError(f"got parameters on several devices: {found}; expected one device; move the module with .to()")
-    if slots[0].tensor.is_meta:
+    if slots[0].memory.is_meta:
         raise ValueError("got parameters on the meta device, expected values; materialise with module.to_empty()")
 
 
 def _check_overlaps(slots: Sequence[Slot]) -> None:
     """No two in the same memory."""
-    spans = sorted(
-        (slot.tensor.data_ptr(), slot.tensor.data_ptr() + slot.tensor.numel() * slot.tensor.element_size(), slot.name)
-        for slot in slots
-        if slot.tensor.numel()
-    )
+    memories = [(slot.memory, slot.name) for slot in slots if slot.memory.numel()]
+    spans = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size(), name) for x, name in memories)
     for (_, stop, first), (start, _, second) in pairwise(spans):
         if start < stop:
             raise ValueError(

@@ -23,7 +23,7 @@ from ..old_calls import foreign_arguments
 from ..rounds.mixer import GlobalAverage
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
-from ..wrappers.arguments import Links, as_timeout, as_whole, check_flags
+from ..wrappers.arguments import Links, as_timeout, as_whole, check_flags, group_of
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.other_names import DDP_ARGUMENTS, WAGMA_ARGUMENTS
 from ..wrappers.participant import Participant, check_links
@@ -87,6 +87,7 @@ class GroupAverageDataParallel(GossipWrapper):
             frozen BatchNorm statistics.
         rounds: when rounds run: see `GossipDataParallel`.
         process_group: a group that carries nothing else, and of Gloo if wait-avoiding; None = a new one over all ranks.
+        device_mesh: as for `GossipDataParallel`.
         comm_device: "cpu" sends GPU parameters through pinned memory, as wait-avoiding always does; None = the GPU if
             the group has NCCL.
         timeout: the time that a rank waits for a peer before it fails; a number means seconds.
@@ -134,6 +135,7 @@ class GroupAverageDataParallel(GossipWrapper):
         gossip_buffers: bool | Sequence[str] = True,
         ignore: Sequence[str] = (),
         process_group: dist.ProcessGroup | None = None,
+        device_mesh: dist.DeviceMesh | None = None,
         comm_device: torch.device | str | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         membership: Membership | None = None,
@@ -141,6 +143,7 @@ class GroupAverageDataParallel(GossipWrapper):
         rounds: str = "forward",
         on_nonfinite: str = "raise",
     ) -> None:
+        process_group = group_of(process_group, device_mesh)
         flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
         selection = Selection(gossip_buffers, ignore)
         super().__init__(module, selection=selection, **flags)

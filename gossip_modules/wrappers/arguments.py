@@ -107,6 +107,24 @@ def check_process_group(process_group: object) -> None:
     )
 
 
+def group_of(process_group: dist.ProcessGroup | None, device_mesh: dist.DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The group over which ranks gossip: `process_group`, or the group of a mesh of one dimension.
+
+    Raises:
+        ValueError: both are given, or the mesh has several dimensions.
+    """
+    if device_mesh is None:
+        return process_group
+    if process_group is not None:
+        raise ValueError("got process_group and device_mesh, expected one of them; leave process_group out")
+    if getattr(device_mesh, "ndim", None) != 1:
+        raise ValueError(
+            f"got device_mesh={device_mesh!r}, expected a DeviceMesh of one dimension, over which replicas gossip; "
+            "pass one dimension of yours, like mesh['replicate']"
+        )
+    return device_mesh.get_group()
+
+
 def as_whole(number: int, *, name: str) -> int:
     """The number; raises ValueError where it is no whole one."""
     if isinstance(number, bool) or not isinstance(number, Integral):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..flat.kept_buffers import KeptBuffers, take_from_first
 from ..flat.selection import Selection
+from ..flat.sharded import gathered, local_of
 from ..flat.vector import FlatVector
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
@@ -131,6 +132,14 @@ class AveragingMixin(ABC):
     def _sum_over_ranks(self, x: Tensor) -> None:
         self._averager.transport.all_reduce(x, what="the buffers of rank 0")
 
+    def _sum_over_shards(self, x: Tensor) -> None:
+        """x <- its sum over the processes that hold one replica in shards, in place."""
+
+    @property
+    def _is_first_shard(self) -> bool:
+        """Whether this process is the first one that holds this replica."""
+        return True
+
     def average_optimizer_state(self, optimizer: torch.optim.Optimizer, *, names: Sequence[str] | None = None) -> None:
         """The state of every rank's optimizer <- its exact average over all ranks; collective.
 
@@ -175,7 +184,7 @@ class AveragingMixin(ABC):
             check_agreement(transport, {"optimizer state": listing, "names": given})
             _check_names(optimizer, names, wanted)  # after ranks have agreed, so that all raise
             if state:
-                tensors = [x for _, _, x in state]
+                tensors = [local_of(x) for _, _, x in state]
                 vector = FlatVector.pack(tensors, device=self._trained[0].device)
                 self._averager.mix(vector, 0)
                 vector.unpack_to(tensors)
@@ -211,15 +220,17 @@ class AveragingMixin(ABC):
             kept.restore()
             self._write(vector)
 
-    def averaged_state_dict(self, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:
+    def averaged_state_dict(self, *, rank0_only: bool = True, cpu: bool = True, full: bool = False) -> dict[str, Any]:
         """The state dict of the averaged model, under the names of the bare module: to save a trained model.
 
         Collective. Parameters and buffers are as in `averaged()`; frozen parameters and ignored tensors are this rank's
         own. Loads into the module without a wrapper.
 
         Args:
-            rank0_only: whether ranks other than 0 get an empty dict and copy nothing.
+            rank0_only: whether ranks other than 0 get an empty dict and copy nothing. Of a sharded model the processes
+                of the first replica get their shards, or with `full` the first process all of it.
             cpu: whether the tensors are copied to CPU memory, instead of to the device that they are on.
+            full: whether parameters that are sharded over processes are gathered; False: they are DTensors.
 
         Returns:
             Copies, which training does not change.
@@ -235,8 +246,9 @@ class AveragingMixin(ABC):
             state = self.module.state_dict()
             for name, value in state.items():
                 if isinstance(value, Tensor):
-                    state[name] = value.detach().to("cpu" if cpu else value.device, copy=True)
-            return state
+                    value = gathered(value.detach()) if full else value.detach()
+                    state[name] = value.to("cpu" if cpu else value.device, copy=True)
+            return {} if rank0_only and full and not self._is_first_shard else state
 
     # For `Checkpoint`.
 
@@ -301,6 +313,7 @@ class AveragingMixin(ABC):
             squared = torch.zeros(1, dtype=torch.float64, device="cpu")
             for x, y in zip(vector.parameters, mean.parameters, strict=True):
                 squared += torch.linalg.vector_norm(y.sub_(x), dtype=torch.float64).cpu() ** 2
+            self._sum_over_shards(squared)
             transport = self._averager.transport
             squared = squared.to(vector.raw.device)
             transport.all_reduce(squared, what="the squares of all ranks")

@@ -18,6 +18,7 @@ from torch.profiler import record_function
 from ..engine.background import close_in_thread
 from ..engine.engine import Engine, IdleEngine
 from ..flat.selection import Selection
+from ..flat.sharded import local_of
 from ..flat.transformed import call_plain, is_transformed, not_compiled, refuse_scripting
 from ..flat.vector import FlatVector
 from ..old_calls import levels_to_user
@@ -30,10 +31,11 @@ from ..version import __version__
 from .arguments import Links, check_flags
 from .averaging import AveragingMixin
 from .checkpoint import Checkpoint
-from .composition import check_inside, check_optimizers, check_outside, hold, let_go
+from .composition import check_inside, check_optimizers, check_outside, check_sharding, hold, let_go
 from .local_model import LocalModel
 from .other_names import DDP_ATTRIBUTES, MISSING, OldNames
 from .participant import Participant
+from .replica import make_replica
 from .state import (
     KEY,
     SUFFIX,
@@ -144,6 +146,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         buffer, selection = self._local.buffer, self._selection
         about = {"version of gossip_modules": __version__, "wrapper": type(self).__name__, "rounds": self.rounds}
         description = {**about, **self._local.description}
+        is_sharded = check_sharding(self.module, links.process_group)
         others = selection.others(self.module, buffer.tensors) if init_sync else {}
         shapes = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in others.items()]
         device = buffer.vector.raw.device
@@ -154,11 +157,13 @@ class GossipWrapper(OldNames, AveragingMixin):
                 check_agreement(existing, {**description, "model": buffer.signature(), "beside what travels": shapes})
             if init_sync:
                 passed = deadline.passed
-                broadcast_tensors(existing, [buffer.vector.raw, *others.values()])
+                broadcast_tensors(existing, [buffer.vector.raw, *map(local_of, others.values())])
                 deadline.extend(deadline.passed - passed)
         finally:
             existing.close()
         self._local.transport = links.connect(device, ranks=ranks, deadline=deadline)
+        if is_sharded:
+            self._local.node = make_replica(self.module, links)
         return self._local.transport
 
     # A forward, and the round of a step, in the order in which things happen.
@@ -276,7 +281,7 @@ class GossipWrapper(OldNames, AveragingMixin):
     def _check_surroundings(self) -> None:
         """Refuse other tools around the wrapper, once, when training begins."""
         if not self._is_checked:
-            check_outside(self)
+            check_outside(self, was_sharded=self._local.buffer.is_sharded)
             check_optimizers(self, self._trained[0])
             self._is_checked = True
 
@@ -340,7 +345,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         """
         (before, self._sync), node = (self._sync, False), self._local.node
         try:
-            with contextlib.nullcontext() if node is None else node.replica.no_sync():
+            with contextlib.nullcontext() if node is None else node.no_sync():
                 yield
         finally:
             self._sync = before
@@ -569,7 +574,7 @@ class GossipWrapper(OldNames, AveragingMixin):
 
     def _write(self, vector: FlatVector) -> None:
         self._local.to_estimate()
-        self._local.steps.write(self._trained)
+        self._local.steps.written()
 
     def _forget_models(self) -> None:
         self._local.engine.forget_models()
@@ -581,6 +586,15 @@ class GossipWrapper(OldNames, AveragingMixin):
         super()._sum_over_ranks(x)
         if self._local.node is not None:  # whose processes sum with the processes of the same place in other nodes
             self._local.node.share_buffers([x])
+
+    def _sum_over_shards(self, x: Tensor) -> None:
+        if self._local.node is not None:
+            self._local.node.sum_over_shards(x)
+
+    @property
+    def _is_first_shard(self) -> bool:
+        node = self._local.node
+        return node is None or node.control.rank == 0
 
     @property
     def _rank(self) -> int:

@@ -203,7 +203,7 @@ class Choices:
     wire_dtype: torch.dtype | None = None
     schedule: Schedule | ConsensusControl = field(default_factory=Schedule)
 
-    def check(self, *, overlap: bool, init_sync: bool, nprocs_per_node: int) -> None:
+    def check(self, *, overlap: bool, init_sync: bool, nprocs_per_node: int, is_sharded: bool = False) -> None:
         """Raise ValueError where arguments of the wrapper do not fit each other."""
         check_flags(push_sum=self.push_sum)
         if self.wire_dtype is not None and not isinstance(self.wire_dtype, torch.dtype):
@@ -217,11 +217,11 @@ class Choices:
                 f"got {', '.join(given)} with {self.schedule}, expected none: each round of this schedule is an exact "
                 "average, so that ranks never gossip; leave them out"
             )
-        if isinstance(self.schedule, ConsensusControl) and nprocs_per_node != 1:
+        if isinstance(self.schedule, ConsensusControl) and (nprocs_per_node != 1 or is_sharded):
             raise ValueError(
-                f"got nprocs_per_node={nprocs_per_node} with schedule={self.schedule}, expected 1: each process of a "
-                "node sees its shard of the model only, so that those of one node would decide differently; use a "
-                "Schedule"
+                f"got schedule={self.schedule} for a model that several processes hold in shards (nprocs_per_node="
+                f"{nprocs_per_node}, or fully_shard), expected a whole model in each: each process sees its shard, so "
+                "that the processes of one model would decide differently; use a Schedule"
             )
         if self._parts:
             self._check_algorithm(self._parts[0], overlap=overlap, init_sync=init_sync, nprocs_per_node=nprocs_per_node)

@@ -113,9 +113,9 @@ class GossipModule(nn.Module):
         with self._gossip.averaged():
             yield self
 
-    def averaged_state_dict(self, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:
+    def averaged_state_dict(self, **options: Any) -> dict[str, Any]:
         """See `GossipDataParallel.averaged_state_dict`."""
-        state = self._gossip.averaged_state_dict(rank0_only=rank0_only, cpu=cpu)
+        state = self._gossip.averaged_state_dict(**options)
         getattr(state, "_metadata", {}).get("", {}).pop(KEY, None)  # it is no rank's own state
         take_place(state, "", {}, None)
         return state

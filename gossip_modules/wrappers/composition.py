@@ -9,18 +9,24 @@ import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..flat.aliases import has_memory, instances_of
+from ..flat.sharded import is_managed, meshes_of, reduces_gradients
 from ..flat.step_hooks import holds_any
 from .averaging import AveragingMixin
 
 _REMEDY = "one wrapper keeps the models of all ranks together: remove the other one, and wrap the plain module once"
 _CLOSE_REMEDY = "go on with that one, or close() it before"
-_NODE_REMEDY = (
-    "every rank gossips a whole model: do not shard it. The GPUs of one machine can share one model and its batch with "
-    "nprocs_per_node"
+_MESH_EXAMPLE = (
+    "mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard')); fully_shard(model, "
+    "mesh=mesh['shard']); then wrap with device_mesh=mesh['replicate']"
+)
+_FSDP_REMEDY = (
+    "shard the plain module by fully_shard(module, mesh=mesh['shard']) (FSDP2) before you wrap it, and pass "
+    "device_mesh=mesh['replicate'], the dimension over which replicas gossip"
 )
 # Tools that wrap models by themselves, by the package whose code runs where that is noticed, and the remedy for each.
 _HOSTS = {
@@ -82,11 +88,12 @@ def check_inside(module: nn.Module, *, wrapper: str) -> None:
     _check_is_free(module, wrapper=wrapper)
 
 
-def check_outside(module: nn.Module) -> None:
+def check_outside(module: nn.Module, *, was_sharded: bool) -> None:
     """Refuse other tools that were put around or over a wrapper after it was made.
 
     Args:
         module: the wrapper.
+        was_sharded: whether its module was sharded over processes when it was wrapped.
 
     Raises:
         RuntimeError: naming the tool.
@@ -102,6 +109,58 @@ def check_outside(module: nn.Module) -> None:
     for part in module.modules():
         for other, remedy in _tools_of(part, with_wrappers=False):
             raise RuntimeError(f"got a {name} to which a tool was applied that makes it {other}; {remedy}")
+    # Both kinds of FSDP set it in the modules that they manage.
+    is_marked = any(getattr(part, "_is_fsdp_managed_module", False) for part in module.modules())
+    if is_managed(module) or (is_marked and not was_sharded):
+        raise RuntimeError(
+            f"got a {name} to which fully_shard or FullyShardedDataParallel was applied after it was made; "
+            f"{_FSDP_REMEDY}"
+        )
+
+
+def check_sharding(module: nn.Module, process_group: dist.ProcessGroup | None) -> bool:
+    """Whether the module is sharded over processes, none of which gossip with each other.
+
+    Args:
+        module: it may be sharded.
+        process_group: over which replicas gossip.
+
+    Raises:
+        ValueError: it is sharded, and `process_group` is no dimension of its own.
+    """
+    meshes = meshes_of(module)
+    if not meshes:
+        return False
+    if process_group is None:
+        raise ValueError(
+            "got a module that is sharded over processes (fully_shard, or a plan of DTensors) and no device_mesh, "
+            f"expected the dimension of the mesh over which its replicas gossip: {_MESH_EXAMPLE}"
+        )
+    gossiping = set(dist.get_process_group_ranks(process_group)) - {dist.get_rank()}
+    for mesh in meshes:
+        ranks = mesh.mesh.flatten().tolist()
+        if both := sorted(gossiping.intersection(ranks)):
+            raise ValueError(
+                f"got a module that is sharded or replicated over ranks {sorted(ranks)}, of which {both} are to gossip "
+                f"with this rank, expected a mesh of the shards of one replica alone: {_MESH_EXAMPLE}"
+            )
+    if not reduces_gradients(module):
+        raise ValueError(
+            "got a module of fully_shard over a mesh of two dimensions with set_requires_all_reduce(False), with which "
+            "torch leaves no gradients on the parameters; expected a mesh of the shards alone, with replicas that "
+            f"gossip: {_MESH_EXAMPLE}"
+        )
+    return True
+
+
+def check_whole(module: nn.Module, *, what: str) -> None:
+    """Raise ValueError where the module is sharded over processes, which `what`, in words, cannot have."""
+    if meshes_of(module):
+        raise ValueError(
+            f"got a module that is sharded over processes (fully_shard, or a plan of DTensors) with {what}, expected a "
+            "whole model in each process; gossip between sharded replicas by GossipDataParallel(module, "
+            "device_mesh=...) without a membership"
+        )
 
 
 def check_optimizers(module: nn.Module, parameter: Tensor) -> None:
@@ -182,9 +241,9 @@ def _tools_of(
         yield f"a {type(module).__name__}", remedy
     if with_wrappers and vars(module).get("_gossip") in _live:
         yield f"a {type(module).__name__}, which gossip() made", _CLOSE_REMEDY
-    # Set by fully_shard (FSDP2) and, also in the modules inside, by FullyShardedDataParallel (FSDP1).
-    if getattr(module, "_is_fsdp_managed_module", False):
-        yield "sharded over processes by fully_shard or FullyShardedDataParallel (FSDP)", _NODE_REMEDY
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+        yield "sharded over processes by FullyShardedDataParallel (FSDP1)", _FSDP_REMEDY
     # Whoever uses it has imported it; we need not.
     contract = sys.modules.get("torch.distributed._composable.contract")
     if contract is not None and "replicate" in (contract._get_registry(module) or ()):

@@ -28,7 +28,7 @@ from ..schedule import Schedule
 from ..transport.connect import connect
 from ..transport.exchange import fail
 from ..transport.process_group import DEFAULT_TIMEOUT, ProcessGroupTransport
-from .arguments import GraphLike, Links, MixingLike, as_schedule, as_timeout, as_whole, check_overlap
+from .arguments import GraphLike, Links, MixingLike, as_schedule, as_timeout, as_whole, check_overlap, group_of
 from .base import GossipWrapper
 from .choices import AlgorithmLike, Choices, renamed
 from .debias import Debias
@@ -94,6 +94,9 @@ class GossipDataParallel(GossipWrapper, Joinable):
         schedule: the steps that gossip and those that average globally; a number k = gossip at every k-th step; a
             `ConsensusControl` = as often as the distance between the models asks for.
         process_group: a group that carries nothing else; None = a new one over all ranks.
+        device_mesh: in place of `process_group`, the dimension of a mesh over which replicas gossip, such as
+            mesh["replicate"]. A replica may be sharded over the other dimensions, by `fully_shard` or a plan of
+            DTensors, see `ShardedReplica`.
         nprocs_per_node: the number of consecutive ranks that form one node and hold one model, see `Node`. With a
             membership: of processes that are one worker, all of torch.distributed or of `process_group`; the first one
             gossips for all, by any method that takes a membership, and only its `state_dict()` has all of the node's.
@@ -160,6 +163,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         outer: AlgorithmLike = None,
         rule: AlgorithmLike = None,
         process_group: dist.ProcessGroup | None = None,
+        device_mesh: dist.DeviceMesh | None = None,
         nprocs_per_node: int = 1,
         comm_device: torch.device | str | None = None,
         init_sync: bool = True,
@@ -180,7 +184,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         self.overlap, self.max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
         algorithm, wire_dtype = renamed(algorithm, wire_dtype, outer=outer, rule=rule, gossiper=gossiper)
         chosen = Choices(graph, mixing, push_sum, algorithm, wire_dtype, as_schedule(schedule))
-        links = Links(process_group, comm_device=comm_device, timeout=as_timeout(timeout))
+        links = Links(group_of(process_group, device_mesh), comm_device=comm_device, timeout=as_timeout(timeout))
         check_node_size(nprocs_per_node, find_unused_parameters=find_unused_parameters)
         if membership is None:
             mixing, mixer = self._enter_world(chosen, links, g, init_sync=init_sync)
@@ -198,7 +202,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
     def _enter_world(self, chosen: Choices, links: Links, g: int, *, init_sync: bool) -> tuple[MixingManager, Mixer]:
         """Take part in a world of ranks that stays; g: the processes of a node."""
         self._local.place, num_nodes = links.place, count_nodes(links, g)
-        chosen.check(overlap=self.overlap, init_sync=init_sync, nprocs_per_node=g)
+        is_sharded = self._local.buffer.is_sharded
+        chosen.check(overlap=self.overlap, init_sync=init_sync, nprocs_per_node=g, is_sharded=is_sharded)
         mixer = chosen.mixer()
         mixing = chosen.weights(num_nodes)
         self._graph = str(mixing.graph)
@@ -267,11 +272,11 @@ class GossipDataParallel(GossipWrapper, Joinable):
 
     def _make_engine(self, mixer: Mixer, schedule: Schedule | ConsensusControl) -> LockstepEngine:
         """When rounds run."""
-        policy, is_whole = self._on_nonfinite, self._local.node is None or self._local.node.is_whole
+        policy, is_eager = self._on_nonfinite, self._local.node is None or self._local.node.is_eager
         if not self.overlap:
             return SyncEngine(mixer, schedule, on_nonfinite=policy)
         late = self.max_staleness
-        return OverlapEngine(mixer, schedule, max_staleness=late, is_eager=is_whole, on_nonfinite=policy)
+        return OverlapEngine(mixer, schedule, max_staleness=late, is_eager=is_eager, on_nonfinite=policy)
 
     def settle(self) -> None:
         """See `AveragingMixin`. As all ranks call it, later rounds mix the tensors that are trained now."""
@@ -350,8 +355,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         local = self._local
         if local.node is not None:
             raise ValueError(
-                f"got nprocs_per_node={local.node.num_shards} inside Join, expected 1; "
-                "give the processes of a node equally many batches"
+                "got a model that several processes hold together (nprocs_per_node, or shards) inside Join, expected a "
+                "whole model in each; give the processes of a model equally many batches"
             )
         if local.world.changes:
             raise ValueError(

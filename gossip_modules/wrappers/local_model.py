@@ -180,7 +180,7 @@ class LocalModel:
         """Parameters were changed in place: [Note: Safe point]."""
         if self.node is not None:
             self.node.gather(self.buffer.vector)
-        self.steps.write(self.buffer.parameters)
+        self.steps.written()
 
     def flush(self) -> None:
         """Apply everything in flight to the tensors that the module has now."""
@@ -254,7 +254,7 @@ class LocalModel:
     def reattach(self) -> None:
         """Attach tensors that were put in place of ours; corrections in flight are applied to their values."""
         if (wrapper := self.around()) is not None:
-            check_outside(wrapper)
+            check_outside(wrapper, was_sharded=self.buffer.is_sharded)
         if self.buffer.is_lent():
             return
         if self.engine.is_in_flight:

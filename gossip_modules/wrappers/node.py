@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +44,9 @@ class Node:
         find_unused_parameters: as for DistributedDataParallel.
     """
 
-    is_whole = False  # whether one process gossips the whole vector
+    is_whole = False  # whether one process gossips the whole vector of the model that it holds
+    is_sharded = False  # whether each process holds other parameters
+    is_eager = False  # whether a round may be applied as soon as it has come
 
     def __init__(
         self,
@@ -116,6 +119,13 @@ class Node:
             if x.numel():
                 self.transport.broadcast(x, source=0, what="sharing buffers in the node")
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, backward accumulates gradients that are not averaged over the processes."""
+        return self.replica.no_sync()
+
+    def sum_over_shards(self, x: Tensor) -> None:
+        """x, of the vector of this process <- its sum over the model, in place; here that vector is the whole model."""
+
     def close(self) -> None:
         """Give back the groups inside the node."""
         self.transport.close()
@@ -137,7 +147,7 @@ class MemberNode(Node):
         options: as for `Node`.
     """
 
-    is_whole = True
+    is_whole = is_eager = True
     _engine: LockstepEngine
 
     def __init__(self, module: nn.Module, processes: NodeProcesses, **options: Any) -> None:

@@ -162,10 +162,10 @@ class OptimizerSteps(Stepped):
         self._counts.clear()
         self._gradient.watch(self._buffer)
 
-    def write(self, parameters: Sequence[Tensor]) -> None:
-        """Let autograd know that gossip has changed these parameters in place, which is no change by the loop."""
+    def written(self) -> None:
+        """Gossip has changed the parameters in place, which is no change by the loop."""
         with self._gradient.own_write():
-            torch.autograd.graph.increment_version(parameters)
+            self._buffer.written()
 
     def end(self) -> None:
         """Evaluation begins, or state has been loaded: the next training forward begins a step."""
@@ -204,7 +204,7 @@ class OptimizerSteps(Stepped):
         """
         if self.when is RoundTime.FORWARD:
             try:
-                self._unsynced.check(self._buffer.parameters, name=self._name)
+                self._unsynced.check(self._buffer, name=self._name)
             except RuntimeError:
                 self._has_raised = True  # the user has been told that steps have no rounds
                 raise
@@ -329,6 +329,7 @@ class _WatchedGradient:
     def __init__(self) -> None:
         self.num_left_out = 0
         self.is_doubtful = False
+        self._buffer: FlatBuffer | None = None
         self._parameters: Sequence[Tensor] = ()
         self._parameter: Tensor | None = None
         self._version = 0  # of the parameter, as the round has left it
@@ -343,6 +344,7 @@ class _WatchedGradient:
     def watch(self, buffer: FlatBuffer) -> None:
         """A step begins."""
         self.num_left_out, self.is_doubtful, self._gradient = 0, False, None
+        self._buffer = buffer
         if buffer.parameters is not self._parameters:
             self.close()
             self._parameters = buffer.parameters
@@ -370,7 +372,8 @@ class _WatchedGradient:
         if self._handle is not None:
             self._handle.remove()
         self._parameter = min(parameters, key=Tensor.numel)
-        self._handle = self._parameter.register_post_accumulate_grad_hook(_weakly(self._note))
+        source = self._parameter if self._buffer is None else self._buffer.gradient_source(self._parameter)
+        self._handle = source.register_post_accumulate_grad_hook(_weakly(self._note))
         self._version, self._gradient = self._parameter._version, None
 
     def is_dropped(self) -> bool:
@@ -401,24 +404,28 @@ class _WatchedGradient:
         if threading.get_ident() == self._thread:
             self._gradient = None
 
-    def _note(self, parameter: Tensor) -> None:
-        """A backward has accumulated the gradient."""
-        before, version, gradient = self._gradient, self._gradient_version, parameter.grad
+    def _note(self, source: Tensor) -> None:
+        """A backward has accumulated the gradient, or the whole gradient of a shard, which follows at its end."""
+        parameter, before, version = self._parameter, self._gradient, self._gradient_version
+        gradient = source.grad
         # With create_graph=True autograd adds to a new tensor.
         is_added = gradient is not None and (
             gradient.requires_grad or (gradient is before and gradient._version == version + 1)
         )
 
         def note() -> None:
-            if parameter is not self._parameter:
+            if parameter is None or parameter is not self._parameter:
                 return
-            if self.is_doubtful and self._gradient is not None and not is_added and not self._is_stepped():
+            is_same = is_added if source is parameter else parameter.grad is before
+            if self.is_doubtful and self._gradient is not None and not is_same and not self._is_stepped():
                 self.num_left_out += 1
             self.is_doubtful = False
             self._gradient = parameter.grad
             self._gradient_version = 0 if self._gradient is None else self._gradient._version
 
-        torch.autograd.Variable._execution_engine.queue_callback(note)
+        engine = torch.autograd.Variable._execution_engine
+        # `fully_shard` makes the gradients of shards in a callback of its own, which was queued before this one.
+        engine.queue_callback(note if source is parameter else lambda: engine.queue_callback(note))
 
     def close(self) -> None:
         """Watch no more; idempotent."""
@@ -465,18 +472,18 @@ class UnsyncedSteps:
         self._handle, self.is_watching, self._has_gradients = None, False, False
         self._versions: list[int] = []
 
-    def check(self, parameters: Sequence[Tensor], *, name: str) -> None:
+    def check(self, buffer: FlatBuffer, *, name: str) -> None:
         """A forward in eval mode that autograd records.
 
         Args:
-            parameters: the parameters that the wrapper gossips.
+            buffer: has the parameters that the wrapper gossips.
             name: of the wrapper's class.
 
         Raises:
             RuntimeError: since the last such forward, without a round in between, gradients were computed and
                 parameters were stepped. Once for each wrapper.
         """
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained = [parameter for parameter in buffer.parameters if parameter.requires_grad]
         versions = [parameter._version for parameter in trained]
         is_step = self._has_gradients and self.is_watching and versions != self._versions
         self.forget()
@@ -494,4 +501,5 @@ class UnsyncedSteps:
         def note(*_: object) -> None:
             self._has_gradients = True
 
-        self._handle = torch.autograd.graph.register_multi_grad_hook(trained, note, mode="any")
+        sources = [buffer.gradient_source(parameter) for parameter in trained]
+        self._handle = torch.autograd.graph.register_multi_grad_hook(sources, note, mode="any")

@@ -17,6 +17,7 @@ from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
 from ..transport.agreement import broadcast_tensors
 from ..transport.process_group import DEFAULT_TIMEOUT
+from .composition import check_whole
 from .local_model import LocalModel
 from .world import ModelWorld
 
@@ -77,6 +78,7 @@ class Participant(ModelWorld):
                 f"got rounds={local.steps.when.value!r} with a membership, expected 'forward': a worker that joins "
                 "takes the state of training before its first forward; leave rounds out"
             )
+        check_whole(local.buffer.module, what="a membership")
         self.local, self.membership = local, membership
         self.weight = 1.0
         self.choose = functools.lru_cache(maxsize=_KEPT_SIZES)(choose)  # MATCHA plans each graph, which takes a while
@@ -281,7 +283,7 @@ class Participant(ModelWorld):
         vector.push_sum_weight.copy_(state["weight"])
         self.weight = vector.push_sum_weight.item()
         local.engine.join(vector, state["engine"])
-        torch.autograd.graph.increment_version(local.buffer.parameters)
+        local.buffer.written()
 
     def copy(self) -> Mapping[str, Any]:
         """The state of `give`, with the whole weight, which stays here too; of the engine its counters only."""

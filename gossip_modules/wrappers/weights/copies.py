@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ...flat.buffer import FlatBuffer
 from ...flat.samples import Samples, sample
+from ...flat.sharded import local_of
 from ...flat.step_hooks import Stepped, holds_any
 from ...old_calls import levels_to_user
 from ..debias import Debias, Form
@@ -279,7 +280,7 @@ class WeightCopies(Stepped):
             copies = sorted(watch.names & set(names))
             for name in copies:
                 for parameter, copy in self._pairs(optimizer, name):
-                    parameter.copy_(copy)
+                    local_of(parameter).copy_(local_of(copy))
             if copies:
                 self._keep(watch)
 
@@ -312,7 +313,7 @@ def _state_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:
 def _is_like(value: Any, parameter: Tensor) -> bool:
     """Whether it is a tensor that may be a copy of the parameter."""
     is_tensor = isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
-    return is_tensor and value.shape == parameter.shape
+    return is_tensor and local_of(value).shape == local_of(parameter).shape
 
 
 class MasterWeights:
@@ -367,15 +368,16 @@ def _paired(masters: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tup
     """Each parameter after its master, which has its shape and is nearest; or after its part of a flat master."""
     if len(masters) == 1 and masters[0].dim() == 1:
         flat = masters[0].detach()
-        sizes = [parameter.numel() for parameter in parameters]
+        sizes = [local_of(parameter).numel() for parameter in parameters]
         # The outer optimizers of this library step flat vectors too, without autograd.
         if sum(sizes) != flat.numel() or not masters[0].requires_grad or not flat.is_floating_point():
             return []
         parts = zip(flat.split(sizes), parameters, strict=True)
-        return [(part.view(parameter.shape), parameter) for part, parameter in parts]
+        return [(part.view(local_of(parameter).shape), parameter) for part, parameter in parts]
     left, pairs = list(parameters), []
     for q in masters:
-        own = min((p for p in left if q.shape == p.shape), key=lambda p: _distance(q, p), default=None)
+        alike = (p for p in left if local_of(q).shape == local_of(p).shape)
+        own = min(alike, key=lambda p: _distance(q, p), default=None)
         if own is None:
             return []
         left = [p for p in left if p is not own]
@@ -401,6 +403,7 @@ def is_rounded(x: Tensor, y: Tensor, *, num_ulps: int = 0) -> bool:
 
 def correct_(copy: Tensor, parameter: Tensor) -> None:
     """copy <- copy + (parameter - round(copy)): digits that the parameter has no room for stay in the copy."""
+    copy, parameter = local_of(copy), local_of(parameter)
     if copy.element_size() > parameter.element_size():
         own = parameter.detach().to(copy.device)
         copy.add_(own.to(copy.dtype) - copy.to(own.dtype).to(copy.dtype))

@@ -1,0 +1,166 @@
+"""Parameters that are sharded over processes (DTensors): the memory of the shard that this process holds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def is_sharded(x: object) -> bool:
+    """Whether it is a DTensor, whose import takes a second."""
+    return hasattr(x, "placements") and hasattr(x, "_local_tensor")
+
+
+def local_of(x: Any) -> Tensor:
+    """The elements of a tensor that this process holds; shares memory."""
+    local: Tensor = x._local_tensor if is_sharded(x) else x
+    return local
+
+
+def gathered(x: Any) -> Tensor:
+    """All elements of a tensor; collective over the processes that hold its shards."""
+    whole: Tensor = x.full_tensor() if is_sharded(x) else x
+    return whole
+
+
+class Shard:
+    """The shard of a parameter in this process, as memory that can be moved into another vector.
+
+    [Note: memory of a shard] A DTensor computes with its local tensor. A module of `fully_shard` gathers parameters
+    from a flat tensor instead, which has rows of padding where the last shards are smaller, and of which the local
+    tensor is a part. Both are pointed into the vector, with the padding, so that the optimizer, `fully_shard` and
+    gossip work on the same memory, and vectors of all shards are equally long. Gathered parameters ignore the padding.
+
+    torch has no public name for the flat tensor: `_sharded_param_data` is there in torch 2.7 to 2.15.
+
+    Args:
+        parameter: a DTensor, the parameter of the module.
+        manager: the object of `fully_shard` that gathers it; None: another tool has sharded it.
+    """
+
+    def __init__(self, parameter: Any, manager: Any) -> None:
+        self.parameter, self.manager = parameter, manager
+
+    @property
+    def memory(self) -> Tensor:
+        """The local elements, with their padding; shares memory."""
+        if self.manager is None:
+            return local_of(self.parameter)
+        flat: Tensor = self.manager._sharded_param_data
+        return flat.view(self.manager.padded_sharded_param_size)
+
+    def move(self, memory: Tensor) -> None:
+        """Let the parameter have its elements there, in the shape of `memory`; it takes the values of the new place."""
+        if self.manager is not None:
+            self.manager._sharded_param_data = memory.view(-1)
+        self.parameter._local_tensor = self._without_padding(memory)
+
+    def is_at(self, parameter: object, address: int) -> bool:
+        """Whether this is the parameter, and its elements are at this address."""
+        local = local_of(self.parameter)
+        is_there = parameter is self.parameter and self.memory.data_ptr() == address
+        return is_there and (local.data_ptr() == address or not local.numel())
+
+    @property
+    def gradient_source(self) -> Tensor:
+        """The tensor into which autograd accumulates the gradient, from which that of the shard is made."""
+        source: Tensor = getattr(self.manager, "_unsharded_param", self.parameter)
+        return source
+
+    def like(self, memory: Tensor) -> Tensor:
+        """A DTensor of the parameter's placements over `memory`, which is a place in another vector."""
+        from torch.distributed.tensor import DTensor
+
+        p, local = self.parameter, self._without_padding(memory)
+        options: dict[str, Any] = {"run_check": False, "shape": p.shape, "stride": p.stride()}
+        return DTensor.from_local(local, p.device_mesh, p.placements, **options)
+
+    def _without_padding(self, memory: Tensor) -> Tensor:
+        local = local_of(self.parameter)
+        if self.manager is not None:
+            dim = self.manager.fsdp_placement.dim
+            memory = memory.narrow(dim, 0, local.size(dim) if local.numel() else 0)
+        return memory.view(local.shape)
+
+    def describe(self) -> str:
+        """The facts that ranks must agree on: only shards of one place are exchanged."""
+        mesh = self.parameter.device_mesh
+        place = mesh.get_coordinate()
+        return f" shard {tuple(place)} of {tuple(mesh.shape)} by {tuple(map(str, self.parameter.placements))}"
+
+
+class Shards:
+    """The sharded parameters of a module.
+
+    Args:
+        module: it may have none.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(_managed(module))
+
+    def reshard(self) -> None:
+        """Let modules of `fully_shard` have their shards as parameters, and gather them again before they compute."""
+        for module in self._modules:
+            module.reshard()
+
+    def gather_once(self) -> None:
+        """Gather the parameters, and free them, so that `Shard.gradient_source` is there; collective."""
+        for module in self._modules:
+            module.unshard()
+            module.reshard()
+
+    def of(self, module: nn.Module) -> dict[int, Shard]:
+        """The shards of the parameters of the module, by the id of the parameter.
+
+        Parameters that were frozen, or are trained again, are so when they are gathered too: `fully_shard` makes the
+        gathered ones once.
+        """
+        managers = {id(manager.sharded_param): manager for part in self._modules for manager in _managers(part)}
+        for manager in managers.values():
+            if hasattr(manager, "_unsharded_param"):
+                manager._unsharded_param.requires_grad_(manager.sharded_param.requires_grad)
+        return {id(p): Shard(p, managers.get(id(p))) for p in module.parameters() if is_sharded(p)}
+
+
+def _managed(module: nn.Module) -> Iterator[Any]:
+    """The submodules that `fully_shard` was called with; whoever uses it has imported it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    return (part for part in module.modules() if kind is not None and isinstance(part, kind))
+
+
+def _managers(module: Any) -> Iterator[Any]:
+    """The objects of `fully_shard` that gather the parameters of one of its modules."""
+    for group in _groups(module):
+        yield from group.fsdp_params
+
+
+def _groups(module: Any) -> list[Any]:
+    """The groups of parameters that are gathered together."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # in torch 2.7 there is one, or none
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
+def meshes_of(module: nn.Module) -> list[Any]:
+    """The device meshes over which parameters of a module are sharded, each once."""
+    found: list[Any] = []
+    for parameter in module.parameters():
+        if is_sharded(parameter) and parameter.device_mesh not in found:  # type: ignore[attr-defined]
+            found.append(parameter.device_mesh)  # type: ignore[attr-defined]
+    return found
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called with this module itself."""
+    return module in _managed(module)
+
+
+def reduces_gradients(module: nn.Module) -> bool:
+    """Whether `fully_shard` leaves gradients on the parameters; see its `set_requires_all_reduce`."""
+    groups = [group for part in _managed(module) for group in _groups(part)]
+    return all(group.all_reduce_grads or not getattr(group, "_is_hsdp", False) for group in groups)

@@ -1,0 +1,88 @@
+"""Replicas that are sharded over processes: each process gossips its shards with the same place in other replicas."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..flat.sharded import Shards, meshes_of
+from ..flat.vector import FlatVector
+from ..transport.connect import CPU
+from ..transport.process_group import ProcessGroupTransport
+from .arguments import Links
+from .node import Node
+
+
+class ShardedReplica(Node):
+    """The processes that hold one replica of a model in shards, by `fully_shard` (FSDP2) or a plan of DTensors.
+
+    Each process gossips the shards that it has with the processes of the same place in other replicas. All replicas
+    have the same mesh, so these shards are equal in shape. What a round does to elements it does to all elements of the
+    replica; the processes of a replica also agree whether a model is finite. Codes of matrices see the shards as
+    matrices.
+
+    Args:
+        module: sharded.
+        control: the transport over the processes of this replica, for messages in CPU memory.
+    """
+
+    is_whole = is_sharded = True
+
+    def __init__(self, module: nn.Module, control: ProcessGroupTransport) -> None:
+        self.replica: Any = module
+        self.transport = self.control = control
+        self.local_rank, self.num_shards = control.rank, 1
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """See `Node`."""
+        return _without_sync(self.replica)
+
+    def shard(self, vector: FlatVector) -> FlatVector:
+        """See `Node`: the vector itself."""
+        return vector
+
+    def gather(self, vector: FlatVector) -> None:
+        """See `Node`: there is nothing to gather."""
+
+    def share_buffers(self, buffers: Sequence[Tensor]) -> None:
+        """See `Node`: buffers are as `fully_shard` leaves them, each process has its own."""
+
+    def sum_over_shards(self, x: Tensor) -> None:
+        """See `Node`."""
+        on_cpu = x.cpu()
+        self.control.all_reduce(on_cpu, what="a sum over the shards of a replica")
+        x.copy_(on_cpu)
+
+
+@contextlib.contextmanager
+def _without_sync(module: Any) -> Any:
+    """Inside, backward accumulates gradients without a reduction over the shards."""
+    set_sync: Callable[[bool], None] = getattr(module, "set_requires_gradient_sync", lambda _: None)
+    set_sync(False)
+    try:
+        yield
+    finally:
+        set_sync(True)
+
+
+def make_replica(module: nn.Module, links: Links) -> ShardedReplica:
+    """The replica of this process; the processes of the replica call it together.
+
+    Raises:
+        ValueError: parameters are sharded over several meshes, none of which has all processes.
+        RuntimeError, TimeoutError, ConnectionError: see `connect`.
+    """
+    meshes = [frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes_of(module)]
+    ranks = max(meshes, key=len)
+    if others := [sorted(mesh) for mesh in meshes if not mesh <= ranks]:
+        raise ValueError(
+            f"got parameters that are sharded over ranks {sorted(ranks)} and others over ranks {others[0]}, expected "
+            "one mesh with all processes of a replica; shard all parts of the model over dimensions of one mesh"
+        )
+    control = replace(links, process_group=None, comm_device="cpu", backend="gloo").connect(CPU, ranks=sorted(ranks))
+    Shards(module).gather_once()
+    return ShardedReplica(module, control)
