@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..consensus_control import ConsensusControl, ControlLaw, Differences, Observed, Step, next_step
-from ..flat.vector import SCRATCH_NUMEL, FlatVector
+from ..flat.vector import FlatVector, in_chunks
 from ..rounds.mixer import GlobalAverage, Mixer
 from ..rounds.push_pull import PushPull
 
@@ -211,7 +211,7 @@ class ControlledMixer(Mixer):
 
 def squared_norm(x: FlatVector) -> Tensor:
     """Return ||x||^2 over the parameters, float64 [1] on the device of x."""
-    return _total(x, (segment.split(SCRATCH_NUMEL) for segment in x.where(is_buffer=False).segments))
+    return _total(x, ((chunk for (chunk,) in in_chunks(s)) for s in x.where(is_buffer=False).segments))
 
 
 def squared_distance(x: FlatVector, y: FlatVector) -> Tensor:
@@ -220,13 +220,7 @@ def squared_distance(x: FlatVector, y: FlatVector) -> Tensor:
     The layouts of x and y must be equal.
     """
     pairs = zip(x.where(is_buffer=False).segments, y.where(is_buffer=False).segments, strict=True)
-    return _total(
-        x,
-        (
-            (_wide(a) - _wide(b) for a, b in zip(s.split(SCRATCH_NUMEL), r.split(SCRATCH_NUMEL), strict=True))
-            for s, r in pairs
-        ),
-    )
+    return _total(x, ((_wide(a) - _wide(b) for a, b in in_chunks(s, r)) for s, r in pairs))
 
 
 def _total(x: FlatVector, chunks: Any) -> Tensor:

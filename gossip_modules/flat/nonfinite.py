@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from .vector import SCRATCH_NUMEL, FlatVector
+from .vector import FlatVector, in_chunks
 
 POLICIES = ("raise", "skip", "spread")
 
@@ -99,5 +99,5 @@ def _total(segment: Tensor) -> Tensor:
 
 def _all_finite(segment: Tensor) -> bool:
     """The exact answer: a sum of large finite numbers may overflow."""
-    wide = (chunk.float() if chunk.element_size() == 1 else chunk for chunk in segment.split(SCRATCH_NUMEL))
+    wide = (chunk.float() if chunk.element_size() == 1 else chunk for (chunk,) in in_chunks(segment))
     return all(bool(torch.isfinite(chunk).all()) for chunk in wide)  # which torch does not do for every float8

@@ -13,7 +13,8 @@ from .layout import CHUNK_BYTES, FlatLayout, Segment, TensorSpec
 
 CACHED_BYTES = 1 << 18  # of each of two vectors, per thread: a chunk that is gone over twice, then from cache
 _segments, _weight = attrgetter("segments"), attrgetter("push_sum_weight")
-SCRATCH_NUMEL = 1 << 18  # elements of a chunk that is mixed in a float32 copy, so that the copy stays in cache
+SCRATCH_NUMEL = 1 << 18  # elements that are mixed in a float32 copy at once, so that the copy stays in cache
+_LARGE_SCRATCH_NUMEL = 1 << 24  # where each operation is a kernel to be launched
 
 
 class FlatVector:
@@ -233,8 +234,14 @@ class FlatVector:
             if x.element_size() >= 4:
                 change_(x, w)
                 continue
-            for chunk in x.split(SCRATCH_NUMEL):
+            for (chunk,) in in_chunks(x):
                 chunk.copy_(change_(chunk.float(), w))
+
+
+def in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Flat tensors of one length in chunks, for work that needs a float32 copy of them."""
+    size = SCRATCH_NUMEL if tensors[0].device.type == "cpu" else _LARGE_SCRATCH_NUMEL
+    return zip(*(x.split(size) for x in tensors), strict=True)
 
 
 def add_(x: Tensor, y: Tensor, *, alpha: float) -> None:
@@ -244,7 +251,7 @@ def add_(x: Tensor, y: Tensor, *, alpha: float) -> None:
     elif x.dtype is y.dtype:
         x.add_(y, alpha=alpha)
     else:  # converted a chunk at a time, which is six times as fast as torch's own addition of two dtypes
-        for chunk, other in zip(x.split(SCRATCH_NUMEL), y.split(SCRATCH_NUMEL), strict=True):
+        for chunk, other in in_chunks(x, y):
             chunk.add_(other.to(x.dtype), alpha=alpha)
 
 
@@ -262,8 +269,12 @@ def _combine_(
     x: Tensor, scale: float, messages: Sequence[Tensor], weights: Sequence[float], alpha: float | None = None
 ) -> None:
     """x <- (scale * x + sum_j weights[j] * messages[j]) / alpha; alpha is the largest of the weights, or None for 1."""
+    is_convex = scale > 0 and min(weights, default=0.0) >= 0 and abs(scale + sum(weights) - 1) < 1e-9
     if x.element_size() < 4:
-        for chunk, *others in zip(x.split(SCRATCH_NUMEL), *(m.split(SCRATCH_NUMEL) for m in messages), strict=True):
+        if is_convex and x.device.type == "cuda" and [message.dtype for message in messages] == [x.dtype]:
+            x.lerp_(messages[0], weights[0] / (scale + weights[0]))  # CUDA computes it in float32, and rounds once
+            return
+        for chunk, *others in in_chunks(x, *messages):
             total = chunk.float()
             _combine_(total, scale, [other.float() for other in others], weights)
             chunk.copy_(total)
@@ -275,7 +286,7 @@ def _combine_(
             x.add_(messages[j], alpha=weights[j] / alpha)
         return
     total_weight = scale
-    if scale > 0 and min(weights, default=0.0) >= 0 and abs(scale + sum(weights) - 1) < 1e-9:
+    if is_convex:
         for message, weight in zip(messages, weights, strict=True):
             total_weight += weight
             x.lerp_(message, weight / total_weight)

@@ -212,6 +212,23 @@ def test_compressed_state_moves_with_the_model(name: str) -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", [(0.5,), (0.3,), (0.25, 0.25)], ids=str)
+def test_narrow_vectors_are_mixed_on_the_card_as_on_the_cpu(dtype: torch.dtype, weights: tuple[float, ...]) -> None:
+    """To the bit: computed in float32, and rounded once."""
+    draw = torch.Generator().manual_seed(0)
+    x, *messages = (torch.randn(100_003, generator=draw).to(dtype) for _ in range(1 + len(weights)))
+    results = []
+    for device in ("cpu", "cuda"):
+        vector = FlatVector.over(x.to(device, copy=True))
+        others = [FlatVector.over(message.to(device)) for message in messages]
+        vector.combine_(1 - sum(weights), others, weights)
+        vector.push_sum_weight.fill_(1.25)
+        vector.divide_by_weight_()
+        results.append(vector.segments[0].cpu())
+    assert torch.equal(*results)
+
+
 def test_flat_buffer_moves_to_the_card_and_back() -> None:
     model = net()
     buffer = FlatBuffer(model)

@@ -283,7 +283,7 @@ def test_push_sum_weights_nodes_and_a_membership_are_refused() -> None:
 
     run_ranks(3, body)
     chosen = Choices(push_sum=False, schedule=control)
-    with pytest.raises(ValueError, match=r"got nprocs_per_node=2 with schedule=.*, expected 1: each process of a node"):
+    with pytest.raises(ValueError, match=r"got schedule=.*\(nprocs_per_node=2, or fully_shard\), expected a whole"):
         chosen.check(overlap=False, init_sync=True, nprocs_per_node=2)
     with pytest.raises(ValueError, match=r"with a membership, expected a Schedule: ranks that may lose messages"):
         GossipDataParallel(

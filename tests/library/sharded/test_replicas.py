@@ -29,6 +29,7 @@ from gossip_modules import (
 from gossip_modules.consensus_control import ConsensusControl
 from tests.harness.processes import run_processes
 
+pytestmark = pytest.mark.timeout(120)  # four processes on a loaded machine
 HALVES = [["0", "1"], ["2", "4"]]
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGP": {},
@@ -108,7 +109,7 @@ def compared(rank: int) -> dict[str, list[list[Tensor]]]:
 
 def test_sharded_replicas_equal_whole_ones() -> None:
     """To the bit, but for the distance, which is a sum over shards."""
-    for outcome in run_processes(4, compared):
+    for outcome in run_processes(4, compared, timeout=100.0):
         assert not outcome.error, outcome.error
         assert list(outcome.result) == list(OPTIONS)
         for name, (got, want) in outcome.result.items():
@@ -250,5 +251,5 @@ def check_wrappers(rank: int) -> None:
 
 @pytest.mark.parametrize("check", [check_loops, check_wrappers])
 def test_of_sharded_replicas(check: Callable[[int], None]) -> None:
-    for outcome in run_processes(4, check, expect_result=False):
+    for outcome in run_processes(4, check, expect_result=False, timeout=100.0):
         assert not outcome.error, outcome.error
