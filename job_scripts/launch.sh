@@ -22,6 +22,8 @@
 #   NPROC_PER_NODE     processes per node (the node's GPUs, or 1)
 #   NETWORK_INTERFACE  interface for Gloo and NCCL, e.g. eth0 or ib0 (their own choice)
 #   MASTER_PORT        port of the rendezvous on the first host (from the job id)
+#   CONTAINER          an image for pyxis (srun --container-image), whose torchrun takes the place of VENV
+#   CONTAINER_MOUNTS   what it sees beside the working folder, e.g. /imagenet:/imagenet:ro
 #   MAX_RESTARTS       times that a job is requeued on a signal (100); ends one whose time limit is too short to train
 #
 # 120 s before the time limit, or on `scancel --batch --signal=USR1 <job>`, USR1 reaches this script, which passes it
@@ -46,7 +48,16 @@ require() { # <test> <path> <remedy>
 script=${SCRIPT:-train/gossip_sgd.py}
 torchrun=${VENV:-.venv}/bin/torchrun
 require -f "$script" "submit from the top of the repository, or name another script in SCRIPT"
-require -x "$torchrun" "make it with 'make venv', or name your virtual environment in VENV"
+container=()
+if [[ -n ${CONTAINER:-} ]]; then
+  torchrun=torchrun
+  container=(
+    "--container-image=$CONTAINER" "--container-workdir=$PWD"
+    "--container-mounts=$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+  )
+else
+  require -x "$torchrun" "make it with 'make venv', or name your virtual environment in VENV, or an image in CONTAINER"
+fi
 
 num_procs=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 num_restarts=${SLURM_RESTART_COUNT:-0}
@@ -84,7 +95,7 @@ on_node='exec "$0" --rdzv-conf="is_host=$((SLURM_NODEID == 0)),read_timeout=300"
 # workers of the others do so at once, but SLURM requeues only a job that is still there when it notices, by default
 # after 300 s: hence the longer --wait.
 command=(
-  srun "--nodes=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --wait=600
+  srun "--nodes=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --wait=600 ${container[@]+"${container[@]}"}
   bash -c "$on_node" "$torchrun" "--nnodes=$SLURM_JOB_NUM_NODES" "--nproc-per-node=$num_procs"
   --rdzv-backend=c10d "--rdzv-endpoint=$master:$port" "--rdzv-id=$SLURM_JOB_ID-$num_restarts"
   "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"

@@ -115,6 +115,21 @@ def test_launch_runs_another_script_from_another_environment(cluster: Path) -> N
     assert {"elsewhere/bin/torchrun", "train/translate.py"} <= set(shlex.split(out)), err
 
 
+def test_launch_runs_in_a_container(cluster: Path) -> None:
+    (cluster / ".venv" / "bin" / "torchrun").unlink()
+    variables = {"CONTAINER": "nvcr.io#nvidia/pytorch:25.06-py3", "CONTAINER_MOUNTS": "/imagenet:/imagenet:ro"}
+    status, out, err = run_launch(cluster, DRY_RUN="1", **variables)
+    assert status == 0, err
+    words = shlex.split(out)
+    assert words[:7] == [
+        *["srun", "--nodes=2", "--ntasks-per-node=1", "--wait=600"],
+        "--container-image=nvcr.io#nvidia/pytorch:25.06-py3",
+        f"--container-workdir={cluster}",
+        f"--container-mounts={cluster}:{cluster},/imagenet:/imagenet:ro",
+    ]
+    assert words[words.index("-c") + 2] == "torchrun", "of the image"
+
+
 def test_launch_hands_interface_and_cores_to_the_step(cluster: Path) -> None:
     show = "echo $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME $SRUN_CPUS_PER_TASK"
     _, out, err = run_launch(cluster, FAKE_SRUN=show, NETWORK_INTERFACE="ib0", SLURM_CPUS_PER_TASK="32")
