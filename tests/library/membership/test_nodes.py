@@ -280,6 +280,7 @@ def test_a_node_falls_and_joins_as_one(options: dict[str, Any], dies: int) -> No
             "momentum": momentum,
             "models": models,
             "mixed": process.mixed,
+            "worker": process.model.worker,
         }
 
     nodes.run(body)
@@ -287,6 +288,7 @@ def test_a_node_falls_and_joins_as_one(options: dict[str, Any], dies: int) -> No
     for node in (0, 2, 3):
         one, two = results[node, 0], results[node, 1]
         assert one["all"] == two["all"]
+        assert one["worker"].replace(".0", ".1") == two["worker"] != one["worker"]
         assert one["models"].keys() == two["models"].keys()
         for x, y in zip([*one["models"].values(), *one["momentum"]], [*two["models"].values(), *two["momentum"]]):
             assert torch.equal(x, y)
