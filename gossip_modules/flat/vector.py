@@ -232,7 +232,7 @@ class FlatVector:
         w = (self.push_sum_weight if weight is None else weight)[0]
         for x in self.segments:
             if x.element_size() >= 4:
-                change_(x, w)
+                change_(x, w.to(x.dtype))  # on a GPU a weight of another dtype costs half of the bandwidth
                 continue
             for (chunk,) in in_chunks(x):
                 chunk.copy_(change_(chunk.float(), w))
