@@ -73,4 +73,5 @@ class BackgroundLogger(logging.Logger):
 
 
 log = BackgroundLogger(NAME)
-os.register_at_fork(after_in_child=log._begin)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=log._begin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -63,6 +64,11 @@ class Chaos:
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"got backend={backend!r}, expected one of {', '.join(map(repr, BACKENDS))}")
+        if (backend == "network" and sys.platform != "linux") or (backend == "processes" and sys.platform == "win32"):
+            raise ValueError(
+                f"got backend={backend!r} on {sys.platform}, which has no such "
+                f"{'hosts' if backend == 'network' else 'signals'}, expected backend='threads'"
+            )
         if not isinstance(events, Iterable):
             raise ValueError(f"got events={events!r}, expected a list: [{events!r}]")
         if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:

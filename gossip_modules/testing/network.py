@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import heapq
 import itertools
 import math
@@ -124,6 +123,8 @@ def enter_namespace(address: str, netmask: str) -> int:
         PermissionError: this process may not, which takes root or CAP_SYS_ADMIN and CAP_NET_ADMIN.
         OSError: there is no /dev/net/tun.
     """
+    import fcntl  # Windows has none
+
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET):
         number = ctypes.get_errno()

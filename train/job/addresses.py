@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import socket
 import struct
+import sys
 
 from train.job.world import Agreement
 
@@ -59,8 +59,15 @@ def interface_address(name: str) -> str:
     """The IPv4 address of a network interface of this machine.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or this is not Linux.
     """
+    if sys.platform != "linux":
+        raise ValueError(
+            f"got GLOO_SOCKET_IFNAME={name} on {sys.platform}, expected Linux, which tells the address of an "
+            "interface; unset it, and the address is the one from which this machine reaches MASTER_ADDR"
+        )
+    import fcntl
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

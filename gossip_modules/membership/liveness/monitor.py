@@ -348,4 +348,5 @@ def _close_in_child() -> None:
         liveness.close_in_child()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_close_in_child)
