@@ -176,7 +176,7 @@ def net(options: argparse.Namespace, device: torch.device) -> nn.Module:
     return torchvision.models.resnet18(num_classes=10).to(device)
 
 
-class Training:
+class TimedModel:
     """A model in a wrapper, its optimizer and its steps; the peer has a loss that takes no time.
 
     Args:
@@ -221,7 +221,7 @@ def timed_steps(group: dist.ProcessGroup, options: argparse.Namespace, names: Ma
     is_alone = is_peer and DistributedDataParallel not in names.values()  # the peer's rounds leave the GPU alone
     device = CPU if is_alone else options.device
     rows: list[Row] = []
-    trainings: dict[str, Training] = {}
+    trainings: dict[str, TimedModel] = {}
     small = batch_of(options.batch, device, is_peer=is_peer)
     batches = {f"{options.batch} images": small}
     before = bare_peak = 0
@@ -232,7 +232,7 @@ def timed_steps(group: dist.ProcessGroup, options: argparse.Namespace, names: Ma
         model = net(options, device)
         if is_peer:
             model.forward = partial(total, list(model.parameters()))
-        trainings[name] = training = Training(model if wrap is None else wrap(model), device, is_peer=is_peer)
+        trainings[name] = training = TimedModel(model if wrap is None else wrap(model), device, is_peer=is_peer)
         for _ in range(3):
             training.step(*small)
         if device.type == "cuda" and not is_peer:
@@ -284,7 +284,7 @@ def large_batch(options: argparse.Namespace, times: Mapping[tuple[str, str], lis
     """Return the images with which a bare step takes 1.25 times as long as a blocking round."""
     last = {name: values[-1] for (name, _), values in times.items()}
     round_ms = max(last.values()) - last["bare"]
-    training = Training(net(options, options.device), options.device, is_peer=False)
+    training = TimedModel(net(options, options.device), options.device, is_peer=False)
     trial = batch_of(8 * options.batch, options.device, is_peer=False)
     step_ms = [training.turn(*trial) for _ in range(2)][-1]
     return options.batch * min(max(8, round(8 * 1.25 * round_ms / step_ms)), 128)

@@ -44,7 +44,7 @@ class SharedModel:
         self._pending: FlatVector | None = None  # made when it is first needed, as the others
         self._kept: FlatVector | None = None  # the corrections for `add_again`
         self._arrived: FlatVector | None = None  # the pending correction on the GPU
-        self._applied: torch.cuda.Event | None = None  # recorded after the copy to it
+        self._applied: torch.Event | None = None  # recorded after the copy to it
         self._steps: list[int] = []  # of the exchanges in the pending correction
         self._is_kept = False
         self._first_buffers = tuple(segment.numel for segment in x.layout.where(is_buffer=False).segments)
@@ -93,12 +93,12 @@ class SharedModel:
                 self._kept.add_segments_(correction, alpha=1.0)
             elif is_kept:
                 self._kept = correction.clone()
-            if x.raw.is_cuda:
+            if x.raw.device.type != "cpu":
                 if self._arrived is None:  # made here, in the stream of training
-                    self._arrived, self._applied = x.like(), torch.cuda.Event()
+                    self._arrived, self._applied = x.like(), torch.Event(x.raw.device)
                 assert self._applied is not None
                 self._arrived.raw.copy_(correction.raw, non_blocking=True)
-                self._applied.record(torch.cuda.current_stream(x.raw.device))
+                self._applied.record(torch.accelerator.current_stream(x.raw.device))
                 correction = self._arrived
             self._add(x, correction, alpha=1.0, share=self._buffer_share)
             return steps

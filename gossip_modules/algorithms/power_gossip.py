@@ -15,6 +15,7 @@ from torch import Tensor
 from ..checks import checked_seed
 from ..compression.full_precision import full_precision
 from ..compression.orthonormal import orthonormalize
+from ..devices import wide_dtype
 from ..flat.layout import FlatLayout, Segment, TensorSpec
 from ..flat.vector import add_
 from ..mixing_manager import best_step_size
@@ -224,11 +225,19 @@ class LinkFactors:
         device: of the factors.
         seed: of the first factors; the same on all ranks.
         warm_start: whether an iteration starts from the last factors; otherwise it draws new ones.
+
+    Raises:
+        ValueError: the device has no float64.
     """
 
     def __init__(
         self, rank: int, matrices: MatrixBatches, device: torch.device, *, seed: int, warm_start: bool
     ) -> None:
+        if wide_dtype(device) is not torch.float64:
+            raise ValueError(
+                f"got a model on {device.type}, which has no float64, expected a device with float64, in which "
+                "PowerGossip computes its factors; choose Choco(SignNorm(), step_size=0.45)"
+            )
         self._rank, self._matrices, self._device = rank, matrices, device
         self._seed, self._warm_start = seed, warm_start
         self._first: dict[tuple[int, int], list[Tensor]] = {}  # by peer and side

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..devices import wide_dtype
 from ..graph_manager import DoubleBinaryTreeGraph
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
@@ -121,7 +122,7 @@ class Relay:
         ]
         assert v.x.flat is not None, "only the model is relayed"
         self._numels = [segment.numel for segment in v.x.flat.layout.segments]
-        self._one = torch.ones(1, dtype=torch.float64, device=v.x.device)
+        self._one = torch.ones(1, dtype=wide_dtype(v.x.device), device=v.x.device)
         self._sizes = [[(wide(x.dtype), x.numel()) for x in self.shares(v, tree)] for tree in range(len(trees))]
 
     def shares(self, v: Vectors, tree: int) -> list[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checks import checked_seed
+from ..devices import wide_dtype
 from .bit_packing import pack, packed_size, unpack
 from .compressor import Compressor, chunks, in_blocks, random_words, saturated, wide
 
@@ -230,13 +231,16 @@ def checked_multiple_of_8(name: str, size: int) -> int:
 
 
 def _norms(x: Tensor, block_size: int, p: int) -> Tensor:
-    """||x||_p of every block, float64 [..., blocks], in which squares of float32 numbers do not over- or underflow.
+    """||x||_p of every block, [..., blocks] in `wide_dtype`.
+
+    In float64 squares of float32 numbers do not over- or underflow.
 
     float64 entries beyond the range of float32, which no scale can represent, count as the largest float32.
     """
-    sums = torch.zeros(*x.shape[:-1], -(-x.shape[-1] // block_size), dtype=torch.float64, device=x.device)
+    dtype = wide_dtype(x.device)
+    sums = torch.zeros(*x.shape[:-1], -(-x.shape[-1] // block_size), dtype=dtype, device=x.device)
     for start, stop, blocks in chunks(x, block_size):
         chunk = x[..., start:stop] if x.dtype == torch.float32 else saturated(x[..., start:stop], LARGEST)
-        norms = torch.linalg.vector_norm(in_blocks(chunk, blocks), p, dim=-1, dtype=torch.float64)
+        norms = torch.linalg.vector_norm(in_blocks(chunk, blocks), p, dim=-1, dtype=dtype)
         sums[..., blocks] += norms.pow_(p)
     return sums.pow_(1 / p)

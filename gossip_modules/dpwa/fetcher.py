@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import record_function
 
+from ..devices import host_zeros
 from ..engine.background import Background
 from ..engine.snapshots import SnapshotPool
 from ..flat.nonfinite import is_finite
@@ -105,12 +106,12 @@ class ModelFetcher:
         self._future: Future[float] | None = None
         self._fetched: Fetched | None = None
         self.is_own_finite, self.traffic = True, PeerTraffic()
-        raw = torch.zeros(x.layout.num_bytes, dtype=torch.uint8, pin_memory=x.raw.is_cuda, device="cpu")
+        raw = host_zeros([x.layout.num_bytes], torch.uint8, beside=x.raw.device)
         self._inbox = self.arrived = FlatVector(x.layout, raw)
-        if x.raw.is_cuda:
+        if x.raw.device.type != "cpu":
             self.arrived = x.like()
-            self._stream = torch.cuda.Stream(x.raw.device)
-            self._read = torch.cuda.Event()
+            self._stream = torch.Stream(x.raw.device)
+            self._read = torch.Event(x.raw.device)
 
     @property
     def is_under_way(self) -> bool:
@@ -126,7 +127,7 @@ class ModelFetcher:
         """Start a fetch. On a GPU, everything that reads the last model must have been queued before."""
         assert self._future is None, "one fetch at a time"
         if self.arrived is not self._inbox:
-            self._read.record(torch.cuda.current_stream(self.arrived.raw.device))
+            self._read.record(torch.accelerator.current_stream(self.arrived.raw.device))
         self._future = self._thread.submit(self._run)
 
     def wait(self) -> Fetched | None:
@@ -236,7 +237,7 @@ class ModelFetcher:
 
     def _copy_to_device(self) -> None:
         if self.arrived is not self._inbox:
-            with torch.cuda.stream(self._stream):
+            with self._stream:
                 self._stream.wait_event(self._read)  # the last merge reads what this overwrites
                 self.arrived.raw.copy_(self._inbox.raw, non_blocking=True)
             self._stream.synchronize()  # the inbox is free, and training need not wait for this stream

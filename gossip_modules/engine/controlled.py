@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..consensus_control import ConsensusControl, ControlLaw, Differences, Observed, Step, next_step
+from ..devices import wide_dtype
 from ..flat.vector import FlatVector, in_chunks
 from ..rounds.mixer import GlobalAverage, Mixer
 from ..rounds.push_pull import PushPull
@@ -210,12 +211,12 @@ class ControlledMixer(Mixer):
 
 
 def squared_norm(x: FlatVector) -> Tensor:
-    """Return ||x||^2 over the parameters, float64 [1] on the device of x."""
+    """Return ||x||^2 over the parameters, [1] in `wide_dtype` on the device of x."""
     return _total(x, ((chunk for (chunk,) in in_chunks(s)) for s in x.where(is_buffer=False).segments))
 
 
 def squared_distance(x: FlatVector, y: FlatVector) -> Tensor:
-    """Return ||x - y||^2 over the parameters, float64 [1] on the device of x, without a copy.
+    """Return ||x - y||^2 over the parameters, [1] in `wide_dtype` on the device of x, without a copy.
 
     The layouts of x and y must be equal.
     """
@@ -224,10 +225,10 @@ def squared_distance(x: FlatVector, y: FlatVector) -> Tensor:
 
 
 def _total(x: FlatVector, chunks: Any) -> Tensor:
-    total = torch.zeros(1, dtype=torch.float64, device=x.raw.device)
+    total = torch.zeros(1, dtype=wide_dtype(x.raw.device), device=x.raw.device)
     for segment in chunks:
         for chunk in segment:
-            total += torch.linalg.vector_norm(chunk, dtype=torch.float64) ** 2
+            total += torch.linalg.vector_norm(chunk, dtype=total.dtype) ** 2
     return total
 
 

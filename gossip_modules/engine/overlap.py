@@ -100,7 +100,7 @@ class OverlapEngine(LockstepEngine):
         self._flight: _Flight | None = None
         self._flushed_alpha: float | None = None  # alpha of the correction that a flush applied since the last round
         self._thread: CallThread | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.Stream | None = None
         self._is_finite = FiniteCheck()
 
     @property
@@ -129,7 +129,7 @@ class OverlapEngine(LockstepEngine):
                 self._recover(mixer, x)
         if alpha is not None:
             self._convert_buffers(x, alpha)
-        if mixer is not None and not x.raw.is_cuda and len(mixer.chunks(x)) > 1:
+        if mixer is not None and x.raw.device.type == "cpu" and len(mixer.chunks(x)) > 1:
             self._fill_and_depart(mixer, x, alpha)
         else:
             if alpha is not None:
@@ -198,7 +198,7 @@ class OverlapEngine(LockstepEngine):
         self.stats.wait_seconds += time.perf_counter() - start
         self.gossiper.transport.traffic.mixed(self._staleness_of(flight))  # before the next round departs
         if self._stream is not None:
-            torch.cuda.current_stream(x.raw.device).wait_stream(self._stream)  # c is written before it is added
+            torch.accelerator.current_stream(x.raw.device).wait_stream(self._stream)  # c is written before it is added
         if self.on_nonfinite != "spread" and not self.agree_finite(flight.is_finite):
             self._leave_out(flight, x)
         if flight.mixer is self._scheduled_average and not self._scheduled_average.has_failed:
@@ -259,10 +259,10 @@ class OverlapEngine(LockstepEngine):
         snapshot, stream, t = self._snapshot_of(x).copy_(x), self._stream, self.t
         self.t += 1
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(x.raw.device))  # s is written before it is sent
+            stream.wait_stream(torch.accelerator.current_stream(x.raw.device))  # s is written before it is sent
 
         def run() -> float:
-            on_stream = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
+            on_stream = stream or contextlib.nullcontext()
             with torch.no_grad(), on_stream, record_function("gossip.round", f"t={t}"):
                 mixer.start(snapshot, t)
                 return self._difference(flight, snapshot)
@@ -324,7 +324,7 @@ class OverlapEngine(LockstepEngine):
             assert self._flight is None, "a correction is in the snapshot"
             self._snapshot = x.like()
             self._sent_buffers = [torch.empty_like(buffer) for buffer in x.buffers]
-            self._stream = torch.cuda.Stream(x.raw.device) if x.raw.is_cuda else None
+            self._stream = None if x.raw.device.type == "cpu" else torch.Stream(x.raw.device)
         return self._snapshot
 
 

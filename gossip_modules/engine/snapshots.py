@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..devices import host_zeros
 from ..flat.vector import FlatVector
 
 MAX_SNAPSHOTS = 7
@@ -30,7 +31,7 @@ class Snapshot:
         self.vector = vector
         self.num_readings = 0
         self.standing: Any = None
-        self.written: torch.cuda.Event | None = None
+        self.written: torch.Event | None = None
 
     def wait(self) -> None:
         """Wait until a copy from a GPU is complete."""
@@ -70,9 +71,7 @@ class SnapshotPool:
 
         The padding between segments is sent too, and must not reveal the content of other memory.
         """
-        is_pinned = self._device.type == "cuda"
-        raw = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
-        return FlatVector(self._layout, raw)
+        return FlatVector(self._layout, host_zeros([self._layout.num_bytes], torch.uint8, beside=self._device))
 
     @property
     def latest(self) -> Snapshot:
@@ -155,10 +154,10 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._staging_buffer: FlatVector | None = None
-        self._stream: torch.cuda.Stream
-        self._copied: torch.cuda.Event
+        self._stream: torch.Stream
+        self._copied: torch.Event
 
-    def write(self, out: FlatVector, x: FlatVector) -> torch.cuda.Event | None:
+    def write(self, out: FlatVector, x: FlatVector) -> torch.Event | None:
         """out <- x. Called by the training thread.
 
         Args:
@@ -168,18 +167,18 @@ class HostCopy:
         Returns:
             For x on a GPU, an event that is recorded when `out` is written; else None, and `out` is written.
         """
-        if not x.raw.is_cuda:
+        if x.raw.device.type == "cpu":
             out.raw.copy_(x.raw)
             return None
-        training = torch.cuda.current_stream(x.raw.device)
+        training = torch.accelerator.current_stream(x.raw.device)
         if self._staging_buffer is None:
-            self._staging_buffer, self._stream = x.like(), torch.cuda.Stream(x.raw.device)
+            self._staging_buffer, self._stream = x.like(), torch.Stream(x.raw.device)
         else:
             training.wait_event(self._copied)  # the last copy to the host reads the buffer
         self._staging_buffer.raw.copy_(x.raw)
         self._stream.wait_stream(training)  # the buffer is written before it is copied
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             out.raw.copy_(self._staging_buffer.raw, non_blocking=True)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.Event(x.raw.device)
             self._copied.record(self._stream)
         return self._copied

@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from ..devices import host_zeros
 from .vector import FlatVector, in_chunks
 
 POLICIES = ("raise", "skip", "spread")
@@ -59,7 +60,7 @@ class FiniteCheck:
 
     def __init__(self) -> None:
         self._flag: Tensor | None = None
-        self._copied: torch.cuda.Event
+        self._copied: torch.Event
 
     def __call__(self, x: FlatVector) -> bool:
         """Whether x, on a GPU the x of the last call, has no infinities or NaN."""
@@ -75,17 +76,17 @@ class FiniteCheck:
 
     def _is_finite(self, total: Tensor, look: Callable[[], bool]) -> bool:
         """total: finite only if all is finite. look: the exact answer, as a total of finite numbers may overflow."""
-        if not total.is_cuda:
+        if total.device.type == "cpu":
             return bool(torch.isfinite(total)) or look()
         answer = True
         if self._flag is None:
-            self._flag = torch.ones(1, dtype=torch.bool, pin_memory=True, device="cpu")
-            self._copied = torch.cuda.Event()
+            self._flag = host_zeros([1], torch.bool, beside=total.device)
+            self._copied = torch.Event(total.device)
         else:
             self._copied.synchronize()  # queued a whole step ago
             answer = bool(self._flag)
         self._flag.copy_(torch.isfinite(total).view(1), non_blocking=True)
-        self._copied.record(torch.cuda.current_stream(total.device))
+        self._copied.record(torch.accelerator.current_stream(total.device))
         return answer or look()
 
     def __getstate__(self) -> dict[str, object]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import wide_dtype
 from .layout import CHUNK_BYTES, FlatLayout, Segment, TensorSpec
 
 CACHED_BYTES = 1 << 18  # of each of two vectors, per thread: a chunk that is gone over twice, then from cache
@@ -27,14 +28,15 @@ class FlatVector:
     Args:
         layout: segments and length.
         raw: uint8 [layout.num_bytes], contiguous; shared, not copied.
-        push_sum_weight: float64 [1] on the device of `raw`; shared. A new weight of one by default.
+        push_sum_weight: float64 [1] on the device of `raw`, float32 if the device has no float64; shared. A new
+            weight of one by default.
     """
 
     def __init__(self, layout: FlatLayout, raw: Tensor, push_sum_weight: Tensor | None = None) -> None:
         self.layout = layout
         self.raw = raw
         if push_sum_weight is None:
-            push_sum_weight = torch.ones(1, dtype=torch.float64, device=raw.device)
+            push_sum_weight = torch.ones(1, dtype=wide_dtype(raw.device), device=raw.device)
         self.push_sum_weight = push_sum_weight
         self.segments = tuple(raw[s.start : s.stop].view(s.dtype) for s in layout.segments)
         self._views: dict[tuple[int, ...], tuple[FlatVector, ...]] = {}  # shards and chunks, made once

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..devices import wait_for_queue
 from ..graph_manager.matchings import Edge, Matching, as_matchings, decompose, world_size
 from ..transport.base import Transport
 
@@ -83,13 +84,8 @@ def _own_seconds(transport: Transport, matchings: Sequence[Matching], outgoing: 
 def _exchange_seconds(transport: Transport, peer: int, outgoing: Tensor, incoming: Tensor, *, tag: int) -> float:
     # One byte is exchanged first, so that waiting for a late peer does not count as the time of the link.
     transport.exchange({peer: [outgoing[:1]]}, {peer: [incoming[:1]]}, tag=2 * tag).wait()
-    _finish_device(incoming)
+    wait_for_queue(incoming.device)  # wait() only orders the stream there
     start = time.perf_counter()
     transport.exchange({peer: [outgoing]}, {peer: [incoming]}, tag=2 * tag + 1).wait()
-    _finish_device(incoming)
+    wait_for_queue(incoming.device)  # wait() only orders the stream there
     return time.perf_counter() - start
-
-
-def _finish_device(x: Tensor) -> None:
-    if x.is_cuda:  # wait() only orders the stream there
-        torch.cuda.synchronize(x.device)

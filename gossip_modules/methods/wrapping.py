@@ -139,7 +139,8 @@ def settle_buckets(wrapper: AllReduceDataParallel, inputs: tuple[torch.Tensor, .
         inputs: of the model, on the device.
     """
     before = {name: tensor.clone() for name, tensor in wrapper.module.state_dict().items()}
-    with torch.random.fork_rng(devices=[inputs[0].device] if inputs[0].is_cuda else []):
+    device = inputs[0].device
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
         # Past our wrapper's own forward, which would count the traffic of a step that is none.
         DistributedDataParallel.forward(wrapper, *inputs).sum().backward()
     wrapper.module.load_state_dict(before)

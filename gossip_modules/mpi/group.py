@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..devices import wait_for_queue
 from ..transport.threads import CallThread
 from .library import buffer_of, load_mpi, message_of, operation, reduced_as
 from .work import MpiWork
@@ -242,8 +243,8 @@ class MpiProcessGroup(dist.ProcessGroup):
             for x, message in results:
                 if x.data_ptr() != message.data_ptr():
                     x.copy_(message)
-            for device in {x.device for x in tensors if x.is_cuda}:  # after wait() any stream may use them
-                torch.cuda.current_stream(device).synchronize()
+            for device in {x.device for x in tensors}:  # after wait() any stream may use them
+                wait_for_queue(device)
 
         work = MpiWork(
             request,

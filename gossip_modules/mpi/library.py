@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..devices import wait_for_queue
+
 if TYPE_CHECKING:
     from mpi4py.MPI import Op
 
@@ -98,7 +100,7 @@ def message_of(x: Tensor, *, fill: bool = True) -> Tensor:
         return x
     if x.device.type != "cuda":
         raise ValueError(f"got a tensor on {x.device}, expected one on cpu or cuda; MPI cannot reach it")
-    torch.cuda.current_stream(x.device).synchronize()  # queued kernels may read or write x
+    wait_for_queue(x.device)  # queued kernels may read or write x
     if is_cuda_aware():
         return x
     staging = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")

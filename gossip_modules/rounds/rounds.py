@@ -77,7 +77,7 @@ class Rounds(Mixer):
         self._layout: FlatLayout | None = None  # of the vector that the fragments are cut from
         self._flights: list[TravellingRound] = []  # in the order in which they began
         self._thread: CallThread | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.Stream | None = None
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`."""
@@ -230,14 +230,16 @@ class Rounds(Mixer):
             job = self.drivers[p].depart(part, t, self._k)
         # Vectors in host memory are sent through the GPU if messages are, and not in the stream of training.
         device = x.raw.device if self._times.anchor_device is None else self.transport.device
-        if device.type == "cuda":
+        if device.type != "cpu":
             if self._stream is None or self._stream.device != device:
-                self._stream = torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))  # the vector is written before it is sent
-        stream = self._stream if device.type == "cuda" else None
+                self._stream = torch.Stream(device)
+            self._stream.wait_stream(
+                torch.accelerator.current_stream(device)
+            )  # the vector is written before it is sent
+        stream = None if device.type == "cpu" else self._stream
 
         def run() -> float:
-            on_stream = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
+            on_stream = stream or contextlib.nullcontext()
             with torch.no_grad(), on_stream, record_function("gossip.round", f"t={t}"):
                 return job()
 
@@ -264,7 +266,7 @@ class Rounds(Mixer):
             raise
         self._flights.pop(0)
         if self._stream is not None:  # the vector has arrived before it is read
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
         with self._part(fragment, x) as part:
             self.drivers[fragment].arrive(part, kept=self._times.kept)
 
@@ -369,13 +371,8 @@ class Rounds(Mixer):
         return repr(self.algorithm)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Mixer`; shares memory.
-
-        Fragments are cut anew in the first step after a change of the trained tensors, so that their states have no
-        places: they load into the same cut only.
-        """
-        states = [driver.state_dict() for driver in self.drivers]
-        return self._state(states if len(states) == 1 else list(map(_without_places, states)))
+        """See `Mixer`; shares memory."""
+        return self._state([driver.state_dict() for driver in self.drivers])
 
     def state_for_newcomer(self) -> dict[str, Any]:
         """See `Mixer`."""
@@ -418,12 +415,6 @@ class Rounds(Mixer):
     def __getstate__(self) -> dict[str, Any]:
         assert all(driver.open_round is None for driver in self.drivers), "flush() before copying: a round is in flight"
         return {**self.__dict__, "_thread": None, "_stream": None, "_whole": None}
-
-
-def _without_places(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a driver or of a memory without the places of its tensors, and of the memories in it."""
-    kept = {name: value for name, value in state.items() if name != "places"}
-    return {name: _without_places(value) if name in ("memory", "inner") else value for name, value in kept.items()}
 
 
 def mixer_of(algorithm: Algorithm, plain: Mixer) -> Mixer:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .deadline import Deadline
-from .exchange import fail
+from .exchange import STREAM_ORDERED, fail
 from .failure_notes import GONE, FailureNotes
 from .gloo import close_ports_of
 from .process_group import DEFAULT_TIMEOUT, ProcessGroupTransport, backend_of
@@ -35,7 +35,7 @@ def connect(
         process_group: carries nothing but our messages from now on; None makes a new group (collective over `ranks`).
         ranks: global ranks of the new group, this one among them; None = all.
         module_device: where the tensors live.
-        comm_device: where messages live; None = `module_device` if the group has NCCL for it, else the CPU.
+        comm_device: where messages live; None = `module_device` if the group has NCCL or XCCL for it, else the CPU.
         backend: of the group, where only one will do: listeners need "gloo", whatever the default group has.
         timeout: for every operation.
         deadline: for making the group; None: the timeout from now on.
@@ -52,8 +52,10 @@ def connect(
             f"got a process group whose backend for {wire} tensors is {found}, expected {backend}: these ranks answer "
             f"each other at any time; pass dist.new_group(backend='{backend}'), or None"
         )
-    if wire.type == "cuda" and (backend or found) == "gloo":
-        raise ValueError("got comm_device='cuda' over Gloo, which sends from CPU memory only, expected 'cpu' or None")
+    if wire.type != "cpu" and (backend or found) == "gloo":
+        raise ValueError(
+            f"got comm_device='{wire.type}' over Gloo, which sends from CPU memory only, expected 'cpu' or None"
+        )
     if process_group is not None:
         return _over(process_group, wire, ranks=ranks, timeout=timeout)
     name = backend or found or "gloo"
@@ -84,12 +86,12 @@ def _wire_device(
     group: dist.ProcessGroup, module_device: torch.device, comm_device: torch.device | str | None
 ) -> torch.device:
     """Where messages live; see `connect`."""
-    wire = torch.device(comm_device) if comm_device is not None else module_device
+    if comm_device is None:
+        return module_device if _backend(group, module_device) in STREAM_ORDERED else CPU
+    wire = torch.device(comm_device)
     if wire.type not in ("cpu", module_device.type):
         raise ValueError(f"got comm_device={wire}, expected 'cpu' or the module's device {module_device}")
-    if wire.type != "cuda":
-        return wire
-    return module_device if comm_device is not None or _backend(group, module_device) == "nccl" else CPU
+    return wire if wire.type == "cpu" else module_device
 
 
 def _over(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..devices import host_zeros, wait_for_queue
 from .base import Pending
 from .change_board import ChangeBoard
 from .shared_group import Use
@@ -26,6 +27,7 @@ from .traffic import PeerTraffic
 ROUND_BITS, SIZE_BITS = 16, 9  # of a tag, beside those of the channel: torch has 31 bits; rounds wrap around
 
 FOREVER = timedelta(days=365)
+STREAM_ORDERED = ("nccl", "xccl")  # backends that order messages by streams, ignore tags and want a round as one batch
 LATE = 0.95  # of the timeout: an error after so long a time is a timeout
 _AT_ONCE = timedelta(milliseconds=1)
 SHUTDOWN = "shutdown"  # the name of the last message to a peer, which may have ended already
@@ -66,7 +68,10 @@ class Staging:
         key = (x.data_ptr(), x.dtype, x.shape)
         buffer = self._buffers.get(key)
         if buffer is None:
-            buffer = torch.empty(x.shape, dtype=x.dtype, device=self.device, pin_memory=x.is_cuda)
+            if self.device.type == "cpu":
+                buffer = host_zeros(x.shape, x.dtype, beside=x.device)
+            else:
+                buffer = torch.empty_like(x, device=self.device)
             if keep:
                 if len(self._buffers) >= self._max_buffers:
                     self._buffers.clear()
@@ -75,9 +80,9 @@ class Staging:
 
     def synchronize(self) -> None:
         """Return when the copies between buffers and tensors since the last call have ended."""
-        if self._source is not None and self._source.type == "cuda":
+        if self._source is not None:
             # Copies into buffers must end before a send reads them, copies out before a receive overwrites them.
-            torch.cuda.current_stream(self._source).synchronize()
+            wait_for_queue(self._source)
         self._source = None
 
     @staticmethod
@@ -85,7 +90,7 @@ class Staging:
         """Each tensor <- its buffer."""
         for x, buffer in pairs:
             if x is not buffer:
-                x.copy_(buffer, non_blocking=x.is_cuda)  # the host waits for what it reads
+                x.copy_(buffer, non_blocking=x.device.type != "cpu")  # the host waits for what it reads
 
 
 class LinkClosedError(ValueError):
@@ -288,7 +293,7 @@ class PendingExchange:
         if (route := link.routes.get(peer)) is None:
             route = link.routes[peer] = link.route(peer)
         group, rank = route
-        if link.backend == "nccl":
+        if link.backend in STREAM_ORDERED:
             self._batch.append(dist.P2POp(dist.isend if is_send else dist.irecv, x, link.names[peer], group))
             return
         post = group.send if is_send else group.recv
@@ -425,7 +430,7 @@ class PointToPoint(ABC):
         try:
             if self.waits is not None:
                 self.waits.wait(work, timeout)
-            elif self.backend == "nccl":
+            elif self.backend in STREAM_ORDERED:
                 work.wait()
             else:
                 work.wait(timeout)

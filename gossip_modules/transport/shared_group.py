@@ -126,9 +126,10 @@ def release(holder: list[dist.ProcessGroup]) -> None:
     """
     group = holder.pop()
     backends = []
-    for device in ("cpu", "cuda"):
+    for device in (torch.device("cpu"), torch.accelerator.current_accelerator()):
         with contextlib.suppress(RuntimeError):  # no backend for these tensors
-            backends.append(group._get_backend(torch.device(device)))
+            if device is not None:
+                backends.append(group._get_backend(device))
     if any(backend.name() == "mpi4py" for backend in backends):
         for backend in backends:
             backend.abort()

@@ -27,7 +27,7 @@ class GroupResult:
         self._free: list[FlatVector] = []
         self._bounds: list[tuple[Tensor, Tensor]] = []  # made when they are first needed, as the next ones
         self._on_gpu: FlatVector | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._copied: torch.Event | None = None
 
     def take(self) -> FlatVector:
         """The memory of the next average; its content is old."""
@@ -75,12 +75,12 @@ class GroupResult:
     def _beside(self, x: FlatVector) -> FlatVector:
         """The average on the device of x; on a GPU it is a copy that is queued in training's stream."""
         assert self._newest is not None, "each average is merged once"
-        if not x.raw.is_cuda:
+        if x.raw.device.type == "cpu":
             return self._newest
         if self._on_gpu is None or self._copied is None:
-            self._on_gpu, self._copied = x.like(), torch.cuda.Event()
+            self._on_gpu, self._copied = x.like(), torch.Event(x.raw.device)
         self._on_gpu.raw.copy_(self._newest.raw, non_blocking=True)
-        self._copied.record(torch.cuda.current_stream(x.raw.device))
+        self._copied.record(torch.accelerator.current_stream(x.raw.device))
         return self._on_gpu
 
     def _end(self) -> None:

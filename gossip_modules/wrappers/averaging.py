@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..devices import wide_dtype
 from ..flat.kept_buffers import KeptBuffers, take_from_first
 from ..flat.selection import Selection
 from ..flat.sharded import gathered, local_of
@@ -310,9 +311,9 @@ class AveragingMixin(ABC):
             mean = vector.clone()
             self._averager.mix(mean, 0)
             self._write(vector)
-            squared = torch.zeros(1, dtype=torch.float64, device="cpu")
+            squared = torch.zeros(1, dtype=wide_dtype(vector.raw.device), device="cpu")
             for x, y in zip(vector.parameters, mean.parameters, strict=True):
-                squared += torch.linalg.vector_norm(y.sub_(x), dtype=torch.float64).cpu() ** 2
+                squared += torch.linalg.vector_norm(y.sub_(x), dtype=squared.dtype).cpu() ** 2
             self._sum_over_shards(squared)
             transport = self._averager.transport
             squared = squared.to(vector.raw.device)

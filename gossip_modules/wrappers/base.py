@@ -154,7 +154,9 @@ class GossipWrapper(OldNames, AveragingMixin):
         existing = connect(group_or_world(links.process_group), module_device=device, timeout=links.timeout)
         try:
             with existing.within(deadline):
-                check_agreement(existing, {**description, "model": buffer.signature(), "beside what travels": shapes})
+                travels = {"model": buffer.signature(), "beside what travels": shapes}
+                travels["push-sum weight"] = [str(buffer.vector.push_sum_weight.dtype)]
+                check_agreement(existing, {**description, **travels})
             if init_sync:
                 passed = deadline.passed
                 broadcast_tensors(existing, [buffer.vector.raw, *map(local_of, others.values())])
@@ -282,8 +284,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         """Refuse other tools around the wrapper, once, when training begins."""
         if not self._is_checked:
             check_outside(self, was_sharded=self._local.buffer.is_sharded)
-            node = self._local.node
-            check_optimizers(self, self._trained[0], equal_ranks=() if node is None else node.equal_ranks)
+            check_optimizers(self, self._trained[0])
             self._is_checked = True
 
     # Forwards and changes outside of steady training.

@@ -100,7 +100,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         nprocs_per_node: the number of consecutive ranks that form one node and hold one model, see `Node`. With a
             membership: of processes that are one worker, all of torch.distributed or of `process_group`; the first one
             gossips for all, by any method that takes a membership, and only its `state_dict()` has all of the node's.
-        comm_device: "cpu" sends GPU parameters through pinned memory; None = the GPU if the group has NCCL.
+        comm_device: "cpu" sends GPU parameters through pinned memory; None = the GPU if the group has NCCL or XCCL.
         init_sync: whether all ranks start from the parameters and buffers of rank 0; with a membership they always do.
         gossip_buffers: whether running statistics (BatchNorm) are averaged like parameters; a sequence of names or
             patterns = those floating-point buffers in their place. An averaged model has the other buffers of rank 0,

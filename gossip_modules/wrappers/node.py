@@ -22,6 +22,7 @@ from ..old_calls import levels_to_user
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.connect import CPU
+from ..transport.exchange import STREAM_ORDERED
 from ..transport.process_group import ProcessGroupTransport
 from .arguments import Links
 from .gradient_group import NamedReplica, leaving_alone
@@ -119,11 +120,6 @@ class Node:
             if x.numel():
                 self.transport.broadcast(x, source=0, what="sharing buffers in the node")
 
-    @property
-    def equal_ranks(self) -> Sequence[int]:
-        """The global ranks of the processes that hold the same model as this one, where torch knows them."""
-        return dist.get_process_group_ranks(self.transport.group) if dist.is_initialized() else ()
-
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, backward accumulates gradients that are not averaged over the processes."""
         return self.replica.no_sync()
@@ -208,7 +204,7 @@ def _connect(
 ) -> tuple[ProcessGroupTransport, ProcessGroupTransport]:
     """The transport of a node for tensors on the device, and the one for messages in CPU memory."""
     transport = links.connect(device, ranks=members)
-    if transport.backend != "nccl":
+    if transport.backend not in STREAM_ORDERED:
         return transport, transport
     return transport, replace(links, comm_device="cpu", backend="gloo").connect(CPU, ranks=members)
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.py").exists())
 PACKAGE = "gossip_modules"
 
-_LOCKSTEP = {"flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "schedule"}
+_LOCKSTEP = {"devices", "flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "schedule"}
 _WRAPPERS = {
     *_LOCKSTEP,
     "version",
@@ -29,22 +29,32 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
     PACKAGE: {
         "schedule": set(),
         "checks": set(),
-        "flat": set(),
+        "devices": set(),
+        "flat": {"devices"},
         "old_calls": set(),
         "graph_manager": {"checks", "old_calls"},
-        "compression": {"checks"},
-        "transport": set(),
-        "matcha": {"graph_manager", "transport", "old_calls"},
+        "compression": {"checks", "devices"},
+        "transport": {"devices"},
+        "matcha": {"graph_manager", "transport", "old_calls", "devices"},
         "mixing_manager": {"graph_manager", "matcha", "old_calls"},
         "consensus_control": {"mixing_manager"},
-        "mpi": {"transport"},
+        "mpi": {"transport", "devices"},
         "gossiper": {"rounds", "old_calls"},
         "optim": set(),
         "sparta": {"graph_manager", "compression"},
         "rounds": {*_LOCKSTEP, "registry", "old_calls"},
-        "algorithms": {"flat", "graph_manager", "mixing_manager", "compression", "rounds", "registry", "checks"},
+        "algorithms": {
+            "devices",
+            "flat",
+            "graph_manager",
+            "mixing_manager",
+            "compression",
+            "rounds",
+            "registry",
+            "checks",
+        },
         "engine": {
-            *("rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
+            *("devices", "rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
         },
         "version": set(),
         "extend": {*_WRAPPERS, "algorithms"} - {"consensus_control", "membership"},
