@@ -188,9 +188,10 @@ class GossipFabricStrategy(_RankFiles, FabricDDPStrategy):
         ValueError: arguments of DistributedDataParallel.
 
     Example:
-        >>> fabric = Fabric(strategy=GossipFabricStrategy(gossip=dict(algorithm="diloco")), devices=4)
+        >>> strategy = GossipFabricStrategy(gossip=dict(algorithm="diloco"))
+        >>> fabric = Fabric(strategy=strategy, devices=4)
         >>> model, optimizer = fabric.setup(model, optimizer)
-        >>> with model.averaged():
+        >>> with strategy.wrapper_of(model).averaged():
         ...     evaluate(model)
     """
 
@@ -202,6 +203,19 @@ class GossipFabricStrategy(_RankFiles, FabricDDPStrategy):
     def setup_module(self, module: nn.Module) -> GossipWrapper:  # type: ignore[override]
         """The wrapper around a module."""
         return self._wrap(module)
+
+    def wrapper_of(self, module: nn.Module) -> GossipWrapper:
+        """The wrapper in what `fabric.setup()` has returned, which has `averaged()`, `comm_stats()` and `close()`.
+
+        Raises:
+            ValueError: there is none.
+        """
+        for part in module.modules():
+            if isinstance(part, GossipWrapper):
+                return part
+        raise ValueError(
+            f"got a {type(module).__name__} without a gossip wrapper, expected a model of fabric.setup(); pass that"
+        )
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The average under the names of the module; collective."""

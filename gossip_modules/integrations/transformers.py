@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..wrappers.base import GossipWrapper
 from .host import Gossip, load_rank, missing, read_rank, save_rank
@@ -44,7 +44,7 @@ class GossipTrainerMixin(_Base):
         >>> trainer.save_model("averaged")
     """
 
-    gossip: Gossip = None
+    gossip: ClassVar[Gossip] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 def outputs(name: str, world_size: int) -> list[str]:
     """What each rank of an example prints."""
-    return script_outputs(EXAMPLES[name], world_size)
+    return script_outputs(EXAMPLES[name], world_size, with_warnings=name.startswith("with_"))
 
 
 def number(pattern: str, text: str) -> float:
@@ -182,3 +182,37 @@ def test_own_compressor() -> None:
     first, *_ = outputs("own_compressor.py", 4)
     assert number(r"averaged weights ([-+.e\d]+)", first) < 0.05
     assert number(r"(\d+) bytes per message", first) < 100
+
+
+def test_accelerate() -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install 'gossip-modules[accelerate]'")
+    first, second = outputs("with_accelerate.py", 2)
+    assert number(r"accuracy ([\d.]+)% after 6 rounds", first) > 85  # 64 steps, a round of DiLoCo at every tenth
+    assert second == ""
+
+
+def test_semi_sync() -> None:
+    first, second = outputs("with_semi_sync.py", 2)
+    assert number(r"accuracy ([\d.]+)% after 20 rounds", first) > 90
+    assert second == ""
+
+
+@pytest.mark.soak
+def test_transformers() -> None:
+    pytest.importorskip("transformers", reason="needs transformers: pip install 'gossip-modules[transformers]'")
+    first, _ = outputs("with_trainer.py", 2)
+    assert number(r"loss ([\d.]+) after 32 steps and 32 rounds", first) < 2
+
+
+@pytest.mark.soak
+def test_lightning() -> None:
+    pytest.importorskip("lightning", reason="needs lightning: pip install 'gossip-modules[lightning]'")
+    first, _ = outputs("with_lightning.py", 2)
+    assert number(r"accuracy ([\d.]+)% after 192 steps", first) > 90
+
+
+@pytest.mark.soak
+def test_fabric() -> None:
+    pytest.importorskip("lightning", reason="needs lightning: pip install 'gossip-modules[lightning]'")
+    first, _ = outputs("with_fabric.py", 2)
+    assert number(r"accuracy ([\d.]+)% after 64 rounds", first) > 80

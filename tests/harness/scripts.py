@@ -15,15 +15,16 @@ import torch.distributed as dist
 from tests.harness.processes import run_processes
 
 
-def script_outputs(path: Path, world_size: int, *arguments: str) -> list[str]:
+def script_outputs(path: Path, world_size: int, *arguments: str, with_warnings: bool = False) -> list[str]:
     """What each rank of a script prints, started with the environment that torchrun gives; all must end well.
 
     Args:
         path: of the script, which makes and ends its process group by itself.
         world_size: the number of processes.
         arguments: of its command line.
+        with_warnings: whether other libraries may warn in it.
     """
-    return _outputs(world_size, [str(path), *arguments])
+    return _outputs(world_size, [str(path), *arguments], with_warnings=with_warnings)
 
 
 def module_output(name: str, *arguments: str) -> str:
@@ -37,13 +38,14 @@ def module_output(name: str, *arguments: str) -> str:
     return output
 
 
-def _outputs(world_size: int, command: list[str]) -> list[str]:
+def _outputs(world_size: int, command: list[str], *, with_warnings: bool = False) -> list[str]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
-    outcomes = run_processes(world_size, _run, command, store.port, world_size, backend=None, timeout=100)
+    given = (command, store.port, world_size, with_warnings)
+    outcomes = run_processes(world_size, _run, *given, backend=None, timeout=100)
     return [outcome.result for outcome in outcomes]
 
 
-def _run(rank: int, command: list[str], port: int, world_size: int) -> str:
+def _run(rank: int, command: list[str], port: int, world_size: int, with_warnings: bool) -> str:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -54,7 +56,8 @@ def _run(rank: int, command: list[str], port: int, world_size: int) -> str:
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     sys.argv = command
-    warnings.simplefilter("error")
+    if not with_warnings:
+        warnings.simplefilter("error")
     output = io.StringIO()
     try:
         with contextlib.redirect_stdout(output):

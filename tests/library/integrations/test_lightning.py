@@ -56,7 +56,7 @@ def fabric_loop(strategy: Any, folder: str, *, resumes: bool = False, saves: boo
             fabric.clip_gradients(model, optimizer, max_norm=NORM, error_if_nonfinite=False)
             optimizer.step()
             optimizer.zero_grad()
-    return model._forward_module, plain
+    return strategy.wrapper_of(model), plain
 
 
 def fabric_trains(rank: int, folder: str) -> None:
