@@ -29,9 +29,10 @@ def semi_sync(
     the optimizer alone calls `gossip_step()` of the wrapper in its place, else the others wait for it.
 
     Args:
-        model_parts: the model, or its stages in this process, on their device.
+        model_parts: the model, or its stages in this process, on their device; may be sharded by `fully_shard` or a
+            plan of DTensors over other dimensions of the mesh.
         optimizer: holds their parameters; an optimizer of optimizers, such as torchtitan's container, counts as one.
-        mesh: of one dimension, over the replicas; None: all ranks.
+        mesh: of one dimension, over the replicas, such as mesh["replicate"]; None: all ranks.
         options: the arguments of `GossipDataParallel`, such as `algorithm="diloco"`.
 
     Yields:
@@ -55,9 +56,7 @@ def semi_sync(
             f"got {type(optimizer).__name__} as the optimizer of semi_sync(), expected a torch.optim.Optimizer over "
             "parameters of the model parts, whose steps end with the rounds; make it from these parts"
         )
-    if mesh is not None:
-        options["process_group"] = mesh.get_group()
-    wrapper = GossipDataParallel(module, rounds="manual", **options)
+    wrapper = GossipDataParallel(module, rounds="manual", device_mesh=mesh, **options)
     handle = optimizer.register_step_post_hook(lambda *_: wrapper.gossip_step())
     try:
         yield wrapper

@@ -26,7 +26,15 @@ def test_every_public_name_has_one_entry_in_the_reference() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.md")))
     entries = Counter(re.findall(r"^::: gossip_modules\.([\w.]+)$", text, flags=re.MULTILINE))
     expected = Counter([*gossip_modules.__all__, *(f"{module}.{name}" for name, module in MOVED.items())])
-    others = ("testing.", "matcha.", "communicator.", "membership.", "metrics.", "wrappers.", "integrations.")  # never at the top
+    others = (
+        "testing.",
+        "matcha.",
+        "communicator.",
+        "membership.",
+        "metrics.",
+        "wrappers.",
+        "integrations.",
+    )  # never at the top
     ours = {name for name in entries if name in expected or not name.startswith(others)}
     assert ours == set(expected)
     assert set(entries.values()) == {1}

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from gossip_modules import GossipDataParallel
 from gossip_modules.integrations.semi_sync import semi_sync
@@ -103,13 +105,23 @@ def test_a_mesh_says_who_the_replicas_are() -> None:
 
 
 def with_mesh(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    ends = []
+    for is_sharded in (False, True):
+        stages = parts()
+        for stage in stages if is_sharded else ():
+            fully_shard(stage, mesh=mesh["shard"])
+        optimizer = torch.optim.SGD(stages.parameters(), lr=0.05, momentum=0.9)
+        with semi_sync(list(stages), optimizer, mesh=mesh["replicate"]) as gossip:
+            for step in range(STEPS):
+                loss_of(stages, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert gossip.comm_stats()["num_rounds"] == STEPS
+        ends.append([x.full_tensor() if isinstance(x, DTensor) else x for x in values(stages)])
+    assert_equal(*ends)
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with semi_sync(model, optimizer, mesh=mesh["replicate"]) as gossip:
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        assert gossip.comm_stats()["num_rounds"] == 1
+    with semi_sync(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh["replicate"]) as gossip:
         assert sorted(gossip.averaged_state_dict(rank0_only=False)) == ["bias", "weight"]
 
 
