@@ -24,7 +24,7 @@ from .wrappers.composable import GossipModule
 
 Row = Mapping[str, Any]
 """The figures of one worker at one step: "time" (seconds since 1970), "rank" (see `AveragingMixin.worker`), "step", and
-numbers by name: those given to `MetricsLogger.step`, and those of `comm_stats()`."""
+numbers by name: the arguments of `MetricsLogger.step`, and the entries of `comm_stats()`."""
 
 _PLACE = ("time", "rank", "step")
 _REQUEST_SECONDS, _REQUEST_BYTES, _POLL_SECONDS = 2.0, 8192, 0.2
@@ -179,8 +179,8 @@ class Prometheus:
     A number `bytes_sent` is `gossip_bytes_sent{rank="0"}`, and `bytes_sent/3` is
     `gossip_peer_bytes_sent{rank="0",peer="3"}`.
 
-    The HTTP server is for a scraper on this machine, or in a network that you trust: it answers everybody that reaches
-    its address, one connection at a time, each for 2 s and 8 KiB at most, with this text and nothing else.
+    The HTTP server is for a scraper on this machine, or in a network that you trust: it answers every client with this
+    text and nothing else, one connection at a time, each for 2 s and 8 KiB at most.
 
     Args:
         folder: of the text-file collector of node_exporter; gets `gossip_<rank>.prom`, replaced as a whole.

@@ -23,7 +23,7 @@
 #   NETWORK_INTERFACE  interface for Gloo and NCCL, e.g. eth0 or ib0 (their own choice)
 #   MASTER_PORT        port of the rendezvous on the first host (from the job id)
 #   CONTAINER          an image for pyxis (srun --container-image), whose torchrun takes the place of VENV
-#   CONTAINER_MOUNTS   what it sees beside the working folder, e.g. /imagenet:/imagenet:ro
+#   CONTAINER_MOUNTS   folders beside the working folder, e.g. /imagenet:/imagenet:ro
 #   MAX_RESTARTS       times that a job is requeued on a signal (100); ends one whose time limit is too short to train
 #
 # 120 s before the time limit, or on `scancel --batch --signal=USR1 <job>`, USR1 reaches this script, which passes it
