@@ -258,6 +258,11 @@ class AveragingMixin(ABC):
         """The rank that the state belongs to, and the number of ranks; None with a membership, whose workers change."""
         return self._averager.transport.rank, self._averager.transport.world_size
 
+    @property
+    def _shard(self) -> tuple[int, int] | None:
+        """The number of the shards that this process holds, and the number of processes of a replica; None: all."""
+        return None
+
     def _begin_anew(self) -> None:
         """Keep nothing of the models from before."""
 
@@ -268,7 +273,7 @@ class AveragingMixin(ABC):
         Tensors that no average exists of, such as ignored ones, are those of rank 0. The optimizers are None where
         ranks have state of other names or shapes, and this rank's own with a membership.
         """
-        state = self.averaged_state_dict(rank0_only=False)
+        state = self.averaged_state_dict(rank0_only=False, cpu=self._shard is None)
         take_place(state, "", {}, None)
         getattr(state, "_metadata", {}).get("", {}).pop(KEY, None)
         with self._calling("checkpoint()"):
@@ -276,14 +281,15 @@ class AveragingMixin(ABC):
             averaged = {id(x) for x in (*self._trained, *self._selection.averaged(self.module).values())}
             averaged |= {id(x) for x in self._selection.copied(self.module).values()}
             named = (*self.module.named_parameters(), *self.module.named_buffers())
-            others = [state[name] for name, x in named if id(x) not in averaged and isinstance(state.get(name), Tensor)]
-            if others:
+            left = [state[name] for name, x in named if id(x) not in averaged and isinstance(state.get(name), Tensor)]
+            if others := [local_of(x) for x in left]:
                 take_from_first(others, self._sum_over_ranks, rank=self._averager.transport.rank, device=device)
             return state, optimizers if self._place is None else self._average_states(copied(optimizers), device)
 
     def _average_states(self, states: Any, device: torch.device) -> Any:
         """The states of optimizers with the averages of their tensors, in place; None: see `_common_state`."""
-        tensors = [x for state in states for of in state["state"].values() for k, x in _floats(of) if k != "step"]
+        of_all = [_floats(of) for state in states for of in state["state"].values()]
+        tensors = [local_of(x) for of in of_all for name, x in of if name != "step"]
         listing = [f"{list(of)}" for state in states for of in state["state"].values()]
         listing += [f"{tuple(x.shape)} {x.dtype}" for x in tensors]
         if len(set(self._digests_of("\n".join(listing), device))) > 1:

@@ -504,6 +504,11 @@ class GossipWrapper(OldNames, AveragingMixin):
     def _place(self) -> Place:
         return None if self._local.world.changes else self.own_place or super()._place
 
+    @property
+    def _shard(self) -> tuple[int, int] | None:
+        node = self._local.node
+        return None if node is None or not node.is_sharded else (node.local_rank, node.control.world_size)
+
     def _begin_anew(self) -> None:
         self.set_extra_state(None)
 

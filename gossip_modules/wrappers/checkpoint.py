@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..flat.sharded import Shard, is_sharded, local_of
 from .state import KEY, Place, WholeState, fingerprint, plain
 
 if TYPE_CHECKING:
     from .averaging import AveragingMixin
 
 _log = logging.getLogger("gossip_modules.checkpoint")
-_OWN = "memory (of another number of ranks: pass planner=DefaultLoadPlanner(allow_partial_load=True))"
+_OWN = "memory (of other ranks or shards: pass planner=DefaultLoadPlanner(allow_partial_load=True))"
 _T = TypeVar("_T")
 
 
@@ -37,6 +38,10 @@ class Checkpoint:
     `torch.distributed.checkpoint.load` asks for the keys of the run that loads, and refuses a file that lacks one. For
     a file of another number of ranks it has to be told to leave out the keys of a rank, which the name of the first of
     them says, as torch puts that name into its error. The fingerprints show which tensors came from the file.
+
+    Where a replica is sharded over processes, its rank is that of the replica, tensors of models are DTensors, which
+    torch loads with another sharding too, and what is of one process has the name of its shard besides:
+    `gossip.rank_i_of_n_shard_j_of_m`, `gossip.optimizers_shard_j_of_m`. Another sharding begins with the average.
 
     With a membership no state belongs to a rank, so that one worker writes for all: `gossip.worker` stands in the
     place of `gossip.rank_i_of_n`, its model is the average, and the optimizers are its own.
@@ -71,20 +76,31 @@ class Checkpoint:
             TimeoutError, ConnectionError: a rank did not call it, or is gone; names it.
         """
         average, optimizers = self._wrapper._common_state([each.state_dict() for each in self._optimizers])
-        average = saved(average)
         place, own = self._wrapper._place, saved(self._own_state())
         model = {name: own[self._prefix + name] for name in average} if place is not None else {}
         gossip = getattr(own, "_metadata", {}).get("", {}).get(KEY)
+        world: dict[str, Any] = {"num_ranks": 0 if place is None else place[1], "shards": self._shards}
+        world |= {"fingerprint": fingerprint(average), "shapes": fingerprint(average, has_numbers=False)}
         entry: dict[str, Any] = {_OWN: WholeState({"fingerprint": fingerprint(model), "gossip": saved(gossip)})}
-        world = {"num_ranks": 0 if place is None else place[1], "fingerprint": fingerprint(average)}
         shared: dict[str, Any] = {"world": WholeState(world)}
         if self._optimizers:
-            shared["optimizers"] = WholeState({"states": saved(optimizers)})
+            shared[self._name("optimizers")] = WholeState({"states": _unsharded(saved(optimizers))})
+            if place is not None:
+                states = saved([each.state_dict() for each in self._optimizers])
+                entry["optimizers"] = WholeState({"states": _unsharded(states)})
+        shared[self._name(_name_of(place))] = entry
         if place is not None:
-            entry["model"] = model
-            if self._optimizers:
-                entry["optimizers"] = WholeState({"states": saved([each.state_dict() for each in self._optimizers])})
-        return {**average, "gossip": {**shared, _name_of(place): entry}}
+            shared.setdefault(_name_of(place), {})["model"] = model
+        return {**average, "gossip": shared}
+
+    @property
+    def _shards(self) -> int:
+        return 1 if self._wrapper._shard is None else self._wrapper._shard[1]
+
+    def _name(self, name: str) -> str:
+        """The name of what is of one process, where others hold other shards of the replica."""
+        shard = self._wrapper._shard
+        return name if shard is None else f"{name}_shard_{shard[0]}_of_{shard[1]}"
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the entry of this rank, or the average where it was saved by another number of ranks; on all ranks.
@@ -105,12 +121,14 @@ class Checkpoint:
                 "the model alone before you wrap it: module.load_state_dict(...)"
             )
         place = self._wrapper._place
-        entry = gossip.get(_name_of(place), {})
+        name = _name_of(place)
+        entry = {**gossip.get(name, {}), **gossip.get(self._name(name), {})}
         is_own = _is_there(entry.get(_OWN), world)
         self._check(state_dict, world, "the average")
         if is_own and place is not None:
             self._check(entry["model"], entry[_OWN], "this rank")
-        optimizers = self._optimizers_in(entry if is_own and place is not None else gossip, world)
+        found = entry.get("optimizers") if is_own and place is not None else gossip.get(self._name("optimizers"))
+        optimizers = self._states_of(found, world)
         if is_own:
             self._load(state_dict if place is None else entry["model"], entry[_OWN]["gossip"])
         else:
@@ -118,7 +136,7 @@ class Checkpoint:
             self._load(state_dict, None)
             self._wrapper._begin_anew()  # from the tensors that are there now
         for optimizer, state in zip(self._optimizers, optimizers or (), strict=optimizers is not None):
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(_sharded(state, optimizer))
 
     def _own_state(self) -> Any:
         return self._model.state_dict()
@@ -132,19 +150,23 @@ class Checkpoint:
         self._model.load_state_dict(whole)
 
     def _check(self, tensors: Mapping[str, Any], of: Any, whose: str) -> None:
-        """Raise ValueError if these are not the tensors that were saved."""
-        if of["fingerprint"] != fingerprint(tensors):
+        """Raise ValueError if these are not the tensors that were saved; with another sharding, not of their shapes."""
+        name, has_numbers = (
+            ("fingerprint", True) if of.get("shards", self._shards) == self._shards else ("shapes", False)
+        )
+        if of[name] != fingerprint(tensors, has_numbers=has_numbers):
             raise ValueError(
                 f"got a checkpoint whose model of {whose} has other tensors than were saved, or not all of this model, "
                 f"expected {_some(tensors)}; load a checkpoint of the same model, saved by checkpoint()"
             )
 
-    def _optimizers_in(self, part: Mapping[str, Any], world: Any) -> list[Any] | None:
-        """The states of the optimizers in a part of the checkpoint; None: ranks had none in common."""
+    def _states_of(self, found: Any, world: Any) -> list[Any] | None:
+        """The states of the optimizers; None: ranks had none in common, or other shards."""
         if not self._optimizers:
             return []
-        found: Any = part.get("optimizers")
         if not _is_there(found, world):
+            if world["shards"] != self._shards:
+                return None
             raise ValueError(
                 f"got a checkpoint without optimizers, expected {len(self._optimizers)}; save it with "
                 "checkpoint(optimizer), or load it with checkpoint() and begin with a new optimizer"
@@ -161,7 +183,7 @@ class Checkpoint:
         own = "a membership" if place is None else f"{place[1]} ranks"
         theirs = f"{num_ranks} ranks" if num_ranks else "a membership"
         lost = [self._lost] if self._lost else []
-        lost += [] if has_optimizers else ["the optimizers, whose state differed between ranks"]
+        lost += [] if has_optimizers else ["the optimizers, whose state differed between ranks or shards"]
         _log.warning(
             "got a checkpoint of %s for %s: begins with the average of the models%s; lost: the difference of each rank "
             "from it%s",
@@ -174,6 +196,31 @@ class Checkpoint:
 
 def _name_of(place: Place) -> str:
     return "worker" if place is None else f"rank_{place[0]}_of_{place[1]}"
+
+
+def _unsharded(states: Any) -> Any:
+    """States of optimizers with the elements of this process in the place of DTensors, for a `WholeState`."""
+    return None if states is None else [_mapped(state, lambda k, x: local_of(x)) for state in states]
+
+
+def _sharded(state: Any, optimizer: Optimizer) -> Any:
+    """The state of an optimizer with DTensors like its parameters, where these are DTensors."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def like(k: int, x: Any) -> Any:
+        p = parameters[k]
+        return Shard(p, None).like(x) if is_sharded(p) and x.shape == local_of(p).shape else x
+
+    return _mapped(state, like)
+
+
+def _mapped(state: Any, change: Callable[[int, Tensor], Any]) -> dict[str, Any]:
+    """The state of an optimizer, with every tensor of a parameter changed, given the number of the parameter."""
+    of = {
+        k: {name: change(int(k), x) if isinstance(x, Tensor) else x for name, x in each.items()}
+        for k, each in state["state"].items()
+    }
+    return {**state, "state": of}
 
 
 def _is_there(value: Any, world: Any) -> bool:
@@ -199,7 +246,7 @@ def saved(state: _T) -> _T:
     value: Any = state
     if isinstance(value, Tensor):
         x = value.detach()
-        return x.clone() if hasattr(x, "placements") else x.to("cpu", copy=True)  # type: ignore[return-value]
+        return x.clone() if is_sharded(x) else x.to("cpu", copy=True)  # type: ignore[return-value]
     if isinstance(value, Mapping):
         copied = type(value)()
         for key, item in value.items():

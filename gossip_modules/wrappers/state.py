@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ..flat.sharded import local_of
 from ..transport.state_tree import bytes_of
 
 KEY = "gossip_state"  # in the metadata
@@ -108,18 +109,24 @@ def belongs_to(tensor: Tensor, state: Any) -> bool:
 
 
 @torch.no_grad()
-def fingerprint(tensors: Mapping[str, Any]) -> int:
+def fingerprint(tensors: Mapping[str, Any], *, has_numbers: bool = True, has_shards: bool = False) -> int:
     """A number below 2**63 that depends on the names, and on names, dtypes, shapes and numbers of tensors.
 
-    Of each tensor 1,024 elements count, of a DTensor its global shape only, as another sharding has other elements.
-    The upper 31 bits depend on the names alone.
+    Of each tensor 1,024 elements count. The upper 31 bits depend on the names alone.
+
+    Args:
+        tensors: and other values, of which the names count.
+        has_numbers: whether elements count.
+        has_shards: whether the elements of DTensors in this process count too, which are others with another sharding.
     """
     names = zlib.crc32("\n".join(sorted(tensors)).encode()) >> 1
     content, samples = 0, list[Tensor]()
     for name in sorted(tensors):
         if isinstance(x := tensors[name], Tensor):
             content = zlib.crc32(f"{name} {x.dtype} {list(x.shape)}".encode(), content)
-            if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not (x.is_meta or x.is_quantized):
+            x = local_of(x) if has_shards else x
+            is_plain = has_numbers and type(x) in (Tensor, nn.Parameter)
+            if is_plain and x.layout == torch.strided and not (x.is_meta or x.is_quantized):
                 flat = x.detach().reshape(-1)
                 samples.append(bytes_of(flat[:: max(flat.numel() // _SAMPLED, 1)]))
     devices = dict.fromkeys(x.device for x in samples)
@@ -149,7 +156,7 @@ def mark(state_dict: Mapping[str, Any], prefix: str, *, inside: str) -> None:
     """
     place = state_dict.get(prefix + SUFFIX)
     if isinstance(place, Tensor) and place.shape == (2,) and place.dtype == torch.int64:
-        place[1] = fingerprint(_inside(state_dict, prefix, inside))
+        place[1] = fingerprint(_inside(state_dict, prefix, inside), has_shards=True)
 
 
 def _inside(state_dict: Mapping[str, Any], prefix: str, inside: str) -> dict[str, Any]:
@@ -163,7 +170,7 @@ def _check_fingerprint(place: Tensor, state_dict: Mapping[str, Any], prefix: str
     """Raise ValueError where a tool has put tensors of other ranks beside the place of this one."""
     if place.shape != (2,):
         return  # of an older version
-    saved, found = int(place[1]), fingerprint(_inside(state_dict, prefix, inside))
+    saved, found = int(place[1]), fingerprint(_inside(state_dict, prefix, inside), has_shards=True)
     if saved >> 32 == found >> 32 and saved != found:
         of = place_of(place)
         raise ValueError(
@@ -249,6 +256,12 @@ def check_prefix(
     """
     if any(key.startswith(f"{prefix}module.") for key in state_dict):
         return
+    if not state_dict:
+        raise RuntimeError(
+            f"got an empty state dict to load into a {wrapper}, expected that of a wrapper; to load one model on all "
+            "ranks, as torch.distributed.checkpoint.state_dict does with broadcast_from_rank0=True, give it "
+            "wrapper.module"
+        )
     then = "" if is_stateless else " and wrapper.set_extra_state(None), so that nothing of another model is kept"
     for name, _ in (*module.named_parameters(), *module.named_buffers()):
         if prefix + name in state_dict:

@@ -19,6 +19,7 @@ from torch import nn
 
 from gossip_modules import (
     D2,
+    AllReduceDataParallel,
     BilatGossipDataParallel,
     DiLoCo,
     GossipDataParallel,
@@ -223,6 +224,18 @@ def test_tensors_of_other_ranks_beside_the_place_of_this_one_are_refused(wrap: A
         model.close()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("wrap", [GossipDataParallel, AllReduceDataParallel])
+def test_an_empty_state_dict_is_refused_with_the_remedy(wrap: Any) -> None:
+    """As torch.distributed.checkpoint.state_dict gives it to all ranks but one, with `broadcast_from_rank0`."""
+    message = r"got an empty state dict to load into a \w+, .* broadcast_from_rank0=True, give it wrapper.module"
+    run_ranks(1, lambda group: _load_nothing(wrap(mlp(), process_group=group), message))
+
+
+def _load_nothing(wrapper: nn.Module, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        wrapper.load_state_dict({})
 
 
 def test_a_fingerprint_depends_on_names_and_numbers() -> None:
