@@ -19,7 +19,7 @@ class OwnPace(Clock):
     """A method whose workers do not all step together: a clock that is its own driver.
 
     Args:
-        compute, links, workers: see `Clock`.
+        compute, links: see `Clock`.
         message: a model.
 
     Attributes:
@@ -29,9 +29,9 @@ class OwnPace(Clock):
 
     momentum = None
 
-    def __init__(self, compute: Compute, links: WorkerLinks, workers: Indices, message: MessageCost) -> None:
-        super().__init__(compute, links, workers, message)
-        self.num_ranks, self.arrived = len(workers), self.starts.copy()
+    def __init__(self, compute: Compute, links: WorkerLinks, message: MessageCost) -> None:
+        super().__init__(compute, links, message)
+        self.num_ranks, self.arrived = links.num_ranks, self.starts.copy()
         self.published = torch.empty(0, device="cpu")
 
     def step(self, x: Tensor, k: int, action: Action, *, sgd: SGDStep | None = None) -> Exchanges:
@@ -41,7 +41,7 @@ class OwnPace(Clock):
         stepping, starts = self._turn(x)
         self.waited_seconds[stepping] += (starts - self.arrived)[stepping]
         self.starts[stepping] = starts[stepping]
-        seconds = self.compute.step_seconds(self.k, self.workers)
+        seconds = self.compute.step_seconds(self.k, self.links.workers)
         self.arrived[stepping] = (starts + seconds)[stepping]
         self.is_stepping = stepping
         return ()
@@ -73,15 +73,15 @@ class Asynchronous(OwnPace):
     one more. The time at which it really ended is kept, so a tick rounds the order of events, not their durations.
 
     Args:
-        compute, links, workers, message: see `OwnPace`.
+        compute, links, message: see `OwnPace`.
     """
 
     is_overlapped = True
 
-    def __init__(self, compute: Compute, links: WorkerLinks, workers: Indices, message: MessageCost) -> None:
-        super().__init__(compute, links, workers, message)
+    def __init__(self, compute: Compute, links: WorkerLinks, message: MessageCost) -> None:
+        super().__init__(compute, links, message)
         n = self.num_ranks
-        self.tick_seconds = float(compute.median_seconds(workers).min())
+        self.tick_seconds = float(compute.median_seconds(links.workers).min())
         self._began = 0.0
         # Training waits only for a copy of the own model and the addition of what came: a pass each.
         self._pass_seconds = 2 * links.memory_seconds(message.num_bytes) if n > 1 else 0.0
@@ -111,13 +111,11 @@ class Bilateral(Asynchronous):
 
     Args:
         mixing: weights over a bipartite graph with one peer per round.
-        compute, links, workers, message: see `OwnPace`.
+        compute, links, message: see `OwnPace`.
     """
 
-    def __init__(
-        self, mixing: StackedMixing, compute: Compute, links: WorkerLinks, workers: Indices, message: MessageCost
-    ) -> None:
-        super().__init__(compute, links, workers, message)
+    def __init__(self, mixing: StackedMixing, compute: Compute, links: WorkerLinks, message: MessageCost) -> None:
+        super().__init__(compute, links, message)
         self.mixing, n = mixing, self.num_ranks
         self._is_active = np.array([not mixing.graph.is_passive(rank) for rank in range(n)])
         self._rounds = np.zeros(n, dtype=np.int64)  # of each active worker
@@ -176,7 +174,7 @@ class Pull(Asynchronous):
     """dpwa as `PairwiseEngine` has it: fetch the model of a random peer, x <- x + factor (x_peer - x) when it is there.
 
     Args:
-        compute, links, workers, message: see `OwnPace`.
+        compute, links, message: see `OwnPace`.
         factor: the factor of the interpolation.
         seed: the seed of the choice of peers.
     """
@@ -185,13 +183,12 @@ class Pull(Asynchronous):
         self,
         compute: Compute,
         links: WorkerLinks,
-        workers: Indices,
         message: MessageCost,
         *,
         factor: float = 0.5,
         seed: int = 0,
     ) -> None:
-        super().__init__(compute, links, workers, message)
+        super().__init__(compute, links, message)
         self.factor, self._generator = factor, np.random.default_rng(seed)
 
     def _communicate(self, x: Tensor, ranks: Indices, now: float) -> None:
@@ -221,7 +218,7 @@ class Groups(OwnPace):
     that begins. Every `sync_period`-th round is an average over all, to which each worker goes at its next safe point.
 
     Args:
-        compute, links, workers, message: see `OwnPace`.
+        compute, links, message: see `OwnPace`.
         groups: the members of each group.
         sync_period: rounds from one global average to the next; 0: never.
     """
@@ -230,13 +227,12 @@ class Groups(OwnPace):
         self,
         compute: Compute,
         links: WorkerLinks,
-        workers: Indices,
         message: MessageCost,
         groups: ButterflyGroups,
         *,
         sync_period: int = 10,
     ) -> None:
-        super().__init__(compute, links, workers, message)
+        super().__init__(compute, links, message)
         self.groups, self.sync_period, n = groups, sync_period, self.num_ranks
         self._is_late = np.zeros(n, dtype=bool)  # not yet come to the round before
         self._done = np.zeros(n)  # the time at which that was done

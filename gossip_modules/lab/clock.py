@@ -205,7 +205,7 @@ class WorkerLinks:
     """
 
     def __init__(self, network: Network, workers: Indices) -> None:
-        self.network, self.num_ranks = network, len(workers)
+        self.network, self.workers, self.num_ranks = network, workers, len(workers)
         most = int(workers.max()) + 1
         stops = np.cumsum(network.shares) / sum(network.shares)
         group = np.searchsorted(stops, (workers + 0.5) / most)
@@ -296,8 +296,7 @@ class Clock:
 
     Args:
         compute: the duration of steps.
-        links: the links of the workers.
-        workers: the numbers of the workers, int64 [n].
+        links: the workers and their links.
         message: the message from a worker to a peer in one phase of a round.
         model_bytes: the size of the vector that exact averages and copies are of; None: the size of the message.
         average: an average over all workers: the bytes that each sends, and its time; None: the all-reduce of a model.
@@ -318,14 +317,13 @@ class Clock:
         self,
         compute: Compute,
         links: WorkerLinks,
-        workers: Indices,
         message: MessageCost,
         *,
         model_bytes: float | None = None,
         average: MessageCost | None = None,
     ) -> None:
-        self.compute, self.links, self.workers, self.message = compute, links, workers, message
-        n, size = len(workers), message.num_bytes if model_bytes is None else model_bytes
+        self.compute, self.links, self.message = compute, links, message
+        n, size = links.num_ranks, message.num_bytes if model_bytes is None else model_bytes
         self.model_bytes = size
         self.average = average or MessageCost(2 * (n - 1) / n * size, links.all_reduce_seconds(size))
         self.starts, self.waited_seconds = np.zeros(n), np.zeros(n)
@@ -347,7 +345,7 @@ class Clock:
 
     def arrivals(self) -> Array:
         """Return the time at which each worker has computed the step that it has started."""
-        return self.starts + self.compute.step_seconds(self.k - 1, self.workers)
+        return self.starts + self.compute.step_seconds(self.k - 1, self.links.workers)
 
     def _meet(self, arrivals: Array, exchanges: Exchanges) -> Array:
         """Return the time at which each worker may start, having come at `arrivals`."""
@@ -405,7 +403,7 @@ class BucketClock(Clock):
     def _meet(self, arrivals: Array, exchanges: Exchanges) -> Array:
         if self.k == self.first_k or not exchanges:
             return arrivals
-        compute, size = self.compute.compute_seconds(self.k - 1, self.workers), self.message.num_bytes
+        compute, size = self.compute.compute_seconds(self.k - 1, self.links.workers), self.message.num_bytes
         done, reduced = 0.0, 0.0
         for bucket in bucket_bytes(size):
             reduced += bucket

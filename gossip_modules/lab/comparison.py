@@ -102,7 +102,7 @@ class LabTraining:
                 if event.step == self.step:
                     self._regroup(event)
             driver, clock, schedule, averages = self.method
-            workers = clock.workers
+            workers = clock.links.workers
             is_whole = len(workers) == len(models.x)
             x = models.x if is_whole else models.x[workers]
             action = schedule.action(self.step) if self.step or clock.begins_with_round else Action.SKIP
@@ -136,7 +136,7 @@ class LabTraining:
     @property
     def workers(self) -> Indices:
         """The numbers of the present workers."""
-        return self.method.clock.workers
+        return self.method.clock.links.workers
 
     @property
     def seconds(self) -> float:
@@ -157,7 +157,7 @@ class LabTraining:
     def _regroup(self, event: Event) -> None:
         """Go on with other workers, when all are there."""
         z, (driver, clock, *_) = self.settle(), self.method
-        old, rows = clock.workers, np.arange(len(clock.workers))
+        old, rows = clock.links.workers, np.arange(len(clock.links.workers))
         if isinstance(event, LabKill):
             rows = rows[old != event.worker]
             if len(rows) in (0, len(old)):

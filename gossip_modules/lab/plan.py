@@ -285,16 +285,11 @@ class PlanRun:
     """
 
     def __init__(self, plan: LabPlan, setting: Setting, models: Models, workers: Indices) -> None:
-        self.plan, self.setting, self.models, self.workers = plan, setting, models, workers
+        self.plan, self.setting, self.models = plan, setting, models
         self.made, self.num_ranks = plan.chosen.made, len(workers)
         self.links = WorkerLinks(setting.network, workers)
         self.model_bytes = 4.0 * setting.num_parameters if setting.num_parameters else float(models.x[0].nbytes)
-        self.message = self.links.plain_message(self.model_bytes)
-
-    @property
-    def times(self) -> tuple[Compute, WorkerLinks, Indices]:
-        """The first arguments of clocks, and of methods that keep the time themselves."""
-        return self.setting.compute, self.links, self.workers
+        self.cluster = setting.compute, self.links, self.links.plain_message(self.model_bytes)
 
     def graph(self, *, is_undirected: bool = False, is_static: bool = False) -> GraphManager:
         """Return the graph of the plan.
@@ -348,7 +343,9 @@ class PlanRun:
             average = MessageCost(others * message.num_bytes, seconds)
         clock = OverlapClock if overlap else Clock
         size = share * self.model_bytes
-        return Running(driver, clock(*self.times, message, model_bytes=size, average=average), schedule)
+        return Running(
+            driver, clock(self.setting.compute, self.links, message, model_bytes=size, average=average), schedule
+        )
 
     def weights(self, algorithm: Algorithm) -> MixingManager | None:
         """Return W(t) on the graph of the plan, or the weights that the algorithm has; None: it only averages."""
@@ -404,7 +401,7 @@ class PlanRun:
             schedule, mixing = self.schedule, self.matcha_weights()
         else:
             mixing = default_mixing(self.graph(), push_sum=arguments["push_sum"])
-        clock = (OverlapClock if overlap else Clock)(*self.times, self.message)
+        clock = (OverlapClock if overlap else Clock)(*self.cluster)
         if not isinstance(schedule, ConsensusControl):
             return Running(Stacked(DPSGD(), mixing, overlap=overlap), clock, schedule)
         if rates is None and schedule.is_relative and not self.models.learns:
@@ -427,7 +424,7 @@ class PlanRun:
     def all_reduce(self) -> Running:
         """Return AllReduce SGD, which averages gradients in buckets, or models if there is nothing to learn."""
         learns, driver = self.models.learns, Stacked(DPSGD(), None, self.num_ranks)
-        clock = (BucketClock if learns else Clock)(*self.times, MessageCost(self.model_bytes))
+        clock = (BucketClock if learns else Clock)(self.setting.compute, self.links, MessageCost(self.model_bytes))
         return Running(driver, clock, Schedule(average_every=1), averages_gradients=learns)
 
     def ad_psgd(self) -> Running:
@@ -438,16 +435,16 @@ class PlanRun:
                 f"got adpsgd on {graph!r}, expected a bipartite graph with one peer per round; take "
                 "bipartite-exponential"
             )
-        return own_pace(Bilateral(StackedMixing(default_mixing(graph, push_sum=False)), *self.times, self.message))
+        return own_pace(Bilateral(StackedMixing(default_mixing(graph, push_sum=False)), *self.cluster))
 
     def wagma(self) -> Running:
         """Return WAGMA-SGD."""
         period = self.made.sync_period
-        return own_pace(Groups(*self.times, self.message, ButterflyGroups(self.num_ranks), sync_period=period))
+        return own_pace(Groups(*self.cluster, ButterflyGroups(self.num_ranks), sync_period=period))
 
     def dpwa(self) -> Running:
         """Return dpwa."""
-        return own_pace(Pull(*self.times, self.message, seed=self.setting.seed))
+        return own_pace(Pull(*self.cluster, seed=self.setting.seed))
 
 
 _RUNS: Mapping[str, Callable[[PlanRun], Running]] = {

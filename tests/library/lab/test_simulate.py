@@ -36,7 +36,7 @@ CASES = [
 def lockstep(graph: gm.graph_manager.GraphManager, algorithm: Algorithm, *, push_sum: bool = False) -> Rounds:
     ranks = workers(graph.world_size)
     driver = Stacked(algorithm, default_mixing(graph, push_sum=push_sum), shapes=[(8, 8)])
-    return Rounds(Running(driver, Clock(EVEN, WorkerLinks(LINKS, ranks), ranks, MessageCost(1e6))))
+    return Rounds(Running(driver, Clock(EVEN, WorkerLinks(LINKS, ranks), MessageCost(1e6))))
 
 
 @pytest.mark.parametrize("peers", [1, 2])

@@ -81,7 +81,7 @@ def test_rounds_take_what_an_event_loop_says(n: int, name: str, overlap: bool) -
     links = Network("2 Gbit/s, 3 ms", slow_share=0.3, slow_factor=4, seed=n)
     network, message = WorkerLinks(links, workers(n)), MessageCost(1.5e7, encode_seconds=0.01, decode_seconds=0.02)
     mixing = default_mixing(graphs(n)[name], push_sum=True)
-    clock = (OverlapClock if overlap else Clock)(UNEVEN, network, workers(n), message)
+    clock = (OverlapClock if overlap else Clock)(UNEVEN, network, message)
     expected = event_loop(UNEVEN, network, mixing, message, 15, overlap=overlap)
     got = clock_starts(clock, mixing, 15)
     for k, (mine, theirs) in enumerate(zip(got, expected)):
@@ -92,7 +92,7 @@ def test_rounds_take_what_an_event_loop_says(n: int, name: str, overlap: bool) -
 @pytest.mark.parametrize("megabytes", [0.5, 30, 60])
 def test_buckets_take_what_an_event_loop_says(n: int, megabytes: float) -> None:
     network, size = WorkerLinks(Network("2 Gbit/s, 3 ms"), workers(n)), megabytes * 1e6
-    got = clock_starts(BucketClock(UNEVEN, network, workers(n), MessageCost(size)), None, 10)
+    got = clock_starts(BucketClock(UNEVEN, network, MessageCost(size)), None, 10)
     begun = 0.0
     for k in range(1, 10):
         compute = UNEVEN.compute_seconds(k - 1, workers(n)).tolist()
@@ -124,7 +124,7 @@ def test_periodic_averages_wait_for_the_slowest_and_no_other_step_does() -> None
 def test_wait_avoiding_groups_take_what_an_event_loop_says(n: int) -> None:
     links, message, period = WorkerLinks(Network(LinkSpec(4e9, 0.001)), workers(n)), MessageCost(1e7), 4
     network = links
-    groups = Groups(UNEVEN, links, workers(n), message, ButterflyGroups(n), sync_period=period)
+    groups = Groups(UNEVEN, links, message, ButterflyGroups(n), sync_period=period)
     method, x = Rounds(Running(groups, groups)), start(n)
     here, late, done = [0.0] * n, [False] * n, 0.0
     phase = links.wire_seconds(message.num_bytes) + links.latency_s

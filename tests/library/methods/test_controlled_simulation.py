@@ -89,7 +89,7 @@ def test_a_step_under_control_takes_what_its_parts_take() -> None:
     n, network = 4, LINKS.on(workers(4))
     rounds = StackedMixing(default_mixing(RingGraph(n, peers_per_itr=2), push_sum=False))
     message = network.plain_message(1e7)
-    clock, plain = (Clock(UNEVEN, network, workers(4), message) for _ in range(2))
+    clock, plain = (Clock(UNEVEN, network, message) for _ in range(2))
     for each in (clock, plain):
         each.advance([])
     arrivals = clock.arrivals()
