@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
@@ -273,9 +274,16 @@ def _combine_(
     """x <- (scale * x + sum_j weights[j] * messages[j]) / alpha; alpha is the largest of the weights, or None for 1."""
     is_convex = scale > 0 and min(weights, default=0.0) >= 0 and abs(scale + sum(weights) - 1) < 1e-9
     if x.element_size() < 4:
-        if is_convex and x.device.type == "cuda" and [message.dtype for message in messages] == [x.dtype]:
-            x.lerp_(messages[0], weights[0] / (scale + weights[0]))  # CUDA computes it in float32, and rounds once
-            return
+        if x.device.type == "cuda" and [message.dtype for message in messages] == [x.dtype]:
+            # CUDA computes a lerp or an addition in float32, and rounds once. A power of two scales bfloat16 exactly.
+            if is_convex:
+                x.lerp_(messages[0], weights[0] / (scale + weights[0]))
+                return
+            if scale == 1 or (x.dtype is torch.bfloat16 and abs(math.frexp(scale)[0]) == 0.5):
+                if scale != 1:
+                    x.mul_(scale)
+                x.add_(messages[0], alpha=weights[0])
+                return
         for chunk, *others in in_chunks(x, *messages):
             total = chunk.float()
             _combine_(total, scale, [other.float() for other in others], weights)

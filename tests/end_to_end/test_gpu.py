@@ -229,6 +229,19 @@ def test_narrow_vectors_are_mixed_on_the_card_as_on_the_cpu(dtype: torch.dtype, 
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, -0.5, -0.3])
+def test_narrow_corrections_are_computed_on_the_card_as_on_the_cpu(dtype: torch.dtype, scale: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, message = (torch.randn(100_003, generator=draw).to(dtype) for _ in range(2))
+    results = []
+    for device in ("cpu", "cuda"):
+        vector = FlatVector.over(x.to(device, copy=True))
+        vector.combine_(scale, [FlatVector.over(message.to(device))], [0.5])
+        results.append(vector.segments[0].cpu())
+    assert torch.equal(*results)
+
+
 def test_flat_buffer_moves_to_the_card_and_back() -> None:
     model = net()
     buffer = FlatBuffer(model)
