@@ -126,6 +126,28 @@ Milliseconds are those of the processor, of one worker and step.""",
             "milliseconds": ("ms per worker and step", ".2f"),
         },
     ),
+    "gpu": Page(
+        "One GPU: bandwidth, overhead, overlap, memory and the Lab",
+        "gpu.csv",
+        """\
+Bandwidth is the bytes that an operation has to read and write over its time; its ratio is to a copy on the device, or
+to a copy between the device and pinned memory. Steps are those of a ResNet-18 on images of 32 x 32, with a peer that
+only takes part in rounds over Gloo, of all wrappers in turn; their ratio is the median over turns of the ratio to the
+bare step, or to the longer one of the step and the round. The memory is the peak beside the bare model, in copies of
+the parameters. In "precision" two ranks train a small model in several ways. In "lab" 64 workers of a decoder train
+in one process. A row with the figure "error" is a section that failed.""",
+        {
+            "section": ("section", "s"),
+            "case": ("case", "s"),
+            "figure": ("figure", "s"),
+            "value": ("value", ".4g"),
+            "unit": ("unit", "s"),
+            "ratio": ("ratio", ".3g"),
+            "reference": ("to", "s"),
+            "gpu": ("GPU", "s"),
+        },
+        may_be_missing=True,
+    ),
     "simulator": Page(
         "What the simulator predicts for 1,024 workers",
         "simulator.csv",

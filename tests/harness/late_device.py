@@ -33,6 +33,8 @@ from gossip_modules import (
     PowerGossip,
     SignNorm,
 )
+from gossip_modules.lab import Compute, LabPlan, LabTask, Network, Setting
+from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.transport import exchange
 from tests.harness.problems import mlp
 from tests.harness.ranks import run_ranks
@@ -208,7 +210,10 @@ def no_cuda(name: str) -> Callable[..., NoReturn]:
 
 def register() -> torch.library.Library:
     """Register the device; it is there for as long as the result."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME)
+    module = backend_registration._DummyBackendModule()
+    module.get_rng_state = lambda device: torch.empty(0)  # type: ignore[attr-defined]
+    module.set_rng_state = lambda state, device: None  # type: ignore[attr-defined]
+    backend_registration._setup_privateuseone_for_python_backend(NAME, module)
     library = torch.library.Library("_", "IMPL")
     library.fallback(run_on_cpu, "PrivateUse1")
     for name in ("Stream", "Event", "stream", "current_stream", "synchronize"):
@@ -250,6 +255,21 @@ def lockstep(**options: Any) -> Callable[[nn.Module, dist.ProcessGroup], nn.Modu
     return lambda module, group: GossipDataParallel(module, process_group=group, **options)
 
 
+def train_in_lab(method: Any, device: str) -> Tensor:
+    """The models of three workers of the Lab after a few steps."""
+    task = LabTask(
+        lambda: mlp().float().to(device),
+        lambda model, x: model(x).square().sum(),
+        lambda worker, step, generator: torch.randn(5, 3, generator=generator),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    )
+    training = LabTraining(LabPlan.of(method), Setting(3, None, Compute(0.1), Network("1 Gbit/s")), task, by="vmap")
+    for _ in training.run(4):
+        pass
+    assert training.models.x.device.type == device
+    return training.settle().cpu()
+
+
 WRAPPERS: dict[str, Callable[[nn.Module, dist.ProcessGroup], Any]] = {
     "blocking": lockstep(),
     "overlap": lockstep(overlap=True),
@@ -273,6 +293,9 @@ def main() -> None:
         on_device = torch.stack(train(wrap, NAME))
         assert on_device.isfinite().all()
         found[name] = float((on_device - torch.stack(train(wrap, "cpu"))).abs().max()) if name in IS_EQUAL else None
+    for method in ("sgp", "d2", Choco(SignNorm(), step_size=0.4)):
+        difference = train_in_lab(method, NAME) - train_in_lab(method, "cpu")
+        found[f"Lab, {str(method)[:5]}"] = float(difference.abs().max())
     first = PairwiseDataParallel(mlp(seed=0).to(NAME), name="a", peers={"a": "tcp://127.0.0.1:*"})
     peers = {"a": first.address, "b": "tcp://127.0.0.1:*"}
     second = PairwiseDataParallel(mlp(seed=1).to(NAME), name="b", peers=peers, init_from_peers=False)
