@@ -112,6 +112,8 @@ class JSONLines:
         if self._file is None:
             path = self.folder / f"metrics_{_as_name(row)}.jsonl"
             self._file = path.open("a", encoding="utf-8", buffering=1)
+            if _is_unfinished(path):  # by a process that was killed
+                self._file.write("\n")
         finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
         self._file.write(json.dumps(finite) + "\n")
 
@@ -257,6 +259,13 @@ def _prometheus_lines(row: Row) -> Iterator[str]:
             yield f"# TYPE {metric} gauge\n"
         text = ",".join(f"{key}={json.dumps(str(label), ensure_ascii=False)}" for key, label in labels.items())
         yield f"{metric}{{{text}}} {float(value)}\n".replace(" nan\n", " NaN\n").replace("inf\n", "Inf\n")
+
+
+def _is_unfinished(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+        return file.read() not in (b"", b"\n")
 
 
 def _as_number(x: Any) -> float:

@@ -36,17 +36,28 @@ Row = Mapping[str, Any]
 
 
 def last_rows(path: Path) -> tuple[Row, Row] | None:
-    """The last two rows of a file, or its only row twice; None without a row. A line under way is left out."""
+    """The last two rows of a file, or its only row twice; None without a row.
+
+    A line under way is left out, and so is one that a process left unfinished when it was killed.
+    """
     with path.open("rb") as file:
         size, length = file.seek(0, os.SEEK_END), _BLOCK
         while True:
             file.seek(max(size - length, 0))
             lines = file.read(length).split(b"\n")[:-1]
-            if length >= size or len(lines) > 2:  # the first line may be cut
+            if length >= size or len(lines) > 3:  # the first line may be cut, and one unfinished
                 break
             length *= 2
-    rows: list[Row] = [json.loads(line) for line in lines[-2:]]
+    rows = [row for row in map(_parsed, lines[-3:]) if row is not None][-2:]
     return (rows[0], rows[-1]) if rows else None
+
+
+def _parsed(line: bytes) -> Row | None:
+    try:
+        row: Row = json.loads(line)
+    except ValueError:
+        return None
+    return row
 
 
 def cells(rows: tuple[Row, Row], now: float) -> tuple[str, ...]:

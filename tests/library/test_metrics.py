@@ -263,6 +263,19 @@ def test_only_the_end_of_a_file_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert [row["step"] for row in rows] == [98, 99]
 
 
+def test_a_row_that_a_killed_process_left_unfinished_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, "0", {"time": 1.0, "step": 1}, rest='{"time": 2.0, "st')
+    receive = JSONLines(tmp_path)
+    receive({**ROW, "time": 3.0, "step": 3})
+    receive.close()
+    receive({**ROW, "time": 4.0, "step": 4})
+    receive.close()
+    assert len((tmp_path / "metrics_0.jsonl").read_text(encoding="utf-8").splitlines()) == 4
+    rows = watch.last_rows(tmp_path / "metrics_0.jsonl")
+    assert rows is not None
+    assert [row["step"] for row in rows] == [3, 4]
+
+
 def test_before_the_first_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics_0.jsonl").touch()
     assert list(watch.table(tmp_path, now=0.0)) == [f"{tmp_path}: no rows yet"]
