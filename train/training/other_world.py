@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from gossip_modules.checkpoints import average_checkpoints
 from gossip_modules.methods import METHODS
 from train.job.files import paths_in
 from train.job.world import Agreement
@@ -66,8 +64,6 @@ def check_other_world(config: RunConfig, path: Path, world_size: int) -> None:
     why = ""
     if method.pace != "lockstep":
         why = "its ranks take steps of their own, which belong to them"
-    elif config.chosen.period > 1 and "algorithm" in config.chosen.arguments:
-        why = "its anchor and the momentum of outer steps belong to the ranks that have made them"
     elif ":" in config.peers_per_itr:
         why = f"--peers-per-itr {config.peers_per_itr} counts rounds from the start of the run"
     if why:
@@ -87,8 +83,7 @@ def load_other_world(
 ) -> dict[str, Any]:
     """The state that any rank begins with: the average of the models and of the optimizers of all that have saved.
 
-    With push-sum the models are averaged as numerators, sum_i w_i z_i / sum_i w_i, which is what gossip would have come
-    to. The step is moved to the same place of its epoch.
+    See `average_checkpoints`. The step is moved to the same place of its epoch.
 
     Args:
         path: folder of the checkpoint.
@@ -102,41 +97,33 @@ def load_other_world(
     Raises:
         ValueError: the run was another one, or a file is damaged.
     """
-    num_ranks, weights = _world_size(path), 0.0
-    model: dict[str, Any] = {}
-    states: list[Any] = []
+    num_ranks = _world_size(path)
     of_any_world = {name: value for name, value in identity.items() if name not in OF_THE_WORLD}
-    for rank in range(num_ranks):
-        files = RankFiles(path, rank)
-        try:
-            manifest = files.read_manifest()
-            check_identity(files.state_path, manifest, of_any_world, defaults or {})
-            state = files.read_state(manifest, keys)
-        except (DamagedError, OSError) as error:
-            raise ValueError(f"{error}; resume from another one by its name, or {START_AFRESH}") from error
-        weight = _push_sum_weight(state["wrapper"])
-        weights += weight
-        for name, tensor in state["wrapper"].items():
-            if not name.startswith("module."):  # it says whose the state is
-                continue
-            name = name.removeprefix("module.")
-            if not _is_averaged(tensor):
-                model.setdefault(name, tensor)
-            elif name in model:
-                model[name] += weight * _wide(tensor)
-            else:
-                model[name] = weight * _wide(tensor)
-        states.append({name: state[name] for name in ("optimizer", "scaler", "meters", "step")})
-    model = {name: x / weights if _is_averaged(x) else x for name, x in model.items()}
-    old_step, old_steps = int(states[0]["step"]), int(manifest["steps_per_epoch"])
+    manifests: list[Mapping[str, Any]] = []
+    seconds: list[float] = []
+
+    def states() -> Iterator[dict[str, Any]]:
+        for rank in range(num_ranks):
+            files = RankFiles(path, rank)
+            try:
+                manifests.append(files.read_manifest())
+                check_identity(files.state_path, manifests[-1], of_any_world, defaults or {})
+                state = files.read_state(manifests[-1], keys)
+            except (DamagedError, OSError) as error:
+                raise ValueError(f"{error}; resume from another one by its name, or {START_AFRESH}") from error
+            seconds.append(float(state["meters"]["train_seconds"]))
+            yield {name: state[name] for name in ("wrapper", "optimizer", "scaler", "step")}
+
+    average = average_checkpoints(states(), model="wrapper")
+    old_step, old_steps = int(average["step"]), int(manifests[-1]["steps_per_epoch"])
     return {
         "step": old_step * steps_per_epoch // old_steps,
         "old_step": old_step,
         "num_ranks": num_ranks,
-        "model": model,
-        "optimizer": _mean([state["optimizer"] for state in states]),
-        "scaler": states[0]["scaler"],
-        "train_seconds": max(float(state["meters"]["train_seconds"]) for state in states),
+        "model": average["wrapper"],
+        "optimizer": average["optimizer"],
+        "scaler": average["scaler"],
+        "train_seconds": max(seconds),
     }
 
 
@@ -159,30 +146,3 @@ def _world_size(path: Path) -> int:
         return int(json.loads(RankFiles(path, 0).manifest_path.read_text()).get("world_size", 0))
     except (OSError, ValueError, AttributeError, TypeError):
         return 0
-
-
-def _push_sum_weight(state: Any) -> float:
-    gossip = getattr(state, "_metadata", {}).get("", {}).get("gossip_state") or {}
-    return float(gossip.get("weight", 1.0))
-
-
-def _mean(values: Sequence[Any]) -> Any:
-    """The mean of the tensors and floats of equal trees, and the first of everything else."""
-    first = values[0]
-    if isinstance(first, dict):
-        return {key: _mean([value[key] for value in values]) for key in first}
-    if isinstance(first, list | tuple):
-        return type(first)(_mean(items) for items in zip(*values, strict=True))
-    if isinstance(first, Tensor) and _is_averaged(first):
-        return torch.stack([_wide(value) for value in values]).mean(0).to(first.dtype)
-    return first
-
-
-def _is_averaged(x: Tensor) -> bool:
-    """Whether it is no count or the like."""
-    return x.is_floating_point() or x.is_complex()
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In the dtype that means are computed in."""
-    return x.to(torch.complex128) if x.is_complex() else x.double()
