@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .runs import Places, carry, runs
+from .runs import Places, carry, runs, sizes_of
 
 PolicyItems = set[tuple[str, Any]]
 """Policies of vectors as pairs of name and value; see `Memory.vector`."""
@@ -24,12 +24,12 @@ class Loaded:
         vectors, optimizers, links: the entries that no algorithm has asked for. An optimizer is the places of its
             tensors, None if they are not known, and its state.
         policies: for each vector the arguments of `Memory.vector`; arguments with their default value may be missing.
-        places: the places of the tensors in vectors, if the rank that saved the state may have trained other tensors.
+        places: the places of the tensors in vectors; None: not known.
         weights: the graph and the weights of that rank; None: not known.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        names = ("vectors", "optimizers", "links", "policies", "places", "weights", "has_buffers")
+        names = ("vectors", "optimizers", "links", "policies", "places", "weights", "has_buffers", "joins")
         state = copy.deepcopy({name: state[name] for name in names if name in state})
         self.vectors: dict[str, Sequence[Tensor]] = state.get("vectors", {})
         self.links: dict[int, Any] = state.get("links", {})
@@ -40,25 +40,31 @@ class Loaded:
             name: (self.places, optimizer) for name, optimizer in state.get("optimizers", {}).items()
         }
         self._has_buffers = state.get("has_buffers", False)
+        self._joins = state.get("joins", False)
 
     def copy_to(self, name: str, parts: Sequence[Tensor], places: Places | None) -> None:
         """Copy the values of the vector with this name, if there is one, and drop it here.
+
+        Layers may have been frozen since the state was saved. A donor may also train fewer tensors than this worker.
 
         Args:
             name: the name of the vector.
             parts: the parts of the vector, mutated.
             places: the places of their tensors.
+
+        Raises:
+            ValueError: a checkpoint lacks tensors of the vector, or has them with other sizes.
         """
         if (state := self.vectors.pop(name, None)) is None:
             return
-        if self.places is not None:  # the donor may have trained other tensors
+        if self.places is not None and (self._joins or sizes_of(places).items() <= sizes_of(self.places).items()):
             carry(runs(self.places, state), runs(places, parts))
             return
         if self._has_buffers and len(state) == len(parts):  # vectors of 0.1.0 end in buffers
             state = [x[: part.numel()] for x, part in zip(state, parts, strict=True)]
         theirs, mine = ([x for x in side if x.numel()] for side in (state, parts))
         found, own = [x.numel() for x in theirs], [x.numel() for x in mine]
-        if found != own:
+        if found != own or self.places is not None:
             raise ValueError(
                 f"got the state of vector {name!r} with {found} elements, expected {own}: other tensors were trained "
                 "when it was saved; freeze the same parameters, or load the model alone: module.load_state_dict"

@@ -227,6 +227,7 @@ class Memory:
         self._devices, is_moved, is_same = devices, before not in (None, devices), layout == self.layout
         if before is None or (is_same and not is_moved):
             self.layout = layout
+            self._place_loaded()
             return
         has_new = flat is None or self.layout is None or bool(tensors_beyond(places_of(self.layout), flat))
         if who is not None and not is_moved and ((has_new and self.entries) or self._links):
@@ -239,6 +240,21 @@ class Memory:
         self.layout, self._scratch, self._cached, self.entries, self.optimizers = layout, {}, {}, {}, {}
         self._links = {j: _moved(link, devices[0]) for j, link in self._links.items()} if is_same else {}
         self._carry_vectors([old])
+        self._place_loaded()
+
+    def _place_loaded(self) -> None:
+        """Move what was loaded to the tensors that are trained now, if others were trained when it was saved.
+
+        So all entries of a state have the same places, and a checkpoint between a change of the trained tensors and the
+        next round is loaded as the round would have gone on.
+        """
+        loaded, places = self._loaded, places_of(self.layout)
+        if loaded.places not in (None, places):
+            for name in list(loaded.vectors):
+                self.vector(name, **loaded.policies.get(name, {}))
+        for name, (theirs, state) in loaded.optimizers.items():
+            if theirs not in (None, places):
+                loaded.optimizers[name] = places, carried_state([(theirs, state)], places, self.zeros())
 
     def carry(self, x: Vector, old: Sequence[Memory]) -> None:
         """Begin again with the tensors of x, and copy the values that other memories hold for them, after a new cut.
@@ -370,21 +386,21 @@ class Memory:
         optimizers = {name: state for name, (_, state) in loaded.optimizers.items()}
         optimizers |= {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         is_bound = any(declared.get("of_weights") for declared in policies.values())
-        num_rounds, places = self.num_rounds, None
+        num_rounds = self.num_rounds
         if joins:
             left_out = [name for name, declared in policies.items() if declared.items() & _OF_ONE_WORKER]
             vectors = {name: vector for name, vector in vectors.items() if name not in left_out}
             num_rounds, optimizers = (0 if left_out else num_rounds), (optimizers if vectors else {})
-            places = places_of(self.layout) if entries else loaded.places
         state = {
             "num_rounds": num_rounds,
             "policies": {name: dict(declared) for name, declared in policies.items() if name in vectors},
-            "places": places,
+            "places": places_of(self.layout) if entries else loaded.places,
             "weights": (loaded.weights or self.weights) if is_bound else "",
             "vectors": vectors,
             "optimizers": optimizers,
             "links": {**loaded.links, **self._links} if has_links else {},
             "rates": self.units.rates,
+            "joins": joins,
             "inner": None if self._inner is None else self._inner.state_dict(joins=joins, has_links=has_links),
         }
         return {name: value for name, value in state.items() if value or name == "num_rounds"}

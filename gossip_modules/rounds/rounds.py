@@ -371,8 +371,13 @@ class Rounds(Mixer):
         return repr(self.algorithm)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Mixer`; shares memory."""
-        return self._state([driver.state_dict() for driver in self.drivers])
+        """See `Mixer`; shares memory.
+
+        Fragments are cut anew in the first step after a change of the trained tensors, so that their states have no
+        places: they load into the same cut only.
+        """
+        states = [driver.state_dict() for driver in self.drivers]
+        return self._state(states if len(states) == 1 else list(map(_without_places, states)))
 
     def state_for_newcomer(self) -> dict[str, Any]:
         """See `Mixer`."""
@@ -415,6 +420,12 @@ class Rounds(Mixer):
     def __getstate__(self) -> dict[str, Any]:
         assert all(driver.open_round is None for driver in self.drivers), "flush() before copying: a round is in flight"
         return {**self.__dict__, "_thread": None, "_stream": None, "_whole": None}
+
+
+def _without_places(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a driver or of a memory without the places of its tensors, and of the memories in it."""
+    kept = {name: value for name, value in state.items() if name != "places"}
+    return {name: _without_places(value) if name in ("memory", "inner") else value for name, value in kept.items()}
 
 
 def mixer_of(algorithm: Algorithm, plain: Mixer) -> Mixer:

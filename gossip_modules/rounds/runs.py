@@ -42,6 +42,14 @@ def runs(places: Places | None, parts: Sequence[Tensor]) -> list[Run]:
     return [(name, first, parts[k][start : start + numel]) for name, first, k, start, numel in places]
 
 
+def sizes_of(places: Places | None) -> Counter[str]:
+    """Return the number of elements of each tensor, by its name."""
+    sizes = Counter[str]()
+    for name, _, _, _, numel in places or ():
+        sizes[name] += numel
+    return sizes
+
+
 def carry(old: Sequence[Run], new: Sequence[Run]) -> None:
     """Copy the old values of all tensors that both sides have with the same size."""
     before, after = ([(name, first, len(x)) for name, first, x in side] for side in (old, new))

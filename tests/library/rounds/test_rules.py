@@ -267,13 +267,21 @@ def test_freezing_keeps_the_rest_and_other_states_are_refused() -> None:
     train_step(wrapper, optimizer, 0, 3)
     assert len(memory.momentum.parts[0]) < len(before)
     assert memory.num_rounds == 4
-    wrapper.set_extra_state(state)
-    with pytest.raises(
-        ValueError, match=r"got the state of vector .* with \[26\] elements, expected \[10\]: other ten"
-    ):
-        loss_of(wrapper, 0, 4)
+    wrapper.set_extra_state(state)  # of when more was trained
+    loss_of(wrapper, 0, 4)
+    assert len(memory.momentum.parts[0]) < len(before)
+    fewer = wrapper.get_extra_state()
     wrapper.set_extra_state(None)
     loss_of(wrapper, 0, 5)
+    model[0].requires_grad_(True)
+    wrapper.set_extra_state(fewer)
+    optimizer.step()  # `fewer` is of the middle of a step
+    with pytest.raises(
+        ValueError, match=r"got the state of vector .* with \[10\] elements, expected \[26\]: other ten"
+    ):
+        loss_of(wrapper, 0, 6)
+    wrapper.set_extra_state(None)
+    loss_of(wrapper, 0, 7)
     other = wrap(mlp(), solo_group(), D2())
     with pytest.raises(ValueError, match="got the state of QGDSGDm, expected the state of D2; wrap as"):
         other.set_extra_state(state)

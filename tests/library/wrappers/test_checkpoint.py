@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from gossip_modules import (
     gossip,
 )
 from gossip_modules.checkpoints import average_checkpoints
+from gossip_modules.testing import Chaos
 from tests.harness.problems import adamw, mlp, net, sgd, train_step
 from tests.harness.processes import run_processes
 from tests.harness.progress import state_of
@@ -395,3 +397,77 @@ def test_files_of_all_ranks_are_averaged_by_their_weights(wrap: Callable[..., An
         average_checkpoints([])
     with pytest.raises(ValueError, match=r"got checkpoints of which one has .* expected the same on all ranks"):
         average_checkpoints([first, {**second, "model": nn.Linear(1, 1).state_dict()}])
+
+
+# With a membership.
+
+
+@pytest.mark.parametrize("make", [GossipDataParallel, AllReduceDataParallel, BilatGossipDataParallel])
+def test_a_job_with_a_membership_goes_on_with_any_number_of_workers(make: Callable[..., Any]) -> None:
+    """One worker writes for all, and ranks without a membership may go on from its file."""
+    files: dict[str, bytes] = {}
+
+    def train(worker: Any, size: int) -> dict[str, Any]:
+        membership = worker.membership(min_workers=size)
+        model = make(mlp(len(files)), membership=membership)
+        optimizer = sgd(model)
+        membership.track(optimizer=optimizer)
+        checkpoint, begun = model.checkpoint(optimizer), None
+        if "first" in files:
+            checkpoint.load_state_dict(torch.load(io.BytesIO(files["first"]), weights_only=True))
+            begun = flatten(model)
+        for step in membership.steps(4):
+            train_step(model, optimizer, membership.rank, step)
+        state = checkpoint.state_dict()
+        model.close()
+        file = io.BytesIO()
+        torch.save(state, file)
+        average = torch.cat([x.flatten().double() for x in state.values() if isinstance(x, Tensor)])
+        return {"begun": begun, "state": file.getvalue(), "average": average}
+
+    first = list(Chaos([]).run(partial(train, size=3), 3).values())
+    assert len({tuple(result["average"].tolist()) for result in first}) == 1
+    files["first"] = first[1]["state"]
+    for result in Chaos([]).run(partial(train, size=2), 2).values():
+        torch.testing.assert_close(result["begun"], first[0]["average"])
+
+    def go_on(group: dist.ProcessGroup) -> Tensor:
+        wrapper = GossipDataParallel(mlp(5), process_group=group)
+        optimizer = sgd(wrapper)
+        wrapper.checkpoint(optimizer).load_state_dict(torch.load(io.BytesIO(files["first"]), weights_only=True))
+        wrapper.close()
+        return flatten(wrapper)
+
+    for model in run_ranks(2, go_on):
+        torch.testing.assert_close(model, first[0]["average"])
+
+
+# A change of what is trained, before the next round.
+
+
+@pytest.mark.parametrize("algorithm", [DiLoCo(sync_every=4), SlowMo(4)], ids=str)
+@pytest.mark.parametrize("freezes", [True, False])
+@pytest.mark.filterwarnings("ignore:.*other tensors are trained than before")
+def test_layers_frozen_or_added_before_the_next_synchronisation(algorithm: Any, freezes: bool) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank, models = group.rank(), [mlp(group.rank()), mlp(7)]
+        if not freezes:
+            for model in models:
+                model.get_submodule("0").requires_grad_(False)
+        runs = [(GossipDataParallel(m, process_group=group, algorithm=algorithm), sgd(m)) for m in models]
+        for step in range(6):
+            train_step(*runs[0], rank, step)
+        models[0].get_submodule("0").requires_grad_(not freezes)
+        train_step(*runs[0], rank, 6)
+        state = runs[0][0].checkpoint(runs[0][1]).state_dict()
+        models[1].get_submodule("0").requires_grad_(not freezes)
+        runs[1][0].checkpoint(runs[1][1]).load_state_dict(state)
+        again = runs[1][0].checkpoint(runs[1][1]).state_dict()  # before any round
+        runs[1][0].checkpoint(runs[1][1]).load_state_dict(again)
+        for wrapper, optimizer in runs:
+            for step in range(7, 16):
+                train_step(wrapper, optimizer, rank, step)
+            wrapper.close()
+        assert torch.equal(flatten(models[1]), flatten(models[0]))
+
+    run_ranks(2, body)
