@@ -284,7 +284,8 @@ class GossipWrapper(OldNames, AveragingMixin):
         """Refuse other tools around the wrapper, once, when training begins."""
         if not self._is_checked:
             check_outside(self, was_sharded=self._local.buffer.is_sharded)
-            check_optimizers(self, self._trained[0])
+            node = self._local.node
+            check_optimizers(self, self._trained[0], equal_ranks=() if node is None else node.equal_ranks)
             self._is_checked = True
 
     # Forwards and changes outside of steady training.

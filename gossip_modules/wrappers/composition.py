@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -163,24 +163,31 @@ def check_whole(module: nn.Module, *, what: str) -> None:
         )
 
 
-def check_optimizers(module: nn.Module, parameter: Tensor) -> None:
-    """Refuse an optimizer that steps each parameter on one rank and sends it to the others.
+def check_optimizers(module: nn.Module, parameter: Tensor, *, equal_ranks: Collection[int] = ()) -> None:
+    """Refuse an optimizer that steps each parameter on one rank and sends it to others, whose models differ.
 
     Args:
         module: the wrapper.
         parameter: one that it gossips.
+        equal_ranks: the global ranks of the processes of a node, which hold one model.
 
     Raises:
         RuntimeError: naming the optimizer.
     """
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     optimizers = [] if zero is None else instances_of(zero.ZeroRedundancyOptimizer)
-    if any(holds_any(optimizer, [parameter]) for optimizer in optimizers):
-        raise RuntimeError(
-            f"got a ZeroRedundancyOptimizer over the parameters of a {type(module).__name__}: it steps each parameter "
-            "on one rank and sends it to the others, which overwrites their models; expected an optimizer of "
-            "each rank's own; use the optimizer inside it directly, e.g. torch.optim.AdamW(model.parameters())"
-        )
+    for optimizer in optimizers:
+        if not holds_any(optimizer, [parameter]):
+            continue
+        ranks = dist.get_process_group_ranks(optimizer.process_group)
+        if not set(ranks) <= set(equal_ranks):
+            raise RuntimeError(
+                f"got a ZeroRedundancyOptimizer over the parameters of a {type(module).__name__} on ranks {ranks}: it "
+                "steps each parameter on one rank and sends it to the others, which overwrites their models; expected "
+                "an optimizer of each rank's own, or, with nprocs_per_node, of the processes of one node. Use the "
+                "optimizer inside it directly, e.g. torch.optim.AdamW(model.parameters()), or pass it process_group= "
+                "of this node"
+            )
 
 
 def _check_is_free(module: nn.Module, *, wrapper: str) -> None:

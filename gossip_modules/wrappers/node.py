@@ -120,6 +120,11 @@ class Node:
             if x.numel():
                 self.transport.broadcast(x, source=0, what="sharing buffers in the node")
 
+    @property
+    def equal_ranks(self) -> Sequence[int]:
+        """The global ranks of the processes that hold the same model as this one, where torch knows them."""
+        return dist.get_process_group_ranks(self.transport.group) if dist.is_initialized() else ()
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, backward accumulates gradients that are not averaged over the processes."""
         return self.replica.no_sync()

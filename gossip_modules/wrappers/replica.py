@@ -31,6 +31,7 @@ class ShardedReplica(Node):
     """
 
     is_whole = is_sharded = True
+    equal_ranks = ()
 
     def __init__(self, module: nn.Module, control: ProcessGroupTransport) -> None:
         self.replica: Any = module

@@ -23,10 +23,24 @@ from tests.harness.reference import Oracle, flatten, uniform
 
 NUM_STEPS = 6
 PER_NODE = 2
-OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+
+
+def zero(module: nn.Module) -> torch.optim.Optimizer:
+    """`adamw`, each process of the node with the state of some parameters."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    node = range(dist.get_rank() // PER_NODE * PER_NODE, (dist.get_rank() // PER_NODE + 1) * PER_NODE)
+    group = dist.new_group(list(node), use_local_synchronization=True)
+    settings = adamw(module).param_groups[0]
+    options = {name: settings[name] for name in ("lr", "weight_decay", "eps")}
+    return ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, process_group=group, **options)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "zero": zero}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {}),
     ("adamw", {"overlap": True}),
+    ("zero", {}),
     ("sgd", {"overlap": True, "max_staleness": 1}),
     ("adamw", {"schedule": Schedule(gossip_every=2, average_every=2)}),
 ]
@@ -149,7 +163,7 @@ def test_nodes_equal_ranks_with_a_larger_batch(num_nodes: int) -> None:
         models = [mlp(node).double() for node in range(num_nodes)]
         oracle = Oracle(
             models,
-            [OPTIMIZERS[name](model) for model in models],
+            [(sgd if name == "sgd" else adamw)(model) for model in models],
             uniform(graph_of(num_nodes)),
             gossip_every=schedule.gossip_every,
             average_every=schedule.average_every,
