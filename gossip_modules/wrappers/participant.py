@@ -146,6 +146,7 @@ class Participant(ModelWorld):
         return {
             **local.description,
             "wrapper": local.name,
+            "push-sum weight": str(buffer.vector.push_sum_weight.dtype),
             "model": f"{type(module).__name__} with {size} parameters, signature {digest}",
         }
 

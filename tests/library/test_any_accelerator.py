@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from torch.utils import backend_registration
 
 import gossip_modules
-from gossip_modules import connect
+from gossip_modules import GossipDataParallel, connect
 from gossip_modules.devices import host_zeros, wide_dtype
+from gossip_modules.flat import vector
+from tests.harness.problems import mlp
 from tests.harness.ranks import TIMEOUT, run_ranks
 
 PACKAGE = Path(gossip_modules.__file__).parent
@@ -85,3 +88,16 @@ def test_the_cpu_has_float64_and_needs_no_pinned_memory() -> None:
     cpu = torch.device("cpu")
     assert wide_dtype(cpu) is torch.float64
     assert not host_zeros([3], torch.uint8, beside=cpu).any()
+
+
+def test_ranks_with_and_without_float64_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their messages have other lengths, so each would wait for the other in vain."""
+    own = threading.local()
+    monkeypatch.setattr(vector, "wide_dtype", lambda device: getattr(own, "dtype", torch.float64))
+
+    def body(group: dist.ProcessGroup) -> None:
+        own.dtype = torch.float32 if group.rank() else torch.float64
+        with pytest.raises(ValueError, match=r"rank 1: push-sum weight.*torch\.float32.*torch\.float64"):
+            GossipDataParallel(mlp(), process_group=group)
+
+    run_ranks(2, body)
