@@ -48,7 +48,10 @@ from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
 from tests.library.wrappers.wrapping import irregular
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized",
+    "ignore:TypedStorage is deprecated",  # torch 2.7, of itself
+)
 _dcp_lock = threading.Lock()  # ranks are threads here, and it has state of its own in modules
 ANY_WORLD = {"planner": dcp.DefaultLoadPlanner(allow_partial_load=True)}
 

@@ -31,7 +31,10 @@ from tests.harness.problems import loss_of, mlp, net, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized",
+    "ignore:TypedStorage is deprecated",  # torch 2.7, of itself
+)
 _dcp_lock = threading.Lock()  # ranks are threads here, and it has state of its own in modules
 
 
