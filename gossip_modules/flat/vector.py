@@ -224,21 +224,23 @@ class FlatVector:
 
     def multiply_by_weight_(self, weight: Tensor | None = None) -> None:
         """x = z * w: every segment times the push-sum weight, or another one, float [1]; the weight stays."""
-        self._scale_by(weight, Tensor.mul_)
+        self._scale_by(weight, torch.mul)
 
     def divide_by_weight_(self, weight: Tensor | None = None) -> None:
         """z = x / w: every segment over the push-sum weight, or another one, float [1]; the weight stays."""
-        self._scale_by(weight, Tensor.div_)
+        self._scale_by(weight, torch.div)
 
-    def _scale_by(self, weight: Tensor | None, change_: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """`change_(segment, weight)` in place; by way of small float32 copies where a segment is narrower than that."""
+    def _scale_by(self, weight: Tensor | None, change: Callable[..., Tensor]) -> None:
+        """`change(segment, weight)` in place, computed in float32 where a segment is narrower than that."""
         w = (self.push_sum_weight if weight is None else weight)[0]
         for x in self.segments:
             if x.element_size() >= 4:
-                change_(x, w.to(x.dtype))  # on a GPU a weight of another dtype costs half of the bandwidth
-                continue
-            for (chunk,) in in_chunks(x):
-                chunk.copy_(change_(chunk.float(), w))
+                change(x, w.to(x.dtype), out=x)  # on a GPU a weight of another dtype costs half of the bandwidth
+            elif x.device.type == "cuda":
+                change(x, w.float().view(1), out=x)  # one kernel; a weight of no dimension would be rounded
+            else:
+                for (chunk,) in in_chunks(x):
+                    chunk.copy_(change(chunk.float(), w))
 
 
 def in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -249,7 +251,7 @@ def in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def add_(x: Tensor, y: Tensor, *, alpha: float) -> None:
     """x <- x + alpha * y in place, computed in float32 where x is narrower than that; y of any floating dtype."""
-    if x.element_size() < 4:  # torch rounds alpha to the dtype of x
+    if x.element_size() < 4:  # on a CPU torch rounds alpha to the dtype of x
         _combine_(x, 1.0, [y], [alpha])
     elif x.dtype is y.dtype:
         x.add_(y, alpha=alpha)

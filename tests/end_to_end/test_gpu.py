@@ -242,6 +242,18 @@ def test_narrow_corrections_are_computed_on_the_card_as_on_the_cpu(dtype: torch.
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_vectors_are_divided_by_weights_on_the_card_in_float32(dtype: torch.dtype) -> None:
+    x = torch.randn(100_003, generator=torch.Generator().manual_seed(0)).to(dtype).cuda()
+    weight = torch.full((1,), 1.3, dtype=torch.float64).cuda()
+    vector = FlatVector.over(x.clone())
+    vector.multiply_by_weight_(weight)
+    want = (x.float() * 1.3).to(dtype)
+    assert torch.equal(vector.segments[0], want)
+    vector.divide_by_weight_(weight)
+    assert torch.equal(vector.segments[0], (want.float() / 1.3).to(dtype))
+
+
 def test_flat_buffer_moves_to_the_card_and_back() -> None:
     model = net()
     buffer = FlatBuffer(model)
