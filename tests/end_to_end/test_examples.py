@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.scripts import script_outputs
+from tests.library.integrations.hosts import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {path.name: path for path in sorted((ROOT / "examples").glob("*.py"))}
@@ -184,8 +185,8 @@ def test_own_compressor() -> None:
     assert number(r"(\d+) bytes per message", first) < 100
 
 
+@needs("accelerate")
 def test_accelerate() -> None:
-    pytest.importorskip("accelerate", reason="needs accelerate: pip install 'gossip-modules[accelerate]'")
     first, second = outputs("with_accelerate.py", 2)
     assert number(r"accuracy ([\d.]+)% after 6 rounds", first) > 85  # 64 steps, a round of DiLoCo at every tenth
     assert second == ""
@@ -198,21 +199,21 @@ def test_semi_sync() -> None:
 
 
 @pytest.mark.soak
+@needs("transformers")
 def test_transformers() -> None:
-    pytest.importorskip("transformers", reason="needs transformers: pip install 'gossip-modules[transformers]'")
     first, _ = outputs("with_trainer.py", 2)
     assert number(r"loss ([\d.]+) after 32 steps and 32 rounds", first) < 2
 
 
 @pytest.mark.soak
+@needs("lightning")
 def test_lightning() -> None:
-    pytest.importorskip("lightning", reason="needs lightning: pip install 'gossip-modules[lightning]'")
     first, _ = outputs("with_lightning.py", 2)
     assert number(r"accuracy ([\d.]+)% after 192 steps", first) > 90
 
 
 @pytest.mark.soak
+@needs("lightning")
 def test_fabric() -> None:
-    pytest.importorskip("lightning", reason="needs lightning: pip install 'gossip-modules[lightning]'")
     first, _ = outputs("with_fabric.py", 2)
     assert number(r"accuracy ([\d.]+)% after 64 rounds", first) > 80

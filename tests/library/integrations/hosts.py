@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import tempfile
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import DiLoCo, GossipDataParallel
 from gossip_modules.wrappers.base import GossipWrapper
+from tests.harness.processes import run_processes
 
 METHODS: dict[str, Any] = {
     "SGP": {},
@@ -20,6 +25,12 @@ METHODS: dict[str, Any] = {
     "DiLoCo": {"algorithm": DiLoCo(sync_every=2)},
 }
 STEPS, ACCUMULATION, BATCH, RATE, MOMENTUM, NORM = 6, 2, 4, 0.1, 0.9, 1.0
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skip tests where one of these packages is not installed; it imports none, as that takes seconds."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: see extras_require in setup.py")
 
 
 def enter(rank: int, world_size: int = 2) -> None:
@@ -108,3 +119,16 @@ def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
     assert len(got) == len(expected) > 0
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def run_bodies(*bodies: Callable[[int, str], None]) -> None:
+    """Each body of a rank and a folder after the other, on two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_processes(2, _run_in_turn, bodies, folder, timeout=100)
+
+
+def _run_in_turn(rank: int, bodies: tuple[Callable[[int, str], None], ...], folder: str) -> None:
+    enter(rank)
+    for body in bodies:
+        body(rank, f"{folder}/{body.__name__}")
+        dist.barrier()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,8 +18,7 @@ from tests.harness.processes import run_processes
 from . import hosts
 from .hosts import ACCUMULATION, METHODS, NORM, STEPS, Model, assert_equal, batches, ending, own_loop, sgd, values
 
-pytest.importorskip("accelerate", reason="needs accelerate: pip install 'gossip-modules[accelerate]'")
-pytestmark = pytest.mark.e2e
+pytestmark = [hosts.needs("accelerate"), pytest.mark.e2e, pytest.mark.timeout(120)]
 
 
 def run(options: Any, folder: str = "", *, resumes: bool = False) -> tuple[Any, Any, Model, Any]:
@@ -57,7 +55,6 @@ def run(options: Any, folder: str = "", *, resumes: bool = False) -> tuple[Any, 
 def train(rank: int, folder: str) -> None:
     from safetensors.torch import load_file
 
-    hosts.enter(rank)
     for name, options in METHODS.items():
         place = f"{folder}/{name}"
         expected, average = own_loop(options)
@@ -86,13 +83,7 @@ def train(rank: int, folder: str) -> None:
         assert sorted(saved) == ["models", "optimizers", "scalers", "schedulers"]
 
 
-def test_it_trains_as_our_loop_and_resumes_each_rank() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_processes(2, train, folder)
-
-
 def other_worlds(rank: int, folder: str) -> None:
-    hosts.enter(rank)
     from accelerate import Accelerator
 
     from gossip_modules.integrations.accelerate import GossipAccelerator
@@ -126,13 +117,7 @@ def other_worlds(rank: int, folder: str) -> None:
     assert second._local.is_closed
 
 
-def test_other_worlds_start_from_the_average_and_say_so() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_processes(2, other_worlds, folder)
-
-
-def mistakes(rank: int) -> None:
-    hosts.enter(rank)
+def mistakes(rank: int, folder: str) -> None:
     from accelerate import Accelerator
     from accelerate.local_sgd import LocalSGD
 
@@ -163,10 +148,6 @@ def mistakes(rank: int) -> None:
             optimizer.step()
 
 
-def test_mistakes_name_the_class_to_use() -> None:
-    run_processes(2, mistakes)
-
-
 def alone(rank: int) -> None:
     from gossip_modules.integrations.accelerate import GossipAccelerator
 
@@ -178,3 +159,8 @@ def alone(rank: int) -> None:
 
 def test_one_process_trains_as_without_gossip() -> None:
     run_processes(1, alone, backend=None)
+
+
+def test_ranks_train_as_our_loop_resume_and_name_mistakes() -> None:
+    """One pair of processes does all, since the import of the host is what takes long."""
+    hosts.run_bodies(train, other_worlds, mistakes)

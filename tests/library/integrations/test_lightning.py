@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules import GossipDataParallel
-from tests.harness.processes import run_processes
 
 from . import hosts
 from .hosts import (
@@ -29,8 +27,7 @@ from .hosts import (
     values,
 )
 
-pytest.importorskip("lightning", reason="needs lightning: pip install 'gossip-modules[lightning]'")
-pytestmark = pytest.mark.e2e
+pytestmark = [hosts.needs("lightning"), pytest.mark.e2e, pytest.mark.timeout(120)]
 
 
 def fabric_loop(strategy: Any, folder: str, *, resumes: bool = False, saves: bool = False) -> tuple[Any, Any]:
@@ -62,7 +59,6 @@ def fabric_loop(strategy: Any, folder: str, *, resumes: bool = False, saves: boo
 def fabric_trains(rank: int, folder: str) -> None:
     from gossip_modules.integrations.lightning import GossipFabricStrategy
 
-    hosts.enter(rank)
     for name, options in METHODS.items():
         place = f"{folder}/{name}"
         expected, average = own_loop(options)
@@ -77,11 +73,6 @@ def fabric_trains(rank: int, folder: str) -> None:
         assert_equal(own, expected)
         saved = torch.load(f"{place}/half.ckpt", weights_only=True)["model"]
         assert sorted(saved) == sorted(name for name, _ in plain.named_parameters())
-
-
-def test_fabric_trains_as_our_loop_and_resumes_each_rank() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_processes(2, fabric_trains, folder)
 
 
 def trainer_of(folder: str, strategy: Any, *callbacks: Any, **options: Any) -> Any:
@@ -146,7 +137,6 @@ def trainer_trains(rank: int, folder: str) -> None:
             trainer.strategy.model.settle()
             self.own = values(module)
 
-    hosts.enter(rank)
     for name, options in METHODS.items():
         place = f"{folder}/{name}"
         expected, average = own_loop(options)
@@ -177,17 +167,11 @@ def trainer_trains(rank: int, folder: str) -> None:
         assert_equal(own.own, ending_.own)
 
 
-def test_the_trainer_trains_as_our_loop_and_resumes_each_rank() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_processes(2, trainer_trains, folder)
-
-
 def mistakes(rank: int, folder: str) -> None:
     from lightning.fabric import Fabric
 
     from gossip_modules.integrations.lightning import GossipFabricStrategy, GossipStrategy
 
-    hosts.enter(rank)
     for make in (GossipStrategy, GossipFabricStrategy):
         with pytest.raises(
             ValueError, match=rf"got find_unused_parameters for {make.__name__}, expected .* gossip=dict"
@@ -204,15 +188,9 @@ def mistakes(rank: int, folder: str) -> None:
         GossipDataParallel(fabric.setup(Model()))
 
 
-def test_mistakes_name_the_class_to_use() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_processes(2, mistakes, folder)
-
-
 def other_worlds(rank: int, folder: str) -> None:
     from gossip_modules.integrations.lightning import GossipFabricStrategy, GossipStrategy
 
-    hosts.enter(rank)
     trainer = trainer_of(folder, GossipStrategy({"graph": "ring"}), max_epochs=1)
     trainer.fit(module := module_of())
     average = values(module)
@@ -228,6 +206,6 @@ def other_worlds(rank: int, folder: str) -> None:
         fabric_loop(GossipFabricStrategy({"overlap": True}), folder, resumes=True)[0].close()
 
 
-def test_other_worlds_start_from_the_average_and_say_so() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_processes(2, other_worlds, folder)
+def test_ranks_train_as_our_loop_resume_and_name_mistakes() -> None:
+    """One pair of processes does all, since the import of the host is what takes long."""
+    hosts.run_bodies(trainer_trains, fabric_trains, other_worlds, mistakes)

@@ -100,6 +100,7 @@ def test_rounds_are_optimizer_steps(name: str) -> None:
         assert rounds == ended.get(name, [1, 2, 3, 4, 5, 6])
 
 
+@pytest.mark.e2e
 def test_a_mesh_says_who_the_replicas_are() -> None:
     run_processes(2, with_mesh)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import GossipDataParallel
-from tests.harness.processes import run_processes
 
 from . import hosts
 from .hosts import ACCUMULATION, BATCH, METHODS, STEPS, Model, assert_equal, batches, ending, loss_of, own_loop
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'gossip-modules[transformers]'")
-pytest.importorskip("accelerate", reason="needs accelerate: pip install 'gossip-modules[accelerate]'")
-pytestmark = pytest.mark.e2e
+pytestmark = [hosts.needs("transformers", "accelerate"), pytest.mark.e2e, pytest.mark.timeout(120)]
 
 
 class Classifier(Model):
@@ -70,7 +66,6 @@ def trainer_of(folder: str, options: Any, **arguments: Any) -> Any:
 def train(rank: int, folder: str) -> None:
     from safetensors.torch import load_file
 
-    hosts.enter(rank)
     for name, options in METHODS.items():
         expected, average = own_loop(options)
         trainer = trainer_of(f"{folder}/{name}", options, save_strategy="steps", save_steps=STEPS // 2)
@@ -95,17 +90,11 @@ def train(rank: int, folder: str) -> None:
         assert_equal(ending(resumed.model_wrapped)[0], own)
 
 
-def test_it_trains_as_our_loop_and_resumes_each_rank() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_processes(2, train, folder)
-
-
 def best_and_mistakes(rank: int, folder: str) -> None:
     from transformers import Trainer, TrainingArguments
 
     from gossip_modules.integrations.transformers import GossipTrainerMixin
 
-    hosts.enter(rank)
     # The best model is a checkpoint of the average, and what overlaps is not added to it.
     strategy = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     trainer = trainer_of(folder, {"overlap": True}, load_best_model_at_end=True, **strategy)
@@ -130,6 +119,6 @@ def best_and_mistakes(rank: int, folder: str) -> None:
         plain.train()
 
 
-def test_the_best_model_and_mistakes() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_processes(2, best_and_mistakes, folder)
+def test_ranks_train_as_our_loop_resume_and_name_mistakes() -> None:
+    """One pair of processes does all, since the import of the host is what takes long."""
+    hosts.run_bodies(train, best_and_mistakes)
