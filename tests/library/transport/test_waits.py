@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gossip_modules.transport.exchange import Waits
+from gossip_modules.transport.exchange import InTurn, Waits
 
 LIMIT = 20.0
 
@@ -80,6 +80,37 @@ def test_waits_for_one_peer_are_given_up() -> None:
     other.may_end.set()
     assert end_of_other() == ""
     given_up.may_end.set()
+    waits.close()
+
+
+def test_a_turn_that_is_given_up_goes_on_to_no_other_message() -> None:
+    """The caller waits for the messages after it, while the thread of the turn is still inside the message."""
+    before, waits, first, second = threading.enumerate(), Waits(), Message(), Message()
+    turn = InTurn([(first, 1), (second, 2)])  # type: ignore[list-item]
+    end = in_a_thread(lambda: waits.wait(turn, timedelta(seconds=10 * LIMIT)))
+    assert first.is_waited_for.wait(LIMIT)
+    waits.give_up(2)  # its message comes later
+    assert waits.under_way() == {1}
+    (thread,) = (t for t in threading.enumerate() if t.name == "gossip-wait" and t not in before)
+    waits.give_up(1)
+    assert "given up" in end()
+    assert turn.present == 0
+    first.may_end.set()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+    assert not second.is_waited_for.is_set()
+    waits.close()
+
+
+def test_a_turn_waits_for_all_and_stops_at_the_message_that_fails() -> None:
+    waits, done, late, after = Waits(), Message(), Message(), Message()
+    done.may_end.set()
+    turn = InTurn([(done, 1), (done, 2), (late, 1), (after, 2)])  # type: ignore[list-item]
+    with pytest.raises(RuntimeError, match="timed out"):
+        waits.wait(turn, timedelta(milliseconds=1))
+    assert turn.present == 2
+    assert turn.seconds.keys() == {1, 2}
+    assert not after.is_waited_for.is_set()
     waits.close()
 
 
