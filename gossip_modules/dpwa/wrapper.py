@@ -9,6 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..flat.selection import Selection
@@ -16,6 +17,7 @@ from ..old_calls import foreign_arguments
 from ..wrappers.base import GossipWrapper
 from ..wrappers.composition import check_whole
 from ..wrappers.other_names import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
+from ..wrappers.state import Place
 from .average_on_demand import AverageOnDemand
 from .averager import PairwiseWorker
 from .config import CURVE_ARGUMENTS, DEFAULT_INTERPOLATION, DEFAULT_MAX_DISTANCE, DEFAULT_TIMEOUT, PairwiseConfig
@@ -161,6 +163,11 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
             with torch.no_grad():
                 self._engine.republish(local.buffer.vector)
         return self
+
+    @property
+    def _place(self) -> Place:
+        """See `AveragingMixin`: before the first average too."""
+        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def close(self) -> None:
         """See `AveragingMixin`. A fetch that is under way is given up, not waited for."""

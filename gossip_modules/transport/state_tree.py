@@ -125,13 +125,16 @@ def bytes_of(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
-def copied(state: Any) -> Any:
-    """A copy of a state that training does not change; values that `encode` refuses are left as they are."""
+def copied(state: Any, copy: Callable[[Tensor], Tensor] = lambda x: x.detach().clone()) -> Any:
+    """A copy of a state that training does not change; values that `encode` refuses are left as they are.
+
+    copy: makes the copy of each tensor.
+    """
     if isinstance(state, Tensor):
-        return state.detach().clone()
+        return copy(state)
     if type(state) in _MAPPINGS:
-        copies = {key: copied(value) for key, value in state.items()}
+        copies = {key: copied(value, copy) for key, value in state.items()}
         return defaultdict(state.default_factory, copies) if type(state) is defaultdict else type(state)(copies)
     if type(state) in _SEQUENCES:
-        return type(state)([copied(value) for value in state])
+        return type(state)([copied(value, copy) for value in state])
     return state

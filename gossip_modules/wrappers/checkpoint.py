@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..flat.sharded import Shard, is_sharded, local_of
+from ..transport.state_tree import copied
 from .state import KEY, Place, WholeState, fingerprint, plain
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("gossip_modules.checkpoint")
 _OWN = "memory (of other ranks or shards: pass planner=DefaultLoadPlanner(allow_partial_load=True))"
-_T = TypeVar("_T")
 
 
 class Checkpoint:
@@ -76,21 +76,20 @@ class Checkpoint:
             TimeoutError, ConnectionError: a rank did not call it, or is gone; names it.
         """
         average, optimizers = self._wrapper._common_state([each.state_dict() for each in self._optimizers])
-        place, own = self._wrapper._place, saved(self._own_state())
-        model = {name: own[self._prefix + name] for name in average} if place is not None else {}
-        gossip = getattr(own, "_metadata", {}).get("", {}).get(KEY)
+        place, own = self._wrapper._place, self._own_state()
+        model = {name: copied(own[self._prefix + name], saved) for name in average} if place is not None else {}
+        gossip = copied(getattr(own, "_metadata", {}).get("", {}).get(KEY), saved)
         world: dict[str, Any] = {"num_ranks": 0 if place is None else place[1], "shards": self._shards}
         world |= {"fingerprint": fingerprint(average), "shapes": fingerprint(average, has_numbers=False)}
-        entry: dict[str, Any] = {_OWN: WholeState({"fingerprint": fingerprint(model), "gossip": saved(gossip)})}
-        shared: dict[str, Any] = {"world": WholeState(world)}
+        entry: dict[str, Any] = {_OWN: WholeState({"fingerprint": fingerprint(model), "gossip": gossip})}
+        shared: dict[str, Any] = {"world": WholeState(world), self._name(_name_of(place)): entry}
         if self._optimizers:
-            shared[self._name("optimizers")] = WholeState({"states": _unsharded(saved(optimizers))})
-            if place is not None:
-                states = saved([each.state_dict() for each in self._optimizers])
-                entry["optimizers"] = WholeState({"states": _unsharded(states)})
-        shared[self._name(_name_of(place))] = entry
+            shared[self._name("optimizers")] = WholeState({"states": copied(optimizers, _saved_state)})
         if place is not None:
             shared.setdefault(_name_of(place), {})["model"] = model
+            if self._optimizers:
+                states = copied([each.state_dict() for each in self._optimizers], _saved_state)
+                entry["optimizers"] = WholeState({"states": states})
         return {**average, "gossip": shared}
 
     @property
@@ -132,7 +131,7 @@ class Checkpoint:
         if is_own:
             self._load(state_dict if place is None else entry["model"], entry[_OWN]["gossip"])
         else:
-            self._warn(world["num_ranks"], place, has_optimizers=optimizers is not None)
+            self._warn(world, place, has_optimizers=optimizers is not None)
             self._load(state_dict, None)
             self._wrapper._begin_anew()  # from the tensors that are there now
         for optimizer, state in zip(self._optimizers, optimizers or (), strict=optimizers is not None):
@@ -151,10 +150,8 @@ class Checkpoint:
 
     def _check(self, tensors: Mapping[str, Any], of: Any, whose: str) -> None:
         """Raise ValueError if these are not the tensors that were saved; with another sharding, not of their shapes."""
-        name, has_numbers = (
-            ("fingerprint", True) if of.get("shards", self._shards) == self._shards else ("shapes", False)
-        )
-        if of[name] != fingerprint(tensors, has_numbers=has_numbers):
+        is_same = of.get("shards", self._shards) == self._shards
+        if of["fingerprint" if is_same else "shapes"] != fingerprint(tensors, has_numbers=is_same):
             raise ValueError(
                 f"got a checkpoint whose model of {whose} has other tensors than were saved, or not all of this model, "
                 f"expected {_some(tensors)}; load a checkpoint of the same model, saved by checkpoint()"
@@ -179,47 +176,45 @@ class Checkpoint:
             )
         return None if states is None else list(states)
 
-    def _warn(self, num_ranks: int, place: Place, *, has_optimizers: bool) -> None:
-        own = "a membership" if place is None else f"{place[1]} ranks"
-        theirs = f"{num_ranks} ranks" if num_ranks else "a membership"
+    def _warn(self, world: Any, place: Place, *, has_optimizers: bool) -> None:
         lost = [self._lost] if self._lost else []
         lost += [] if has_optimizers else ["the optimizers, whose state differed between ranks or shards"]
         _log.warning(
             "got a checkpoint of %s for %s: begins with the average of the models%s; lost: the difference of each rank "
             "from it%s",
-            theirs,
-            own,
+            _described(world["num_ranks"], world["shards"]),
+            _described(0 if place is None else place[1], self._shards),
             " and optimizers" if self._optimizers and has_optimizers else "",
             "".join(f", {text}" for text in lost),
         )
+
+
+def _described(num_ranks: int, num_shards: int) -> str:
+    ranks = f"{num_ranks} ranks" if num_ranks else "a membership"
+    return ranks if num_shards == 1 else f"{num_ranks} replicas in {num_shards} shards"
 
 
 def _name_of(place: Place) -> str:
     return "worker" if place is None else f"rank_{place[0]}_of_{place[1]}"
 
 
-def _unsharded(states: Any) -> Any:
-    """States of optimizers with the elements of this process in the place of DTensors, for a `WholeState`."""
-    return None if states is None else [_mapped(state, lambda k, x: local_of(x)) for state in states]
+def _saved_state(x: Tensor) -> Tensor:
+    """A copy of a tensor in the state of an optimizer: the elements in this process, as a `WholeState` is of one."""
+    return saved(local_of(x))
 
 
 def _sharded(state: Any, optimizer: Optimizer) -> Any:
     """The state of an optimizer with DTensors like its parameters, where these are DTensors."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(map(is_sharded, parameters)):
+        return state
 
     def like(k: int, x: Any) -> Any:
         p = parameters[k]
-        return Shard(p, None).like(x) if is_sharded(p) and x.shape == local_of(p).shape else x
+        is_shard = is_sharded(p) and isinstance(x, Tensor) and x.shape == local_of(p).shape
+        return Shard(p, None).like(x) if is_shard else x
 
-    return _mapped(state, like)
-
-
-def _mapped(state: Any, change: Callable[[int, Tensor], Any]) -> dict[str, Any]:
-    """The state of an optimizer, with every tensor of a parameter changed, given the number of the parameter."""
-    of = {
-        k: {name: change(int(k), x) if isinstance(x, Tensor) else x for name, x in each.items()}
-        for k, each in state["state"].items()
-    }
+    of = {k: {name: like(int(k), x) for name, x in each.items()} for k, each in state["state"].items()}
     return {**state, "state": of}
 
 
@@ -237,21 +232,10 @@ def _some(tensors: Mapping[str, Any]) -> str:
     return f"{', '.join(map(repr, names[:3]))}{' ...' if len(names) > 3 else ''}" if names else "no tensors"
 
 
-def saved(state: _T) -> _T:
-    """A copy of a tree of tensors and plain values as a checkpoint keeps it: tensors on the CPU.
+def saved(x: Tensor) -> Tensor:
+    """A copy of a tensor as a checkpoint keeps it, on the CPU.
 
     [Note: Tensors in a checkpoint] All tensors of a checkpoint come from here. A DTensor stays a DTensor on its device,
     so that torch.distributed.checkpoint can load it with another sharding.
     """
-    value: Any = state
-    if isinstance(value, Tensor):
-        x = value.detach()
-        return x.clone() if is_sharded(x) else x.to("cpu", copy=True)  # type: ignore[return-value]
-    if isinstance(value, Mapping):
-        copied = type(value)()
-        for key, item in value.items():
-            copied[key] = saved(item)  # type: ignore[index]
-        if hasattr(value, "_metadata"):
-            copied._metadata = value._metadata  # type: ignore[attr-defined]
-        return copied  # type: ignore[return-value]
-    return type(value)(map(saved, value)) if type(value) in (list, tuple) else value
+    return x.detach().clone() if is_sharded(x) else x.detach().to("cpu", copy=True)

@@ -313,7 +313,7 @@ def _whole_run(rank: int, folder: str, action: str) -> Any:
         wrapper: Any = PairwiseDataParallel(mlp(rank), name=f"w{rank}", peers={f"w{rank}": "tcp://127.0.0.1:*"})
     else:
         kind = AllReduceDataParallel if action.startswith("all-reduce") else GossipDataParallel
-        wrapper = kind(mlp(rank))
+        wrapper = kind(mlp(rank), **({"nprocs_per_node": 2, "overlap": True} if action.startswith("nodes") else {}))
     optimizer = sgd(wrapper)
     if action == "patchwork":
         for step in range(3):
@@ -347,12 +347,12 @@ def _whole_run(rank: int, folder: str, action: str) -> Any:
     return found, size
 
 
-@pytest.mark.parametrize("kind", ["gossip async", "all-reduce", "dpwa"])
+@pytest.mark.parametrize("kind", ["gossip async", "all-reduce", "nodes", "dpwa"])
 def test_torch_distributed_checkpoint_keeps_all_ranks(kind: str, tmp_path: Path) -> None:
     def run(size: int, action: str) -> list[Tensor]:
         return [outcome.result[0] for outcome in run_processes(size, _whole_run, str(tmp_path), action)]
 
-    saved = run(4 if kind == "gossip async" else 2, f"{kind} save")
+    saved = run(4 if kind in ("gossip async", "nodes") else 2, f"{kind} save")
     again = run(len(saved), f"{kind} load")
     assert all(torch.equal(x, y) for x, y in zip(saved, again, strict=True))
     if kind == "gossip async":
