@@ -313,7 +313,8 @@ def _whole_run(rank: int, folder: str, action: str) -> Any:
         wrapper: Any = PairwiseDataParallel(mlp(rank), name=f"w{rank}", peers={f"w{rank}": "tcp://127.0.0.1:*"})
     else:
         kind = AllReduceDataParallel if action.startswith("all-reduce") else GossipDataParallel
-        wrapper = kind(mlp(rank), **({"nprocs_per_node": 2, "overlap": True} if action.startswith("nodes") else {}))
+        options: dict[str, Any] = {"nprocs_per_node": 2, "overlap": True} if action.startswith("nodes") else {}
+        wrapper = kind(mlp(rank), **options)
     optimizer = sgd(wrapper)
     if action == "patchwork":
         for step in range(3):
