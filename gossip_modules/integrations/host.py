@@ -103,7 +103,8 @@ def check_models(wrappers: Sequence[GossipWrapper], states: Sequence[Any] | None
         ValueError: some ranks have a file and others do not, or it has another number of models.
     """
     for wrapper in wrappers[:1]:
-        if isinstance(transport := wrapper._averager.transport, ProcessGroupTransport):
+        transport = getattr(wrapper._averager, "transport", None)  # none with a membership
+        if isinstance(transport, ProcessGroupTransport):
             found = "missing" if states is None else f"there, of {len(states)} models"
             remedy = "give every rank the folder with the files of all ranks"
             check_agreement(transport, {"the file of the rank": found}, what="comparing checkpoints", remedy=remedy)
