@@ -185,6 +185,7 @@ def test_own_compressor() -> None:
     assert number(r"(\d+) bytes per message", first) < 100
 
 
+@pytest.mark.soak
 @needs("accelerate")
 def test_accelerate() -> None:
     first, second = outputs("with_accelerate.py", 2)
