@@ -184,7 +184,8 @@ class FlatBuffer:
     def written(self) -> None:
         """Gossip has changed parameters in place: autograd is told, and copies of them are gathered again."""
         torch.autograd.graph.increment_version(self.parameters)
-        self._shards.reshard()
+        if self._sharded:
+            self._shards.reshard()
 
     def is_complete(self) -> bool:
         """Whether nothing has changed that says which tensors are trained: `requires_grad`, layers, their tensors.
