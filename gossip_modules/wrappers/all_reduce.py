@@ -27,7 +27,7 @@ from ..transport.agreement import broadcast_state
 from ..transport.connect import CPU, connect
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..transport.state_tree import copied
-from .arguments import as_timeout, check_flags, check_process_group
+from .arguments import as_timeout, check_flags, check_process_group, group_of
 from .averaging import AveragingMixin
 from .base import GossipWrapper
 from .checkpoint import Checkpoint
@@ -210,7 +210,9 @@ class ElasticAllReduce(GossipWrapper):
         ignore: Sequence[str] = (),
         broadcast_buffers: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        device_mesh: dist.DeviceMesh | None = None,
     ) -> None:
+        process_group = group_of(process_group, device_mesh)
         check_links(membership, group=process_group, init_sync=True, timeout=as_timeout(timeout))
         _check_policy(on_nonfinite)
         check_flags(broadcast_buffers=broadcast_buffers)

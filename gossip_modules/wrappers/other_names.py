@@ -71,7 +71,6 @@ DDP_ARGUMENTS: ForeignArguments = {
         "ranks exchange the parameters that the optimizer steps; put torch.autocast around the forward, and pass "
         "wire_dtype=torch.bfloat16 to GossipDataParallel for small messages"
     ),
-    "device_mesh": Refused("ranks are those of a process group; pass process_group=mesh.get_group()"),
 }
 """Those of DistributedDataParallel that a wrapper which averages models does not take itself."""
 

@@ -135,7 +135,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "broadcast_buffers": (False, r"write gossip_buffers=False"),
     "forward_sync_buffers": (False, r"write gossip_buffers=False"),
     "mixed_precision": ("bf16", r"torch.autocast around the forward, and pass wire_dtype=torch.bfloat16"),
-    "device_mesh": ("a mesh", r"process_group=mesh.get_group\(\)|peers=\{name: "),
 }
 
 
