@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,11 @@ from torch import Tensor, nn
 def is_sharded(x: object) -> bool:
     """Whether it is a DTensor, whose import takes a second."""
     return hasattr(x, "placements") and hasattr(x, "_local_tensor")
+
+
+def is_cut(x: Any) -> bool:
+    """Whether processes hold different elements of it."""
+    return is_sharded(x) and not all(placement.is_replicate() for placement in x.placements)
 
 
 def local_of(x: Any) -> Tensor:
@@ -153,6 +159,25 @@ def meshes_of(module: nn.Module) -> list[Any]:
         if is_sharded(parameter) and parameter.device_mesh not in found:  # type: ignore[attr-defined]
             found.append(parameter.device_mesh)  # type: ignore[attr-defined]
     return found
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called with the module or with a part of it."""
+    return any(True for _ in _managed(module))
+
+
+@contextlib.contextmanager
+def without_reduction(module: nn.Module) -> Iterator[None]:
+    """Inside, backward accumulates gradients without a reduction over the processes of `fully_shard`."""
+    groups = [group for part in _managed(module) for group in _groups(part)]
+    before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
+    for group in groups:
+        group.reduce_grads = group.all_reduce_grads = False
+    try:
+        yield
+    finally:
+        for group, values in zip(groups, before, strict=True):
+            group.reduce_grads, group.all_reduce_grads = values
 
 
 def is_managed(module: nn.Module) -> bool:

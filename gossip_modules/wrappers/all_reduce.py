@@ -18,6 +18,7 @@ from ..engine.engine import EngineStats
 from ..engine.gradients import GradientEngine
 from ..flat.nonfinite import FiniteCheck, check_policy
 from ..flat.selection import Selection
+from ..flat.sharded import is_gathered
 from ..flat.vector import FlatVector
 from ..membership.background_log import log
 from ..membership.membership import Membership
@@ -84,6 +85,11 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
         **ddp_options: Any,
     ) -> None:
         check_inside(module, wrapper=type(self).__name__)
+        if is_gathered(module):
+            raise ValueError(
+                "got a module of fully_shard to wrap in AllReduceDataParallel, expected a whole one: fully_shard "
+                "averages gradients itself; leave the wrapper out, or shard over a mesh of two dimensions (HSDP)"
+            )
         _check_policy(on_nonfinite)
         device = next((parameter.device for parameter in module.parameters()), CPU)  # DDP refuses a module of none
         mesh, group = ddp_options.get("device_mesh"), ddp_options.get("process_group")

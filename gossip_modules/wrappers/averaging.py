@@ -133,6 +133,9 @@ class AveragingMixin(ABC):
     def _sum_over_ranks(self, x: Tensor) -> None:
         self._averager.transport.all_reduce(x, what="the buffers of rank 0")
 
+    def _share_in_replica(self, tensors: Sequence[Tensor]) -> None:
+        """Tensors <- their values in the first process that holds this replica, in place."""
+
     def _sum_over_shards(self, x: Tensor) -> None:
         """x <- its sum over the processes that hold one replica in shards, in place."""
 
@@ -280,8 +283,9 @@ class AveragingMixin(ABC):
             device = self._trained[0].device
             averaged = {id(x) for x in (*self._trained, *self._selection.averaged(self.module).values())}
             averaged |= {id(x) for x in self._selection.copied(self.module).values()}
-            named = (*self.module.named_parameters(), *self.module.named_buffers())
-            left = [state[name] for name, x in named if id(x) not in averaged and isinstance(state.get(name), Tensor)]
+            names = {name for name, x in self.module.named_parameters(remove_duplicate=False) if id(x) in averaged}
+            names |= {name for name, x in self.module.named_buffers(remove_duplicate=False) if id(x) in averaged}
+            left = [x for name, x in state.items() if name not in names and isinstance(x, Tensor)]
             if others := [local_of(x) for x in left]:
                 take_from_first(others, self._sum_over_ranks, rank=self._averager.transport.rank, device=device)
             return state, optimizers if self._place is None else self._average_states(copied(optimizers), device)

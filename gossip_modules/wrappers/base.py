@@ -165,7 +165,11 @@ class GossipWrapper(OldNames, AveragingMixin):
             existing.close()
         self._local.transport = links.connect(device, ranks=ranks, deadline=deadline)
         if is_sharded:
-            self._local.node = make_replica(self.module, links)
+            try:
+                self._local.node = make_replica(self.module, links)
+            except BaseException:
+                self._local.transport.close()
+                raise
         return self._local.transport
 
     # A forward, and the round of a step, in the order in which things happen.
@@ -594,6 +598,10 @@ class GossipWrapper(OldNames, AveragingMixin):
         super()._sum_over_ranks(x)
         if self._local.node is not None:  # whose processes sum with the processes of the same place in other nodes
             self._local.node.share_buffers([x])
+
+    def _share_in_replica(self, tensors: Sequence[Tensor]) -> None:
+        if (node := self._local.node) is not None and node.is_sharded:
+            node.share_buffers(tensors)
 
     def _sum_over_shards(self, x: Tensor) -> None:
         if self._local.node is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..flat.sharded import Shard, is_sharded, local_of
+from ..flat.sharded import Shard, is_cut, is_sharded, local_of
 from ..transport.state_tree import copied
 from .state import KEY, Place, WholeState, fingerprint, plain
 
@@ -78,6 +78,7 @@ class Checkpoint:
         average, optimizers = self._wrapper._common_state([each.state_dict() for each in self._optimizers])
         place, own = self._wrapper._place, self._own_state()
         model = {name: copied(own[self._prefix + name], saved) for name in average} if place is not None else {}
+        self._wrapper._share_in_replica([x for x in model.values() if isinstance(x, Tensor) and not is_cut(x)])
         gossip = copied(getattr(own, "_metadata", {}).get("", {}).get(KEY), saved)
         world: dict[str, Any] = {"num_ranks": 0 if place is None else place[1], "shards": self._shards}
         world |= {"fingerprint": fingerprint(average), "shapes": fingerprint(average, has_numbers=False)}

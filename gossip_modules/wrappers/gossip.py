@@ -210,6 +210,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         options: dict[str, object] = {"init_sync": init_sync, "nprocs_per_node": g, "comm_device": links.comm_device}
         self._describe(chosen, mixing, mixer, **options)
         self._open(links, init_sync=init_sync, ranks=Node.peers(g))
+        if self._local.node is not None:
+            self._local.node.has_codes = chosen.algorithm is not None
         return mixing, mixer
 
     def _enter_membership(

@@ -47,6 +47,7 @@ class Node:
 
     is_whole = False  # whether one process gossips the whole vector of the model that it holds
     is_sharded = False  # whether each process holds other parameters
+    has_codes = False  # whether rounds may round the elements of a tensor by their neighbours in the vector
     is_eager = False  # whether a round may be applied as soon as it has come
 
     def __init__(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..flat.sharded import Shards, meshes_of
+from ..flat.sharded import Shards, is_cut, meshes_of, without_reduction
 from ..flat.vector import FlatVector
 from ..transport.connect import CPU
 from ..transport.process_group import ProcessGroupTransport
@@ -22,8 +22,11 @@ class ShardedReplica(Node):
 
     Each process gossips the shards that it has with the processes of the same place in other replicas. All replicas
     have the same mesh, so these shards are equal in shape. What a round does to elements it does to all elements of the
-    replica; the processes of a replica also agree whether a model is finite. Codes of matrices see the shards as
-    matrices.
+    replica; the processes of a replica also agree whether a model is finite.
+
+    A code sees the vector of its process, so the processes of a replica would round a tensor that all of them hold (a
+    norm under tensor parallelism) in different ways. After a round of an algorithm they take the values of the first
+    process. Buffers have its values too, as in DistributedDataParallel.
 
     Args:
         module: sharded.
@@ -35,39 +38,44 @@ class ShardedReplica(Node):
 
     def __init__(self, module: nn.Module, control: ProcessGroupTransport) -> None:
         self.replica: Any = module
+        self._common = {name for name, x in module.named_parameters() if not is_cut(x)}
         self.transport = self.control = control
         self.local_rank, self.num_shards = control.rank, 1
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """See `Node`."""
-        return _without_sync(self.replica)
+        return without_reduction(self.replica)
 
     def shard(self, vector: FlatVector) -> FlatVector:
         """See `Node`: the vector itself."""
         return vector
 
     def gather(self, vector: FlatVector) -> None:
-        """See `Node`: there is nothing to gather."""
+        """See `Node`: the parameters that all processes of the replica hold <- their values in the first one."""
+        if self.has_codes and self._common:
+            self._share(
+                segment[first : first + spec.numel]
+                for segment, layout in zip(vector.segments, vector.layout.segments, strict=True)
+                for first, spec in layout.places()
+                if spec.name in self._common
+            )
 
     def share_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """See `Node`: buffers are as `fully_shard` leaves them, each process has its own."""
+        """See `Node`."""
+        self._share(buffers)
+
+    def _share(self, tensors: Iterable[Tensor]) -> None:
+        for x in tensors:
+            if x.numel():
+                on_cpu = x.detach().to("cpu", copy=True)
+                self.control.broadcast(on_cpu, source=0, what="sharing a tensor in the replica")
+                x.copy_(on_cpu)
 
     def sum_over_shards(self, x: Tensor) -> None:
         """See `Node`."""
         on_cpu = x.cpu()
         self.control.all_reduce(on_cpu, what="a sum over the shards of a replica")
         x.copy_(on_cpu)
-
-
-@contextlib.contextmanager
-def _without_sync(module: Any) -> Any:
-    """Inside, backward accumulates gradients without a reduction over the shards."""
-    set_sync: Callable[[bool], None] = getattr(module, "set_requires_gradient_sync", lambda _: None)
-    set_sync(False)
-    try:
-        yield
-    finally:
-        set_sync(True)
 
 
 def make_replica(module: nn.Module, links: Links) -> ShardedReplica:

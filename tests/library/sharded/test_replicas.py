@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gossip_modules import (
     D2,
+    AllReduceDataParallel,
     BilatGossipDataParallel,
     Choco,
     DiLoCo,
@@ -252,6 +254,8 @@ def check_wrappers(rank: int) -> None:
     refused(r"got schedule=.*expected a whole model", shards, schedule=ConsensusControl(2.0), push_sum=False, **over)
     both = sharded(model_of(0), mesh)
     refused(r"ranks \[0, 1, 2, 3\], of which \[[0-3]\] are to gossip with this rank", both, **over)
+    with pytest.raises(ValueError, match=r"got a module of fully_shard to wrap in AllReduceDataParallel"):
+        AllReduceDataParallel(shards, **over)
     late = GossipDataParallel(model_of(0), **over)
     fully_shard(late.module, mesh=mesh["shard"])
     with pytest.raises(RuntimeError, match=r"fully_shard or .* was applied after it was made; .*before you wrap it"):
@@ -261,7 +265,57 @@ def check_wrappers(rank: int) -> None:
     refused(r"ranks do not agree with rank [01]: rank [23]: model: got .*S\(", other_places, **over)
 
 
-@pytest.mark.parametrize("check", [check_loops, check_wrappers])
+def check_replica(rank: int) -> None:
+    """The processes of a replica, with different batches, hold one model: buffers, common tensors, checkpoints."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = mesh_of_four()
+    over: dict[str, Any] = {"device_mesh": mesh["replicate"]}
+    replica = mesh["replicate"].get_local_rank()
+
+    def wrapped(seed: int) -> tuple[Any, Any, torch.optim.Optimizer]:
+        model = sharded(model_of(seed), mesh["shard"])
+        return model, GossipDataParallel(model, **over), torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    model, wrapper, optimizer = wrapped(replica)
+    train(wrapper, optimizer, rank, range(4))
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    dcp.save({"model": wrapper.checkpoint(optimizer)}, checkpoint_id=folder[0])
+    again, other, adam = wrapped(5)
+    dcp.load({"model": other.checkpoint(adam)}, checkpoint_id=folder[0])
+    assert all(map(torch.equal, parameters_of(model), parameters_of(again)))
+    assert all(map(torch.equal, model.buffers(), again.buffers()))
+    for each, stepped in ((wrapper, optimizer), (other, adam)):
+        train(each, stepped, rank, range(4, 6))
+    assert all(map(torch.equal, parameters_of(model), parameters_of(again)))
+    parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    for part in parts:
+        fully_shard(part, mesh=mesh["shard"])
+    container = GossipDataParallel(nn.Sequential(*parts), **over)
+    with container.no_sync():
+        container(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is None for p in parts.parameters())
+    for each in (wrapper, other, container):
+        each.close()
+    for algorithm in (Choco(SignNorm(8), step_size=0.5), DiLoCo(sync_every=2)):
+        torch.manual_seed(replica)
+        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        parallelize_module(model, mesh["shard"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
+        wrapper = GossipDataParallel(model, algorithm=algorithm, **over)
+        train(wrapper, sgd(model), replica, range(6))
+        wrapper.flush()
+        for x in (*model[0].parameters(), model[3].bias):
+            mine = whole(x).contiguous()
+            theirs = [torch.empty_like(mine) for _ in range(2)]
+            dist.all_gather(theirs, mine, group=mesh["shard"].get_group())
+            assert torch.equal(*theirs)
+        wrapper.close()
+
+
+@pytest.mark.parametrize("check", [check_loops, check_wrappers, check_replica])
 def test_of_sharded_replicas(check: Callable[[int], None]) -> None:
     for outcome in run_processes(4, check, expect_result=False, timeout=100.0):
         assert not outcome.error, outcome.error

@@ -348,6 +348,35 @@ def _whole_run(rank: int, folder: str, action: str) -> Any:
     return found, size
 
 
+class _WithState(nn.Linear):
+    """A layer with state of its own that differs by rank."""
+
+    own = 0
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor([self.own])
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        pass
+
+
+def test_ignored_tensors_under_all_their_names_and_state_of_layers_are_of_rank_0() -> None:
+    def body(group: dist.ProcessGroup) -> tuple[dict[str, Any], Any]:
+        torch.manual_seed(group.rank())
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), _WithState(3, 2))
+        model[1].weight = model[0].weight
+        vars(model[2])["own"] = group.rank()
+        wrapper = GossipDataParallel(model, ignore=["0.weight"], process_group=group)
+        state = wrapper.checkpoint().state_dict()
+        wrapper.close()
+        gossip = state.pop("gossip")
+        return {name: x.tolist() for name, x in state.items()}, dict(gossip["world"])
+
+    first, *others = run_ranks(3, body)
+    assert first[0]["2._extra_state"] == [0]
+    assert others == [first, first]
+
+
 @pytest.mark.parametrize("kind", ["gossip async", "all-reduce", "nodes", "dpwa"])
 def test_torch_distributed_checkpoint_keeps_all_ranks(kind: str, tmp_path: Path) -> None:
     def run(size: int, action: str) -> list[Tensor]:
