@@ -411,7 +411,7 @@ class ProcessGroupTransport(PointToPoint):
                 note += f", connections to ranks {sorted(self.names[peer] for peer in closed)} are closed"
         if self.notes is not None:
             self.notes.leave(blamed, what)
-        if is_collective:
+        if is_collective and not self.has_listener:  # else `Liveness` tells the others the cause before it closes them
             self.close_connections()
         if self.notes is not None:
             cause = self.notes.explain(blamed, members=self.names)
