@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -40,7 +39,7 @@ class ScriptedTransport:
         self.device = torch.device("cpu")
         self.names: Sequence[int] = (0, 1)
         self.traffic = PeerTraffic()
-        self.gates: defaultdict[int, threading.Event] = defaultdict(threading.Event)
+        self.gates = [threading.Event() for _ in range(64)]  # made at once: two threads ask for the same one
         self.errors: dict[int, Exception] = {}
         self.posted: list[int] = []
         self.sent: list[Tensor] = []
