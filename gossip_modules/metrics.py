@@ -66,7 +66,7 @@ class MetricsLogger:
             raise TypeError(
                 f"got a {type(model).__name__}, expected a wrapper such as GossipDataParallel, or a module of gossip()"
             )
-        if isinstance(to, str) or not all(map(callable, to)):
+        if isinstance(to, str) or callable(to) or not all(map(callable, to)):
             raise TypeError(f"got to={to!r}, expected functions of a row, such as [JSONLines('runs/a')]")
         if every < 1 or num_steps < 0:
             raise ValueError(f"got every={every} and num_steps={num_steps}, expected at least 1 and at least 0")
@@ -83,7 +83,10 @@ class MetricsLogger:
         self.num_steps += 1
         if self.num_steps == self._first or self.num_steps % self.every == 0:
             place = {"time": time.time(), "rank": self.model.worker, "step": self.num_steps}
-            row = {**place, **{name: _as_number(x) for name, x in values.items()}, **self.model.comm_stats()}
+            stats = self.model.comm_stats()
+            if taken := sorted({*place, *stats} & values.keys()):
+                raise ValueError(f"got {', '.join(taken)} in step(), expected other names: rows have entries of these")
+            row = {**place, **{name: _as_number(x) for name, x in values.items()}, **stats}
             for receive in self._to:
                 receive(row)
 
@@ -231,11 +234,15 @@ class Prometheus:
                 connection, _ = server.accept()
                 with connection:
                     self._answer(connection)
+                continue
+            time.sleep(1e-2)  # where accept fails at once, as without descriptors
 
     def _answer(self, connection: socket.socket) -> None:
         deadline, request = time.monotonic() + _REQUEST_SECONDS, b""
         while b"\r\n\r\n" not in request and len(request) < _REQUEST_BYTES:
-            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+            if (left := deadline - time.monotonic()) <= 0:
+                return
+            connection.settimeout(left)
             if not (part := connection.recv(_REQUEST_BYTES)):
                 return
             request += part
@@ -269,6 +276,8 @@ def _is_unfinished(path: Path) -> bool:
 
 
 def _as_number(x: Any) -> float:
+    if isinstance(x, Tensor) and x.numel() != 1:
+        raise ValueError(f"got a tensor of shape {tuple(x.shape)} in step(), expected one number; pass its mean or sum")
     return float(x.item() if isinstance(x, Tensor) else x)
 
 

@@ -141,9 +141,9 @@ def _draw(lines: Sequence[str]) -> None:
         print("\n".join(lines), flush=True)
         return
     width, height = shutil.get_terminal_size()
-    shown = [line[:width] for line in lines[: height - 1]]
-    shown[0] = _BOLD + shown[0] + _PLAIN
-    shown[1:] = [_RED + line + _PLAIN if line.endswith("!") else line for line in shown[1:]]
+    head, *others = lines[: max(height - 1, 1)]
+    shown = [_BOLD + head[:width] + _PLAIN]
+    shown += [_RED + line[:width] + _PLAIN if line.endswith("!") else line[:width] for line in others]
     print(_CLEAR + "\n".join(shown), flush=True)
 
 

@@ -74,6 +74,11 @@ class GossipAccelerator(Accelerator):
         if model in self._models and isinstance(model, GossipWrapper):
             return model
         host = type(self).__name__
+        if getattr(model, "is_distributed_loading_by_transformers", False):
+            raise ValueError(
+                f"got a model that from_pretrained(distributed_config=...) has sharded, to prepare with {host}, "
+                "expected a whole one in each process; load it without distributed_config"
+            )
         if isinstance(model, GossipWrapper):
             return wrap(model, self.gossip, host=host)  # which refuses it
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
@@ -108,7 +113,8 @@ class GossipAccelerator(Accelerator):
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `Accelerator.save_state`, with one file more for each rank; collective."""
         folder = super().save_state(output_dir, *args, **kwargs)
-        save_rank(folder, self._wrappers, **self._own_parts())
+        if self._wrappers:  # in one process nothing is wrapped
+            save_rank(folder, self._wrappers, **self._own_parts())
         return folder
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
@@ -117,6 +123,9 @@ class GossipAccelerator(Accelerator):
         A checkpoint of another number of ranks, or of a plain `Accelerator`, gives its one model to all ranks, with a
         warning.
         """
+        if not self._wrappers:
+            super().load_state(input_dir, *args, **kwargs)
+            return
         contents = []
 
         def load_into_modules(models: list[nn.Module], folder: str) -> None:

@@ -141,7 +141,9 @@ def save_rank(folder: str | Path, wrappers: Sequence[GossipWrapper], **parts: Se
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     states = {name: [part.state_dict() for part in of_name] for name, of_name in parts.items()}
-    torch.save({"models": own_models(wrappers), **states}, Path(folder) / f"{rank_name()}.pt")
+    path = Path(folder) / f"{rank_name()}.pt"
+    torch.save({"models": own_models(wrappers), **states}, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)  # never half a file under the name
 
 
 def read_rank(folder: str | Path, wrappers: Sequence[GossipWrapper]) -> dict[str, Any]:
