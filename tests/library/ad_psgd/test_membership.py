@@ -148,7 +148,7 @@ def test_what_nobody_has_taken_along_is_kept(
     events: list[Any], body: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sum of the models of those who live is what it was, less what the dead held, and what a newcomer brings."""
-    for name, seconds in (("FORMING", 25.0), ("CONNECT", 12.0)):  # a loaded machine may take long
+    for name, seconds in (("FORMING", 25.0), ("CONNECT", 7.0)):  # a loaded machine may take long
         monkeypatch.setattr(limits, name, seconds)
     check(Averaging(str(tmp_path), **body), events, "threads")
     gc.collect()
