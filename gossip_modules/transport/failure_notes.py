@@ -113,7 +113,9 @@ class FailureNotes:
                     self._notes[rank] = Note(rank, dict(seen), *rest)
             except ConnectionError as error:
                 return Cause(frozenset(), f"the rank that failed first is not known ({error})")
-            if expected <= self._notes.keys() or time.monotonic() > limit:
+            if blamed:  # the ranks that the notes blame in turn as well
+                expected |= {other for note in self._notes.values() for other in note.blamed}
+            if expected <= {*self._notes, self._rank} or time.monotonic() > limit:
                 break
             time.sleep(_POLL_SECONDS)
         notes = {rank: note for rank, note in self._notes.items() if rank != self._rank}

@@ -314,10 +314,11 @@ class ProcessGroupTransport(PointToPoint):
             seen = f"did not call {calling.get()}" if calling.get() else f"did not take part in {what}"
             missing = {self.names[j]: seen for j in error.missing}
             note = f": {describe(missing)}" if missing else ""
-            if not error.is_late:
-                self.fail(
-                    error, doing, deadline.passed, timeout=limit, peers=[error.peer], note=note, is_collective=True
-                )
+            if not error.is_late:  # the rank may have failed because of another, and more may still be on their way
+                blamed = {self.names[error.peer]: seen}
+                note = f", connections to ranks {sorted(self.names[j] for j in self.closed_peers())} are closed"
+                note += "" if self.notes is not None else f": {describe(blamed)}"
+                self.fail(error, doing, deadline.passed, timeout=limit, note=note, blamed=blamed, is_collective=True)
             note += "; all ranks must, at the same point of training" if missing else ""
             blamed = missing or {self.names[error.peer]: SILENT}
             seconds = max(deadline.passed, deadline.seconds)

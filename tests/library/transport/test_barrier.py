@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -69,10 +68,7 @@ def test_every_rank_names_both_late_ranks(n: int) -> None:
 @pytest.mark.parametrize("n", [4, 5, 8, 16])
 def test_every_rank_names_the_closed_rank_long_before_the_timeout(n: int) -> None:
     for message, seconds in errors_where(n, {3}, is_closed=True):
-        # Beside it the error may name a rank whose own failure was seen before its note of the cause.
-        assert re.search(
-            r"rank 3 (is gone|did not take part)|ranks? ([\d, ]*, )?3(, [\d, ]*)? did not take part", message
-        ), message
+        assert "rank 3 did not take part in a sum" in message
         assert seconds < TIMEOUT.total_seconds() / 2
 
 
