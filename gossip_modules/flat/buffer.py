@@ -103,7 +103,7 @@ class FlatBuffer:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it has parameters of which this process holds a shard."""
+        """Whether this process holds shards of parameters, not whole parameters."""
         return bool(self._sharded)
 
     def gradient_source(self, parameter: Tensor) -> Tensor:

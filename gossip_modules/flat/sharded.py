@@ -36,8 +36,8 @@ class Shard:
     """The shard of a parameter in this process, as memory that can be moved into another vector.
 
     [Note: memory of a shard] A DTensor computes with its local tensor. A module of `fully_shard` gathers parameters
-    from a flat tensor instead, which has rows of padding where the last shards are smaller, and of which the local
-    tensor is a part. Both are pointed into the vector, with the padding, so that the optimizer, `fully_shard` and
+    from a flat tensor instead. The flat tensor contains the local tensor, and rows of padding if the shard is smaller
+    than others. Both are pointed into the vector, with the padding, so that the optimizer, `fully_shard` and
     gossip work on the same memory, and vectors of all shards are equally long. Gathered parameters ignore the padding.
 
     torch has no public name for the flat tensor: `_sharded_param_data` is there in torch 2.7 to 2.15.
@@ -72,7 +72,7 @@ class Shard:
 
     @property
     def gradient_source(self) -> Tensor:
-        """The tensor into which autograd accumulates the gradient, from which that of the shard is made."""
+        """The tensor into which autograd accumulates the whole gradient; the gradient of the shard is made of it."""
         source: Tensor = getattr(self.manager, "_unsharded_param", self.parameter)
         return source
 

@@ -48,7 +48,7 @@ class Slot(NamedTuple):
         return self._replace(tensor=tensor, shard=shard)
 
     def move(self, view: Tensor) -> None:
-        """Let the tensor have its elements there; its values are those of the new place."""
+        """Let the tensor have its elements there; it takes the values of the new place."""
         if self.shard is None:
             self.tensor.data = view
         else:

@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
 
 
 class GossipAccelerator(Accelerator):
-    """An `Accelerator` for gossip: the script is the same, but for this class and `gossip=`.
+    """An `Accelerator` for gossip: only this class and `gossip=` change in a script.
 
     `prepare()` adds autocast and compilation to the forward of a model, moves it, and wraps it; rounds are optimizer
     steps, also with `accumulate()`. Optimizers, schedulers and data are prepared as ever. In one process nothing is

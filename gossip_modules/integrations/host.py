@@ -123,7 +123,7 @@ def check_models(wrappers: Sequence[GossipWrapper], states: Sequence[Any] | None
 
 
 def load_models(wrappers: Sequence[GossipWrapper], states: Sequence[Any] | None) -> None:
-    """Load what `own_models` gave; None: go on from what is in the modules, the one model of the checkpoint."""
+    """Load what `own_models` gave; None: the modules keep the one model of the checkpoint."""
     for wrapper, state in zip(wrappers, states or [None] * len(wrappers), strict=True):
         wrapper.before_load()
         wrapper.set_extra_state(None if state is None else state["gossip"])

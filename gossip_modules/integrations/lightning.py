@@ -57,7 +57,7 @@ class GossipStrategy(_RankFiles, DDPStrategy):
     """The strategy of a Lightning Trainer for gossip.
 
     Rounds are optimizer steps, also with accumulation. Validation during `fit()` is of the average over all ranks, and
-    so is the model in each checkpoint, under the names of the module; when `fit()` ends well, it is that of the module.
+    so is the model in each checkpoint, under the names of the module; when `fit()` ends well, the module has it, too.
     Beside each checkpoint is one file for each rank, with which `fit(ckpt_path=...)` gives each rank its own model,
     optimizers and schedulers back.
 
