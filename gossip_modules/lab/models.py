@@ -102,7 +102,8 @@ class Models:
         optimizer = make(leaves[0])
         group = optimizer.param_groups[0]
         is_plain = type(optimizer) is torch.optim.SGD and not (group["momentum"] or group["weight_decay"])
-        self._is_stacked = type(optimizer) in ELEMENTWISE and (is_plain or not is_alone)
+        is_elementwise = type(optimizer) in ELEMENTWISE or getattr(optimizer, "is_elementwise", False)
+        self._is_stacked = is_elementwise and (is_plain or not is_alone)
         if not self._is_stacked:
             leaves = [[nn.Parameter(view[i]) for view in views.values()] for i in range(len(self.x))]
         self._leaves = leaves

@@ -35,7 +35,9 @@ class LabTask:
         loss: loss(model, batch), a scalar.
         data: data(worker, step, generator) makes the batch of a worker in a step: a tensor, or a tuple or a dict of
             tensors. The generator, of the CPU, has a seed of its own for each worker and step.
-        optimizer: makes a torch optimizer from a list of parameters; None: there is nothing to learn.
+        optimizer: makes a torch optimizer from a list of parameters; None: there is nothing to learn. One optimizer
+            steps all workers at once if it is one of torch's that compute each element by itself, or has a true
+            attribute `is_elementwise`; otherwise each worker has an optimizer of its own.
         scheduler: makes a learning rate scheduler from the optimizer, which steps with it.
         evaluate: evaluate(model) measures the averaged model.
     """

@@ -47,6 +47,8 @@ class AccumAdam(Optimizer):
         >>> optimizer = AccumAdam(model.parameters(), lr=1e-3, accum_steps=4)
     """
 
+    is_elementwise = True  # the Lab may step all workers by one of these
+
     def __init__(
         self,
         params: Any,
