@@ -236,7 +236,7 @@ class Data:
             self.train, *self.held = self.tokens.split([num - 2 * (num // 20), num // 20, num // 20])
             self.splits = [self._even(part) for part in self.held]
         else:
-            with np.load(path) as file:
+            with np.load(str(path)) as file:
                 images = torch.from_numpy(file["images"]).float().div_(127.5).sub_(1)
                 labels = torch.from_numpy(file["labels"]).long()
             self.images, self.labels, self.first = images, labels, sum(HELD)
@@ -294,10 +294,8 @@ def pack(source: Path, target: Path) -> None:
         labels.append(np.split(np.array(folder.targets)[chosen], [counts[0]]))
     order = ((0, 0), (1, 0), (0, 1))  # validation, test, training
     target.parent.mkdir(parents=True, exist_ok=True)
-    parts = {
-        name: np.concatenate([part[i][j] for i, j in order]) for name, part in (("images", images), ("labels", labels))
-    }
-    np.savez_compressed(target, **parts)
+    all_images, all_labels = (np.concatenate([part[i][j] for i, j in order]) for part in (images, labels))
+    np.savez_compressed(target, images=all_images, labels=all_labels)
 
 
 def train(data: Data, change: Change, *, workers: int, steps: int, rate: float, seed: int) -> dict[str, Any]:
