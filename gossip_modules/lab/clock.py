@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -132,8 +133,9 @@ class Network:
         slow_share: the share of workers with a slow link, 0 to 1; at least one worker if above 0.
         slow_factor: the factor by which such a link is slower, at least 1.
         memory_byte_s: bytes of a model that a worker reads or writes per second when it copies and mixes, above 0. A
-            message takes three such passes; overlap takes two more, for which training waits. The default reproduces
-            the measurements on the emulated cluster. On a GPU it is hundreds of times more.
+            message takes three such passes, a code and an outer step more; overlap takes two more, for which training
+            waits. The default is of a process with a core of its own. Divide it by the number of processes that share
+            a core. On a GPU it is hundreds of times more.
         seed: the seed of the choice of slow links.
 
     Raises:
@@ -374,20 +376,33 @@ class Clock:
 
 
 class OverlapClock(Clock):
-    """Rounds under the compute: start_i(k + 1) = max(arrival_i, when the round that began at start(k) is done).
+    """Rounds under the compute: start_i(k + 1) = max(arrival_i, when the round that began `delay` steps ago is done).
 
-    Training waits for the snapshot and the correction, a pass over the model each.
+    Rounds of fragments that overlap each other share the link: one begins when the one before is done.
+
+    Args:
+        delay: the steps from the begin of a round until training waits for it, at least 1.
+        copy_seconds: the time for which training waits in a step with a round; None: the snapshot and the correction,
+            a pass over the model each.
     """
 
     is_overlapped = True
-    _round_ends: Array | None = None  # the time at which the round in flight is done
+
+    def __init__(self, *cluster: Any, delay: int = 1, copy_seconds: float | None = None, **sizes: Any) -> None:
+        super().__init__(*cluster, **sizes)
+        self.delay = delay
+        self.copy_seconds = 2 * self.links.memory_seconds(self.model_bytes) if copy_seconds is None else copy_seconds
+        self._flights: deque[tuple[int, Array]] = deque()  # the step at which a round is due, and when it is done
 
     def _meet(self, arrivals: Array, exchanges: Exchanges) -> Array:
-        starts = arrivals if self._round_ends is None else np.maximum(arrivals, self._round_ends)
-        self._round_ends = None
+        starts = arrivals
+        begin = self._flights[-1][1] if self._flights else starts
+        while self._flights and self._flights[0][0] <= self.k:
+            starts = np.maximum(starts, self._flights.popleft()[1])
         if exchanges:
-            starts = starts + 2 * self.links.memory_seconds(self.model_bytes)
-            self._round_ends = self._exchanged(starts, exchanges)
+            starts = starts + self.copy_seconds
+            done = self._exchanged(np.maximum(starts, begin), exchanges)
+            self._flights.append((self.k + self.delay, done))
         return starts
 
 

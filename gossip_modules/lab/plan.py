@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,11 +12,12 @@ import torch
 
 from ..algorithms.d_psgd import DPSGD
 from ..algorithms.moniqua import Moniqua
+from ..algorithms.outer_method import OuterMethod
 from ..algorithms.power_gossip import PowerGossip
 from ..algorithms.relay_sgd import RelaySGD
 from ..compression.compressor import Cast
 from ..compression.quantizer import QSGD, SignNorm
-from ..compression.sparsifier import RandomK, TopK
+from ..compression.sparsifier import ChunkTopK, RandomK, TopK
 from ..consensus_control import ConsensusControl
 from ..graph_manager import RingGraph, networkx_graph
 from ..graph_manager.base import GraphManager
@@ -54,6 +56,7 @@ CODE_PASSES: Mapping[type[Any], tuple[float, float]] = {
     SignNorm: (5.0, 3.5),
     QSGD: (10.5, 3.0),
     TopK: (6.0, 1.0),
+    ChunkTopK: (16.5, 2.1),
     RandomK: (0.3, 0.8),
     Moniqua: (0.0, 4.0),
     PowerGossip: (-1.0, 3.0),  # a worker does not hear itself
@@ -61,6 +64,7 @@ CODE_PASSES: Mapping[type[Any], tuple[float, float]] = {
 """Encoding and decoding, in the time of a pass over the model: measured, see benchmarks/compression.py."""
 UNKNOWN_PASSES = (10.0, 4.0)
 _MEMORY_PASSES = 3.0  # of error feedback or public copies, beside the code itself
+_OUTER_PASSES = 10.0  # the drift, the outer optimizer with a momentum, and the new model: measured on a cluster
 _MAX_PERIOD = 100_000  # steps in which a round is looked for
 
 
@@ -334,18 +338,25 @@ class PlanRun:
         mixing = self.weights(algorithm)
         driver = Stacked(algorithm, mixing, self.num_ranks, overlap=overlap, shapes=self.models.shapes)
         schedule = self.schedule if "gossip_every" in self.plan.method.options else Schedule()
-        share = 1 / getattr(algorithm.parts[0], "num_fragments", 1)
-        message, average, sender = self.message_of(algorithm, mixing, share), None, algorithm.parts[-1]
-        if algorithm.parts[0].averages_exactly and vars(sender).get("compressor") is not None:
+        outer, sender = algorithm.parts[0], algorithm.parts[-1]
+        share = 1 / getattr(outer, "num_fragments", 1)
+        size, message = share * self.model_bytes, self.message_of(algorithm, mixing, share)
+        if outer.averages_exactly and vars(sender).get("compressor") is not None:
             others = self.num_ranks - 1  # each worker adds up the messages of all by itself
             coding = message.encode_seconds + others * message.decode_seconds
             seconds = coding + self.links.gather_seconds(message.num_bytes)
             average = MessageCost(others * message.num_bytes, seconds)
-        clock = OverlapClock if overlap else Clock
-        size = share * self.model_bytes
-        return Running(
-            driver, clock(self.setting.compute, self.links, message, model_bytes=size, average=average), schedule
-        )
+        else:
+            average = MessageCost(2 * (1 - 1 / self.num_ranks) * size, self.links.all_reduce_seconds(size))
+        step = _OUTER_PASSES * self.links.memory_seconds(size) if isinstance(outer, OuterMethod) else 0.0
+        late: Callable[..., Clock] = OverlapClock if overlap else Clock
+        if delay := getattr(outer, "delay", 0):
+            late = partial(OverlapClock, delay=delay, copy_seconds=step + 2 * self.links.memory_seconds(size))
+        else:
+            average = average._replace(encode_seconds=average.encode_seconds + step)
+            message = message._replace(encode_seconds=message.encode_seconds + step)
+        clock = late(self.setting.compute, self.links, message, model_bytes=size, average=average)
+        return Running(driver, clock, schedule)
 
     def weights(self, algorithm: Algorithm) -> MixingManager | None:
         """Return W(t) on the graph of the plan, or the weights that the algorithm has; None: it only averages."""

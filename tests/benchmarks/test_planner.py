@@ -1,0 +1,121 @@
+"""The clock of the Lab against `benchmarks/results/loss_cells.csv`: seconds per step, and the order of the methods."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.cluster.delays import Delays
+from benchmarks.cluster.methods import CLUSTER_METHODS
+from benchmarks.cluster.trials import NUM_WARM_STEPS
+from gossip_modules.lab import Compute, Digits, LabPlan, Network, Setting
+from gossip_modules.lab.comparison import LabTraining
+from gossip_modules.rounds.rows import Array, Indices
+
+CELLS = Path(__file__).parents[2] / "benchmarks/results/loss_cells.csv"
+METHODS: Mapping[str, str] = {
+    "ddp": "ar",
+    "sgp": "sgp",
+    "osgp": "osgp",
+    "dpsgd": "dpsgd:bipartite-exponential",
+    "powergossip": "powergossip:ring",
+    "localsgd": "LocalSGD(sync_every=4)",
+    "diloco": "DiLoCo(sync_every=4)",
+    "streamingdiloco": "StreamingDiLoCo(sync_every=4, fragments=2, delay=2)",
+    "sparseloco": "SparseLoCo(sync_every=4)",
+}
+"""The plan of each method of the cluster that the Lab knows too."""
+OVERHEAD_SECONDS = 0.0055
+"""The local step beside the waited compute, on the cluster: 45 to 46 ms where 40 ms are waited."""
+MEMORY_BYTE_S = 9e9 * 2 / 8
+"""Eight hosts share the two cores of the machine."""
+TIE = 1.15
+"""Methods whose measured seconds differ by less count as equally fast: each cell was measured once."""
+
+
+@dataclass(frozen=True)
+class PlannedCompute(Compute):
+    """The delays of the cluster, which are drawn anew for each rank and step, after the steps that warm up."""
+
+    delays: Delays = field(default_factory=Delays)
+    num_warm: int = 0
+
+    def compute_seconds(self, step: int, workers: Indices) -> Array:
+        """See `Compute`."""
+        planned = self.delays if step >= self.num_warm else replace(self.delays, straggle_chance=0.0)
+        factors = [planned.factor(int(rank), step, num_hosts=len(workers)) for rank in workers]
+        return np.multiply(self.seconds, factors)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What the methods of a cell have in common, and the measured milliseconds of a step of each, by name."""
+
+    hosts: int
+    rate_gbit: float
+    planned_ms: float
+    num_steps: int
+    num_parameters: int
+    delays: Delays
+    measured: Mapping[str, float]
+
+
+def cells() -> Iterator[Cell]:
+    """The cells of the file."""
+    with CELLS.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["method"] in METHODS and row["rank"] == "0"]
+
+    def key(row: Mapping[str, str]) -> tuple[float, float]:
+        return float(row["rate_gbit"]), float(row["straggle_chance"])
+
+    for _, group in itertools.groupby(sorted(rows, key=key), key):
+        own = list(group)
+        numbers = {name: float(text) for name, text in own[0].items() if name in {*OF_DELAYS, *OF_CELL}}
+        yield Cell(
+            hosts=int(own[0]["hosts"]),
+            rate_gbit=numbers["rate_gbit"],
+            planned_ms=numbers["planned_ms"],
+            num_steps=int(own[0]["planned_steps"]),
+            num_parameters=int(numbers["num_parameters"]),
+            delays=Delays(**{name: numbers[name] for name in OF_DELAYS}, seed=int(own[0]["seed"])),
+            measured={row["method"]: float(row["fleet_step_ms"]) for row in own},
+        )
+
+
+OF_DELAYS = ("spread", "straggle_chance", "slow_factor", "slow_host")
+OF_CELL = ("rate_gbit", "planned_ms", "num_parameters")
+
+
+def predicted_ms(name: str, cell: Cell) -> float:
+    """Milliseconds of a step of all ranks, from the same steps as on the cluster: see `benchmarks/cluster/table.py`."""
+    period = CLUSTER_METHODS[name].period
+    num_warm, num_steps = (-(-steps // period) * period for steps in (NUM_WARM_STEPS, cell.num_steps))
+    compute = PlannedCompute(
+        cell.planned_ms / 1e3, overhead_seconds=OVERHEAD_SECONDS, delays=cell.delays, num_warm=num_warm
+    )
+    network = Network(f"{cell.rate_gbit} Gbit/s", memory_byte_s=MEMORY_BYTE_S)
+    setting = Setting(cell.hosts, cell.num_parameters, compute, network)
+    training = LabTraining(LabPlan.of(METHODS[name]).resolved(cell.hosts), setting, Digits())
+    clock, ends = training.method.clock, []
+    for _ in training.run(num_warm + num_steps):
+        # A step of a round before the forward ends when it is computed, and one of DDP when gradients are averaged.
+        ends.append(clock.arrivals() if clock.begins_with_round else clock.starts.copy())
+    until = -2 if clock.begins_with_round else -1
+    seconds = (ends[until] - ends[until - num_steps]) / num_steps
+    return 1e3 / float((1 / seconds).mean())
+
+
+@pytest.mark.parametrize("cell", list(cells()), ids=lambda cell: f"{cell.rate_gbit}-{cell.delays.straggle_chance}")
+def test_methods_rank_as_on_the_cluster(cell: Cell) -> None:
+    predicted = {name: predicted_ms(name, cell) for name in cell.measured}
+    assert len(predicted) == len(METHODS)
+    assert predicted == {name: pytest.approx(ms, rel=0.15) for name, ms in cell.measured.items()}
+    for faster, slower in itertools.permutations(predicted, 2):
+        if cell.measured[faster] * TIE < cell.measured[slower]:
+            assert predicted[faster] < predicted[slower], f"{faster} before {slower}"
