@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..compression.compressor import Compressor
 from ..registry import Paper
-from ..rounds import Average, MakeOptimizer, Memory, Round, Vectors, described_with, is_number, step
+from ..rounds import SGD, Average, MakeOptimizer, Memory, Round, Vectors, described_with, is_number, step
 from .error_feedback import compressed_average
 from .outer_method import OuterMethod
 
@@ -110,7 +110,7 @@ class DiLoCo(OuterMethod):
         """
         if self.optimizer is not None:
             return self.optimizer(parameters)
-        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=self.momentum > 0)
+        return SGD(parameters, lr=self.lr, momentum=self.momentum)
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""

@@ -3,12 +3,13 @@
 from .algorithm import Algorithm
 from .memory import Memory
 from .messages import MessageBuffer, Received, warn_of_little
-from .outer_optimizer import MakeOptimizer, described_with, step
+from .outer_optimizer import SGD, MakeOptimizer, described_with, step
 from .periodic import Fragments, Periodic, is_number
 from .requests import Average, Exchange, Gather, Mix, Round, SGDStep, Share, Vectors
 from .vector import Vector, wide
 
 __all__ = [
+    "SGD",
     "Algorithm",
     "Average",
     "Exchange",

@@ -353,6 +353,7 @@ class Driver:
             case Mix(x):
                 return self._mix(x, v, self.plain)
             case Average(x):
+                self.averager.restores = x is v.x
                 self._mix(x, v, self.averager)
                 if self.averager.has_failed:
                     return RoundLost

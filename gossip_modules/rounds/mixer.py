@@ -276,7 +276,11 @@ class GlobalAverage(Mixer):
 
     Attributes:
         has_failed: whether the last average took no effect, with `may_fail`.
+        restores: whether a vector whose average fails gets its values back. Else its values are undefined then, and
+            the average takes no copy.
     """
+
+    restores = True
 
     def __init__(self, transport: Transport, *, sums_weights: bool = False, may_fail: bool = False) -> None:
         self.transport = transport
@@ -293,9 +297,9 @@ class GlobalAverage(Mixer):
         self._round = t
 
     def finish(self, s: FlatVector) -> None:
-        """See `Mixer`. On an elastic transport a copy of s is taken, and restored if the all-reduce fails."""
+        """See `Mixer`. On an elastic transport s is copied, and restored if the all-reduce fails; see `restores`."""
         is_elastic, self.has_failed = self.transport.is_elastic, False
-        before = s.clone() if is_elastic else None
+        before = s.clone() if is_elastic and self.restores else None
         try:
             with self.transport.within(Deadline(self.transport.timeout)):
                 self._sum(s)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..flat.layout import FlatLayout
-from ..flat.vector import FlatVector, add_
+from ..flat.vector import FlatVector, add_, in_chunks
 
 
 class Vector:
@@ -110,8 +110,11 @@ class Vector:
 
     def interpolate_(self, other: Vector, own_weight: float) -> Vector:
         """self <- own_weight self + (1 - own_weight) other, computed in the dtype of `other`."""
+        if not own_weight:
+            return self.set_(other)
         for x, y in zip(self.parts, other.parts, strict=True):
-            x.copy_(torch.lerp(y, x.to(y.dtype), own_weight) if own_weight else y)
+            for chunk, theirs in in_chunks(x, y):  # a copy of all of x would take new memory
+                chunk.copy_(torch.lerp(theirs, chunk.to(theirs.dtype), own_weight))
         return self
 
     def zero_(self) -> Vector:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from gossip_modules import DiLoCo, GASLoC, GossipDataParallel, SlowMo
 from gossip_modules.extend import OuterMethod
+from gossip_modules.flat.vector import SCRATCH_NUMEL
+from gossip_modules.rounds import SGD
 from tests.harness.problems import loss_of, mlp, sgd, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.library.rounds.memories import optimizer_of
@@ -203,3 +206,24 @@ def test_an_optimizer_is_no_function_that_makes_one() -> None:
         ValueError, match=r"(?s)DiLoCo: got optimizer=SGD .*, expected a function of parameters, such as"
     ):
         DiLoCo(optimizer=optimizer)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_default_optimizer_has_the_bits_and_the_state_of_torchs(dtype: torch.dtype, momentum: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(SCRATCH_NUMEL + 13, dtype=dtype)  # more than a chunk
+    y = x.clone()
+    ours = SGD([x], lr=0.7123, momentum=momentum)
+    theirs = torch.optim.SGD([y], lr=0.7123, momentum=momentum, nesterov=momentum > 0)
+    assert repr(ours) == repr(theirs)  # ranks compare it
+    for step in range(4):
+        if step == 2:
+            state = copy.deepcopy(theirs.state_dict())
+            ours = SGD([x], lr=0.7123, momentum=momentum)
+            ours.load_state_dict(state)
+        x.grad = torch.randn_like(x)
+        y.grad = x.grad.clone()
+        ours.step()
+        theirs.step()
+        assert torch.equal(x, y)
