@@ -25,9 +25,9 @@ from .background import Background
 _INTERVAL = 0.25  # seconds between two checks of the waits; less with a short timeout
 _PAUSE = 1.0  # seconds by which a check may be late; a longer pause is one of the whole process
 _ASK_AFTER, _GIVE_UP_AFTER, _SILENT_AFTER = 0.5, 0.9, 0.2  # parts of the timeout
-_KNOWN_WITHIN = 1.0  # seconds until a rank whose message failed has received the FAILED message that explains it
+_KNOWN_WITHIN = 3.0  # seconds until a rank whose message failed has received the FAILED message that explains it
 _CLOSED_AFTER = 0.5  # seconds, at least, until messages that a rank sent before its shutdown have arrived too
-_TELLING = timedelta(seconds=0.5)  # for the FAILED messages of this rank
+_TELLING = timedelta(seconds=2)  # for the FAILED messages of this rank, and their answers
 
 
 class ControlKind(IntEnum):
@@ -121,11 +121,12 @@ class Liveness:
     """Control messages between a rank and its peers, the limits of all waits, and the first failure of any rank.
 
     [Note: one failure] The first failure that a rank learns of is its failure: the connection of a peer closes, a wait
-    takes too long, or a peer's FAILED message names the rank at fault. The rank sends FAILED to its peers, waits until
-    they have received it, and then closes its connections, which ends the waits of its other threads. So the message
-    that names the cause arrives before the connection of a rank that only passes it on closes. The graph of all peers
-    is connected, so all ranks name the rank that failed first. Over an elastic transport nothing is passed on, since
-    the membership knows which ranks have failed.
+    takes too long, or a peer's FAILED message names the rank at fault. The rank sends FAILED to its peers, waits for
+    their last messages, which answer it, and then closes its connections, which ends the waits of its other threads. A
+    message that has left this rank is not enough: a peer that writes to a connection that has closed drops all messages
+    that it has not read. So the message that names the cause is read before the connection of a rank that only passes
+    it on closes. The graph of all peers is connected, so all ranks name the rank that failed first. Over an elastic
+    transport nothing is passed on, since the membership knows which ranks have failed.
 
     [Note: deadlines] A wait that Gloo ends by its timeout closes the connections of this rank, and its peers would take
     it for dead. So a thread ends all waits at nine tenths of the timeout. From half of the timeout on it asks the peers
@@ -279,7 +280,8 @@ class Liveness:
             return
         if rank is not None and not self.transport.is_elastic:
             self._post_last(self.peers, ControlMessage(ControlKind.FAILED, rank, reason))
-            self.wait_until_received(_TELLING)
+            answering = [peer for peer in self.peers if peer != rank or reason is not FailureReason.SILENT]
+            self._listener.wait_for_last(answering, Deadline(_TELLING))
         self.background.fail(error)
         self.failed.set_exception(error)
         if rank is not None and not self.transport.is_elastic:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 
 from . import threads
+from .deadline import Deadline
 from .exchange import FOREVER, LinkClosedError, PointToPoint
 
 SHUTDOWN_TIMEOUT = timedelta(seconds=2)
@@ -70,7 +71,7 @@ class Listener:
         self.present = set(peers)
         self._num_integers, self._tag, self._is_last = num_integers, tag, is_last
         self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
-        self._readers: list[threading.Thread] = []
+        self._readers: dict[int, threading.Thread] = {}  # by peer
         self._exiting = threading.Event()
 
     def messages(self) -> Iterator[tuple[int, list[int]]]:
@@ -101,7 +102,14 @@ class Listener:
         prefix = name if name.startswith("gossip-") else f"gossip-listener-{self.transport.rank}"
         self.transport.has_listener = True
         _listeners.add(self)
-        self._readers = [threads.start(self._read, peer, name=f"{prefix}-from-{peer}") for peer in sorted(self.present)]
+        for peer in sorted(self.present):
+            self._readers[peer] = threads.start(self._read, peer, name=f"{prefix}-from-{peer}")
+
+    def wait_for_last(self, peers: Collection[int], deadline: Deadline) -> None:
+        """Wait until each of these peers has sent its last message or ended, or until the deadline. For any thread."""
+        for peer, reader in tuple(self._readers.items()):
+            if peer in peers:
+                reader.join(deadline.left)
 
     def _read(self, peer: int) -> None:
         """The body of the reader of a peer."""
@@ -128,7 +136,7 @@ class Listener:
 
     def exit(self) -> None:
         """[Note: readers at exit]"""
-        if any(reader.is_alive() for reader in self._readers):
+        if any(reader.is_alive() for reader in self._readers.values()):
             self._exiting.set()
             self.transport.close_connections()
             self._arrivals.put((-1, None))

@@ -157,8 +157,8 @@ class WaitAvoidingEngine(Engine):
 
     @property
     def has_peers(self) -> bool:
-        """See `Engine`."""
-        return not self.is_cut_off
+        """See `Engine`. The connections of a membership may close before the threads have noticed."""
+        return not (self.is_cut_off or self.worker.transport.is_closed)
 
     def skipped(self) -> int:
         """See `Engine`: the others had passed these steps."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gossip_modules import GroupAverageDataParallel, Membership
+from gossip_modules.engine.liveness import Liveness
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager.named_graphs import undirected_ring
 from gossip_modules.membership.links import LinkTransport
@@ -246,6 +247,21 @@ def test_the_membership_is_told_who_is_late() -> None:
         return engine.is_cut_off
 
     assert run_links(3, MIXING, body) == ([True, True, True], {0: {2}, 1: set(), 2: set()})
+
+
+def test_a_rank_whose_membership_has_ended_has_no_peers_though_its_threads_do_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Liveness, "messages", lambda liveness: iter(()))
+
+    def body(transport: LinkTransport, barrier: Any) -> list[bool]:
+        engine = engine_over(transport, FlatVector.over(torch.zeros(5)))
+        barrier.wait()
+        had_peers = engine.has_peers
+        transport.close()
+        return [had_peers, engine.has_peers, engine.is_cut_off]
+
+    assert run_links(2, MetropolisHastingsMixing(undirected_ring(2)), body)[0] == 2 * [[True, False, False]]
 
 
 @pytest.mark.soak

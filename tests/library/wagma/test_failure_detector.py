@@ -103,6 +103,40 @@ def test_the_reason_of_a_failure_is_known_before_the_rank_counts_as_closed(monke
     assert not any(was_closed)
 
 
+def test_a_rank_that_fails_closes_no_connection_before_its_peers_have_read_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer that writes to a connection that has closed drops the messages that it has not read."""
+    handle = Liveness._handle
+    told: set[int] = set()
+    told_at_close: list[set[int]] = []
+
+    def handle_late(liveness: Liveness, sender: int, message: ControlMessage) -> None:
+        if message.kind == ControlKind.FAILED and sender == 1:
+            time.sleep(0.2)
+            told.add(liveness.transport.rank)
+        handle(liveness, sender, message)
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = Rank(group)
+        together.wait(PATIENCE)
+        if group.rank() == 1:
+            close = rank.worker.control.close_connections
+            monkeypatch.setattr(
+                rank.worker.control, "close_connections", lambda: (told_at_close.append({*told}), close())
+            )
+            rank.worker.liveness.leave(ValueError("of its own"))
+            raise HangUp
+        with pytest.raises(ConnectionError, match="rank 1"):
+            go_on(rank)
+        rank.engine.close()
+
+    together = threading.Barrier(3)
+    monkeypatch.setattr(Liveness, "_handle", handle_late)
+    run_ranks(3, body)
+    assert told_at_close == [{0, 2}]
+
+
 def test_a_rank_that_answers_nothing_is_named_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when its process is stopped: its connections stay open."""
     n, stopped, timeout = 4, 2, 2.0
