@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from ..transport.gloo import at_once, close_ports_at, gloo_backend, num_devices
+from ..transport.gloo import CONNECT_FACTOR, at_once, close_ports_at, gloo_backend, num_devices
 
 Exchange: TypeAlias = "Callable[[str, str], Sequence[str]]"
 """Gives the text of this worker to all, under a name, and returns the texts of all workers."""
@@ -35,7 +35,8 @@ def connect_groups(
 
     def make(name: str, rank: int, size: int) -> Any:
         with addresses:
-            return gloo_backend(addresses.store(name), rank, size, patience, host=host, keeps_port=True)
+            timeout = patience / CONNECT_FACTOR
+            return gloo_backend(addresses.store(name), rank, size, timeout, host=host, keeps_port=True)
 
     def exchange_all() -> None:
         with addresses:

@@ -22,6 +22,7 @@ from .threads import CallThread
 CPU = torch.device("cpu")
 _SO_ATTACH_FILTER = 26  # Linux, asm-generic/socket.h
 CAN_BE_LAZY = "lazy_init" in (dist.ProcessGroupGloo.create_device.__doc__ or "")  # an older torch has no such devices
+CONNECT_FACTOR = 5  # Gloo waits for a connection so many times as long as for a message
 _RETURN = 0x06  # BPF_RET | BPF_K: how many bytes of a packet are accepted
 
 
@@ -52,7 +53,7 @@ def gloo_backend(
         store: shared by the ranks, for their addresses.
         rank: of the caller.
         world_size: the number of ranks.
-        timeout: of connecting, and of every wait that gives none.
+        timeout: of every wait that gives none; Gloo waits `CONNECT_FACTOR` times as long for connections.
         host: a name or address of this machine, at which the other ranks reach it; None: the interfaces in the
             environment variable GLOO_SOCKET_IFNAME, with commas between them, or the choice of Gloo.
         keeps_port: whether its ports stay open, for a caller that closes the ports of several groups together.

@@ -148,7 +148,7 @@ def test_what_nobody_has_taken_along_is_kept(
     events: list[Any], body: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sum of the models of those who live is what it was, less what the dead held, and what a newcomer brings."""
-    for name, seconds in (("FORMING", 25.0), ("CONNECT", 7.0)):  # a loaded machine may take long
+    for name, seconds in (("FORMING", 25.0), ("CONNECT", 25.0)):  # a loaded machine may take long
         monkeypatch.setattr(limits, name, seconds)
     check(Averaging(str(tmp_path), **body), events, "threads")
     gc.collect()
@@ -167,7 +167,7 @@ def test_an_exchange_whose_other_end_is_lost_changes_nothing(is_ready: bool, mon
     lost: list[list[int]] = [[], []]
     asked: list[bool] = []
     is_changed: list[bool] = []
-    is_closed = threading.Event()
+    is_mortal, is_closed = threading.Event(), threading.Event()
 
     def connect(rank: int) -> LinkTransport:
         return connect_links(
@@ -199,8 +199,10 @@ def test_an_exchange_whose_other_end_is_lost_changes_nothing(is_ready: bool, mon
                 monkeypatch.setattr(bilateral, "_exchange", die)
             else:
                 monkeypatch.setattr(bilateral, "_answer", die)
+            is_mortal.set()
             assert is_closed.wait(SECONDS)
         else:
+            assert is_mortal.wait(SECONDS)
             for t in range(2):
                 bilateral.ask(0, t, 0.5)
                 assert bilateral.wait(SECONDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -67,6 +69,22 @@ def test_a_wait_for_the_addresses_of_others_is_ended(is_closed: bool) -> None:
     assert errors == ["the exchange 0 was ended before all had come"]
     assert late == [1]
     assert not store.check(["gossip/job/0/0"])
+
+
+def test_a_rank_that_does_not_connect_is_waited_for_no_longer_than_the_patience() -> None:
+    """Gloo itself waits five times as long."""
+    patience = 1.0
+
+    def exchange(name: str, text: str) -> list[str]:
+        ((key, own),) = json.loads(text).items()
+        port = own.index(socket.inet_aton("127.0.0.1").hex()) - 4
+        # The rank with the higher port connects with the other one; this one never does.
+        return [text, json.dumps({f"{key[:-1]}1": f"{own[:port]}ffff{own[port + 4 :]}"})]
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="Connect timeout"):
+        connect_groups({"": (0, 2)}, exchange, patience=timedelta(seconds=patience), host="127.0.0.1")
+    assert time.monotonic() - start < 4 * patience
 
 
 def test_a_group_that_cannot_be_made_ends_the_others() -> None:

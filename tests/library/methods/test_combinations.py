@@ -37,7 +37,7 @@ REMEDY = "make the page with `python -m tests.library.methods.combinations > doc
 
 @pytest.fixture(autouse=True)
 def _no_thread_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, seconds in (("FORMING", 25.0), ("CONNECT", 7.0)):  # a loaded machine may take long
+    for name, seconds in (("FORMING", 25.0), ("CONNECT", 25.0)):  # a loaded machine may take long
         monkeypatch.setattr(limits, name, seconds)
     yield
     assert_no_gossip_threads()
