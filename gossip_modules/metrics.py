@@ -188,9 +188,10 @@ class Prometheus:
     text and nothing else, one connection at a time, each for 2 s and 8 KiB at most.
 
     Args:
-        folder: of the text-file collector of node_exporter; gets `gossip_<rank>.prom`, replaced as a whole.
+        folder: of the text-file collector of node_exporter; gets `gossip_<rank>.prom`, replaced as a whole, which
+            `close` removes: node_exporter would go on giving the last numbers of a job that has ended.
         port: serves `http://host:port/metrics`; 0 takes a free port. Give each rank of a machine its own.
-        host: the address to listen at.
+        host: the address to listen at, of IPv4 or IPv6 ("::" for all).
 
     Attributes:
         port: the port, None without a server.
@@ -204,9 +205,11 @@ class Prometheus:
         if folder is None and port is None:
             raise ValueError("got neither folder nor port, expected one; e.g. Prometheus(port=9400 + local_rank)")
         self.folder, self.port, self._text = None if folder is None else Path(folder), port, ""
+        self._written: set[Path] = set()
         self._server: socket.socket | None = None
         if port is not None:
-            server = self._server = socket.create_server((host, port))
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            server = self._server = socket.create_server((host, port), family=family)
             server.settimeout(_POLL_SECONDS)
             self.port = server.getsockname()[1]
             self._thread = threading.Thread(target=self._serve, args=(server,), name="gossip-metrics", daemon=True)
@@ -220,9 +223,12 @@ class Prometheus:
             temporary = path.with_suffix(".tmp")
             temporary.write_text(self._text, encoding="utf-8")
             os.replace(temporary, path)
+            self._written.add(path)
 
     def close(self) -> None:
-        """End the server; idempotent."""
+        """End the server, and remove the file; idempotent."""
+        while self._written:
+            self._written.pop().unlink(missing_ok=True)
         if self._server is not None:
             server, self._server = self._server, None
             self._thread.join(_POLL_SECONDS + _REQUEST_SECONDS + 1.0)

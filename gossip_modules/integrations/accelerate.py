@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 from torch import nn
@@ -46,6 +47,7 @@ class GossipAccelerator(Accelerator):
 
     gossip: Gossip
     _models: list[nn.Module]
+    _made: weakref.WeakSet[GossipWrapper]  # also those that are no longer in `_models`, after free_memory()
 
     def __init__(self, *args: Any, gossip: Gossip = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,7 +60,7 @@ class GossipAccelerator(Accelerator):
         accelerator._take(gossip)
 
     def _take(self, gossip: Gossip) -> None:
-        self.gossip = gossip
+        self.gossip, self._made = gossip, weakref.WeakSet()
         kind = self.distributed_type.value
         if not kind.startswith(("NO", "MULTI_")) or getattr(self, "parallelism_config", None):
             raise ValueError(
@@ -87,6 +89,7 @@ class GossipAccelerator(Accelerator):
             return prepared
         wrapper = wrap(prepared, self.gossip, host=host)
         vars(wrapper)["_is_accelerate_prepared"] = True
+        self._made.add(wrapper)
         self._models = [*(other for other in self._models if other is not model), wrapper]
         return wrapper
 
@@ -146,7 +149,7 @@ class GossipAccelerator(Accelerator):
         return {"optimizers": self._optimizers, "schedulers": self._schedulers, "scalers": scalers}
 
     def end_training(self) -> None:
-        """As `Accelerator.end_training`; closes the wrappers."""
-        for wrapper in self._wrappers:
+        """As `Accelerator.end_training`; closes all wrappers that it has made."""
+        for wrapper in tuple(self._made):
             wrapper.close()
         super().end_training()

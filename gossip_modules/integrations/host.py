@@ -91,23 +91,41 @@ def own_models(wrappers: Iterable[GossipWrapper]) -> list[dict[str, Any]]:
     return states
 
 
-def check_models(wrappers: Sequence[GossipWrapper], states: Sequence[Any] | None, *, where: object) -> None:
-    """Compare, before a host loads anything, the file of each rank with the wrappers; collective.
+def read_own(read: Callable[[], dict[str, Any]], wrappers: Sequence[GossipWrapper], *, where: object) -> dict[str, Any]:
+    """The file of this rank, or {} where ranks have none, which a warning tells; collective.
+
+    Ranks compare their files with each other and with the wrappers before a host loads anything.
 
     Args:
+        read: returns the content of the file; raises FileNotFoundError where there is none.
         wrappers: that are to be loaded.
-        states: what `own_models` gave; None = there is no file of this rank, which a warning tells.
         where: the file, for messages.
 
     Raises:
-        ValueError: some ranks have a file and others do not, or it has another number of models.
+        ValueError: on all ranks: some have a file and others do not, or it cannot be read, or has another number of
+            models.
     """
+    content: dict[str, Any] = {}
+    states, damage = None, None
+    try:
+        content = read()
+        states = content["models"]
+        found = f"there, of {len(states)} models"
+    except FileNotFoundError:
+        found = "missing"
+    except Exception as error:  # noqa: BLE001 (a file may be anything)
+        found, damage = "damaged", error
     for wrapper in wrappers[:1]:
         transport = getattr(wrapper._averager, "transport", None)  # none with a membership
         if isinstance(transport, ProcessGroupTransport):
-            found = "missing" if states is None else f"there, of {len(states)} models"
             remedy = "give every rank the folder with the files of all ranks"
             check_agreement(transport, {"the file of the rank": found}, what="comparing checkpoints", remedy=remedy)
+    if damage is not None:
+        raise ValueError(
+            f"got {where}, which cannot be read ({type(damage).__name__}: {damage}), expected the file of this rank "
+            "beside the checkpoint; take an earlier checkpoint, or remove the files of all ranks to go on from the "
+            "average"
+        ) from damage
     if states is None and wrappers:
         warnings.warn(
             f"got no file {where}, expected the state of this rank of {dist.get_world_size()}: training goes on from "
@@ -120,6 +138,7 @@ def check_models(wrappers: Sequence[GossipWrapper], states: Sequence[Any] | None
             f"got {len(states)} gossip models in {where}, expected {len(wrappers)}; prepare the models with which it "
             "was saved"
         )
+    return content
 
 
 def load_models(wrappers: Sequence[GossipWrapper], states: Sequence[Any] | None) -> None:
@@ -147,11 +166,9 @@ def save_rank(folder: str | Path, wrappers: Sequence[GossipWrapper], **parts: Se
 
 
 def read_rank(folder: str | Path, wrappers: Sequence[GossipWrapper]) -> dict[str, Any]:
-    """What `save_rank` wrote, or {} where ranks have no file; see `check_models`."""
+    """What `save_rank` wrote, or {} where ranks have no file; see `read_own`."""
     path = Path(folder) / f"{rank_name()}.pt"
-    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
-    check_models(wrappers, content.get("models"), where=path)
-    return content
+    return read_own(lambda: torch.load(path, map_location="cpu", weights_only=True), wrappers, where=path)
 
 
 def load_rank(content: Mapping[str, Any], wrappers: Sequence[GossipWrapper], **parts: Sequence[Stateful]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..wrappers.base import GossipWrapper
-from .host import Gossip, check_models, load_models, missing, own_models, rank_name, wrap
+from .host import Gossip, load_models, missing, own_models, rank_name, read_own, wrap
 
 try:
     from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
@@ -37,20 +37,20 @@ class _RankFiles:
         return wrap(model, self.gossip, host=type(self).__name__)
 
     def _path(self, path: Any) -> str:
-        folder, name = os.path.split(os.path.realpath(path) if os.path.islink(path) else str(path))
+        """The file beside a checkpoint, or beside the checkpoint that a link names: save_last="link"."""
+        return self._beside(os.path.realpath(path) if os.path.islink(path) else path)
+
+    def _beside(self, path: Any) -> str:
+        folder, name = os.path.split(str(path))
         return os.path.join(folder, f"{rank_name()}-{name}")
 
     def _write(self, path: Any, content: dict[str, Any]) -> None:
         self.checkpoint_io.save_checkpoint(content, self._path(path))
 
     def _read(self, path: Any, wrappers: Sequence[GossipWrapper]) -> dict[str, Any]:
-        """What `_write` wrote, or {} where ranks have no file."""
-        try:
-            content: dict[str, Any] = self.checkpoint_io.load_checkpoint(self._path(path), weights_only=True)
-        except FileNotFoundError:
-            content = {}
-        check_models(wrappers, content.get("models"), where=self._path(path))
-        return content
+        """What `_write` wrote, or {} where ranks have no file; see `read_own`."""
+        own = self._path(path)
+        return read_own(lambda: self.checkpoint_io.load_checkpoint(own, weights_only=True), wrappers, where=own)
 
 
 class GossipStrategy(_RankFiles, DDPStrategy):
@@ -110,7 +110,10 @@ class GossipStrategy(_RankFiles, DDPStrategy):
 
     @contextlib.contextmanager
     def _own(self) -> Iterator[None]:
-        """Inside, the module is this rank's own also in a validation; collective."""
+        """Inside, the module is this rank's own also in a validation; collective.
+
+        After an error the validation has no average: to make it again would wait for ranks that had no error.
+        """
         is_averaged = self._is_averaged
         self.on_validation_end()
         yield
@@ -167,9 +170,9 @@ class GossipStrategy(_RankFiles, DDPStrategy):
             self._loaded = None
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """As Lightning's, with the file of each rank."""
+        """As Lightning's, with the file of each rank; the checkpoint that a link names keeps its files."""
         super().remove_checkpoint(filepath)
-        self.checkpoint_io.remove_checkpoint(self._path(filepath))
+        self.checkpoint_io.remove_checkpoint(self._beside(filepath))
 
 
 class GossipFabricStrategy(_RankFiles, FabricDDPStrategy):
@@ -247,7 +250,8 @@ class GossipFabricStrategy(_RankFiles, FabricDDPStrategy):
         if content:
             load_models(wrappers, content["models"])
             for name, part in _parts(state).items():
-                part.load_state_dict(content["parts"][name])
+                if name in content["parts"]:  # strict=False loads what there is
+                    part.load_state_dict(content["parts"][name])
         return rest
 
 

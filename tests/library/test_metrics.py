@@ -205,6 +205,7 @@ def test_prometheus_text_in_a_file_and_over_http(tmp_path: Path) -> None:
         urllib.request.urlopen(f"{url}/other", timeout=10)
     receive.close()
     receive.close()
+    assert list(tmp_path.iterdir()) == []  # else node_exporter would go on giving the numbers of a job that has ended
     with pytest.raises(OSError, match=r"."):
         socket.create_connection(("127.0.0.1", receive.port or 0), timeout=10)
 
@@ -220,6 +221,14 @@ def test_a_stranger_holds_the_server_for_seconds_only(monkeypatch: pytest.Monkey
         talkative.sendall(b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 8192)  # answered without the rest
         with urllib.request.urlopen(f"http://127.0.0.1:{receive.port}/metrics", timeout=10) as answer:
             assert answer.status == 200
+    receive.close()
+
+
+def test_prometheus_listens_on_ipv6() -> None:
+    receive = Prometheus(port=0, host="::1")
+    receive(ROW)
+    with urllib.request.urlopen(f"http://[::1]:{receive.port}/metrics", timeout=10) as answer:
+        assert answer.status == 200
     receive.close()
 
 

@@ -91,6 +91,13 @@ def other_worlds(rank: int, folder: str) -> None:
     model, accelerator, plain, _ = run({}, folder)
     dist.barrier()
     kept = Path(f"{folder}/gossip_rank_{rank}_of_2.pt")
+    content = kept.read_bytes()
+    for ranks, message in ([1], "rank 1: the file of the rank: got damaged"), ([0, 1], "which cannot be read"):
+        if rank in ranks:
+            kept.write_bytes(content[:100])
+        with pytest.raises(ValueError, match=message):
+            accelerator.load_state(folder)
+    kept.write_bytes(content)
     if rank == 1:
         kept.rename(f"{folder}/gossip_rank_1_of_3.pt")
     with pytest.raises(ValueError, match=r"rank 1: the file of the rank: got missing.* give every rank the folder"):
@@ -111,6 +118,7 @@ def other_worlds(rank: int, folder: str) -> None:
     assert isinstance(second, BilatGossipDataParallel)
     assert teacher is frozen
     assert accelerator.prepare(first) is first
+    accelerator.free_memory()  # as a second train() of a Trainer does, which goes on with the wrapper
     with mock.patch.object(Accelerator, "end_training"):  # it ends the process group
         accelerator.end_training()
     assert first._local.is_closed

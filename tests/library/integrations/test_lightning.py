@@ -199,7 +199,16 @@ def other_worlds(rank: int, folder: str) -> None:
     with pytest.warns(UserWarning, match=r"got no file .*end.ckpt.*training goes on from the one model"):
         trainer_of(folder, GossipStrategy(), max_epochs=1).fit(again := module_of(), ckpt_path=f"{folder}/end.ckpt")
     assert_equal(values(again), average)
-    wrapper, _ = fabric_loop(GossipFabricStrategy({"overlap": True}), folder, saves=True)
+    # A link of save_last="link" that goes takes no file of a rank with it.
+    own, link = Path(f"{folder}/gossip_rank_{rank}_of_2-end.ckpt"), Path(f"{folder}/last-{rank}.ckpt")
+    own.touch()
+    link.symlink_to("end.ckpt")
+    trainer.strategy.remove_checkpoint(str(link))
+    assert own.exists()
+    strategy = GossipFabricStrategy({"overlap": True})
+    wrapper, plain = fabric_loop(strategy, folder, saves=True)
+    dist.barrier()
+    strategy.load_checkpoint(f"{folder}/half.ckpt", {"model": wrapper, "of a later version": sgd(plain)}, strict=False)
     wrapper.close()
     Path(f"{folder}/gossip_rank_{rank}_of_2-half.ckpt").unlink()
     with pytest.warns(UserWarning, match=r"got no file .*half.ckpt.*training goes on from the one model"):
