@@ -90,8 +90,9 @@ class WaitAvoidingWorker:
         stats: EngineStats,
         on_nonfinite: str = "raise",
     ) -> None:
-        transport = self.transport = average.transport
+        transport = average.transport
         assert isinstance(transport, ProcessGroupTransport), "control messages need a process group"
+        self.transport = transport
         self.control = copy.deepcopy(transport)  # control messages have a channel of their own
         self.on_nonfinite = check_policy(on_nonfinite)
         self.published = SnapshotPool(x)

@@ -121,10 +121,13 @@ def test_a_rank_that_fails_closes_no_connection_before_its_peers_have_read_the_c
         rank = Rank(group)
         together.wait(PATIENCE)
         if group.rank() == 1:
-            close = rank.worker.control.close_connections
-            monkeypatch.setattr(
-                rank.worker.control, "close_connections", lambda: (told_at_close.append({*told}), close())
-            )
+            close_connections = rank.worker.control.close_connections
+
+            def close() -> None:
+                told_at_close.append({*told})
+                close_connections()
+
+            monkeypatch.setattr(rank.worker.control, "close_connections", close)
             rank.worker.liveness.leave(ValueError("of its own"))
             raise HangUp
         with pytest.raises(ConnectionError, match="rank 1"):
