@@ -55,34 +55,57 @@ LENGTH, TEXT_BYTES = 64, 4_500_000
 HELD, NUM_TRAIN = (4000, 8000), 30_000  # images of the validation and the test split, and of the training split
 
 
-class MeanMoments(torch.optim.Optimizer):
-    """AdamW with moments of the mean gradient of all workers: to tell causes apart; no cluster could run it for free.
+class Probe(torch.optim.Optimizer):
+    """AdamW with other moments, for all workers at once: to tell causes apart, and to try remedies.
 
     Args:
         params: parameters with a leading dimension of the workers.
         lr: the learning rate.
-        first, second: whether the first and the second moments are those of the mean gradient, or each worker's own.
+        first, second: whether the first and the second moments are those of the mean gradient of all workers, or each
+            worker's own. No cluster has the mean gradient for free.
+        every: the steps from one update of the second moments to the next.
+        ranks: n, where the second moments are corrected for the noise that the mean of n gradients does not have;
+            1: they are not.
+        smooth: whether the square of the first moment is averaged for that as the second moments are.
     """
 
     is_elementwise = True
 
-    def __init__(self, params: Any, lr: float, *, first: bool, second: bool) -> None:
-        super().__init__(params, {"lr": lr, "first": first, "second": second})
+    def __init__(self, params: Any, lr: float, **settings: Any) -> None:
+        usual = {"first": False, "second": False, "every": 1, "ranks": 1, "smooth": False, "b2": 0.95}
+        super().__init__(params, {"lr": lr, **usual, **settings})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step all workers."""
         for group in self.param_groups:
             for x in group["params"]:
-                state, b1, b2 = self.state[x], 0.9, 0.95
-                if not state:
-                    state.update(step=0, m=torch.zeros_like(x), v=torch.zeros_like(x))
-                state["step"] += 1
-                mean = x.grad.mean(0, keepdim=True).expand_as(x)
-                first, second = (mean if group[name] else x.grad for name in ("first", "second"))
-                m, v = state["m"].lerp_(first, 1 - b1), state["v"].mul_(b2).addcmul_(second, second, value=1 - b2)
-                root = (v / (1 - b2 ** state["step"])).sqrt_().add_(1e-8)
-                x.mul_(1 - group["lr"] * 0.01).addcdiv_(m, root, value=-group["lr"] / (1 - b1 ** state["step"]))
+                self._step(x, group)
+
+    def _step(self, x: Tensor, group: dict[str, Any]) -> None:
+        state, b1, b2, own = self.state[x], 0.9, group["b2"], x.grad
+        assert own is not None
+        if not state:
+            state.update({name: torch.zeros_like(x) for name in ("m", "v", "s", "own")}, step=0, updates=0)
+        mean = own.mean(0, keepdim=True).expand_as(x)
+        first, second = (mean if group[name] else own for name in ("first", "second"))
+        state["step"] += 1
+        m = state["m"].lerp_(first, 1 - b1) / (1 - b1 ** state["step"])
+        if (state["step"] - 1) % group["every"] == 0:
+            state["updates"] += 1
+            state["v"].mul_(b2).addcmul_(second, second, value=1 - b2)
+            state["s"].mul_(b2).addcmul_(m, m, value=1 - b2)
+        unbias = 1 - b2 ** state["updates"]
+        v = state["v"] / unbias
+        state["own"].mul_(b2).addcmul_(own, own, value=1 - b2)
+        if group["every"] > 1:  # the mean of n gradients has a square of at least 1/n of the mean square
+            torch.maximum(v, state["own"] / (1 - b2 ** state["step"]) / len(x), out=v)
+        if group["ranks"] > 1:
+            square = state["s"] / unbias if group["smooth"] else m * m
+            kept = (1 - b1) / (1 + b1)  # of the noise, in the square of m
+            share = max(1 / group["ranks"], kept)
+            v = (v * (share - kept) + square * (1 - share)) / (1 - kept)
+        x.mul_(1 - group["lr"] * 0.01).addcdiv_(m, v.sqrt_().add_(1e-8), value=-group["lr"])
 
 
 def adamw(b2: float = 0.95) -> Callable[[Any, float], torch.optim.Optimizer]:
@@ -90,14 +113,14 @@ def adamw(b2: float = 0.95) -> Callable[[Any, float], torch.optim.Optimizer]:
     return lambda p, lr: torch.optim.AdamW(p, lr=lr, betas=(0.9, b2), weight_decay=0.01)
 
 
-def accum(steps: int) -> Callable[[Any, float], torch.optim.Optimizer]:
+def accum(steps: int, betas: tuple[float, float] = (0.9, 0.95)) -> Callable[[Any, float], torch.optim.Optimizer]:
     """Return AccumAdam over so many steps."""
-    return lambda p, lr: AccumAdam(p, lr=lr, betas=(0.9, 0.95), weight_decay=0.01, accum_steps=steps)
+    return lambda p, lr: AccumAdam(p, lr=lr, betas=betas, weight_decay=0.01, accum_steps=steps)
 
 
-def mean_moments(**which: bool) -> Callable[[Any, float], torch.optim.Optimizer]:
-    """Return AdamW with moments of the mean gradient."""
-    return lambda p, lr: MeanMoments(p, lr, **which)
+def probe(**settings: Any) -> Callable[[Any, float], torch.optim.Optimizer]:
+    """Return AdamW with other moments."""
+    return lambda p, lr: Probe(p, lr, **settings)
 
 
 def sgd(p: Any, lr: float) -> torch.optim.Optimizer:
@@ -146,11 +169,27 @@ def language_changes() -> dict[str, Change]:
     changes["Overlap SGP, AccumAdam 8"] = Change("sgp", accum(8), 8, (("overlap", True),))
     changes["all-reduce, AccumAdam 8"] = Change("ar", accum(8), 8)
     changes["parameters averaged in each step, AccumAdam 8"] = Change(LocalSGD(sync_every=1), accum(8), 8)
-    for period in (4, 8, 16):
-        changes[f"local SGD, {period}, AccumAdam 8"] = Change(LocalSGD(sync_every=period), accum(8), 8)
-    changes["SGP, second moments of the mean gradient"] = Change("sgp", mean_moments(first=False, second=True), 8)
-    changes["SGP, first moments of the mean gradient"] = Change("sgp", mean_moments(first=True, second=False), 8)
-    changes["SGP, both moments of the mean gradient"] = Change("sgp", mean_moments(first=True, second=True), 8)
+    changes["SGP, AccumAdam 4, betas to the power of 4"] = Change("sgp", accum(4, (0.656, 0.815)), 8)
+    mean = probe(second=True)
+    changes["SGP, second moments of the mean gradient"] = Change("sgp", mean, 8)
+    changes["SGP, first moments of the mean gradient"] = Change("sgp", probe(first=True), 8)
+    changes["SGP, both moments of the mean gradient"] = Change("sgp", probe(first=True, second=True), 8)
+    for every in (4, 8, 16):
+        rare = probe(second=True, every=every)
+        changes[f"SGP, second moments of the mean gradient of each {every}th step"] = Change("sgp", rare, 8)
+    changes["SGP, corrected by m^2"] = Change("sgp", probe(ranks=8), 8)
+    fixed = probe(ranks=8, smooth=True)
+    changes["SGP, corrected"] = Change("sgp", fixed, 8)
+    changes["SGP, 2 peers, corrected"] = Change("sgp", fixed, 8, (("peers_per_itr", 2),))
+    changes["Overlap SGP, corrected"] = Change("sgp", fixed, 8, (("overlap", True),))
+    changes["parameters averaged in each step, corrected"] = Change(LocalSGD(sync_every=1), fixed, 8)
+    for period in (4, 16):
+        local, rare = LocalSGD(sync_every=period), probe(second=True, every=period)
+        changes[f"local SGD, {period}, corrected"] = Change(local, fixed, 8)
+        changes[f"local SGD, {period}, second moments of the mean gradient of each {period}th step"] = Change(
+            local, rare, 8
+        )
+    changes["local SGD, 8"] = Change(LocalSGD(sync_every=8), adamw(), 8)
     for name, method in (("all-reduce", "ar"), ("SGP", "sgp")):
         changes[f"{name}, b2 = 0.999"] = Change(method, adamw(0.999), 8)
         for batch in (2, 32):
