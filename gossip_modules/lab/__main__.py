@@ -41,7 +41,7 @@ MAX_WORKERS = 4096
 NETWORKS: Mapping[str, Callable[..., Any]] = {"Network": Network, "regions": Network.regions}
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are ValueError."""
 
     def error(self, message: str) -> NoReturn:
@@ -70,7 +70,7 @@ def text_of(names: Mapping[str, Callable[..., Any]], plain: Callable[[str], Any]
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all options."""
     shape = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="python -m gossip_modules.lab", description=__doc__, formatter_class=shape)
+    parser = CommandParser(prog="python -m gossip_modules.lab", description=__doc__, formatter_class=shape)
     add = parser.add_argument
     add("--world-size", type=whole, required=True, help=f"workers, at most {MAX_WORKERS}")
     add("--parameters", type=whole, default=25_000_000, help="of your model, float32 (default 25e6)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,25 +60,38 @@ def measure_link_times(
             f"got a base graph of {world_size(matchings)} ranks, expected {transport.world_size}, the size of the "
             f"transport. Build the graph with that many nodes."
         )
-    own = _own_seconds(transport, matchings, torch.zeros(num_bytes, dtype=torch.uint8, device=device), num_repeats)
+    outgoing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    incoming = torch.empty_like(outgoing)
+
+    def median(peer: int) -> float:
+        times = [_exchange_seconds(transport, peer, outgoing, incoming, tag=i) for i in range(num_repeats + 1)]
+        return statistics.median(times[1:])
+
+    return seconds_of_links(transport, matchings, median, what="measure_link_times")
+
+
+def seconds_of_links(
+    transport: Transport, matchings: Sequence[Matching], measure: Callable[[int], float], *, what: str
+) -> dict[Edge, float]:
+    """Measure matching after matching; return the result of the slower end of each link, equal on every rank.
+
+    Args:
+        transport: the transport over the ranks.
+        matchings: the links. Links of one matching are measured at the same time.
+        measure: `measure(peer)`, called at both ends of a link.
+        what: names the measurement in errors.
+    """
+    own = torch.zeros(max(len(matchings), 1), dtype=torch.float64, device="cpu")
+    for index, matching in enumerate(matchings):
+        transport.all_reduce(torch.zeros(1, device="cpu"), what=f"start of matching {index} of {what}")
+        peer = next((u + v - transport.rank for u, v in matching if transport.rank in (u, v)), None)
+        if peer is not None:
+            own[index] = measure(peer)
     gathered = torch.empty(transport.world_size * len(own), dtype=torch.float64, device="cpu")
-    transport.all_gather(gathered, own, what="measure_link_times")
+    transport.all_gather(gathered, own, what=what)
     seconds = gathered.view(transport.world_size, -1).tolist()
     links = ((index, u, v) for index, matching in enumerate(matchings) for u, v in matching)
     return dict(sorted(((u, v), max(seconds[u][index], seconds[v][index])) for index, u, v in links))
-
-
-def _own_seconds(transport: Transport, matchings: Sequence[Matching], outgoing: Tensor, num_repeats: int) -> Tensor:
-    """The seconds of this rank's link in each matching, float64 [M, at least 1]; 0 where it has none."""
-    incoming = torch.empty_like(outgoing)
-    own = torch.zeros(max(len(matchings), 1), dtype=torch.float64, device="cpu")
-    for index, matching in enumerate(matchings):
-        transport.all_reduce(torch.zeros(1, device="cpu"), what=f"start of matching {index} of measure_link_times")
-        peer = next((u + v - transport.rank for u, v in matching if transport.rank in (u, v)), None)
-        if peer is not None:
-            times = [_exchange_seconds(transport, peer, outgoing, incoming, tag=i) for i in range(num_repeats + 1)]
-            own[index] = statistics.median(times[1:])
-    return own
 
 
 def _exchange_seconds(transport: Transport, peer: int, outgoing: Tensor, incoming: Tensor, *, tag: int) -> float:

@@ -67,6 +67,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "metrics": {"wrappers"},
         "watch": set(),
         "registry": set(),
+        "doctor": {"devices", "graph_manager", "lab", "matcha", "registry", "transport"},
         "lab": {
             *("flat", "graph_manager", "mixing_manager", "compression", "schedule", "consensus_control"),
             *("algorithms", "rounds", "registry", "matcha", "methods", "wrappers"),

@@ -1,0 +1,155 @@
+"""The doctor: measured links and steps, the plan that follows from them, bad options, and a rank that is late."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gossip_modules import doctor
+from gossip_modules.doctor import Measurements, Workload
+from gossip_modules.lab.clock import TCP_SHARE
+from gossip_modules.transport.process_group import ProcessGroupTransport
+from tests.harness.ranks import CPU, TIMEOUT, run_ranks
+from tests.harness.scripts import _outputs
+
+GIVEN = doctor.workload(None, 25_000, 0.01)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements of milliseconds."""
+    monkeypatch.setattr(doctor, "_EXCHANGE_SECONDS", 1e-4)
+    monkeypatch.setattr(doctor, "_STEPS_SECONDS", 0.0)
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def body(group: dist.ProcessGroup) -> Measurements:
+    transport = ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT)
+    return doctor.measure(transport, GIVEN, host="b" if group.rank() == 2 else "a")
+
+
+def test_all_ranks_hold_the_same_measurements_and_one_plans_with_them() -> None:
+    first, *others = run_ranks(3, body)
+    assert all(other == first for other in others)
+    assert first.hosts == ("a", "a", "b")
+    assert first.places == {"inside hosts": [(0, 1)], "between hosts": [(0, 2), (1, 2)]}
+    assert set(first.round_trips) == set(first.rates) == {(0, 1), (0, 2), (1, 2)}
+    assert min(*first.round_trips.values(), *first.rates.values(), first.memory_byte_s) > 0
+    assert first.steps == ((0.01,) * 9,) * 3
+    found = doctor.plan(first, GIVEN, ["sgp", "ar", "choco:exponential"], seconds=60)
+    assert [prediction.plan.label for prediction in found.predictions] == ["sgp", "ar"]
+    assert found.left_out[0].startswith("choco:exponential: got choco on")
+    text = doctor.as_text(first, GIVEN, found)
+    assert text.startswith("3 ranks on 2 hosts; model: 0.025 M parameters, float32, 0.1 MB on cpu\n")
+    for line in ("inside hosts       1 ", "between hosts      2 ", "Choose ", "Left out: choco:exponential"):
+        assert f"\n{line}" in text
+    values = json.loads(doctor.as_json(first, GIVEN, found))
+    assert [link["ranks"] for link in values["links"]] == [[0, 1], [0, 2], [1, 2]]
+    assert {method["method"] for method in values["methods"]} == {"sgp", "ar"}
+    assert values["best"] in ("sgp", "ar")
+
+
+def test_methods_that_find_no_time_are_named() -> None:
+    measured = Measurements(("a", "a"), {(0, 1): 1e-4}, {(0, 1): 1e9}, ((0.01,), (0.01,)), 1e10)
+    found = doctor.plan(measured, GIVEN, ["localsgd", "sgp"], seconds=0.0)
+    assert len(found.predictions) == 1
+    assert found.left_out == ["sgp: no time was left; --seconds gives more"]
+
+
+def test_pairs_that_were_not_measured_have_the_median_of_their_kind() -> None:
+    trips = {(0, 1): 0.002, (2, 3): 0.004, (0, 2): 0.1, (1, 3): 0.3}
+    rates = {(0, 1): 1e9, (2, 3): 3e9, (0, 2): 1e7, (1, 3): 3e7}
+    measured = Measurements(("a", "a", "b", "b"), trips, rates, ((0.1,), (0.2,), (0.1,), (0.1,)), 1e10)
+    table = measured.network().table()
+    assert table[0][1].rate_bit_s == table[1][0].rate_bit_s == 1e9 / TCP_SHARE
+    assert table[2][3].latency_s == 0.002
+    assert table[0][3] == table[3][0] == (2e7 / TCP_SHARE, 0.1)
+    assert measured.compute().seconds == [0.1, 0.2, 0.1, 0.1]
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    def late(group: dist.ProcessGroup) -> str:
+        transport = ProcessGroupTransport(group, device=CPU, timeout=timedelta(seconds=0.3))
+        if group.rank() == 1:
+            time.sleep(0.6)
+            return ""
+        with pytest.raises(TimeoutError) as caught:
+            doctor.measure(transport, GIVEN, host="a")
+        return str(caught.value)
+
+    assert "rank 1 " in run_ranks(2, late)[0]
+
+
+def make() -> tuple[nn.Module, Any]:
+    """A model and its step, as a user would write them."""
+    model = nn.Linear(8, 8)
+    return model, lambda: model(torch.ones(1, 8)).sum().backward()
+
+
+def no_step() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def test_the_step_of_a_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    work = doctor.workload("test_doctor:make", None, None)
+    assert (work.num_bytes, work.device) == (4 * 72, CPU)
+    seconds = doctor._step_quantiles(work)
+    assert len(seconds) == 9
+    assert 0 < seconds[0] <= seconds[-1]
+    assert seconds == sorted(seconds)
+    assert doctor.workload("test_doctor:no_step", None, 0.5) == Workload(24, CPU, None, 0.5, "test_doctor:no_step")
+    with pytest.raises(ValueError, match=r"which returns Linear, expected a function .*; or the model and --compute"):
+        doctor.workload("test_doctor:no_step", None, None)
+
+
+def test_one_process_says_that_it_is_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--parameters", "1e4"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("1 rank on 1 host; model: a stand-in for 0.01 M parameters")
+    assert "One process has no links to measure" in said
+    assert doctor.main(["--parameters", "1e4", "--compute", "0.1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] == [[0.1] * 9]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", "got neither --model nor --parameters, expected one of them"),
+        ("--model a:b --parameters 1", "got --model and --parameters, expected one of them"),
+        ("--model mine", "got --model mine, expected a function module:name that returns"),
+        ("--model no_such_module:f", r"got --model no_such_module:f \(No module named .*\), expected"),
+        ("--model math:f", r"got --model math:f \(module 'math' has no attribute 'f'\), expected"),
+        ("--model time:time", "which returns float, expected a function"),
+        ("--parameters 0", "got --parameters 0, expected at least 1"),
+        ("--parameters 1e6 --compute nan", "got --compute nan, expected the seconds of a training step, above 0"),
+        ("--parameters 1e6 --timeout 0", "got --timeout=0.0, expected more than zero seconds"),
+        ("--parameters 1e6 --methods adam", "got method='adam', expected"),
+        ("--parametres 1", "unrecognized arguments: --parametres 1"),
+    ],
+)
+def test_bad_options_are_one_line(arguments: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(arguments.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    with pytest.raises(ValueError, match=f"^error: .*{expected}"):
+        raise ValueError(said.err)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_processes_measure_and_the_first_one_prints() -> None:
+    options = ("--parameters", "1e4", "--compute", "0.01", "--methods", "localsgd", "--json")
+    first, second = _outputs(2, ["gossip_modules.doctor", *options])
+    assert second == ""
+    assert json.loads(first)["world_size"] == 2
