@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..compression.compressor import Compressor
 from ..registry import Paper
 from ..rounds import SGD, Average, MakeOptimizer, Memory, Round, Vectors, described_with, is_number, step
-from .error_feedback import compressed_average
+from .error_feedback import compressed_average, total_weight
 from .outer_method import OuterMethod
 
 
@@ -45,6 +45,18 @@ class DiLoCo(OuterMethod):
     quarter, and codes of only the largest entries make quadratic problems diverge. Such codes need less momentum, or
     none, as in `SparseLoCo`.
 
+    If ranks train on different amounts of data, weighted_by="tokens" weighs their drifts, with T_i the tokens that rank
+    i has counted by `GossipDataParallel.count_tokens` since its last outer step, and s_i its steps:
+
+        D   <- sum_j w_j (phi - x_j) / sum_j w_j,  w_j = T_j^2 / s_j
+
+    With a `delay`, arrival="adaptive" keeps the steps of the delay where the drifts of the ranks agree, and drops them
+    where they do not. cos is the mean cosine of all pairs of drifts, weighted by their norms:
+
+        cos >= 0.6:   x_i <- phi + (x_i - s_i)      # s_i: the model with which the round began
+        cos < 0.4:    x_i <- phi
+        between:      as in the outer step before; the first one keeps the steps
+
     Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, arXiv 2311.08105,
     Algorithm 1.
 
@@ -60,11 +72,14 @@ class DiLoCo(OuterMethod):
         compressor: C, a contraction, equal on all ranks. It takes one more copy of the model for e. None: drifts are
             sent uncompressed.
         error_decay: r, the share of the unsent rest e that is kept for the next outer step; 0 <= r <= 1.
+        weighted_by: "tokens" for weights by tokens; None: all ranks have equal weights.
+        arrival: see [Note: Late arrival] of `Periodic`; or "adaptive", without a compressor.
 
     Raises:
         ValueError: a rate is out of range, there are rates beside an optimizer, or there is an `error_decay` without a
-            compressor; (when the model is wrapped) the function `optimizer` fails, or returns an optimizer of other
-            parameters, or one whose step needs a closure.
+            compressor; (outer steps) no rank has counted tokens, with weighted_by="tokens"; (when the model is wrapped)
+            the function `optimizer` fails, or returns an optimizer of other parameters, or one whose step needs a
+            closure.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=DiLoCo(sync_every=50, lr=0.7, momentum=0.9))
@@ -77,6 +92,7 @@ class DiLoCo(OuterMethod):
     optimizer: MakeOptimizer | None = field(default=None, repr=False)
     compressor: Compressor | None = None
     error_decay: float = 1.0
+    weighted_by: Literal["tokens"] | None = None
 
     summary: ClassVar[str] = "trains alone, and takes a Nesterov step along the mean drift of all ranks every few steps"
     paper: ClassVar[Paper | None] = Paper(
@@ -84,6 +100,7 @@ class DiLoCo(OuterMethod):
     )
     averages_exactly: ClassVar[bool] = True
     has_equal_memory: ClassVar[bool] = True
+    arrivals: ClassVar[tuple[str, ...]] = ("blend", "carry", "adaptive")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,6 +114,32 @@ class DiLoCo(OuterMethod):
                 "it, since uncompressed drifts leave nothing out; pass for example "
                 "compressor=QSGD(4, bucket_size=32, unbiased=True)"
             )
+
+        if self.weighted_by not in (None, "tokens"):
+            raise ValueError(
+                f"{type(self).__name__}: got weighted_by={self.weighted_by!r}, expected 'tokens', or None for equal "
+                "weights"
+            )
+        if self.arrival == "adaptive" and self.compressor is not None:
+            raise ValueError(
+                f"{type(self).__name__}: got arrival='adaptive' with compressor={self.compressor}, expected 'carry' or "
+                "'blend': compressed messages do not tell how far the drifts agree"
+            )
+
+    @property
+    def counts_tokens(self) -> bool:  # type: ignore[override]
+        """See `Algorithm`."""
+        return self.weighted_by == "tokens"
+
+    @property
+    def needs_current(self) -> bool:  # type: ignore[override]
+        """See `Algorithm`; under overlap the tokens of the next step could be among those of the round."""
+        return self.counts_tokens
+
+    @property
+    def takes_rows(self) -> bool:  # type: ignore[override]
+        """See `Algorithm`; ranks have weights and norms of their own."""
+        return not self.counts_tokens and self.arrival != "adaptive"
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
         """See `Algorithm`; includes the outer optimizer with its settings."""
@@ -116,12 +159,47 @@ class DiLoCo(OuterMethod):
         """See `Algorithm`."""
         phi = self.anchor(m)
         drift = m.scratch().sum_(phi, v.x, alpha=-1)
+        tokens, weight = self._weigh(m, k)
         if self.compressor is not None:
-            yield from compressed_average(v, m, drift, self.compressor, self.error_decay)
+            yield from compressed_average(v, m, drift, self.compressor, self.error_decay, weight=weight)
         else:
             if m.has("error"):  # from a checkpoint of a run with a compressor; it is sent once, now
                 drift.add_(m.vector("error", join="zero"))
-            yield Average(drift)
+            if weight is not None:
+                drift.mul_(weight)
+            norms = (drift.norm(),) if self.arrival == "adaptive" else ()
+            numbers = yield Average(drift, norms if weight is None else (weight, *norms))
+            if norms:
+                m.numbers["carries"] = self._carries(m, v.num_ranks * drift.norm(), numbers[:, -1])
+            if weight is not None:
+                drift.mul_(v.num_ranks / total_weight(numbers))
             m.forget("error")
+        if tokens is not None:
+            m.numbers["tokens"], m.numbers["last"] = m.numbers["tokens"] - tokens, k
         step(m.optimizer("outer", self.make_optimizer, phi), phi, drift)
-        v.x.interpolate_(phi, self.kept)
+        self.arrive(v, phi, carries=m.numbers.get("carries", 1) > 0)
+
+    def recover(self, v: Vectors, m: Memory) -> None:
+        """See `Algorithm`."""
+        super().recover(v, m)
+        if self.counts_tokens:
+            m.numbers["tokens"] = 0
+
+    def _weigh(self, m: Memory, k: int) -> tuple[float, float] | tuple[None, None]:
+        """The tokens of this rank since its last outer step, and its weight; None without weights."""
+        if not self.counts_tokens:
+            return None, None
+        tokens = m.numbers.get("tokens", 0)
+        return tokens, tokens**2 / max(k - m.numbers.get("last", 0), 1)
+
+    def _carries(self, m: Memory, norm: float, norms: Tensor) -> float:
+        """Whether late models keep their steps, 1 or 0.
+
+        Args:
+            m: the memory, which has the last decision.
+            norm: the norm of the sum of the drifts.
+            norms: the norm of each drift, float64 [n].
+        """
+        own, pairs = float(norms.square().sum()), float(norms.sum() ** 2 - norms.square().sum())
+        cosine = (norm**2 - own) / pairs if pairs > 0 else 1.0
+        return float(cosine >= 0.6) if not 0.4 <= cosine < 0.6 else m.numbers.get("carries", 1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from ..registry import Paper
 from ..rounds import Average, Gather, Memory, Round, Vectors, step
@@ -31,7 +31,8 @@ class EagerDiLoCo(DiLoCo):
 
     Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", 2025, arXiv 2502.12996.
 
-    The arguments are the arguments of `DiLoCo` without `delay` and `own_weight`; for `fragments` see `Periodic`.
+    The arguments are the arguments of `DiLoCo` without `delay`, `own_weight`, `arrival` and `weighted_by`; for
+    `fragments` see `Periodic`. No step is lost, as x becomes phi before the average begins.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -43,6 +44,8 @@ class EagerDiLoCo(DiLoCo):
     _: KW_ONLY
     delay: int = field(default=0, init=False, repr=False)
     own_weight: float | None = field(default=None, init=False, repr=False)
+    arrival: str = field(default="blend", init=False, repr=False)
+    weighted_by: Literal["tokens"] | None = field(default=None, init=False, repr=False)
 
     title: ClassVar[str] = "Eager DiLoCo"
     summary: ClassVar[str] = (

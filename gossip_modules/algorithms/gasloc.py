@@ -142,4 +142,4 @@ class GASLoC(OuterMethod):
         sent.set_(phi)
         yield Mix(sent)
         phi.lerp_(sent, self.step_size)
-        v.x.interpolate_(phi, self.kept)
+        self.arrive(v, phi)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
 from ..registry import Paper
@@ -16,7 +16,8 @@ class LocalSGD(Periodic):
     Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv 1805.09767, Algorithm 1.
 
     Args:
-        sync_every: H, the number of optimizer steps from one average to the next.
+        sync_every: H, the number of optimizer steps from one average to the next. With a `delay` the difference to the
+            average is added to x, so the steps of the delay are kept; `own_weight` is for buffers only.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -26,6 +27,8 @@ class LocalSGD(Periodic):
     """
 
     sync_every: int = 16
+    _: KW_ONLY
+    arrival: str = field(default="blend", init=False, repr=False)
 
     title: ClassVar[str] = "Local SGD"
     summary: ClassVar[str] = "trains alone, and averages parameters over all ranks every few steps"

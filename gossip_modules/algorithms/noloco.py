@@ -120,4 +120,4 @@ class NoLoCo(OuterMethod):
         yield Mix(sent)
         momentum.mul_(self.momentum).add_(sent.sub_(phi, alpha=self._pull))
         phi.add_(momentum)
-        v.x.interpolate_(phi, self.kept)
+        self.arrive(v, phi)

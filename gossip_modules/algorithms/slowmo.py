@@ -125,7 +125,7 @@ class SlowMo(OuterMethod):
         yield Average(drift)
         u.mul_(self.momentum).add_(drift, alpha=1 / eta)
         phi.sub_(u, alpha=self.lr * eta)
-        v.x.interpolate_(phi, self.kept)
+        self.arrive(v, phi)
 
     def _eta(self, noted: float | None) -> float:
         """Return the recorded rate; without one (no torch optimizer has stepped), the result of the function now."""

@@ -78,4 +78,4 @@ class SparseLoCo(OuterMethod):
         drift = m.scratch().sum_(phi, v.x, alpha=-1)
         yield from compressed_average(v, m, drift, self.compressor, self.decay)
         phi.sub_(drift, alpha=self.lr)
-        v.x.interpolate_(phi, self.kept)
+        self.arrive(v, phi)

@@ -215,8 +215,14 @@ class Driver:
         self._run_to_end()
         self._end_round(x, 0.0)
 
-    def depart(self, x: FlatVector, t: int, k: int) -> Callable[[], float]:
+    def depart(self, x: FlatVector, t: int, k: int, *, keeps_sent: bool = False) -> Callable[[], float]:
         """Begin round t, after k optimizer steps. You may then change and free x.
+
+        Args:
+            x: the model.
+            t: the number of the round.
+            k: the number of optimizer steps so far.
+            keeps_sent: whether `Vectors.sent` is a copy of x.
 
         Returns:
             A job that answers the first request, in any thread.
@@ -229,6 +235,7 @@ class Driver:
             opened.v.x = SentVector(sent.parameters, sent)
             opened.request = replace(opened.request, x=opened.v.x)
         elif opened is not None and opened.request is not None:
+            opened.v.sent = Vector.of(x.clone()) if keeps_sent else None
             opened.v.x = Vector(())  # the round reads the model again when it arrives
 
         def answer() -> float:
@@ -255,6 +262,9 @@ class Driver:
                 self.alpha = None
             self.go_on(opened.reply)
             self._run_to_end()
+            if (before := opened.v.sent) is not None:
+                for mixed, own, b in zip(self._buffers, vector.buffers, before.buffers, strict=True):
+                    mixed.add_(own).sub_(b)
         self._end_round(vector, kept)
 
     def begin_round(self, x: Vector, t: int, k: int) -> None:
@@ -352,13 +362,15 @@ class Driver:
         match request:
             case Mix(x):
                 return self._mix(x, v, self.plain)
-            case Average(x):
+            case Average(x, numbers):
+                if (everyone := self._gather_numbers(numbers)) is RoundLost:
+                    return RoundLost
                 self.averager.restores = x is v.x
                 self._mix(x, v, self.averager)
                 if self.averager.has_failed:
                     return RoundLost
                 self._set_weight(v)
-                return None
+                return everyone
             case Inner(x, generator):
                 return self._run_inner(x, generator, v.t)
             case Share(message):
@@ -366,8 +378,13 @@ class Driver:
                 return self.messages.row_of(message, replies)
             case Exchange(messages, checksums):
                 return self._exchange(messages, checksums)
-            case Gather(message):
-                return self._gather(message, v)
+            case Gather(message, numbers):
+                if (everyone := self._gather_numbers(numbers)) is RoundLost:
+                    return RoundLost
+                received = self._gather(message, v)
+                if received is not RoundLost:
+                    received.numbers = everyone
+                return received
 
     def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> None:
         flat, buffers = x.flat, x.buffers if self._buffers else []
@@ -414,6 +431,20 @@ class Driver:
         self.own_buffer_weight *= 1 / self.transport.world_size
         self._set_weight(v)
         return received
+
+    def _gather_numbers(self, numbers: Sequence[float]) -> Any:
+        """Return the numbers of all ranks; before the vector is sent, whose end confirms that no rank has failed."""
+        if not numbers:
+            return None
+        everyone = torch.empty(self.transport.world_size, len(numbers), dtype=torch.float64, device="cpu")
+        mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        try:
+            self.transport.all_gather(everyone, mine, what=f"numbers of all ranks for {self.algorithm}")
+        except (ConnectionError, TimeoutError):
+            if self._is_elastic:
+                return RoundLost
+            raise
+        return everyone
 
     def _set_weight(self, v: Vectors) -> None:
         """Set the push-sum weight to one after an exact average over all ranks."""

@@ -54,6 +54,7 @@ class Memory:
         entries, optimizers: the vectors and the optimizers, by name.
         units: the learning rates that are the units of vectors.
         rates: the learning rates of the round that runs.
+        numbers: numbers of the algorithm, by name; joining workers get a copy.
     """
 
     def __init__(self, weights: str = "") -> None:
@@ -63,6 +64,7 @@ class Memory:
         self.optimizers: dict[str, OuterOptimizer] = {}
         self.units = RateUnits()
         self.rates: Rates | None = None
+        self.numbers: dict[str, float] = {}
         self._x: Vector | None = None  # the model of the present round
         self._devices: list[torch.device] | None = None  # of its parts; None: there was no round yet
         self._model_layout: FlatLayout | None = None  # of the model, buffers included
@@ -266,6 +268,7 @@ class Memory:
         self.reset()
         self.fit(x)
         self.num_rounds, self.units = old[0].num_rounds, RateUnits(old[0].units.rates)
+        self.numbers = dict(old[0].numbers)
         self._carry_vectors(old)
         if inner := [memory.inner for memory in old if memory.inner.layout is not None]:
             self.inner.carry(x, inner)
@@ -315,6 +318,10 @@ class Memory:
             vectors = [entry.vector for entry in self.entries.values() if entry.policies["in_units_of_rate"]]
             self.units.scale(vectors, rates, self.layout)
         self.rates = rates
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Add to the tokens that this rank has trained on."""
+        self.numbers["tokens"] = self.numbers.get("tokens", 0) + num_tokens
 
     def end_round(self) -> None:
         """Count a round that has ended."""
@@ -393,6 +400,7 @@ class Memory:
             num_rounds, optimizers = (0 if left_out else num_rounds), (optimizers if vectors else {})
         state = {
             "num_rounds": num_rounds,
+            "numbers": dict(self.numbers),
             "policies": {name: dict(declared) for name, declared in policies.items() if name in vectors},
             "places": places_of(self.layout) if entries else loaded.places,
             "weights": (loaded.weights or self.weights) if is_bound else "",
@@ -410,6 +418,7 @@ class Memory:
         self.reset()
         self._loaded = Loaded(state)
         self.num_rounds, self.units.rates = state.get("num_rounds", 0), state.get("rates")
+        self.numbers = dict(state.get("numbers", {}))
         if "inner" in state:
             self.inner.load_state_dict(state["inner"])
 

@@ -140,7 +140,12 @@ class Received:
     Args:
         row: the pairs.
         names: the names of the ranks that sent the messages, for errors.
+
+    Attributes:
+        numbers: the numbers of all ranks, float64 [n, k], in the reply to a `Gather` with numbers.
     """
+
+    numbers: Tensor | None = None
 
     def __init__(self, row: Sequence[tuple[float, Message]], names: Sequence[object] = ()) -> None:
         self._row, self.names = tuple(row), tuple(names)

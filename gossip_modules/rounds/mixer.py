@@ -135,6 +135,13 @@ class Mixer(ABC):
     def end_average(self) -> None:
         """Restart the state that an exact average in place of a round makes wrong."""
 
+    def count_tokens(self, num_tokens: int) -> None:
+        """Count tokens that this rank has trained on; see `GossipDataParallel.count_tokens`."""
+        raise ValueError(
+            f"got count_tokens() with {self}, which gives all ranks equal weights, expected an algorithm that counts "
+            "tokens, such as DiLoCo(weighted_by='tokens'); leave the call out"
+        )
+
     def refuse_nonfinite(self, agree: Callable[[bool], bool]) -> None:
         """Make rounds raise `NonfiniteRound`, without any effect, if a reply has infinities or NaN.
 

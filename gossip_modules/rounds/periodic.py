@@ -14,6 +14,8 @@ from ..flat.layout import FlatLayout
 from ..flat.slots import TensorPlace
 from ..flat.vector import FlatVector
 from .algorithm import Algorithm
+from .requests import Vectors
+from .vector import Vector
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,15 @@ class Periodic(Algorithm):
     [Note: Fragments and delays] Fragment p of P has rounds at the steps p H / P, p H / P + H, ..., with its own memory,
     as if it were a model. With a delay, a thread answers the first request of a round under training, and the round
     resumes `delay` steps after it began. `v.x` is then the model at that later step.
+
+    [Note: Late arrival] With a delay a rank has the model x when phi arrives, and had the model s when the round began.
+    `arrival` chooses what becomes of the steps of the delay, x - s:
+
+        "blend"       x <- alpha x + (1 - alpha) phi        # alpha = own_weight; 0 drops the steps of the delay
+        "carry"       x <- phi + (x - s)                    # keeps all of them; takes a copy of the fragment
+        "adaptive"    carries where the drifts of the ranks agree, and else drops the steps; see `OuterMethod`
+
+    Running statistics are blended with 1/2, or alpha; with "carry" and "adaptive" they are always carried.
 
     Args:
         sync_every: H, the number of optimizer steps from one round to the next, at least 1.
@@ -34,6 +45,7 @@ class Periodic(Algorithm):
             for the round.
         own_weight: alpha, the weight of the rank's own model at the end of a round: x <- alpha x + (1 - alpha) phi;
             0 <= alpha < 1. None: 1/2 with a delay, else 0. At 0 the steps during the delay are lost.
+        arrival: "blend" or "carry"; see [Note: Late arrival]. Without a delay "carry" is x <- phi.
         anchor_device: "cpu" keeps the memory of the algorithm in host memory and computes rounds there: see
             [Note: Memory of the host] of `Rounds`. None: the device of the model. Ranks may choose differently.
 
@@ -46,9 +58,12 @@ class Periodic(Algorithm):
     fragments: Fragments = 1
     delay: int = 0
     own_weight: float | None = None
+    arrival: str = "blend"
     anchor_device: torch.device | str | None = field(default=None, repr=False)
 
     has_own_times: ClassVar[bool] = True
+    arrivals: ClassVar[tuple[str, ...]] = ("blend", "carry")
+    """The values of `arrival`."""
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -73,6 +88,16 @@ class Periodic(Algorithm):
                 f"{name}: got delay={self.delay!r} with sync_every={self.sync_every}, expected 0 <= delay <= {most} "
                 "optimizer steps, since an outer step must end before the fragment takes its next one"
             )
+        if self.arrival not in self.arrivals:
+            raise ValueError(
+                f"{name}: got arrival={self.arrival!r}, expected one of {', '.join(map(repr, self.arrivals))}; 'blend' "
+                "averages the late model with the anchor, and 'carry' keeps its steps"
+            )
+        if self.keeps_sent and self.own_weight is not None:
+            raise ValueError(
+                f"{name}: got own_weight={self.own_weight!r} with arrival={self.arrival!r}, expected one of them: the "
+                "weight belongs to arrival='blend'"
+            )
         if not (is_number(self.kept) and 0 <= self.kept < 1):
             raise ValueError(
                 f"{name}: got own_weight={self.own_weight!r}, expected 0 <= own_weight < 1; 0 replaces the "
@@ -91,8 +116,28 @@ class Periodic(Algorithm):
 
     @property
     def kept(self) -> float:
-        """alpha: `own_weight`, or its default."""
+        """alpha: `own_weight`, or its default; 0 if the steps of the delay are carried."""
+        if self.keeps_sent:
+            return 0.0
         return (0.5 if self.delay else 0.0) if self.own_weight is None else self.own_weight
+
+    @property
+    def keeps_sent(self) -> bool:
+        """Whether rounds under training need the model with which they began."""
+        return self.arrival != "blend"
+
+    def arrive(self, v: Vectors, phi: Vector, *, carries: bool = True) -> None:
+        """x <- phi; the last action of a round. See [Note: Late arrival].
+
+        Args:
+            v: the argument of `round`.
+            phi: the vector that replaces the model.
+            carries: whether the steps of the delay are carried, if the algorithm `keeps_sent`.
+        """
+        if v.sent is not None and carries:
+            v.x.carry_(phi, v.sent)
+        else:
+            v.x.interpolate_(phi, self.kept)
 
     def is_due(self, k: int) -> bool:
         """See `Algorithm`."""

@@ -22,9 +22,17 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """x <- its mean over all ranks, in place. The buffers of the model are averaged too."""
+    """x <- its mean over all ranks, in place. The buffers of the model are averaged too.
+
+    The reply is the `numbers` of all ranks, float64 [n, k] in host memory; None if there are none.
+
+    Args:
+        x: the vector.
+        numbers: k numbers that every rank gets from all ranks.
+    """
 
     x: Vector
+    numbers: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +59,15 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Send a message to all ranks. The reply is a `Received` with the messages of all ranks in order, weighted by 1."""
+    """Send a message to all ranks. The reply is a `Received` with the messages of all ranks in order, weighted by 1.
+
+    Args:
+        message: the message.
+        numbers: as for `Average`; `Received.numbers` has them.
+    """
 
     message: Message
+    numbers: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +143,7 @@ class Vectors:
         num_ranks: the number of ranks that mix.
         step: the step of the user's SGD since the last round, if the algorithm `needs_sgd`; None: there was no step.
         inner_rate: the learning rate of the last step of the user's optimizer, if the algorithm `needs_inner_rate`.
+        sent: the model with which the round began, if it runs under training and the algorithm `keeps_sent`.
     """
 
     x: Vector
@@ -138,6 +153,7 @@ class Vectors:
     num_ranks: int
     step: SGDStep | None = None
     inner_rate: float | None = None
+    sent: Vector | None = None
 
     def about(self, x: Vector) -> Vectors:
         """Return the description of the same round for another vector, without the step of SGD."""

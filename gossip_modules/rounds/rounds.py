@@ -139,6 +139,13 @@ class Rounds(Mixer):
         self._k = k
         return self.algorithm.is_due(k)
 
+    def count_tokens(self, num_tokens: int) -> None:
+        """See `Mixer`."""
+        if not self.algorithm.counts_tokens:
+            super().count_tokens(num_tokens)
+        for driver in self.drivers:
+            driver.memory.count_tokens(num_tokens)
+
     def refuse_nonfinite(self, agree: Callable[[bool], bool]) -> None:
         """See `Mixer`."""
         for driver in self.drivers if self._times is None else ():
@@ -227,7 +234,7 @@ class Rounds(Mixer):
         """Begin a round of fragment p, and pass its first request to the gossip thread."""
         assert self._times is not None, "only periodic algorithms have a delay"
         with self._part(p, x) as part:
-            job = self.drivers[p].depart(part, t, self._k)
+            job = self.drivers[p].depart(part, t, self._k, keeps_sent=self._times.keeps_sent)
         # Vectors in host memory are sent through the GPU if messages are, and not in the stream of training.
         device = x.raw.device if self._times.anchor_device is None else self.transport.device
         if device.type != "cpu":

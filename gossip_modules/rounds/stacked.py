@@ -135,6 +135,9 @@ class Stacked:
         self._answered = []
         if not self._has_begun:
             self._begin(x)
+        if k and self.algorithm.counts_tokens:
+            for memory in (memory for part in (self, *self.fragments) for memory in part.memories):
+                memory.count_tokens(1)  # ranks read batches of one size
         if self.fragments:
             self._step_fragments(x, k, sgd)
             return self._answered
@@ -200,6 +203,8 @@ class Stacked:
             self.sent_bytes += fragment.sent_bytes - before
             if algorithm.delay:
                 self._flights.append((k + algorithm.delay, p))
+                if algorithm.keeps_sent:
+                    fragment.keep_sent()
             else:
                 fragment.land(Vector([columns[p]]))
 
@@ -242,6 +247,12 @@ class Stacked:
                 memory.scale(None if sgd is None else sgd.lr)
         generators = [self.algorithm.round(each, memory, k) for each, memory in zip(v, self.memories, strict=True)]
         self._open = StackedRound(generators, v, self._answer(_next_requests(generators, [None] * len(v)), v))
+
+    def keep_sent(self) -> None:
+        """Let the round that `launch` began keep a copy of the models; see `Vectors.sent`."""
+        assert self._open is not None, "launch() comes first"
+        for v in self._open.v:
+            v.sent = Vector([part.clone() for part in v.x.parts])
 
     def land(self, x: Vector) -> None:
         """End the round that `launch` began, on the present models x."""
@@ -286,6 +297,8 @@ class Stacked:
         match requests[:1]:
             case [Mix() | Average()]:
                 self._answer_mix(requests, is_model=requests[0].x is v[0].x)
+                if isinstance(requests[0], Average) and requests[0].numbers:
+                    return [_numbers_of(requests)] * len(requests)
             case [Inner()]:
                 self._go_on([request.round for request in requests], v, [None] * len(requests))
             case [Share()]:
@@ -295,7 +308,10 @@ class Stacked:
             case [Gather()]:
                 messages = [request.message for request in requests]
                 self.count_gather(messages[0].num_bytes)
-                return [mail.all_of(messages) for mail in self._mails]
+                received = [mail.all_of(messages) for mail in self._mails]
+                for each in received:
+                    each.numbers = _numbers_of(requests)
+                return received
             case [Exchange()]:
                 sizes = [message.num_bytes for request in requests for message in request.messages.values()]
                 self.count_message(sum(sizes) / max(len(sizes), 1))
@@ -373,6 +389,10 @@ class Stacked:
         """Count a message of each rank to all other ranks, of so many bytes."""
         self._answered.append(None)
         self.sent_bytes += (self.num_ranks - 1) * num_bytes
+
+
+def _numbers_of(requests: Sequence[Any]) -> Tensor:
+    return torch.tensor([request.numbers for request in requests], dtype=torch.float64, device="cpu")
 
 
 def _mark(x: Vector) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -116,6 +117,17 @@ class Vector:
             for chunk, theirs in in_chunks(x, y):  # a copy of all of x would take new memory
                 chunk.copy_(torch.lerp(theirs, chunk.to(theirs.dtype), own_weight))
         return self
+
+    def carry_(self, other: Vector, sent: Vector) -> Vector:
+        """self <- other + (self - sent), computed in the dtype of `other`."""
+        for x, y, s in zip(self.parts, other.parts, sent.parts, strict=True):
+            for chunk, theirs, before in in_chunks(x, y, s):
+                chunk.copy_(chunk.to(theirs.dtype, copy=True).sub_(before).add_(theirs))
+        return self
+
+    def norm(self) -> float:
+        """The Euclidean norm over all parts; waits for the device."""
+        return math.sqrt(sum(float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2 for x in self.parts))
 
     def zero_(self) -> Vector:
         """self <- 0."""

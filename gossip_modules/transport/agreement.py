@@ -14,7 +14,7 @@ from torch import Tensor
 from .base import Transport
 from .state_tree import bytes_of, decode, pack, unpack
 
-_NOTE_BYTES = 512  # of each rank's finding: enough to name one difference
+_NOTE_BYTES = 1024  # of each rank's finding: enough to name one difference
 
 
 def check_agreement(

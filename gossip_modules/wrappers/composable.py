@@ -97,6 +97,7 @@ class GossipModule(nn.Module):
     average_ = _forwarded("average_")
     consensus_distance = _forwarded("consensus_distance")
     comm_stats = _forwarded("comm_stats")
+    count_tokens = _forwarded("count_tokens")
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -289,6 +289,33 @@ class GossipDataParallel(GossipWrapper, Joinable):
             local.choose(may_leave=False)
         super().settle()
 
+    def count_tokens(self, num_tokens: int) -> None:
+        """Count tokens that this rank has trained on, for an algorithm that weighs ranks by them.
+
+        Call it once for each batch, before or after its optimizer step and before the next forward. A batch of other
+        data has no tokens: count its samples. If several processes hold one model, count the tokens of all of them, in
+        each process. In a node of a membership only the count of the first process has an effect.
+
+        Args:
+            num_tokens: at least 0.
+
+        Raises:
+            ValueError: the number is out of range, or the algorithm gives all ranks equal weights.
+
+        Example:
+            >>> model = GossipDataParallel(model, algorithm=DiLoCo(weighted_by="tokens"))
+            >>> for tokens, mask in loader:
+            ...     loss = model(tokens).mean()
+            ...     loss.backward()
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+            ...     model.count_tokens(int(mask.sum()))
+        """
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
+            raise ValueError(f"got num_tokens={num_tokens!r}, expected a whole number of at least 0, such as x.numel()")
+        if isinstance(engine := self._local.engine, LockstepEngine):
+            engine.gossiper.count_tokens(num_tokens)
+
     # State.
 
     def get_extra_state(self) -> dict[str, Any]:

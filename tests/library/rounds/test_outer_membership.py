@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -390,7 +391,11 @@ def training(outer: OuterMethod, seen: dict[int, Any], last: list[int]) -> Calla
 
 
 @pytest.mark.parametrize(
-    "outer", [streaming(), SlowMo(H, gossip_every=1), NoLoCo(H), SparseLoCo(H, compressor=TopK(0.3))]
+    "outer",
+    [
+        replace(streaming(), own_weight=None, arrival="adaptive"),
+        *(SlowMo(H, gossip_every=1), NoLoCo(H), SparseLoCo(H, compressor=TopK(0.3))),
+    ],
 )
 def test_no_survivor_raises_and_anchors_are_one_after_a_death_and_a_join(outer: OuterMethod) -> None:
     seen: dict[int, Any] = {}

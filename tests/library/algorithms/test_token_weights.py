@@ -1,0 +1,120 @@
+"""Drifts that are weighed by the tokens of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossip_modules import DiLoCo, GossipDataParallel, Membership, NoLoCo, StreamingDiLoCo, TopK, gossip
+from gossip_modules.graph_manager import CompleteGraph
+from gossip_modules.mixing_manager import UniformMixing
+from tests.harness.quadratics import START, Point, descended, plain_sgd, solve, train_rows
+from tests.harness.ranks import run_ranks
+
+
+def train(
+    outer: DiLoCo, *, tokens: tuple[int, ...] = (1, 2, 3, 4, 5), num_steps: int = 20, resumes: bool = False
+) -> Tensor:
+    """x of each rank; resumes: from its own checkpoint, in the middle of a period."""
+
+    def body(group: dist.ProcessGroup) -> float:
+        rank = group.rank()
+
+        def begin() -> tuple[Point, GossipDataParallel, torch.optim.Optimizer]:
+            point = Point()
+            wrapper = GossipDataParallel(point, process_group=group, algorithm=outer)
+            return point, wrapper, plain_sgd(wrapper.parameters())
+
+        point, wrapper, optimizer = begin()
+        for k in range(num_steps):
+            optimizer.zero_grad()
+            wrapper(rank).backward()
+            optimizer.step()
+            wrapper.count_tokens(tokens[rank])
+            if resumes and k == 7:
+                state = wrapper.state_dict()
+                wrapper.close()
+                point, wrapper, optimizer = begin()
+                wrapper.load_state_dict(state)
+        wrapper(rank)
+        wrapper.close()
+        return point.x.item()
+
+    return torch.tensor(run_ranks(len(tokens), body), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("options", "resumes"),
+    [({}, False), ({"compressor": TopK(1.0)}, False), ({}, True)],
+    ids=["plain", "compressed", "resumed"],
+)
+def test_golden_value(options: dict[str, Any], resumes: bool) -> None:
+    """Weights 1, 4, 9, 16, 25, as the steps are equal."""
+    found = train(DiLoCo(5, weighted_by="tokens", **options), resumes=resumes)
+    torch.testing.assert_close(found, torch.full((5,), 2.2972042506, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+def test_equal_tokens_are_equal_weights() -> None:
+    outer = DiLoCo(5, weighted_by="tokens")
+    torch.testing.assert_close(train(outer, tokens=(7,) * 5), solve(lambda: {"algorithm": DiLoCo(5)}))
+    rows = train_rows(outer, UniformMixing(CompleteGraph(5, peers_per_itr=4)), 20)
+    torch.testing.assert_close(rows[-1], solve(lambda: {"algorithm": DiLoCo(5)}))
+
+
+def test_a_rank_without_tokens_has_no_weight_and_fragments_count_for_themselves() -> None:
+    outer = StreamingDiLoCo(5, fragments=1, delay=2, arrival="carry", lr=1.0, momentum=0.0, weighted_by="tokens")
+    found = train(outer, tokens=(0, 3, 0), num_steps=7)
+    x = torch.full((3,), START, dtype=torch.float64)
+    s = descended(x, 5)
+    torch.testing.assert_close(found, s[1] + descended(s, 2) - s, rtol=0, atol=1e-12)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="got weighted_by='steps', expected 'tokens', or None for equal weights"):
+        DiLoCo(weighted_by="steps")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"got weighted_by='tokens' and no tokens on any rank .* `model.count_tokens"):
+        train(DiLoCo(5, weighted_by="tokens"), tokens=(0, 0), num_steps=6)
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = GossipDataParallel(Point(), process_group=group, algorithm=NoLoCo())
+        with pytest.raises(ValueError, match=r"got count_tokens\(\) with NoLoCo.*DiLoCo\(weighted_by='tokens'\)"):
+            wrapper.count_tokens(1)
+        wrapper.close()
+        with pytest.raises(ValueError, match=r"got overlap=True with DiLoCo.*weighted_by='tokens'"):
+            GossipDataParallel(Point(), process_group=group, overlap=True, algorithm=DiLoCo(weighted_by="tokens"))
+        model = gossip(Point(), process_group=group, algorithm=DiLoCo(weighted_by="tokens"))
+        for wrong in (-1, 0.5, True):
+            with pytest.raises(ValueError, match="expected a whole number of at least 0"):
+                model.count_tokens(wrong)
+        model.count_tokens(3)
+        model.close()
+
+    run_ranks(1, body)
+
+
+def test_workers_of_a_membership_have_weights() -> None:
+    """Two workers: as in a world of two ranks."""
+    store, outer = dist.HashStore(), DiLoCo(5, weighted_by="tokens")
+
+    def body(group: dist.ProcessGroup) -> float:
+        membership = Membership(store, min_workers=2, max_workers=2, timeout=20.0, min_deadline=20.0, host="127.0.0.1")
+        point = Point()
+        wrapper = GossipDataParallel(point, membership=membership, algorithm=outer)
+        optimizer = plain_sgd(wrapper.parameters())
+        membership.track(optimizer=optimizer)
+        for _ in membership.steps(20):
+            rank = membership.rank
+            optimizer.zero_grad()
+            wrapper(rank).backward()
+            optimizer.step()
+            wrapper.count_tokens(rank + 1)
+        wrapper(rank)
+        wrapper.close()
+        return point.x.item()
+
+    found = torch.tensor(run_ranks(2, body), dtype=torch.float64)
+    torch.testing.assert_close(found, train(outer, tokens=(1, 2)))
