@@ -28,8 +28,10 @@ from .algorithms.eager_diloco import EagerDiLoCo
 from .algorithms.exact_diffusion import ExactDiffusion
 from .algorithms.gasloc import GASLoC
 from .algorithms.gradient_tracking import GradientTracking
+from .algorithms.isoloco import IsoLoCo
 from .algorithms.local_sgd import LocalSGD
 from .algorithms.moniqua import Moniqua
+from .algorithms.muloco import MuLoCo
 from .algorithms.noloco import NoLoCo
 from .algorithms.power_gossip import PowerGossip
 from .algorithms.qg_dsgdm import QGDSGDm
@@ -47,6 +49,7 @@ from .matcha.graph import MatchaGraph
 from .membership.membership import Membership
 from .metrics import MetricsLogger
 from .optim.accum_adam import AccumAdam
+from .optim.muon import MuonAdamW
 from .schedule import Schedule
 from .transport.connect import connect
 from .transport.stores import Progress, job_store
@@ -74,11 +77,14 @@ __all__ = [
     "GossipDataParallel",
     "GradientTracking",
     "GroupAverageDataParallel",
+    "IsoLoCo",
     "LocalSGD",
     "MatchaGraph",
     "Membership",
     "MetricsLogger",
     "Moniqua",
+    "MuLoCo",
+    "MuonAdamW",
     "NoLoCo",
     "PairwiseDataParallel",
     "PowerGossip",

@@ -40,10 +40,10 @@ class RunConfig(WrapperOptions, ABC):
 
     recipe: str = "sgp"
     """Method: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip, adpsgd, wagma, dpwa, localsgd,
-    diloco, streamingdiloco, eagerdiloco, sparseloco, slowmo, noloco, gasloc, qgdsgdm, d2, exactdiffusion,
-    gradienttracking, decentlam, relaysgd, sparta; python -m gossip_modules.methods says what each is. qgdsgdm and
-    decentlam work where SGD steps the model, as in train.gossip_sgd, and elsewhere with --optimizer sgd. A recipe is
-    the short name of an --algorithm, with its published settings."""
+    diloco, streamingdiloco, eagerdiloco, muloco, isoloco, sparseloco, slowmo, noloco, gasloc, qgdsgdm, d2,
+    exactdiffusion, gradienttracking, decentlam, relaysgd, sparta; python -m gossip_modules.methods says what each is.
+    qgdsgdm and decentlam work where SGD steps the model, as in train.gossip_sgd, and elsewhere with --optimizer sgd. A
+    recipe is the short name of an --algorithm, with its published settings."""
     algorithm: str = ""
     """The method with settings of your own, as the text of Python: "DiLoCo(sync_every=50)", "Choco(TopK(0.01),
     step_size=0.04)", "GASLoC().over(PowerGossip())". Calls of known names with literals; nothing is evaluated. Empty:

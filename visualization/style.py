@@ -60,6 +60,8 @@ METHOD_STYLES: Mapping[str, MethodStyle] = {
     "diloco": MethodStyle("DiLoCo", "#1F78B4", ("diloco",)),
     "streamingdiloco": MethodStyle("Streaming DiLoCo", "#08519C", ("streaming diloco", "streamingdiloco")),
     "eagerdiloco": MethodStyle("Eager DiLoCo", "#6BAED6", ("eager diloco", "eagerdiloco")),
+    "muloco": MethodStyle("MuLoCo", "#9900EE", ("muloco",)),
+    "isoloco": MethodStyle("IsoLoCo", "#7F7FDD", ("isoloco",)),
     "sparseloco": MethodStyle("SparseLoCo", "#2E7D6B", ("sparseloco",)),
     "slowmo": MethodStyle("SlowMo", "#A6761D", ("slowmo",)),
     "noloco": MethodStyle("NoLoCo", "#6A3D9A", ("noloco",)),

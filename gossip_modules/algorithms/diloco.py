@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..compression.compressor import Compressor
 from ..registry import Paper
-from ..rounds import SGD, Average, MakeOptimizer, Memory, Round, Vectors, described_with, is_number, step
+from ..rounds import SGD, Average, MakeOptimizer, Memory, Round, Vector, Vectors, described_with, is_number, step
 from .error_feedback import compressed_average, total_weight
 from .outer_method import OuterMethod
 
@@ -176,8 +176,12 @@ class DiLoCo(OuterMethod):
             m.forget("error")
         if tokens is not None:
             m.numbers["tokens"], m.numbers["last"] = m.numbers["tokens"] - tokens, k
-        step(m.optimizer("outer", self.make_optimizer, phi), phi, drift)
+        self.outer_step(v, m, phi, drift)
         self.arrive(v, phi, carries=m.numbers.get("carries", 1) > 0)
+
+    def outer_step(self, v: Vectors, m: Memory, phi: Vector, drift: Vector) -> None:
+        """phi <- a step of the outer optimizer along the mean drift, which it may overwrite."""
+        step(m.optimizer("outer", self.make_optimizer, phi), phi, drift)
 
     def recover(self, v: Vectors, m: Memory) -> None:
         """See `Algorithm`."""

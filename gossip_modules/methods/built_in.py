@@ -16,8 +16,10 @@ from ..algorithms.eager_diloco import EagerDiLoCo
 from ..algorithms.exact_diffusion import ExactDiffusion
 from ..algorithms.gasloc import GASLoC
 from ..algorithms.gradient_tracking import GradientTracking
+from ..algorithms.isoloco import IsoLoCo
 from ..algorithms.local_sgd import LocalSGD
 from ..algorithms.moniqua import Moniqua
+from ..algorithms.muloco import MuLoCo
 from ..algorithms.noloco import NoLoCo
 from ..algorithms.power_gossip import PowerGossip
 from ..algorithms.qg_dsgdm import QGDSGDm
@@ -296,6 +298,8 @@ BUILT_IN: tuple[Method, ...] = (
         text="EagerDiLoCo(sync_every=10)",
         example="EagerDiLoCo()",
     ),
+    entry(MuLoCo, options=NODES, text="MuLoCo(sync_every=10)", example="MuLoCo()"),
+    entry(IsoLoCo, options=frozenset(), text="IsoLoCo(sync_every=10, lr=1.0)", example="IsoLoCo()"),
     entry(
         SparseLoCo,
         options=NODES,

@@ -66,6 +66,7 @@ class Algorithm(ABC):
         is_whole: whether a round sends whole vectors. Compressed rounds leave a rest for later rounds.
         needs_whole_rounds: whether differences between ranks may grow if the inner algorithm is not `is_whole`.
         writes_early: whether a round changes x or the memory before its last reply, so that it is not a transaction.
+        needs_whole_tensors: whether a round needs each tensor of the model whole, not in shards of several processes.
         needs_inner_rate: whether drivers call `inner_rate` after each optimizer step.
         keeps_links: whether the memory has a state for each link, which must be equal at both ends.
         is_elastic: whether a round continues without peers that fail. A membership needs such rounds.
@@ -104,6 +105,7 @@ class Algorithm(ABC):
     is_whole: ClassVar[bool] = False
     needs_whole_rounds: ClassVar[bool] = False
     writes_early: ClassVar[bool] = False
+    needs_whole_tensors: ClassVar[bool] = False
     needs_inner_rate: ClassVar[bool] = False
     is_elastic: ClassVar[bool] = True
     checks_messages: ClassVar[bool] = True

@@ -114,8 +114,9 @@ class Stacked:
         if self.times is not None and (self.times.num_fragments > 1 or self.times.delay) and not is_fragment:
             if not isinstance(self.times.fragments, int):
                 raise ValueError(f"got {algorithm}, expected fragments=2 or another number: rows have no named modules")
+            whole = shapes if self.times.fragments == 1 else None  # runs of columns cut tensors
             self.fragments = [
-                Stacked(algorithm, mixing, num_ranks, wire_dtype=wire_dtype, is_fragment=True)
+                Stacked(algorithm, mixing, num_ranks, wire_dtype=wire_dtype, shapes=whole, is_fragment=True)
                 for _ in range(self.times.fragments)
             ]
 

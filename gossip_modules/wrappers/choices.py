@@ -223,6 +223,12 @@ class Choices:
                 f"{nprocs_per_node}, or fully_shard), expected a whole model in each: each process sees its shard, so "
                 "that the processes of one model would decide differently; use a Schedule"
             )
+        if any(part.needs_whole_tensors for part in self._parts) and (nprocs_per_node != 1 or is_sharded):
+            raise ValueError(
+                f"got {self.algorithm} for a model that several processes hold in shards (nprocs_per_node="
+                f"{nprocs_per_node}, or fully_shard), expected a whole model in each: it needs whole matrices; take "
+                "DiLoCo(), or a membership, whose nodes gossip with one process"
+            )
         if self._parts:
             self._check_algorithm(self._parts[0], overlap=overlap, init_sync=init_sync, nprocs_per_node=nprocs_per_node)
 

@@ -26,8 +26,10 @@ from gossip_modules import (
     GossipDataParallel,
     GradientTracking,
     GroupAverageDataParallel,
+    IsoLoCo,
     MatchaGraph,
     Moniqua,
+    MuLoCo,
     NoLoCo,
     PowerGossip,
     QGDSGDm,
@@ -213,6 +215,8 @@ COSTS: dict[str, tuple[Make, float]] = {
     # Fragment 1 of 2 begins half a period early; fragments are cut at 64 elements.
     "streamingdiloco": (gossip(lambda: {"outer": StreamingDiLoCo(4, fragments=2)}), 2 * 3 / 4 * P * 2.5 / NUM_ROUNDS),
     "eagerdiloco": (gossip(lambda: {"outer": EagerDiLoCo(3)}), 2 * 3 / 4 * P * 3 / NUM_ROUNDS),
+    "muloco": (gossip(lambda: {"outer": MuLoCo(3)}), 2 * 3 / 4 * P * 3 / NUM_ROUNDS),
+    "isoloco": (gossip(lambda: {"outer": IsoLoCo(3)}), 2 * 3 / 4 * P * 3 / NUM_ROUNDS),
     # 64 of 4096 entries and 32 of the last 2048, 11 to 12 bits each, to each of the three others.
     "sparseloco": (gossip(lambda: {"outer": SparseLoCo(3)}), 3 * (8 + 24 + 108 + 4) * 3 / NUM_ROUNDS),
     # 4 bits for each entry, and a float32 for each 32 of them: 5 of 32 bits, to each of the three others.

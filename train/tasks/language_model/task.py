@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import gossip_modules as gm
 from train.job.outputs import TOKENIZER
 from train.job.world import World
 from train.tasks.base import MicroBatch, Task
@@ -91,6 +92,8 @@ class LanguageModelTask(Task):
         config = self.config
         if config.optimizer == "sgd":
             return sgd(module, momentum=config.momentum, weight_decay=config.weight_decay)
+        if config.optimizer == "muon":
+            return gm.MuonAdamW(module, weight_decay=config.weight_decay)
         return adamw(module, weight_decay=config.weight_decay)
 
     def learning_rate(self, step: int) -> float:

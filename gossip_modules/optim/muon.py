@@ -1,0 +1,140 @@
+"""MuonAdamW: Muon for the matrices of a model and AdamW for all else, as one optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+
+class MuonAdamW(Optimizer):
+    """Muon steps the hidden matrices of a model, and AdamW its embeddings, heads and all tensors that are no matrices.
+
+    One object has the state of both, so `state_dict`, learning-rate schedulers and GradScaler work as with any other
+    optimizer, and a wrapper sees one step. `param_groups[k]["param_names"]` lists the parameters of each group.
+
+    With the default `adjust_lr_fn="match_rms_adamw"` torch scales the steps of Muon to the size of the steps of AdamW,
+    so one learning rate serves both.
+
+    Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
+    https://kellerjordan.github.io/posts/muon; the scale: Liu et al., "Muon is Scalable for LLM Training", 2025, arXiv
+    2502.16982.
+
+    Args:
+        model: the model, wrapped or not; parameters that need no gradient are left out.
+        lr: the learning rate.
+        muon_lr: the learning rate of Muon; None: `lr`.
+        weight_decay: of all matrices, decoupled. Tensors of other dimensions have none.
+        momentum: of Muon.
+        betas: of AdamW.
+        adamw: names or patterns of matrices that AdamW steps, beside embeddings: "head.weight", "*.gate.*". None: the
+            weight of the last `nn.Linear`, which is the head of most models.
+        adjust_lr_fn: see `torch.optim.Muon`; "original" is the scale of Jordan et al. and needs a `muon_lr`.
+
+    Raises:
+        RuntimeError: torch is older than 2.9.
+        ValueError: the model has no matrices for Muon, or a name in `adamw` is a name of no matrix.
+
+    Example:
+        >>> model = GossipDataParallel(model, algorithm=MuLoCo())
+        >>> optimizer = MuonAdamW(model, lr=3e-3, weight_decay=0.1)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        *,
+        muon_lr: float | None = None,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adamw: Sequence[str] | None = None,
+        adjust_lr_fn: str = "match_rms_adamw",
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise RuntimeError(
+                f"MuonAdamW: got torch {torch.__version__}, expected 2.9 or later, which has torch.optim.Muon; "
+                "`pip install -U torch`, or train by torch.optim.AdamW"
+            )
+        muon, others = split_parameters(model, adamw)
+        is_matrix = [(name, p) for name, p in others if p.ndim >= 2]
+        rest = [(name, p) for name, p in others if p.ndim < 2]
+        groups: list[dict[str, Any]] = [
+            {"params": muon, "kind": "Muon", "lr": lr if muon_lr is None else muon_lr, "momentum": momentum},
+            {"params": is_matrix, "kind": "AdamW", "betas": betas},
+            {"params": rest, "kind": "AdamW", "betas": betas, "weight_decay": 0.0},
+        ]
+        groups[0]["adjust_lr_fn"] = adjust_lr_fn
+        super().__init__([group for group in groups if group["params"]], {"lr": lr, "weight_decay": weight_decay})
+        self._make_parts()
+
+    def _make_parts(self) -> None:
+        """Make the two optimizers over the groups and the state of this one."""
+        self._parts: list[Optimizer] = []
+        for kind in (torch.optim.Muon, AdamW):
+            if groups := [group for group in self.param_groups if group["kind"] == kind.__name__]:
+                part = kind([{**group, "params": list(group["params"])} for group in groups])
+                for own, made in zip(groups, part.param_groups, strict=True):  # with all settings of its kind
+                    own.update({name: value for name, value in made.items() if name not in own})
+                part.param_groups, part.state = groups, self.state
+                self._parts.append(part)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """See `torch.optim.Optimizer`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            # The step without the hooks of optimizers: both parts are one step of this optimizer.
+            inspect.unwrap(type(part).step, stop=lambda step: not hasattr(step, "hooked"))(part)
+        return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._make_parts()
+
+
+def split_parameters(
+    model: nn.Module, adamw: Sequence[str] | None = None
+) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+    """Return the trained parameters of a model for Muon, and those for AdamW, with their names.
+
+    Args:
+        model: the model, wrapped or not.
+        adamw: see `MuonAdamW`.
+
+    Raises:
+        ValueError: see `MuonAdamW`.
+    """
+    modules = list(model.modules())
+    left_out = {id(each.weight) for each in modules if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [(name, p) for name, p in named if p.ndim == 2]
+    if adamw is None:
+        left_out |= {id(each.weight) for each in [each for each in modules if isinstance(each, nn.Linear)][-1:]}
+    for pattern in adamw or ():
+        matching = {
+            id(p) for name, p in matrices if fnmatchcase(name, pattern) or fnmatchcase(name, f"module.{pattern}")
+        }
+        if not matching:
+            raise ValueError(
+                f"got adamw={list(adamw or ())!r}, but {pattern!r} matches no matrix, expected names or patterns of "
+                f"some of {[name for name, _ in matrices]}; correct the name, or leave it out"
+            )
+        left_out |= matching
+    muon = [(name, p) for name, p in matrices if id(p) not in left_out]
+    if not muon:
+        raise ValueError(
+            f"got a {type(model).__name__} whose matrices are all embeddings or heads, expected hidden matrices for "
+            f"Muon; pass adamw=() if the last nn.Linear is no head, or train by torch.optim.AdamW"
+        )
+    taken = {id(p) for _, p in muon}
+    return muon, [(name, p) for name, p in named if id(p) not in taken]
