@@ -42,7 +42,7 @@ class EagerDiLoCo(DiLoCo):
     """
 
     _: KW_ONLY
-    delay: int = field(default=0, init=False, repr=False)
+    delay: int | str = field(default=0, init=False, repr=False)
     own_weight: float | None = field(default=None, init=False, repr=False)
     arrival: str = field(default="blend", init=False, repr=False)
     weighted_by: Literal["tokens"] | None = field(default=None, init=False, repr=False)

@@ -35,7 +35,7 @@ class StreamingDiLoCo(DiLoCo):
     Args:
         sync_every: H, the steps from one outer step of a fragment to its next; 100 in the paper.
         fragments: P, or the names of modules; see `Periodic`.
-        delay: tau; 1 to 10 in the paper.
+        delay: tau; 1 to 10 in the paper; "auto" is measured, see `Periodic`.
         own_weight: alpha; 1/2 in the paper.
 
     Raises:
@@ -53,7 +53,7 @@ class StreamingDiLoCo(DiLoCo):
     sync_every: int = 100
     _: KW_ONLY
     fragments: Fragments = 4
-    delay: int = 1
+    delay: int | str = 1
 
     title: ClassVar[str] = "Streaming DiLoCo"
     summary: ClassVar[str] = (

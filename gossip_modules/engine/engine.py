@@ -65,6 +65,9 @@ class Engine(ABC):
     needs_generation: bool = False
     """Whether steps are lost until the next generation begins, so that the next step waits for it."""
 
+    successor: Engine | None = None
+    """The engine that takes the place of this one at the next step, with its mixer and its counters."""
+
     def __init__(self) -> None:
         self.t = 0  # rounds started so far
         self.step = 0  # training steps seen so far
@@ -239,6 +242,7 @@ class LockstepEngine(Engine):
             )
         self.gossiper = gossiper
         self.schedule = schedule
+        self.choice: dict[str, Any] | None = None  # that this engine was made from: see [Note: overlap="auto"]
         # The mean of the weights changes if a rank leaves out messages of peers, which have given weight away, or if a
         # rank dies, or joins with half the weight of another rank.
         loses_weight = on_nonfinite == "skip" or gossiper.transport.is_elastic
@@ -258,7 +262,8 @@ class LockstepEngine(Engine):
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`."""
         control = {} if self._control is None else {"control": self._control.state_dict()}
-        return {**super().state_dict(), "step": self.step, "gossiper": self.gossiper.state_dict(), **control}
+        choice = {} if self.choice is None else {"choice": self.choice}
+        return {**super().state_dict(), "step": self.step, "gossiper": self.gossiper.state_dict(), **control, **choice}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`."""
@@ -298,9 +303,11 @@ class LockstepEngine(Engine):
         super().go_to(x, t, step)
 
     def round_stats(self) -> dict[str, float]:
-        """See `Engine`; with the statistics of `ConsensusControl`, if there is one."""
+        """See `Engine`; with the statistics of `ConsensusControl`, and the choice of overlap, if there is one."""
         control = {} if self._control is None else self._control.law.stats()
-        return {**super().round_stats(), **control}
+        numbers = {} if self.choice is None else {k: v for k, v in self.choice.items() if isinstance(v, int | float)}
+        own = self.gossiper.stats()
+        return {**super().round_stats(), **control, **own, **{f"auto_{name}": float(v) for name, v in numbers.items()}}
 
     def set_out(self, x: FlatVector) -> None:
         """See `Engine`."""

@@ -142,12 +142,12 @@ class Mixer(ABC):
             "tokens, such as DiLoCo(weighted_by='tokens'); leave the call out"
         )
 
-    def refuse_nonfinite(self, agree: Callable[[bool], bool]) -> None:
+    def refuse_nonfinite(self, agree: Callable[[bool], bool] | None) -> None:
         """Make rounds raise `NonfiniteRound`, without any effect, if a reply has infinities or NaN.
 
         Args:
             agree: returns whether the reply is finite on all processes of a node, given whether it is finite on this
-                one.
+                one; None: replies are not checked.
         """
 
     def shared(self, x: FlatVector) -> Sequence[Tensor]:
@@ -164,6 +164,10 @@ class Mixer(ABC):
             buffer: the buffer with the parameters of the model.
             is_whole: whether this process has the whole model instead of a shard.
         """
+
+    def stats(self) -> dict[str, float]:
+        """Return numbers for `comm_stats()`."""
+        return {}
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
         """Describe the settings that ranks compare when the model is wrapped.

@@ -42,7 +42,9 @@ class Periodic(Algorithm):
             for each fragment, with each trained tensor in exactly one. If there are more than H fragments, several have
             rounds in one step, one after the other.
         delay: tau, the number of optimizer steps for which a round runs in a thread, less than H; 0: training waits
-            for the round.
+            for the round; "auto": the smallest number of steps, equal on all ranks, after which all ranks have had the
+            reply of the round before, see [Note: delay="auto"] of `AgreedDelay`. Not for methods that mix on a graph,
+            with a membership, nodes or shards.
         own_weight: alpha, the weight of the rank's own model at the end of a round: x <- alpha x + (1 - alpha) phi;
             0 <= alpha < 1. None: 1/2 with a delay, else 0. At 0 the steps during the delay are lost.
         arrival: "blend" or "carry"; see [Note: Late arrival]. Without a delay "carry" is x <- phi.
@@ -56,7 +58,7 @@ class Periodic(Algorithm):
     sync_every: int
     _: KW_ONLY
     fragments: Fragments = 1
-    delay: int = 0
+    delay: int | str = 0
     own_weight: float | None = None
     arrival: str = "blend"
     anchor_device: torch.device | str | None = field(default=None, repr=False)
@@ -83,10 +85,17 @@ class Periodic(Algorithm):
                 "is a list too: [['embed'], ['head']]"
             )
         most = self.sync_every - 1
-        if isinstance(self.delay, bool) or not isinstance(self.delay, int) or not 0 <= self.delay <= most:
+        is_steps = isinstance(self.delay, int) and not isinstance(self.delay, bool) and 0 <= self.delay <= most
+        if self.delay == "auto" and not self.averages_exactly:
+            raise ValueError(
+                f"{name}: got delay='auto', expected a number of steps: its rounds are among neighbours, and a delay "
+                "that fits all ranks would take messages among all of them; pass delay=1, for example"
+            )
+        if not is_steps and not (self.delay == "auto" and most):
             raise ValueError(
                 f"{name}: got delay={self.delay!r} with sync_every={self.sync_every}, expected 0 <= delay <= {most} "
-                "optimizer steps, since an outer step must end before the fragment takes its next one"
+                "optimizer steps, or 'auto' with a period of at least 2, since an outer step must end before the "
+                "fragment takes its next one"
             )
         if self.arrival not in self.arrivals:
             raise ValueError(
@@ -107,7 +116,7 @@ class Periodic(Algorithm):
     @property
     def is_in_pieces(self) -> bool:
         """Whether rounds run in pieces: see `Rounds`."""
-        return self.num_fragments > 1 or self.delay > 0 or self.anchor_device is not None
+        return self.num_fragments > 1 or bool(self.delay) or self.anchor_device is not None
 
     @property
     def num_fragments(self) -> int:

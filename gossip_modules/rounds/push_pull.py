@@ -69,8 +69,18 @@ class PushPull(Mixer):
         super().bind(mixing, transport)
         self._row = Neighbours(mixing, transport, sends_shares=self.sends_shares)
         self._sends_weight = self.is_weighted
-        # 0: messages are sent whole. All ranks compute the same number, since they agree on its inputs.
-        self._cut_bytes = self.chunk_bytes if self.wire_dtype is None and transport.device.type == "cpu" else 0
+        self._cut()
+
+    def narrow(self, wire_dtype: torch.dtype) -> None:
+        """Round messages to this dtype from the next round on, on all ranks alike. No round may be in flight."""
+        self.wire_dtype = wire_dtype
+        self._inbox = []
+        self._cut()
+
+    def _cut(self) -> None:
+        """Choose the size of chunks; 0: messages are sent whole. It is equal on all ranks, as its inputs are."""
+        is_cut = self.wire_dtype is None and self.transport.device.type == "cpu"
+        self._cut_bytes = self.chunk_bytes if is_cut else 0
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`."""

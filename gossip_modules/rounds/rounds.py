@@ -19,6 +19,7 @@ from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport
 from ..transport.threads import CallThread
+from .agreed_delay import AgreedDelay
 from .algorithm import Algorithm
 from .driver import Driver
 from .mixer import Mixer
@@ -30,7 +31,10 @@ from .vector import SentVector, Vector
 
 
 class TravellingRound(NamedTuple):
-    """A round in the gossip thread: its fragment, the step at which it is due, and the future of its first reply."""
+    """A round in the gossip thread: its fragment, the step at which it is due, and the future of its first reply.
+
+    The result of the future is the number that `AgreedDelay.agree` returned.
+    """
 
     fragment: int
     due: int
@@ -66,6 +70,7 @@ class Rounds(Mixer):
         outer = algorithm.parts[0]
         self._times = outer if isinstance(outer, Periodic) and outer.is_in_pieces else None
         num_fragments, delay = (1, 0) if self._times is None else (self._times.num_fragments, self._times.delay)
+        self._agreed = None if delay != "auto" or self._times is None else AgreedDelay(self._times.sync_every - 1)
         self.drivers = [Driver(algorithm, plain) for _ in range(num_fragments)]
         self.keeps_models, self.can_recover = algorithm.keeps_models, algorithm.can_recover
         # With a delay, a model that is not finite must not enter a round, since the round cannot be left out later.
@@ -90,6 +95,11 @@ class Rounds(Mixer):
         self.plain.bind(mixing, transport)
         if transport.is_elastic and self.algorithm.averages_exactly:
             self._check_averages()
+        if transport.is_elastic and self._agreed is not None:
+            raise ValueError(
+                f"got {self.algorithm} with a membership, expected a number of steps as delay: workers that join or "
+                "die have measured no round together; pass delay=1, for example"
+            )
         for driver in self.drivers:
             driver.bind(mixing, transport)
 
@@ -146,7 +156,7 @@ class Rounds(Mixer):
         for driver in self.drivers:
             driver.memory.count_tokens(num_tokens)
 
-    def refuse_nonfinite(self, agree: Callable[[bool], bool]) -> None:
+    def refuse_nonfinite(self, agree: Callable[[bool], bool] | None) -> None:
         """See `Mixer`."""
         for driver in self.drivers if self._times is None else ():
             driver.agree_finite = agree
@@ -175,6 +185,8 @@ class Rounds(Mixer):
 
     def begin(self, x: FlatVector, k: int = 0) -> bool:
         """See `Mixer`; ends the rounds that are due."""
+        if self._agreed is not None:
+            self._agreed.k = k
         if self._times is None:
             return self.drivers[0].begin(x, k, is_due=self.has_news and self.algorithm.averages_at(k))
         is_new, has_changed, starting = x.layout is not self._layout, self._cut(x), self._times.starting_at(k)
@@ -244,21 +256,26 @@ class Rounds(Mixer):
                 torch.accelerator.current_stream(device)
             )  # the vector is written before it is sent
         stream = None if device.type == "cpu" else self._stream
+        agreed, begun = self._agreed, self._k
+        delay = self._times.delay if agreed is None else agreed.at(begun)
+        assert isinstance(delay, int), "an agreed delay is a number too"
+        due = begun + delay
 
         def run() -> float:
             on_stream = stream or contextlib.nullcontext()
             with torch.no_grad(), on_stream, record_function("gossip.round", f"t={t}"):
-                return job()
+                job()
+                return 0.0 if agreed is None else agreed.agree(self.transport, begun=begun, due=due)
 
         if self._thread is None:
             self._thread = CallThread(f"gossip-{self.transport.rank}")
-        self._flights.append(TravellingRound(p, self._k + self._times.delay, self._thread.submit(run)))
+        self._flights.append(TravellingRound(p, due, self._thread.submit(run)))
 
     def _arrive(self, x: FlatVector) -> None:
         """Wait for the oldest round in the gossip thread, and end it."""
         assert self._times is not None, "only periodic algorithms have a delay"
         assert self._thread is not None, "the thread runs all rounds in flight"
-        fragment, _, future = self._flights[0]
+        fragment, due, future = self._flights[0]
         names, rank = self.transport.names, self.transport.rank
 
         def what() -> str:
@@ -267,11 +284,13 @@ class Rounds(Mixer):
 
         try:
             with record_function("gossip.wait"):
-                self._thread.result(future, what=what, timeout=self.transport.timeout)
+                agreed = self._thread.result(future, what=what, timeout=self.transport.timeout)
         except Exception:  # an error of the round; an interrupt leaves the round in flight
             self._give_up()
             raise
         self._flights.pop(0)
+        if self._agreed is not None:
+            self._agreed.land(due, agreed)
         if self._stream is not None:  # the vector has arrived before it is read
             torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
         with self._part(fragment, x) as part:
@@ -384,7 +403,8 @@ class Rounds(Mixer):
         places: they load into the same cut only.
         """
         states = [driver.state_dict() for driver in self.drivers]
-        return self._state(states if len(states) == 1 else list(map(_without_places, states)))
+        state = self._state(states if len(states) == 1 else list(map(_without_places, states)))
+        return state if self._agreed is None else {**state, **self._agreed.state_dict()}
 
     def state_for_newcomer(self) -> dict[str, Any]:
         """See `Mixer`."""
@@ -409,9 +429,17 @@ class Rounds(Mixer):
             )
         for driver, own in zip(self.drivers, states, strict=True):
             driver.load(own)
+        if self._agreed is not None:
+            self._agreed.load_state_dict(state)
+
+    def stats(self) -> dict[str, float]:
+        """See `Mixer`: the delay of the last rounds, if ranks agree on it."""
+        return {} if self._agreed is None else {"auto_delay": self._agreed.present}
 
     def reset(self) -> None:
         """See `Mixer`."""
+        if self._agreed is not None:
+            self._agreed.reset()
         for driver in self.drivers:
             driver.load({})
 

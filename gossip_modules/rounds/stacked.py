@@ -111,6 +111,8 @@ class Stacked:
 
         self.fragments: list[Stacked] = []
         self.times = algorithm.parts[0] if isinstance(algorithm.parts[0], Periodic) else None
+        if self.times is not None and self.times.delay == "auto":
+            raise ValueError(f"got {algorithm}, expected a number of steps as delay: rows in one process send nothing")
         if self.times is not None and (self.times.num_fragments > 1 or self.times.delay) and not is_fragment:
             if not isinstance(self.times.fragments, int):
                 raise ValueError(f"got {algorithm}, expected fragments=2 or another number: rows have no named modules")
@@ -203,7 +205,7 @@ class Stacked:
             fragment.launch(Vector([columns[p]]), k, sgd)
             self.sent_bytes += fragment.sent_bytes - before
             if algorithm.delay:
-                self._flights.append((k + algorithm.delay, p))
+                self._flights.append((k + int(algorithm.delay), p))
                 if algorithm.keeps_sent:
                     fragment.keep_sent()
             else:

@@ -139,9 +139,11 @@ def check_flags(**flags: object) -> None:
             raise ValueError(f"got {name}={value!r}, expected True or False; leave it out for the default")
 
 
-def check_overlap(overlap: bool, max_staleness: int) -> None:
+def check_overlap(overlap: bool | str, max_staleness: int) -> None:
     """Raise ValueError where rounds are to be late that do not overlap with training."""
-    check_flags(overlap=overlap)
+    if isinstance(overlap, str) and overlap != "auto":
+        raise ValueError(f"got overlap={overlap!r}, expected True or False, or 'auto'")
+    check_flags(overlap=bool(overlap) if isinstance(overlap, str) else overlap)
     as_whole(max_staleness, name="max_staleness")
     if max_staleness < 0 or (max_staleness > 0 and not overlap):
         raise ValueError(

@@ -340,7 +340,9 @@ class AveragingMixin(ABC):
             were late), consensus_distance (as last measured by `consensus_distance()`, NaN before). With a
             `ConsensusControl` also consensus_estimate (at the beginning of the last round, or after the last one that
             was added), consensus_bound (where the target is now), gossip_interval (steps to the next round),
-            num_skipped_steps (without a round), num_added_rounds and num_averages (exact ones). With a membership also
+            num_skipped_steps (without a round), num_added_rounds and num_averages (exact ones). With overlap="auto",
+            after the choice, also auto_overlap, auto_max_staleness, auto_step_seconds and auto_round_seconds; with
+            delay="auto" of an outer method auto_delay (steps for which outer steps travel). With a membership also
             the entries of its `stats`.
 
             For each peer, by its global rank, the number of its worker with a membership, or its name with dpwa:

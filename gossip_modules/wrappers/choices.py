@@ -65,6 +65,22 @@ def as_algorithm(algorithm: AlgorithmLike) -> Chosen:
     )
 
 
+def wire_limit(wire_dtype: Any, overlap: bool | str) -> tuple[torch.dtype | None, Any]:
+    """The dtype of the wire that ranks may choose, and the given one, of which at least one is None.
+
+    Args:
+        wire_dtype, overlap: see `GossipDataParallel`.
+    """
+    if wire_dtype != "auto":
+        return None, wire_dtype
+    if overlap != "auto":
+        raise ValueError(
+            f"got wire_dtype='auto' with overlap={overlap}, expected overlap='auto', which measures; or pass "
+            "wire_dtype=torch.bfloat16"
+        )
+    return torch.bfloat16, None
+
+
 def renamed(
     algorithm: AlgorithmLike,
     wire_dtype: torch.dtype | None,
@@ -203,7 +219,38 @@ class Choices:
     wire_dtype: torch.dtype | None = None
     schedule: Schedule | ConsensusControl = field(default_factory=Schedule)
 
-    def check(self, *, overlap: bool, init_sync: bool, nprocs_per_node: int, is_sharded: bool = False) -> None:
+    def check_auto(self, *, wire_limit: torch.dtype | None, has_membership: bool, is_alone: bool) -> None:
+        """Raise ValueError where ranks cannot choose overlap by themselves.
+
+        Args:
+            wire_limit: the dtype that ranks may choose for messages; None: they choose none.
+            has_membership: whether workers may die and join.
+            is_alone: whether each process has a whole model of its own.
+        """
+        if has_membership:
+            raise ValueError(
+                "got overlap='auto' with a membership, expected True or False: a worker that joins later has not "
+                "measured, and would train by other settings; take the choice of a run without a membership"
+            )
+        if not is_alone:
+            raise ValueError(
+                "got overlap='auto' for a model that several processes hold together (nprocs_per_node, or shards), "
+                "expected True or False; python -m gossip_modules.doctor measures both"
+            )
+        if isinstance(self.schedule, ConsensusControl):
+            raise ValueError(
+                f"got overlap='auto' with {self.schedule}, expected a Schedule: the control may run too few rounds to "
+                "measure; pass overlap=True or False"
+            )
+        if self._parts and isinstance(self._parts[0], Periodic):
+            raise ValueError(
+                f"got overlap='auto' with {self.algorithm}, expected False: its rounds run under training for a number "
+                "of steps; leave overlap out and pass delay='auto' to the algorithm"
+            )
+        if wire_limit is not None:
+            replace(self, wire_dtype=wire_limit).mixer()  # raises where no wire rounds the messages
+
+    def check(self, *, overlap: bool | str, init_sync: bool, nprocs_per_node: int, is_sharded: bool = False) -> None:
         """Raise ValueError where arguments of the wrapper do not fit each other."""
         check_flags(push_sum=self.push_sum)
         if self.wire_dtype is not None and not isinstance(self.wire_dtype, torch.dtype):
@@ -229,20 +276,26 @@ class Choices:
                 f"{nprocs_per_node}, or fully_shard), expected a whole model in each: it needs whole matrices; take "
                 "DiLoCo(), or a membership, whose nodes gossip with one process"
             )
+        if self._parts and getattr(self._parts[0], "delay", 0) == "auto" and (nprocs_per_node != 1 or is_sharded):
+            raise ValueError(
+                f"got {self.algorithm} for a model that several processes hold together (nprocs_per_node, or shards), "
+                "expected a number of steps as delay: the processes of one model must apply a round in one step, and "
+                "each of them measures its own shard; pass delay=1, for example"
+            )
         if self._parts:
             self._check_algorithm(self._parts[0], overlap=overlap, init_sync=init_sync, nprocs_per_node=nprocs_per_node)
 
-    def _check_algorithm(self, outer: Algorithm, *, overlap: bool, init_sync: bool, nprocs_per_node: int) -> None:
+    def _check_algorithm(self, outer: Algorithm, *, overlap: bool | str, init_sync: bool, nprocs_per_node: int) -> None:
         """Raise ValueError where the algorithm, whose first part is `outer`, stands beside what does not fit to it."""
         if overlap and isinstance(outer, Periodic) and outer.delay:
             raise ValueError(
-                f"got overlap=True beside {outer}, expected one of them: its delay says for how many steps a round "
-                "travels under training; leave overlap out"
+                f"got overlap={overlap!r} beside {outer}, expected one of them: its delay says for how many steps a "
+                "round travels under training; leave overlap out"
             )
         if overlap and any(part.needs_current for part in self._parts):
             raise ValueError(
-                f"got overlap=True with {self.algorithm}, expected overlap=False: it needs the result of a round "
-                "before the next step; leave overlap out"
+                f"got overlap={overlap!r} with {self.algorithm}, expected overlap=False: it needs the result of a "
+                "round before the next step; leave overlap out"
             )
         if outer.has_equal_memory and not init_sync:
             raise ValueError(

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ..consensus_control import ConsensusControl
 from ..engine.engine import LockstepEngine, SyncEngine
+from ..engine.measuring import MeasuringEngine, OverlapChoice, OverlapLimits
 from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
@@ -30,7 +31,7 @@ from ..transport.exchange import fail
 from ..transport.process_group import DEFAULT_TIMEOUT, ProcessGroupTransport
 from .arguments import GraphLike, Links, MixingLike, as_schedule, as_timeout, as_whole, check_overlap, group_of
 from .base import GossipWrapper
-from .choices import AlgorithmLike, Choices, renamed
+from .choices import AlgorithmLike, Choices, renamed, wire_limit
 from .debias import Debias
 from .node import MemberNode, Node, check_node_size, count_nodes, make_node, meet_node
 from .other_names import DDP_ARGUMENTS, SGP_ARGUMENTS
@@ -59,7 +60,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
     | method       | arguments                                                     |
     |--------------|---------------------------------------------------------------|
     | SGP          | (the defaults)                                                |
-    | Overlap SGP  | overlap=True, and max_staleness=tau - 1 for tau > 1           |
+    | Overlap SGP  | overlap=True, and max_staleness=tau - 1 for tau > 1; "auto"   |
     | D-PSGD       | push_sum=False                                                |
     | Gossip-PGA   | schedule=Schedule(average_every=H)                            |
     | Local SGD    | algorithm=LocalSGD(sync_every=H)                              |
@@ -82,7 +83,9 @@ class GossipDataParallel(GossipWrapper, Joinable):
             Metropolis-Hastings (D-PSGD), the Laplacian of a `MatchaGraph`.
         push_sum: whether the weight w is sent too (SGP, any directed graph) or not (D-PSGD).
         overlap: whether a round runs in a thread under the next forward and backward, instead of before it. Costs a
-            second copy of the model.
+            second copy of the model. "auto": the first eight rounds block and are measured, then all ranks choose
+            overlap, and a staleness of at most `max_staleness`; see `overlap_choice`, and [Note: overlap="auto"] of
+            `MeasuringEngine`. Not for algorithms that cannot overlap, nodes, shards or a membership.
         max_staleness: the number of forwards that an overlapped round may be late before training waits for it;
             rounds then start every max_staleness + 1 steps.
         algorithm: what a round does: an `Algorithm`, such as `D2()`, or one over another, `GASLoC().over(Choco(...))`;
@@ -91,6 +94,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         outer: as `gossiper`.
         rule: as `gossiper`.
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
+            "auto", with overlap="auto": ranks choose bfloat16 if a round takes longer than the rest of a step.
         schedule: the steps that gossip and those that average globally; a number k = gossip at every k-th step; a
             `ConsensusControl` = as often as the distance between the models asks for.
         process_group: a group that carries nothing else; None = a new one over all ranks.
@@ -154,11 +158,11 @@ class GossipDataParallel(GossipWrapper, Joinable):
         graph: GraphLike | None = None,
         mixing: MixingLike | None = None,
         push_sum: bool = True,
-        overlap: bool = False,
+        overlap: bool | str = False,
         max_staleness: int = 0,
         algorithm: AlgorithmLike = None,
         gossiper: AlgorithmLike = None,
-        wire_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | str | None = None,
         schedule: Schedule | ConsensusControl | int = 1,
         outer: AlgorithmLike = None,
         rule: AlgorithmLike = None,
@@ -181,9 +185,14 @@ class GossipDataParallel(GossipWrapper, Joinable):
         flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
         super().__init__(module, selection=Selection(gossip_buffers, ignore), num_shards=g, **flags)
         Joinable.__init__(self)
-        self.overlap, self.max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
-        algorithm, wire_dtype = renamed(algorithm, wire_dtype, outer=outer, rule=rule, gossiper=gossiper)
-        chosen = Choices(graph, mixing, push_sum, algorithm, wire_dtype, as_schedule(schedule))
+        self._overlap, self._max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
+        self._wire_limit, wire = wire_limit(wire_dtype, overlap)
+        algorithm, wire = renamed(algorithm, wire, outer=outer, rule=rule, gossiper=gossiper)
+        chosen = Choices(graph, mixing, push_sum, algorithm, wire, as_schedule(schedule))
+        if overlap == "auto":
+            is_alone = nprocs_per_node == 1 and not self._local.buffer.is_sharded
+            limit, has_membership = self._wire_limit, membership is not None
+            chosen.check_auto(wire_limit=limit, has_membership=has_membership, is_alone=is_alone)
         links = Links(group_of(process_group, device_mesh), comm_device=comm_device, timeout=as_timeout(timeout))
         check_node_size(nprocs_per_node, find_unused_parameters=find_unused_parameters)
         if membership is None:
@@ -203,7 +212,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         """Take part in a world of ranks that stays; g: the processes of a node."""
         self._local.place, num_nodes = links.place, count_nodes(links, g)
         is_sharded = self._local.buffer.is_sharded
-        chosen.check(overlap=self.overlap, init_sync=init_sync, nprocs_per_node=g, is_sharded=is_sharded)
+        chosen.check(overlap=self._overlap, init_sync=init_sync, nprocs_per_node=g, is_sharded=is_sharded)
         mixer = chosen.mixer()
         mixing = chosen.weights(num_nodes)
         self._graph = str(mixing.graph)
@@ -221,7 +230,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         group = links.process_group if g == 1 else None  # else it connects the processes of the node
         given: dict[str, Any] = {"group": group, "comm_device": links.comm_device, "timeout": links.timeout}
         check_elastic(membership, graph=chosen.graph, mixing=chosen.mixing, init_sync=init_sync, **given)
-        chosen.check(overlap=self.overlap, init_sync=init_sync, nprocs_per_node=1)  # one process gossips for the node
+        chosen.check(overlap=self._overlap, init_sync=init_sync, nprocs_per_node=1)  # one process gossips for the node
         chosen = chosen.for_membership()
         mixer, choose = chosen.mixer(), chosen.for_any_size()
         self._local.world = Participant(self._local, membership, choose, check=mixer.check)
@@ -238,8 +247,9 @@ class GossipDataParallel(GossipWrapper, Joinable):
             "algorithm": mixer.describe([segment.dtype for segment in layout.segments if segment.numel]),
             **options,
             "schedule": chosen.schedule,
-            "overlap": self.overlap,
-            "max_staleness": self.max_staleness,
+            "overlap": self._overlap,
+            "max_staleness": self._max_staleness,
+            **({} if self._wire_limit is None else {"wire_dtype": "auto"}),
             "gossip_buffers": self._selection.gossip_buffers,
             **({"ignore": ignored} if (ignored := self._selection.ignore) else {}),
             "gossip_in_eval_mode": self.gossip_in_eval_mode,
@@ -275,10 +285,32 @@ class GossipDataParallel(GossipWrapper, Joinable):
     def _make_engine(self, mixer: Mixer, schedule: Schedule | ConsensusControl) -> LockstepEngine:
         """When rounds run."""
         policy, is_eager = self._on_nonfinite, self._local.node is None or self._local.node.is_eager
-        if not self.overlap:
+        if not self._overlap:
             return SyncEngine(mixer, schedule, on_nonfinite=policy)
-        late = self.max_staleness
+        late = self._max_staleness
+        if self._overlap == "auto":
+            assert isinstance(schedule, Schedule), "`check_auto` refuses a control"
+            return MeasuringEngine(mixer, schedule, on_nonfinite=policy, limits=OverlapLimits(late, self._wire_limit))
         return OverlapEngine(mixer, schedule, max_staleness=late, is_eager=is_eager, on_nonfinite=policy)
+
+    @property
+    def overlap(self) -> bool | str:
+        """Whether rounds run under training; "auto" until all ranks have chosen."""
+        return self._overlap if self.overlap_choice is None else self.overlap_choice.overlap
+
+    @property
+    def max_staleness(self) -> int:
+        """The number of forwards that an overlapped round may be late; with "auto" the limit, until it is chosen."""
+        return self._max_staleness if self.overlap_choice is None else self.overlap_choice.max_staleness
+
+    @property
+    def overlap_choice(self) -> OverlapChoice | None:
+        """The choice of overlap="auto", with its measurements; None before it, and without "auto".
+
+        `state_dict()` has it, and a run that loads the state goes on with it.
+        """
+        choice = getattr(getattr(self._local, "engine", None), "choice", None)
+        return None if choice is None else OverlapChoice(**choice)
 
     def settle(self) -> None:
         """See `AveragingMixin`. As all ranks call it, later rounds mix the tensors that are trained now."""

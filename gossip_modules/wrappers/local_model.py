@@ -153,6 +153,13 @@ class LocalModel:
                 self.to_estimate()
         if engine.is_asynchronous or engine.is_in_flight:
             self.own_weights.note()
+        if engine.successor is not None:
+            self._succeed(engine.successor)
+
+    def _succeed(self, engine: Engine) -> None:
+        """Run rounds by this engine from now on."""
+        self.engine = engine
+        self.averager = getattr(engine, "averager", self.averager)
 
     # The parts of a step, which `flush` and `averaged` use as well.
 
@@ -309,6 +316,8 @@ class LocalModel:
         if state:
             self.steps.load_state_dict(state)
             self.engine.load_state_dict(state["engine"])
+            if self.engine.successor is not None:
+                self._succeed(self.engine.successor)
         else:
             self.steps.end()
             self.engine.reset()

@@ -68,10 +68,10 @@ class Travelling:
         transport = local.transport
         if local.engine.is_asynchronous or not hasattr(transport, "watch_changes"):
             return
-        engine, buffer = weakref.ref(local.engine), weakref.ref(local.buffer)
+        owner, buffer = weakref.ref(local), weakref.ref(local.buffer)
 
         def step() -> int:
-            return -1 if (kept := engine()) is None else int(kept.step)
+            return -1 if (kept := owner()) is None else int(kept.engine.step)
 
         def tensors() -> list[str]:
             return [] if (kept := buffer()) is None else describe(kept, kept.slots)

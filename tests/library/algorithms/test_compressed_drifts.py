@@ -55,7 +55,7 @@ def law(outer: DiLoCo, num_steps: int = NUM_STEPS) -> list[Tensor]:
         for p, piece in enumerate(torch.arange(D).chunk(outer.num_fragments)):
             if p in outer.starting_at(k):
                 own = outer.error_decay * e[:, piece] + phi[piece] - x[:, piece]
-                means[p, k + outer.delay] = messages(outer, own, num_sent[p]).mean(0)
+                means[p, k + int(outer.delay)] = messages(outer, own, num_sent[p]).mean(0)
                 e[:, piece] = own
                 num_sent[p] += 1
             if (p, k) in means:

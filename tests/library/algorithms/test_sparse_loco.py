@@ -78,7 +78,7 @@ def law(outer: SparseLoCo) -> list[Tensor]:
                 e[:, piece] = outer.decay * e[:, piece] + phi[piece] - x[:, piece]
                 q = torch.stack([meant(outer.compressor, row[piece], num_sent[p]) for row in e])
                 e[:, piece] -= q
-                mean[p, k + outer.delay] = q.mean(0)
+                mean[p, k + int(outer.delay)] = q.mean(0)
                 num_sent[p] += 1
             if (p, k) in mean:
                 phi[piece] -= outer.lr * mean.pop((p, k))

@@ -107,7 +107,7 @@ def runs_of(*stops: int) -> list[Tensor]:
     ids=["diloco", "late", "equal-runs", "more-than-steps", "by-name"],
 )
 def test_streaming_is_its_law(outer: OuterMethod, pieces: list[Tensor]) -> None:
-    expected = streamed(pieces, outer.sync_every, outer.delay, outer.kept)
+    expected = streamed(pieces, outer.sync_every, int(outer.delay), outer.kept)
     for found, law in zip(train(outer), expected, strict=True):
         torch.testing.assert_close(found, law, rtol=0, atol=1e-12)
 
@@ -139,7 +139,7 @@ def test_local_sgd_is_its_law(outer: LocalSGD) -> None:
     for k in range(1, 21):
         x = descended(x, 1)
         if k % 5 == 0:
-            late[k + outer.delay] = x.mean() - x
+            late[k + int(outer.delay)] = x.mean() - x
         x = x + late.pop(k, 0.0)
     for change in late.values():  # close() ends what travels
         x = x + change

@@ -1,0 +1,174 @@
+"""MeasuringEngine: blocking rounds that are measured, until all ranks have chosen when later rounds run."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..devices import wait_for_queue
+from ..flat.vector import FlatVector
+from ..rounds.mixer import Mixer
+from ..rounds.push_pull import PushPull
+from ..schedule import Schedule
+from .engine import LockstepEngine, SyncEngine
+from .overlap import OverlapEngine
+
+NUM_WARM, NUM_MEASURED = 2, 6
+"""Rounds that are left out of the medians, and rounds that the choice is made from."""
+WORTHWHILE = 0.1
+"""Overlap must hide this share of a step with its round, since it costs two passes over the model."""
+
+_log = logging.getLogger("gossip_modules.overlap")
+
+
+@dataclass(frozen=True)
+class OverlapChoice:
+    """What all ranks have chosen, and the measurements that the choice was made from.
+
+    Attributes:
+        overlap, max_staleness: the arguments of `GossipDataParallel` with which training goes on.
+        wire_dtype: the name of the dtype to which messages are rounded, such as "bfloat16"; None: no rounding.
+        step_seconds: the median duration of a step without its round, of the slowest rank.
+        round_seconds: the median time by which a round makes a step longer.
+    """
+
+    overlap: bool
+    max_staleness: int
+    wire_dtype: str | None
+    step_seconds: float
+    round_seconds: float
+
+    def __str__(self) -> str:
+        chosen = f"overlap={self.overlap}"
+        chosen += f", max_staleness={self.max_staleness}" if self.max_staleness else ""
+        chosen += f", wire_dtype=torch.{self.wire_dtype}" if self.wire_dtype else ""
+        return f"{chosen} (a step takes {1e3 * self.step_seconds:.4g} ms, a round {1e3 * self.round_seconds:.4g} ms)"
+
+
+@dataclass(frozen=True)
+class OverlapLimits:
+    """The settings that may be chosen.
+
+    Args:
+        max_staleness: the largest staleness.
+        wire_dtype: the dtype to which messages may be rounded; None: they are not rounded.
+    """
+
+    max_staleness: int = 0
+    wire_dtype: torch.dtype | None = None
+
+    def choose(self, measured: Sequence[Sequence[float]]) -> OverlapChoice:
+        """Return the choice for the measurements of all ranks.
+
+        A round that would hide less than a tenth of a step blocks, so that it is exact. Of the settings that hide a
+        whole round under the computation the first is chosen: overlap, then a narrow wire, which halves a round, then
+        the smallest staleness. If no setting does, the last one is chosen.
+
+        Args:
+            measured: the seconds of a step and of a round, medians of each rank; equal on all ranks.
+
+        Example:
+            >>> OverlapLimits(max_staleness=2).choose([(0.10, 0.25), (0.05, 0.30)]).max_staleness
+            2
+        """
+        step = max(seconds for seconds, _ in measured)
+        # Ranks that compute less wait in the round; the rank that computes longest sees the round alone.
+        cost = max(sum(pair) for pair in measured) - step
+        if min(step, cost) < WORTHWHILE * (step + cost):
+            return OverlapChoice(False, 0, None, step, cost)
+        is_narrow = self.wire_dtype is not None and cost > step
+        left = cost / 2 if is_narrow else cost
+        staleness = next((late for late in range(self.max_staleness) if left <= (late + 1) * step), self.max_staleness)
+        dtype = str(self.wire_dtype).removeprefix("torch.") if is_narrow else None
+        return OverlapChoice(True, staleness, dtype, step, cost)
+
+
+class MeasuringEngine(SyncEngine):
+    """Blocking rounds that are measured; after the eighth one all ranks choose the engine of the rounds that follow.
+
+    [Note: overlap="auto"] Each rank takes the time of its rounds and of the steps between them. After round 8, in the
+    same step on all ranks, one gather of two numbers per rank gives all ranks the same measurements, from which each
+    computes the same choice. The engine that runs rounds from then on has the mixer, the counters and the statistics of
+    this one, so training goes on with the bits of a run that was built with the chosen settings and resumed here.
+
+    Args:
+        gossiper, schedule, on_nonfinite: see `SyncEngine`.
+        limits: the settings that may be chosen.
+    """
+
+    def __init__(self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str, limits: OverlapLimits) -> None:
+        super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
+        if gossiper.keeps_models:
+            raise ValueError(
+                f"got overlap='auto' with {gossiper}, expected overlap=False: it replaces the model by an average of "
+                "sent models, without the optimizer steps during the round"
+            )
+        self.limits = limits
+        self._steps: list[float] = []
+        self._rounds: list[float] = []
+        self._ended: float | None = None  # when the last step's round has ended
+
+    def round(self, x: FlatVector) -> bool:
+        """See `Engine`."""
+        wait_for_queue(x.raw.device)
+        start, t = time.perf_counter(), self.t
+        if self._ended is not None:
+            self._steps.append(start - self._ended)
+        has_changed = super().round(x)
+        wait_for_queue(x.raw.device)
+        self._ended = time.perf_counter()
+        if self.t > t:
+            self._rounds.append(self._ended - start)
+            if len(self._rounds) == NUM_WARM + NUM_MEASURED:
+                self._agree()
+        return has_changed
+
+    def _agree(self) -> None:
+        """Choose, on all ranks alike."""
+        medians = [statistics.median(seconds[NUM_WARM:]) for seconds in (self._steps, self._rounds)]
+        own = torch.tensor(medians, dtype=torch.float64, device="cpu")
+        transport = self.gossiper.transport
+        measured = own.new_empty(2 * transport.world_size)
+        transport.all_gather(measured, own, what=f"choosing overlap after round {self.t - 1}")
+        choice = self.limits.choose(measured.view(-1, 2).tolist())
+        if transport.rank == 0:
+            _log.info('overlap="auto": %s, after round %d', choice, self.t - 1)
+        self.successor = self._engine_of(choice)
+
+    def _engine_of(self, choice: OverlapChoice) -> LockstepEngine:
+        """Return the engine that goes on from here."""
+        mixer, policy = self.gossiper, self.on_nonfinite
+        if choice.wire_dtype is not None:
+            plain = getattr(mixer, "plain", mixer)
+            assert isinstance(plain, PushPull), "the wrapper refuses a narrow wire for others"
+            plain.narrow(getattr(torch, choice.wire_dtype))
+        mixer.refuse_nonfinite(None)
+        assert isinstance(self.schedule, Schedule), "the wrapper refuses a control"
+        engine: LockstepEngine
+        if choice.overlap:
+            engine = OverlapEngine(mixer, self.schedule, max_staleness=choice.max_staleness, on_nonfinite=policy)
+        else:
+            engine = SyncEngine(mixer, self.schedule, on_nonfinite=policy)
+        engine.t, engine.step, engine.stats, engine.choice = self.t, self.step, self.stats, asdict(choice)
+        return engine
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Engine`; a state that was saved after the choice brings the choice along."""
+        super().load_state_dict(dict(state))
+        self._forget()
+        if choice := state.get("choice"):
+            self.successor = self._engine_of(OverlapChoice(**choice))
+
+    def reset(self) -> None:
+        """See `Engine`."""
+        super().reset()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps, self._rounds, self._ended = [], [], None

@@ -1,0 +1,155 @@
+"""overlap="auto": the choice, the bits after it, what a resumed run does, and where it is refused."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gossip_modules as gm
+from gossip_modules.engine import measuring
+from gossip_modules.engine.measuring import NUM_MEASURED, NUM_WARM, OverlapChoice, OverlapLimits
+from tests.harness.ranks import run_ranks, solo_group
+
+NUM_ROUNDS = NUM_WARM + NUM_MEASURED
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("limits", "measured", "expected"),
+    [
+        (OverlapLimits(2, BF16), [(0.1, 0.005), (0.1, 0.005)], (False, 0, None)),  # hides little: exact rounds
+        (OverlapLimits(2, BF16), [(0.001, 0.2)], (False, 0, None)),  # a computation that can hide little
+        (OverlapLimits(2, BF16), [(0.1, 0.09)], (True, 0, None)),
+        (OverlapLimits(2, BF16), [(0.05, 0.14), (0.1, 0.09)], (True, 0, None)),  # rank 0 waits for rank 1
+        (OverlapLimits(2, BF16), [(0.1, 0.18)], (True, 0, "bfloat16")),
+        (OverlapLimits(2, BF16), [(0.1, 0.38)], (True, 1, "bfloat16")),
+        (OverlapLimits(2), [(0.1, 0.18)], (True, 1, None)),
+        (OverlapLimits(2), [(0.1, 0.9)], (True, 2, None)),
+        (OverlapLimits(), [(0.1, 0.9)], (True, 0, None)),
+    ],
+)
+def test_the_first_setting_that_hides_a_round_is_chosen(
+    limits: OverlapLimits, measured: list[tuple[float, float]], expected: tuple[bool, int, str | None]
+) -> None:
+    choice = limits.choose(measured)
+    assert (choice.overlap, choice.max_staleness, choice.wire_dtype) == expected
+    assert choice.step_seconds == max(step for step, _ in measured)
+
+
+class Run:
+    """A model in training: the losses differ by rank and by step."""
+
+    def __init__(self, group: dist.ProcessGroup, state: dict[str, Any] | None = None, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.rank, self.num_steps = group.rank(), 0
+        module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        self.model = gm.GossipDataParallel(module, process_group=group, **options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        if state is not None:
+            state = copy.deepcopy(state)  # torch's optimizers keep the tensors that they load
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.num_steps = state["step"]
+
+    def train(self, num_steps: int) -> Run:
+        for _ in range(num_steps):
+            draw = torch.Generator().manual_seed(100 * self.rank + self.num_steps)
+            self.optimizer.zero_grad()
+            self.model(torch.randn(3, 4, generator=draw)).square().sum().backward()
+            self.optimizer.step()
+            self.num_steps += 1
+        return self
+
+    def state(self) -> dict[str, Any]:
+        """A copy, as a file would hold it."""
+        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.num_steps}
+        return copy.deepcopy(parts)
+
+    def bits(self) -> list[Tensor]:
+        """Of the parameters and buffers, when no round is in flight."""
+        self.model.flush()
+        return [x.clone() for x in self.model.module.state_dict().values()]
+
+
+@pytest.mark.parametrize("options", [{}, {"algorithm": gm.Choco(gm.SignNorm(), step_size=0.1), "push_sum": False}])
+@pytest.mark.parametrize("chosen", [(False, 0, None), (True, 0, None), (True, 0, "bfloat16")])
+def test_after_the_choice_a_run_has_the_bits_of_one_built_with_it(
+    chosen: tuple[bool, int, str | None], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chosen[2] and options:
+        options = {"algorithm": None}  # Choco makes its own messages
+    monkeypatch.setattr(OverlapLimits, "choose", lambda *_: OverlapChoice(*chosen, 0.1, 0.2))
+    wire = {} if chosen[2] is None else {"wire_dtype": getattr(torch, chosen[2])}
+
+    def body(group: dist.ProcessGroup) -> list[list[Tensor]]:
+        auto = Run(group, overlap="auto", **options).train(NUM_ROUNDS - 1)
+        before = auto.state()
+        assert (auto.model.overlap, auto.model.overlap_choice) == ("auto", None)
+        auto.train(1)
+        assert auto.model.overlap is chosen[0]
+        assert auto.model.comm_stats()["auto_round_seconds"] == 0.2
+        state = auto.state()
+        built = Run(group, state, overlap=chosen[0], **{**options, **wire})
+        resumed = Run(group, state, overlap="auto", **options)
+        assert resumed.model.overlap_choice == auto.model.overlap_choice
+        early = Run(group, before, overlap="auto", **options)
+        assert early.model.overlap_choice is None
+        return [run.train(4).bits() for run in (auto, built, resumed)]
+
+    for auto, built, resumed in run_ranks(2, body):
+        assert all(map(torch.equal, auto, built))
+        assert all(map(torch.equal, auto, resumed))
+
+
+def test_all_ranks_measure_and_choose_alike_and_one_logs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gossip_modules.overlap")
+
+    def body(group: dist.ProcessGroup) -> tuple[OverlapChoice | None, bool, OverlapChoice | None]:
+        run = Run(group, overlap="auto", max_staleness=1, wire_dtype="auto", on_nonfinite="skip").train(NUM_ROUNDS + 2)
+        twin = copy.deepcopy(run.model)
+        return run.model.overlap_choice, math.isfinite(sum(x.sum() for x in run.bits())), twin.overlap_choice
+
+    results = run_ranks(3, body)
+    assert len(set(results)) == 1
+    choice, is_finite, twin = results[0]
+    assert is_finite
+    assert choice is not None
+    assert choice == twin
+    assert choice.step_seconds > 0
+    assert [record.getMessage() for record in caplog.records] == [f'overlap="auto": {choice}, after round 7']
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"overlap": "always"}, "got overlap='always', expected True or False, or 'auto'"),
+        (
+            {"overlap": False, "wire_dtype": "auto"},
+            "got wire_dtype='auto' with overlap=False, expected overlap='auto', which measures",
+        ),
+        ({"algorithm": gm.D2()}, r"got overlap='auto' with D2\(.*\), expected overlap=False: it needs the result"),
+        ({"algorithm": gm.DiLoCo(4)}, r"got overlap='auto' with DiLoCo\(.*pass delay='auto' to the algorithm"),
+        ({"schedule": gm.ConsensusControl(2.0)}, r"got overlap='auto' with ConsensusControl\(.*, expected a Schedule"),
+        (
+            {"algorithm": gm.Choco(gm.SignNorm(), step_size=0.4), "push_sum": False, "wire_dtype": "auto"},
+            "got wire_dtype=torch.bfloat16 with Choco",
+        ),
+        ({"nprocs_per_node": 2}, "got overlap='auto' for a model that several processes hold together"),
+        ({"membership": "host:1"}, "got overlap='auto' with a membership, expected True or False: a worker that joins"),
+    ],
+)
+def test_what_cannot_choose_is_refused_with_a_remedy(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        gm.GossipDataParallel(nn.Linear(2, 2), process_group=solo_group(), **{"overlap": "auto", **options})
+
+
+def test_the_example_runs() -> None:
+    assert doctest.testmod(measuring).failed == 0
