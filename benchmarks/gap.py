@@ -39,7 +39,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from benchmarks.record import append_row, rows_in
-from gossip_modules import AccumAdam, LocalSGD
+from gossip_modules import AccumAdam, DiLoCo, GossipAdamW, LocalSGD, SparseLoCo
 from gossip_modules.lab import Compute, LabPlan, LabTask, Network, Setting
 from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.schedule import Schedule
@@ -64,15 +64,12 @@ class Probe(torch.optim.Optimizer):
         first, second: whether the first and the second moments are those of the mean gradient of all workers, or each
             worker's own. No cluster has the mean gradient for free.
         every: the steps from one update of the second moments to the next.
-        ranks: n, where the second moments are corrected for the noise that the mean of n gradients does not have;
-            1: they are not.
-        smooth: whether the square of the first moment is averaged for that as the second moments are.
     """
 
     is_elementwise = True
 
     def __init__(self, params: Any, lr: float, **settings: Any) -> None:
-        usual = {"first": False, "second": False, "every": 1, "ranks": 1, "smooth": False, "b2": 0.95}
+        usual = {"first": False, "second": False, "every": 1}
         super().__init__(params, {"lr": lr, **usual, **settings})
 
     @torch.no_grad()
@@ -83,10 +80,10 @@ class Probe(torch.optim.Optimizer):
                 self._step(x, group)
 
     def _step(self, x: Tensor, group: dict[str, Any]) -> None:
-        state, b1, b2, own = self.state[x], 0.9, group["b2"], x.grad
+        state, b1, b2, own = self.state[x], 0.9, 0.95, x.grad
         assert own is not None
         if not state:
-            state.update({name: torch.zeros_like(x) for name in ("m", "v", "s", "own")}, step=0, updates=0)
+            state.update({name: torch.zeros_like(x) for name in ("m", "v", "own")}, step=0, updates=0)
         mean = own.mean(0, keepdim=True).expand_as(x)
         first, second = (mean if group[name] else own for name in ("first", "second"))
         state["step"] += 1
@@ -94,17 +91,10 @@ class Probe(torch.optim.Optimizer):
         if (state["step"] - 1) % group["every"] == 0:
             state["updates"] += 1
             state["v"].mul_(b2).addcmul_(second, second, value=1 - b2)
-            state["s"].mul_(b2).addcmul_(m, m, value=1 - b2)
-        unbias = 1 - b2 ** state["updates"]
-        v = state["v"] / unbias
+        v = state["v"] / (1 - b2 ** state["updates"])
         state["own"].mul_(b2).addcmul_(own, own, value=1 - b2)
         if group["every"] > 1:  # the mean of n gradients has a square of at least 1/n of the mean square
             torch.maximum(v, state["own"] / (1 - b2 ** state["step"]) / len(x), out=v)
-        if group["ranks"] > 1:
-            square = state["s"] / unbias if group["smooth"] else m * m
-            kept = (1 - b1) / (1 + b1)  # of the noise, in the square of m
-            share = max(1 / group["ranks"], kept)
-            v = (v * (share - kept) + square * (1 - share)) / (1 - kept)
         x.mul_(1 - group["lr"] * 0.01).addcdiv_(m, v.sqrt_().add_(1e-8), value=-group["lr"])
 
 
@@ -121,6 +111,11 @@ def accum(steps: int, betas: tuple[float, float] = (0.9, 0.95)) -> Callable[[Any
 def probe(**settings: Any) -> Callable[[Any, float], torch.optim.Optimizer]:
     """Return AdamW with other moments."""
     return lambda p, lr: Probe(p, lr, **settings)
+
+
+def gossip_adamw(p: Any, lr: float) -> torch.optim.Optimizer:
+    """Return GossipAdamW."""
+    return GossipAdamW(p, lr=lr, num_ranks=8)
 
 
 def sgd(p: Any, lr: float) -> torch.optim.Optimizer:
@@ -177,18 +172,22 @@ def language_changes() -> dict[str, Change]:
     for every in (4, 8, 16):
         rare = probe(second=True, every=every)
         changes[f"SGP, second moments of the mean gradient of each {every}th step"] = Change("sgp", rare, 8)
-    changes["SGP, corrected by m^2"] = Change("sgp", probe(ranks=8), 8)
-    fixed = probe(ranks=8, smooth=True)
-    changes["SGP, corrected"] = Change("sgp", fixed, 8)
-    changes["SGP, 2 peers, corrected"] = Change("sgp", fixed, 8, (("peers_per_itr", 2),))
-    changes["Overlap SGP, corrected"] = Change("sgp", fixed, 8, (("overlap", True),))
-    changes["parameters averaged in each step, corrected"] = Change(LocalSGD(sync_every=1), fixed, 8)
-    for period in (4, 16):
-        local, rare = LocalSGD(sync_every=period), probe(second=True, every=period)
-        changes[f"local SGD, {period}, corrected"] = Change(local, fixed, 8)
-        changes[f"local SGD, {period}, second moments of the mean gradient of each {period}th step"] = Change(
-            local, rare, 8
-        )
+    for name, method, settings in (
+        ("SGP", "sgp", ()),
+        ("SGP, 2 peers", "sgp", (("peers_per_itr", 2),)),
+        ("SGP, each 4th round exact", "sgp", (("schedule", Schedule(average_every=4)),)),
+        ("Overlap SGP", "sgp", (("overlap", True),)),
+        ("Overlap SGP, 2 peers", "sgp", (("overlap", True), ("peers_per_itr", 2))),
+        ("D-PSGD", "dpsgd", ()),
+        ("parameters averaged in each step", LocalSGD(sync_every=1), ()),
+        ("local SGD, 4", LocalSGD(sync_every=4), ()),
+        ("local SGD, 16", LocalSGD(sync_every=16), ()),
+        ("SparseLoCo, 4", SparseLoCo(sync_every=4), ()),
+        ("SparseLoCo, 16", SparseLoCo(sync_every=16), ()),
+        ("DiLoCo, 16, outer momentum 0.5", DiLoCo(sync_every=16, momentum=0.5), ()),
+    ):
+        changes[f"{name}, GossipAdamW"] = Change(method, gossip_adamw, 8, settings)
+    changes["SparseLoCo, 4"] = Change(SparseLoCo(sync_every=4), adamw(), 8)
     changes["local SGD, 8"] = Change(LocalSGD(sync_every=8), adamw(), 8)
     for name, method in (("all-reduce", "ar"), ("SGP", "sgp")):
         changes[f"{name}, b2 = 0.999"] = Change(method, adamw(0.999), 8)

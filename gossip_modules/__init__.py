@@ -49,6 +49,7 @@ from .matcha.graph import MatchaGraph
 from .membership.membership import Membership
 from .metrics import MetricsLogger
 from .optim.accum_adam import AccumAdam
+from .optim.gossip_adamw import GossipAdamW
 from .optim.muon import MuonAdamW
 from .schedule import Schedule
 from .transport.connect import connect
@@ -74,6 +75,7 @@ __all__ = [
     "EagerDiLoCo",
     "ExactDiffusion",
     "GASLoC",
+    "GossipAdamW",
     "GossipDataParallel",
     "GradientTracking",
     "GroupAverageDataParallel",

@@ -1,0 +1,144 @@
+"""GossipAdamW: AdamW with the second moments that all-reduce would have, estimated on each rank."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+_STATE = ("exp_avg", "exp_avg_sq", "exp_sq_avg")
+"""The averages m of the gradient, v of its square, and s of the square of m."""
+
+
+class GossipAdamW(Optimizer):
+    """GossipAdamW: AdamW for ranks that step by their own gradients.
+
+    All-reduce gives Adam the mean gradient of n ranks, and the second moment of the mean is a^2 + b^2 / n, where a is
+    the gradient and b^2 the variance of the noise of one rank's batch. A rank that gossips sees a^2 + b^2. Where noise
+    prevails its steps are up to sqrt(n) times too short, and those of other elements are not, so that no learning rate
+    makes up for it. The average m of the gradient has less noise, a known share k of b^2. So the averages of g^2 and of
+    m^2 give both a^2 and b^2, and the second moment that all-reduce would have. Nothing is sent for it.
+
+    Step t = 1, 2, ... with the gradient g:
+
+        m = b1 m + (1 - b1) g;        m' = m / (1 - b1^t)
+        v = b2 v + (1 - b2) g^2;      v' = v / (1 - b2^t)      # a^2 +   b^2
+        s = b2 s + (1 - b2) m'^2;     s' = s / (1 - b2^t)      # a^2 + k b^2,   k = (1 - b1) / (1 + b1)
+        r = max(1 / n, k)
+        u = ((r - k) v' + (1 - r) s') / (1 - k)                # a^2 + r b^2
+        x = (1 - lr weight_decay) x - lr clip(m' / (sqrt(u) + eps), L)
+
+    L is the bound of a step of Adam, (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), so that no step is longer than one of
+    Adam can be. With n = 1 this is AdamW. From n = 1 / k on, 19 for b1 = 0.9, more ranks change nothing.
+
+    Take it with SGP and with every other method in which ranks step by gradients of their own, also as inner optimizer
+    of local SGD and DiLoCo; not with AllReduce, whose gradients are means already.
+
+    The law is this library's own; `docs/benchmarks/gap.md` has the measurements behind it.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: the learning rate.
+        betas: b1 and b2; b1^2 < b2.
+        eps: added to the root.
+        weight_decay: decoupled, as in AdamW.
+        num_ranks: n, the ranks whose gradients all-reduce would average; None: all of the default process group, or 1
+            without one. Change the entry `num_ranks` of the groups when ranks come or go.
+
+    Raises:
+        ValueError: a setting out of range; (steps) sparse gradients; (load_state_dict) the state of another optimizer.
+
+    Example:
+        >>> optimizer = GossipAdamW(model.parameters(), lr=1e-3, num_ranks=8)
+    """
+
+    is_elementwise = True  # the Lab may step all workers by one of these
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        num_ranks: int | None = None,
+    ) -> None:
+        if num_ranks is None:
+            num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+            raise ValueError(f"got num_ranks={num_ranks!r}, expected a whole number of at least 1; 1 is AdamW")
+        if not (all(0 <= beta < 1 for beta in betas) and betas[0] ** 2 < betas[1]):
+            raise ValueError(f"got betas={betas!r}, expected numbers from 0 to 1 with b1^2 < b2, such as (0.9, 0.95)")
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"got {name}={value!r}, expected a number of at least 0")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "num_ranks": num_ranks}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """See `torch.optim.Optimizer`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            alike: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)  # tensors that one kernel takes together
+            for x in group["params"]:
+                if x.grad is not None:
+                    alike[x.device, x.dtype, self._advance(x)].append(x)
+            for (*_, t), tensors in alike.items():
+                self._step(tensors, t, group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `torch.optim.Optimizer`."""
+        for state in state_dict["state"].values():
+            if not {"step", *_STATE} <= state.keys():
+                raise ValueError(
+                    f"GossipAdamW: got a state of {', '.join(map(str, state))}, expected step, {', '.join(_STATE)}: "
+                    "another optimizer has it; leave it out, and the moments begin anew"
+                )
+        super().load_state_dict(state_dict)
+
+    def _advance(self, x: Tensor) -> int:
+        """Return the number of this step of a parameter."""
+        if x.grad is not None and x.grad.is_sparse:
+            raise ValueError(
+                "GossipAdamW: got a sparse gradient, expected a dense one; pass sparse=False to nn.Embedding"
+            )
+        state = self.state[x]
+        if not state:
+            state.update({name: torch.zeros_like(x) for name in _STATE}, step=0)
+        state["step"] += 1
+        return int(state["step"])
+
+    def _step(self, x: list[Tensor], t: int, group: dict[str, Any]) -> None:
+        """The law, for parameters that have taken equally many steps."""
+        (b1, b2), lr, kept = group["betas"], group["lr"], (1 - group["betas"][0]) / (1 + group["betas"][0])
+        g = [each.grad for each in x if each.grad is not None]
+        m, v, s = ([self.state[each][name] for each in x] for name in _STATE)
+        share, unbiased = max(1 / group["num_ranks"], kept), (1 - kept) * (1 - b2**t)
+        torch._foreach_lerp_(m, g, 1 - b1)
+        torch._foreach_mul_(v, b2)
+        torch._foreach_addcmul_(v, g, g, value=1 - b2)
+        step = torch._foreach_div(m, 1 - b1**t)
+        torch._foreach_mul_(s, b2)
+        torch._foreach_addcmul_(s, step, step, value=1 - b2)
+        root = torch._foreach_mul(v, (share - kept) / unbiased)
+        torch._foreach_add_(root, s, alpha=(1 - share) / unbiased)
+        torch._foreach_sqrt_(root)
+        torch._foreach_add_(root, group["eps"])
+        torch._foreach_div_(step, root)
+        longest = (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2)) if b2 else 1.0
+        torch._foreach_clamp_max_(step, longest)
+        torch._foreach_clamp_min_(step, -longest)
+        torch._foreach_mul_(x, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(x, step, alpha=-lr)

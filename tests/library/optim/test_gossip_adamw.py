@@ -1,0 +1,128 @@
+"""GossipAdamW is its law, AdamW for one rank, and has the second moments that all-reduce would have."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossip_modules import GossipAdamW
+from tests.library.optim.test_accum_adam import gradients, longest_step_of_adam, run, start
+
+
+def test_for_one_rank_it_is_adamw() -> None:
+    x, y = start(), start()
+    ours = run(GossipAdamW([x], lr=0.1, betas=(0.9, 0.999), weight_decay=0.2, num_ranks=1), x, gradients(7))
+    torch.testing.assert_close(ours, run(torch.optim.AdamW([y], lr=0.1, weight_decay=0.2), y, gradients(7)))
+
+
+def dense_law(x: Tensor, grads: Tensor, *, n: int, lr: float, b1: float, b2: float) -> Tensor:
+    """The law from its definition, without state: all moments are sums over the steps."""
+
+    def average(rows: Tensor, b: float) -> Tensor:
+        weights = b ** torch.arange(len(rows) - 1, -1, -1, dtype=torch.float64)[:, None]
+        return (weights * rows).sum(0) / weights.sum(0)
+
+    firsts = torch.stack([average(grads[: t + 1], b1) for t in range(len(grads))])
+    kept = (1 - b1) / (1 + b1)
+    share = max(1 / n, kept)
+    longest = (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2))
+    for t in range(1, len(grads) + 1):
+        both, kept_only = average(grads[:t] ** 2, b2), average(firsts[:t] ** 2, b2)
+        second = ((share - kept) * both + (1 - share) * kept_only) / (1 - kept)
+        x = x - lr * (firsts[t - 1] / (second.sqrt() + 1e-8)).clamp(-longest, longest)
+    return x
+
+
+@pytest.mark.parametrize("n", [2, 8, 64])
+def test_it_is_its_law(n: int) -> None:
+    grads = 3 * gradients(11)
+    expected = dense_law(start().detach(), grads, n=n, lr=0.1, b1=0.8, b2=0.9)
+    x = start()
+    optimizer = GossipAdamW([x], lr=0.1, betas=(0.8, 0.9), weight_decay=0.0, num_ranks=n)
+    torch.testing.assert_close(run(optimizer, x, grads), expected)
+
+
+@pytest.mark.parametrize("gradient", [0.0, 0.3])
+def test_the_second_moment_is_one_of_the_mean_gradient(gradient: float) -> None:
+    n, generator = 8, torch.Generator().manual_seed(0)
+    x = nn.Parameter(torch.zeros(4000, dtype=torch.float64))
+    optimizer = GossipAdamW([x], lr=0.0, num_ranks=n)
+    for _ in range(200):
+        x.grad = torch.randn(x.shape, generator=generator, dtype=torch.float64) + gradient
+        optimizer.step()
+    state, kept = optimizer.state[x], 0.1 / 1.9
+    second = ((1 / n - kept) * state["exp_avg_sq"] + (1 - 1 / n) * state["exp_sq_avg"]).mean() / (1 - kept)
+    assert second.item() == pytest.approx(gradient**2 + 1 / n, rel=0.03)
+
+
+@pytest.mark.parametrize(("mean", "b2"), [(0.0, 0.95), (0.2, 0.999)])
+def test_no_step_is_longer_than_one_of_adam_can_be(mean: float, b2: float) -> None:
+    x = nn.Parameter(torch.zeros(20_000, dtype=torch.float64))
+    optimizer, generator = GossipAdamW([x], lr=1e-3, betas=(0.9, b2), num_ranks=64), torch.Generator().manual_seed(0)
+    for t in range(24):
+        before = x.detach().clone()
+        scale = 1e3 if t == 12 else 1.0
+        x.grad = scale * (torch.randn(x.shape, generator=generator, dtype=torch.float64) + mean)
+        optimizer.step()
+        longest = (x.detach() - before).abs().max().item() / 1e-3
+        assert longest <= longest_step_of_adam(10_000, b1=0.9, b2=b2) + 1e-3
+
+
+def test_parameters_that_were_frozen_count_their_own_steps() -> None:
+    first, second = start(), start()
+    optimizer = GossipAdamW([first, second], num_ranks=4)
+    run(optimizer, first, gradients(3))
+    alone = start()
+    expected = run(GossipAdamW([alone], num_ranks=4), alone, gradients(2))
+    first.grad = None
+    assert torch.equal(run(optimizer, second, gradients(2)), expected)
+
+
+def test_a_checkpoint_goes_on_to_the_bit() -> None:
+    x = start()
+    optimizer = GossipAdamW([x], num_ranks=4)
+    run(optimizer, x, gradients(6))
+    y = nn.Parameter(x.detach().clone())
+    other = GossipAdamW([y], num_ranks=2)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(run(optimizer, x, gradients(5)), run(other, y, gradients(5)))
+
+
+def test_the_number_of_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert GossipAdamW([start()]).param_groups[0]["num_ranks"] == 1
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 6)
+    assert GossipAdamW([start()]).param_groups[0]["num_ranks"] == 6
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    x, y = start(), start()
+    run(other := torch.optim.AdamW([x]), x, gradients(1))
+    with pytest.raises(ValueError, match=r"got a state of step, exp_avg, exp_avg_sq, expected step, .*; leave it out"):
+        GossipAdamW([y]).load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_ranks": 0}, "got num_ranks=0, expected a whole number of at least 1; 1 is AdamW"),
+        ({"betas": (0.9, 0.8)}, r"got betas=\(0.9, 0.8\), expected numbers from 0 to 1 with b1\^2 < b2"),
+        ({"weight_decay": -1.0}, "got weight_decay=-1.0, expected a number of at least 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GossipAdamW([start()], **options)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = nn.Embedding(3, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="GossipAdamW: got a sparse gradient, expected a dense one"):
+        GossipAdamW(embedding.parameters()).step()
