@@ -39,18 +39,20 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from benchmarks.record import append_row, rows_in
-from gossip_modules import AccumAdam, DiLoCo, GossipAdamW, LocalSGD, SparseLoCo
+from gossip_modules import AccumAdam, DiLoCo, GossipAdamW, LocalSGD, QGDSGDm, SparseLoCo
 from gossip_modules.lab import Compute, LabPlan, LabTask, Network, Setting
 from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.schedule import Schedule
 
 COLUMNS = (
     "task", "change", "workers", "batch", "steps", "rate", "run_seed", "validation", "test", "test_own", "distance",
-    "by", "device", "seconds",
+    "curve", "by", "device", "seconds",
 )  # fmt: skip
 KEY = ("task", "change", "workers", "batch", "steps", "rate", "run_seed")
 RATES = {"language": (0.001, 0.002, 0.004, 0.008, 0.016), "images": (0.025, 0.05, 0.1, 0.2)}
 STEPS = {"language": 320, "images": 800}
+NUM_POINTS = 16
+"""Parts of a training, after each of which the averaged model is measured."""
 LENGTH, TEXT_BYTES = 64, 4_500_000
 HELD, NUM_TRAIN = (4000, 8000), 30_000  # images of the validation and the test split, and of the training split
 
@@ -96,6 +98,34 @@ class Probe(torch.optim.Optimizer):
         if group["every"] > 1:  # the mean of n gradients has a square of at least 1/n of the mean square
             torch.maximum(v, state["own"] / (1 - b2 ** state["step"]) / len(x), out=v)
         x.mul_(1 - group["lr"] * 0.01).addcdiv_(m, v.sqrt_().add_(1e-8), value=-group["lr"])
+
+
+class MixedMomentum(torch.optim.Optimizer):
+    """SGD with momentum 0.9, which is mixed as SGP mixes models, for all workers at once.
+
+    Args:
+        params: parameters with a leading dimension of the workers.
+        lr: the learning rate.
+    """
+
+    is_elementwise = True
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step all workers."""
+        for group in self.param_groups:
+            for x in group["params"]:
+                assert x.grad is not None
+                state = self.state[x]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(x))
+                shift = 2 ** (state["step"] % math.ceil(math.log2(len(x))))
+                state["step"] += 1
+                state["m"].lerp_(state["m"].roll(shift, 0), 0.5).mul_(0.9).add_(x.grad).add_(x, alpha=5e-4)
+                x.add_(state["m"], alpha=-group["lr"])
 
 
 def adamw(b2: float = 0.95) -> Callable[[Any, float], torch.optim.Optimizer]:
@@ -215,6 +245,9 @@ def image_changes() -> dict[str, Change]:
     for period in (4, 8, 16):
         exact = ("schedule", Schedule(average_every=period))
         changes[f"SGP, each {period}th round exact"] = Change("sgp", sgd, 16, (exact,))
+    changes["SGP, momentum mixed too"] = Change("sgp", MixedMomentum, 16)
+    changes["Overlap SGP, 2 peers"] = Change("sgp", sgd, 16, (("overlap", True), ("peers_per_itr", 2)))
+    changes["QG-DSGDm, one peer"] = Change(QGDSGDm(), sgd, 16, (("graph", "bipartite-exponential"),))
     for name in ("all-reduce", "SGP"):
         changes[f"{name}, batches of 64"] = Change(changes[name].method, sgd, 64)
     return changes
@@ -349,9 +382,11 @@ def train(data: Data, change: Change, *, workers: int, steps: int, rate: float, 
         lambda optimizer: LambdaLR(optimizer, lambda k: min((k + 1) / warm, (steps - k) / (steps - warm))),
     )
     training = LabTraining(change.plan, Setting(workers, None, Compute(0.1), Network("1 Gbit/s"), seed), task)
-    for _ in training.run(steps):
-        pass
-    z, models = training.settle(), training.models
+    models, curve = training.models, []
+    for z in training.run(steps):
+        if training.step % (steps // NUM_POINTS) == 0 and 0 < training.step < steps:
+            curve.append(data.score(models.mean_model(z, training.workers), 1))
+    z = training.settle()
     own = [data.score(models.mean_model(z[i : i + 1], training.workers[i : i + 1]), 1) for i in range(min(workers, 8))]
     mean = models.mean_model(z, training.workers)
     distance = float((z - z.mean(0)).square().sum(1).mean().sqrt() / z.mean(0).norm())
@@ -360,6 +395,7 @@ def train(data: Data, change: Change, *, workers: int, steps: int, rate: float, 
         "test": round(data.score(mean, 1), 4),
         "test_own": round(sum(own) / len(own), 4),
         "distance": float(f"{distance:.3g}"),
+        "curve": " ".join(f"{score:.3f}" for score in curve),  # of the test split
         "by": models.by,
         "device": torch.cuda.get_device_name() if data.device == "cuda" else "cpu",
         "seconds": round(time.perf_counter() - begin, 1),
