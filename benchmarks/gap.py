@@ -434,7 +434,8 @@ class Study:
         found = {rate: self.once(data, name, workers, rate, first) for rate in self.rates}
         while not any(math.isnan(value) for value in found.values()):
             best, rates = min(found, key=found.__getitem__), sorted(found)
-            if best not in (rates[0], rates[-1]) or len(found) >= len(self.rates) + 3:
+            is_inside = best not in (rates[0], rates[-1]) or self.arguments.fixed
+            if is_inside or len(found) >= len(self.rates) + 3:
                 for seed in others:
                     self.once(data, name, workers, best, seed)
                 return
@@ -472,6 +473,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, nargs="*")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rates", type=float, nargs="*")
+    parser.add_argument("--fixed", action="store_true", help="try no other rates than --rates")
     parser.add_argument("--seeds", type=int, nargs="*", default=(1, 2, 3))
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--minutes", type=float, default=math.inf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,10 @@ from torch.optim import Optimizer
 
 _STATE = ("exp_avg", "exp_avg_sq", "exp_sq_avg")
 """The averages m of the gradient, v of its square, and s of the square of m."""
+
+
+_CACHED = 65536
+"""Elements of parameters that one kernel takes together on a processor, so that they stay in its cache."""
 
 
 class GossipAdamW(Optimizer):
@@ -94,8 +98,9 @@ class GossipAdamW(Optimizer):
             for x in group["params"]:
                 if x.grad is not None:
                     alike[x.device, x.dtype, self._advance(x)].append(x)
-            for (*_, t), tensors in alike.items():
-                self._step(tensors, t, group)
+            for (device, _, t), tensors in alike.items():
+                for part in _parts(tensors) if device.type == "cpu" else [tensors]:
+                    self._step(part, t, group)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -125,20 +130,33 @@ class GossipAdamW(Optimizer):
         (b1, b2), lr, kept = group["betas"], group["lr"], (1 - group["betas"][0]) / (1 + group["betas"][0])
         g = [each.grad for each in x if each.grad is not None]
         m, v, s = ([self.state[each][name] for each in x] for name in _STATE)
-        share, unbiased = max(1 / group["num_ranks"], kept), (1 - kept) * (1 - b2**t)
+        first, second = 1 - b1**t, (1 - kept) * (1 - b2**t)
+        share = max(1 / group["num_ranks"], kept)
+        longest = first * (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2)) if b2 else first
         torch._foreach_lerp_(m, g, 1 - b1)
         torch._foreach_mul_(v, b2)
         torch._foreach_addcmul_(v, g, g, value=1 - b2)
-        step = torch._foreach_div(m, 1 - b1**t)
         torch._foreach_mul_(s, b2)
-        torch._foreach_addcmul_(s, step, step, value=1 - b2)
-        root = torch._foreach_mul(v, (share - kept) / unbiased)
-        torch._foreach_add_(root, s, alpha=(1 - share) / unbiased)
+        torch._foreach_addcmul_(s, m, m, value=(1 - b2) / first**2)
+        root = torch._foreach_mul(v, (share - kept) / second)
+        torch._foreach_add_(root, s, alpha=(1 - share) / second)
         torch._foreach_sqrt_(root)
         torch._foreach_add_(root, group["eps"])
-        torch._foreach_div_(step, root)
-        longest = (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2)) if b2 else 1.0
+        step = torch._foreach_div(m, root)
         torch._foreach_clamp_max_(step, longest)
         torch._foreach_clamp_min_(step, -longest)
         torch._foreach_mul_(x, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(x, step, alpha=-lr)
+        torch._foreach_add_(x, step, alpha=-lr / first)
+
+
+def _parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut a list where the cache of a processor is full."""
+    part: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        size += tensor.numel()
+        if part and size > _CACHED:
+            yield part
+            part, size = [], tensor.numel()
+        part.append(tensor)
+    yield part
