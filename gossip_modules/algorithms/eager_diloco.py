@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Literal
 
 from ..registry import Paper
-from ..rounds import Average, Gather, Memory, Round, Vectors, step
+from ..rounds import Average, Gather, Memory, Round, RoundLost, Vectors, step
 from .diloco import DiLoCo
 
 
@@ -28,6 +28,10 @@ class EagerDiLoCo(DiLoCo):
     With a `compressor`, the decompressed message q_i of `DiLoCo` replaces D_i in G_i. A rank then applies the same part
     of its drift as the other ranks, and keeps the rest in e_i. So anchors still differ only by the drifts in flight;
     with D_i on rank i and q_i on the other ranks they would also differ by e_i.
+
+    Where a worker of a membership dies, the average under way may be lost. The next round of a rank then takes back its
+    own part and adds D_i to its new drift, so no steps are lost and anchors do not stay apart. A worker that joins has
+    the anchor and the late drifts of its donor.
 
     Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", 2025, arXiv 2502.12996.
 
@@ -70,8 +74,12 @@ class EagerDiLoCo(DiLoCo):
         phi, late = self.anchor(m), m.vector("late")  # late: the drifts of the others, from the round before
         sent = m.scratch().sum_(phi, v.x, alpha=-1)
         message = None
-        if self.compressor is not None:
-            error = m.vector("error")
+        if self.compressor is None:
+            if m.has("error"):  # the drift of a round that was lost
+                sent.add_(m.vector("error", join="zero"))
+                m.forget("error")
+        else:
+            error = m.vector("error", join="zero")
             message = v.encode(self.compressor, sent.add_(error, alpha=self.error_decay))
             error.set_(sent)
             message.add_to(error, alpha=-1.0)
@@ -80,10 +88,14 @@ class EagerDiLoCo(DiLoCo):
         step(m.optimizer("outer", self.make_optimizer, phi), phi, late)
         late.set_(sent).mul_(-1 / v.num_ranks)
         v.x.set_(phi)
-        if message is None:
-            yield Average(sent)
-        else:
-            received = yield Gather(message)
-            received.add_to(sent.zero_())
-            sent.div_(v.num_ranks)
+        try:
+            if message is None:
+                yield Average(sent)
+            else:
+                received = yield Gather(message)
+                received.add_to(sent.zero_())
+                sent.div_(v.num_ranks)
+        except RoundLost:  # a failed average leaves partial sums in `sent`
+            m.vector("error", join="zero").add_(late, alpha=-v.num_ranks)
+            raise
         late.add_(sent)

@@ -41,12 +41,14 @@ class RelaySGD(Algorithm):
     trees of networkx carry whole models. Sums are float32 at least. A rank keeps a message from each neighbour. During
     a round it also has the next message from and the own message to each neighbour.
 
+    In a membership a worker that is lost takes the sums of its side of the tree with it. Their counts are missing too,
+    so the own model of a rank stands in for them. A new generation has another tree, whose messages start from zero.
+
     Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi, "RelaySum for Decentralized Deep Learning on Heterogeneous
     Data", NeurIPS 2021, arXiv 2110.04175, Algorithm 1.
 
     Raises:
-        ValueError: (when the model is wrapped) the graph is not a tree, or there is overlap, an exact average or a
-            membership.
+        ValueError: (when the model is wrapped) the graph is not a tree, or there is overlap or an exact average.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=RelaySGD())
@@ -63,7 +65,6 @@ class RelaySGD(Algorithm):
     needs_current: ClassVar[bool] = True
     keeps_models: ClassVar[bool] = True
     is_skippable: ClassVar[bool] = False
-    is_elastic: ClassVar[bool] = False
     keeps_links: ClassVar[bool] = True
     takes_rows: ClassVar[bool] = False
     checks_messages: ClassVar[bool] = False
@@ -80,12 +81,14 @@ class RelaySGD(Algorithm):
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
         n, relay = v.num_ranks, m.cached("relay", lambda: Relay(v))
-        links = {j: m.link(j, partial(relay.zeros, j), unpack=partial(relay.unpack, j)) for j in v.peers}
+        links = {
+            j: m.link(j, partial(relay.zeros, j), unpack=partial(relay.unpack, j), generation="reset") for j in v.peers
+        }
         received = {j: relay.fields(j, link["received"]) for j, link in links.items()}
         messages = {j: v.message(relay.sizes(j), key=j) for j in v.peers}
         for tree, neighbours in enumerate(relay.neighbours):
-            for j in neighbours:
-                others = [relay.of(received[k], k, tree) for k in neighbours if k != j]
+            for j in messages.keys() & neighbours:  # without peers that are lost
+                others = [relay.of(received[k], k, tree) for k in neighbours if k != j and k in received]
                 for m_ij, x, *m_ki in zip(
                     relay.of(messages[j].fields, j, tree), relay.shares(v, tree), *others, strict=True
                 ):
@@ -94,7 +97,7 @@ class RelaySGD(Algorithm):
                         m_ij.add_(message)
         replies = yield Exchange(messages)
         for tree, neighbours in enumerate(relay.neighbours):
-            m_ji = [relay.of(replies[j].fields, j, tree) for j in neighbours]
+            m_ji = [relay.of(replies[j].fields, j, tree) for j in neighbours if j in replies]
             own = n - sum(fields[-1][0] for fields in m_ji)
             for index, x in enumerate(relay.shares(v, tree)[:-1]):
                 total = x.to(wide(x.dtype)).mul_(own)  # x itself if it is wide

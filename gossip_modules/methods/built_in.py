@@ -293,7 +293,6 @@ BUILT_IN: tuple[Method, ...] = (
     ),
     entry(
         EagerDiLoCo,
-        needs_fixed_ranks="a drift under way would be lost with its worker",
         options=NODES,
         text="EagerDiLoCo(sync_every=10)",
         example="EagerDiLoCo()",
@@ -327,7 +326,6 @@ BUILT_IN: tuple[Method, ...] = (
     entry(DecentLaM, options=GRAPH, simulated_graph=_ring),
     entry(
         RelaySGD,
-        needs_fixed_ranks="a sum that is lost with a worker is missing on one side of the tree",
         options=GRAPH,
         simulated_graph=lambda n, peers: "double-binary-tree",
     ),

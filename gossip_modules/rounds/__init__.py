@@ -5,7 +5,7 @@ from .memory import Memory
 from .messages import MessageBuffer, Received, warn_of_little
 from .outer_optimizer import SGD, MakeOptimizer, described_with, step
 from .periodic import Fragments, Periodic, is_number
-from .requests import Average, Exchange, Gather, Mix, Round, SGDStep, Share, Vectors
+from .requests import Average, Exchange, Gather, Mix, Round, RoundLost, SGDStep, Share, Vectors
 from .vector import Vector, wide
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Periodic",
     "Received",
     "Round",
+    "RoundLost",
     "SGDStep",
     "Share",
     "Vector",

@@ -65,7 +65,8 @@ class Algorithm(ABC):
             all its messages are its own.
         is_whole: whether a round sends whole vectors. Compressed rounds leave a rest for later rounds.
         needs_whole_rounds: whether differences between ranks may grow if the inner algorithm is not `is_whole`.
-        writes_early: whether a round changes x or the memory before its last reply, so that it is not a transaction.
+        writes_early: whether a round changes x or the memory before its last reply, so that it is not a transaction. In
+            a membership such a round catches `RoundLost` at its averages, mends its vectors, and raises it again.
         needs_whole_tensors: whether a round needs each tensor of the model whole, not in shards of several processes.
         needs_inner_rate: whether drivers call `inner_rate` after each optimizer step.
         keeps_links: whether the memory has a state for each link, which must be equal at both ends.

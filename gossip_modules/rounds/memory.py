@@ -69,6 +69,7 @@ class Memory:
         self._devices: list[torch.device] | None = None  # of its parts; None: there was no round yet
         self._model_layout: FlatLayout | None = None  # of the model, buffers included
         self._links: dict[int, dict[str, Any]] = {}
+        self._has_passing_links = False  # of one generation; see `link`
         self._scratch: dict[str, Vector] = {}
         self._cached: dict[object, Any] = {}
         self._loaded = Loaded({})
@@ -161,6 +162,7 @@ class Memory:
         make: Callable[[], dict[str, Any]],
         *,
         unpack: Callable[[Tensor], dict[str, Any]] | None = None,
+        generation: Literal["keep", "reset"] = "keep",
     ) -> dict[str, Any]:
         """Return the state of the link to a peer; the first call creates it. Both ends of a link restart together.
 
@@ -168,7 +170,9 @@ class Memory:
             peer: the rank at the other end.
             make: returns the first state: numbers, tensors and lists of tensors, by name. Tensors keep their shapes.
             unpack: converts the bytes in a checkpoint of version 0.1.0.
+            generation: whether links restart when workers have joined or left, equal for all links.
         """
+        self._has_passing_links = generation == "reset"
         if peer not in self._links:
             link = make()
             if (state := self._loaded.links.pop(peer, None)) is not None:
@@ -354,6 +358,8 @@ class Memory:
     def begin_generation(self, weights: str) -> None:
         """Restart vectors as declared by `generation`: workers have joined or left. See [Note: Sums over workers]."""
         self._cached, self.weights = {}, weights
+        if self._has_passing_links:
+            self._links = {}
         self._restart({("generation", "reset")})
         if self._inner is not None:
             self._inner.begin_generation(weights)

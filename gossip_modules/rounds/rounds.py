@@ -118,11 +118,6 @@ class Rounds(Mixer):
                 "push_sum=False: when workers die and join, the sum of the push-sum weights is not known, and an exact "
                 "average needs it"
             )
-        if self.algorithm.writes_early:
-            raise ValueError(
-                f"got {self.algorithm} with a membership, expected an algorithm that waits for its averages: this one "
-                "moves the anchor before the average, which may fail; take StreamingDiLoCo, for example"
-            )
 
     @property
     def is_weighted(self) -> bool:

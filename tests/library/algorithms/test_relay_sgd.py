@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import networkx as nx
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossip_modules import GossipDataParallel, RelaySGD, RingGraph, Schedule, connect
 from gossip_modules.algorithms.relay_sgd import trees_of
@@ -20,6 +21,7 @@ from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.messages import MessageBuffer
 from gossip_modules.rounds.rounds import mixer_of
 from gossip_modules.rounds.stacked import Stacked
+from gossip_modules.testing import Chaos, Join, Kill, Worker
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, solve
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
@@ -220,3 +222,31 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
         return
     with pytest.raises(ValueError, match=message):
         GossipDataParallel(mlp(), process_group=solo_group(), algorithm=RelaySGD(), **options)
+
+
+def test_ranks_find_the_optimum_of_those_that_live() -> None:
+    """After a death and a join too: with exact gradients the fixed point is the optimum of their mean loss."""
+    found: dict[int, float] = {}
+
+    def body(worker: Worker) -> None:
+        membership = worker.membership(min_workers=3, timeout=60, min_deadline=20.0)
+        model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        wrapper = GossipDataParallel(model, membership=membership, algorithm=RelaySGD(), push_sum=False)
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+        membership.track(optimizer=optimizer)
+        ends: list[int] = []
+        membership.on_change(lambda change: ends.append(change.step + 120) if 3 in change.members else None)
+        membership.join()
+        for step in membership.steps(1 << 30):
+            if ends and step >= ends[0]:
+                break
+            optimizer.zero_grad()
+            (wrapper(torch.ones(1, 1, dtype=torch.float64)) - worker.rank).square().sum().backward()
+            found[worker.rank] = model.weight.item()  # after the round, before the step
+            optimizer.step()
+            time.sleep(0.001)
+        wrapper.close()
+
+    Chaos([Kill(step=9, rank=0), Join(step=14)]).run(body, 3)
+    del found[0]
+    assert found == pytest.approx(dict.fromkeys((1, 2, 3), (1 + 2 + 3) / 3), abs=1e-6)

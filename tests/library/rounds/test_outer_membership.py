@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -19,7 +20,6 @@ from gossip_modules import (
     EagerDiLoCo,
     GASLoC,
     GossipDataParallel,
-    Membership,
     NoLoCo,
     Schedule,
     SlowMo,
@@ -34,7 +34,9 @@ from gossip_modules.membership.links import LinkTransport
 from gossip_modules.mixing_manager import MixingManager
 from gossip_modules.rounds.driver import Driver
 from gossip_modules.rounds.memory import Memory
+from gossip_modules.rounds.requests import Mail, RoundLost, Vectors
 from gossip_modules.rounds.rounds import mixer_of
+from gossip_modules.rounds.vector import Vector
 from gossip_modules.testing import Chaos, Join, Kill
 from gossip_modules.testing import Worker as ChaosWorker
 from gossip_modules.transport.deadline import Deadline
@@ -416,17 +418,75 @@ def test_no_survivor_raises_and_anchors_are_one_after_a_death_and_a_join(outer: 
         assert num_compared >= 4 * H
 
 
-@pytest.mark.parametrize(
-    ("outer", "message"),
-    [
-        (EagerDiLoCo(), "got EagerDiLoCo.* with a membership, expected an algorithm that waits for its averages"),
-    ],
-)
-def test_methods_that_cannot_lose_an_average_are_refused(outer: OuterMethod, message: str) -> None:
-    membership = Membership(dist.HashStore(), min_workers=2)
-    with pytest.raises(ValueError, match=message):
-        GossipDataParallel(nn.Linear(2, 1), membership=membership, algorithm=outer)
-    membership.close()
+class AverageOf:
+    """Rounds of n ranks by hand: the average of each is there, or lost."""
+
+    def __init__(self, outer: OuterMethod, n: int) -> None:
+        self.outer, self.models = outer, [FlatVector.over(torch.zeros(4, dtype=torch.float64)) for _ in range(n)]
+        self.memories = [Memory() for _ in range(n)]
+
+    def round(self, drifts: Tensor, *, is_lost: bool) -> None:
+        rounds = []
+        for rank, (x, memory) in enumerate(zip(self.models, self.memories, strict=True)):
+            vector = Vector.of(x)
+            memory.fit(vector)
+            v = Vectors(vector, Mail(), t=0, rank=rank, num_ranks=len(self.models))
+            self.outer.begin(v, memory)
+            x.segments[0].sub_(drifts[rank])
+            rounds.append(self.outer.round(v, memory, 0))
+        requests: list[Any] = [next(own) for own in rounds]
+        mean = torch.stack([request.x.parts[0] for request in requests]).mean(0)
+        for own, request in zip(rounds, requests, strict=True):
+            request.x.parts[0].copy_(torch.full_like(mean, float("nan")) if is_lost else mean)
+            with contextlib.suppress(StopIteration, RoundLost):
+                own.throw(RoundLost()) if is_lost else own.send(None)
+
+
+@pytest.mark.parametrize("lost", [(), (1,), (0, 1), (2,)])
+def test_no_step_is_lost_with_an_average_of_eager_updates(lost: tuple[int, ...]) -> None:
+    """With c = 1 and without momentum the anchor moves by all mean drifts, each once, on each rank."""
+    torch.manual_seed(0)
+    drifts = torch.randn(3, 3, 4, dtype=torch.float64)  # by round and rank
+    by_hand = AverageOf(EagerDiLoCo(1, lr=1.0, momentum=0.0), 3)
+    for k, own in enumerate(drifts):
+        by_hand.round(own, is_lost=k in lost)
+    for _ in range(2):  # for what is late
+        by_hand.round(torch.zeros(3, 4, dtype=torch.float64), is_lost=False)
+    for x in by_hand.models:
+        torch.testing.assert_close(x.segments[0], -drifts.mean(1).sum(0), rtol=0, atol=1e-12)
+
+
+def test_anchors_of_eager_updates_come_together_after_a_death_and_a_join() -> None:
+    anchors: dict[int, Tensor] = {}
+    last: list[int] = []
+
+    def body(worker: ChaosWorker) -> None:
+        membership = worker.membership(min_workers=3, timeout=60, min_deadline=20.0)
+        model = nn.Linear(200, 1, dtype=torch.float64)
+        outer = EagerDiLoCo(H, lr=1.0, momentum=0.0)
+        wrapper = GossipDataParallel(model, membership=membership, algorithm=outer, push_sum=False)
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.001)
+        membership.track(optimizer=optimizer)
+        first = membership.join()
+        for step in membership.steps(1 << 30):
+            if worker.rank == 3 and step == first + 3 * H:
+                last.append(step + 2 * H)
+            if last and step >= last[0]:
+                optimizer.param_groups[0]["lr"] = 0.0
+            if last and step >= last[0] + 4 * H:
+                break
+            optimizer.zero_grad()
+            (wrapper(torch.ones(1, 200, dtype=torch.float64)) - worker.rank).square().sum().backward()
+            optimizer.step()
+            time.sleep(0.001)
+        anchors[worker.rank] = state_of(engine_of(wrapper))[-1]
+        wrapper.close()
+
+    Chaos([Kill(step=9, rank=0), Join(step=14)]).run(body, 3)
+    assert sorted(anchors) == [1, 2, 3]
+    assert anchors[1].norm() > 0
+    for rank in (2, 3):
+        torch.testing.assert_close(anchors[rank], anchors[1], rtol=0, atol=1e-12)
 
 
 class Loading:

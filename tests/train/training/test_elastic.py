@@ -310,7 +310,6 @@ def test_recipes_that_need_fixed_ranks_are_refused_with_the_reason(recipe: str) 
         (Config, {"backend": "mpi"}, "got --elastic with --backend mpi, expected gloo"),
         (Config, {"dirichlet_alpha": 0.1}, r"got dirichlet_alpha=0.1 with --elastic, expected 0"),
         (LanguageModelConfig, {"dirichlet_alpha": 0.1}, r"got dirichlet_alpha=0.1 with --elastic, expected 0"),
-        (LanguageModelConfig, {"recipe": "eagerdiloco"}, METHODS["eagerdiloco"].needs_fixed_ranks),
     ],
 )
 def test_options_that_do_not_fit(config_type: Any, options: dict[str, Any], message: str) -> None:
