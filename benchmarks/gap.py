@@ -38,7 +38,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from benchmarks.record import append_row, rows_in
+from benchmarks.record import append_row, command, rows_in
 from gossip_modules import AccumAdam, DiLoCo, GossipAdamW, LocalSGD, QGDSGDm, SparseLoCo
 from gossip_modules.lab import Compute, LabPlan, LabTask, Network, Setting
 from gossip_modules.lab.comparison import LabTraining
@@ -411,6 +411,7 @@ class Study:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.task, self.end = arguments, arguments.task, time.time() + 60 * arguments.minutes
+        self.command = command()  # rows are written by other processes
         self.steps, self.rates = arguments.steps or STEPS[self.task], arguments.rates or RATES[self.task]
 
     @property
@@ -455,7 +456,11 @@ class Study:
             return float(rows.validation.iloc[0])
         if time.time() > self.end:
             return math.nan
-        row = {**key, **train(data, change, workers=workers, steps=self.steps, rate=rate, seed=seed)}
+        row = {
+            "command": self.command,
+            **key,
+            **train(data, change, workers=workers, steps=self.steps, rate=rate, seed=seed),
+        }
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             append_row(path, row, seed=seed)
