@@ -243,6 +243,7 @@ class LockstepEngine(Engine):
         self.gossiper = gossiper
         self.schedule = schedule
         self.choice: dict[str, Any] | None = None  # that this engine was made from: see [Note: overlap="auto"]
+        self._is_warm_up = False  # whether the last round was an average after which the algorithm begins
         # The mean of the weights changes if a rank leaves out messages of peers, which have given weight away, or if a
         # rank dies, or joins with half the weight of another rank.
         loses_weight = on_nonfinite == "skip" or gossiper.transport.is_elastic
@@ -355,9 +356,10 @@ class LockstepEngine(Engine):
             return self._control if self._control.law.starts_round(step) else None
         assert isinstance(self.schedule, Schedule)
         action = self.schedule.action(step)
+        self._is_warm_up = action is Action.WARM_UP
         if action is Action.GOSSIP:
             return self.gossiper if self.gossiper.is_due(step) else None
-        return self._scheduled_average if action is Action.AVERAGE else None
+        return None if action is Action.SKIP else self._scheduled_average
 
     def _recover(self, mixer: Mixer | None, x: FlatVector) -> None:
         """Let the algorithm replace x by a finite model, if x is about to be sent and is not finite."""
@@ -415,6 +417,9 @@ class SyncEngine(LockstepEngine):
                 mixer.finish(x)
             if mixer is self._scheduled_average and not self._scheduled_average.has_failed:
                 self.gossiper.end_average()
+                if self._is_warm_up:
+                    self.gossiper.reset()
+                    self.gossiper.begin(x, step)
         self.stats.wait_seconds += time.perf_counter() - start
         self.stats.record(0)
         self.gossiper.transport.traffic.mixed(0)

@@ -337,7 +337,8 @@ class PlanRun:
         algorithm, overlap = self.made, self.plan.overlap
         mixing = self.weights(algorithm)
         driver = Stacked(algorithm, mixing, self.num_ranks, overlap=overlap, shapes=self.models.shapes)
-        schedule = self.schedule if "gossip_every" in self.plan.method.options else Schedule()
+        takes_schedule = {"gossip_every", "schedule"} & self.plan.method.options
+        schedule = self.schedule if takes_schedule else Schedule()
         outer, sender = algorithm.parts[0], algorithm.parts[-1]
         share = 1 / getattr(outer, "num_fragments", 1)
         size, message = share * self.model_bytes, self.message_of(algorithm, mixing, share)

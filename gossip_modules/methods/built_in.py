@@ -58,6 +58,8 @@ GRAPH = frozenset({"graph", "nprocs_per_node"})
 """The options of a method that says itself when its rounds run."""
 NODES = frozenset({"nprocs_per_node"})
 """The options of such a method without a graph."""
+LOCAL = NODES | {"schedule"}
+"""The options of such a method that may begin with averages in every step."""
 
 
 CHOCO_STEP_SIZES: StepSizes = {
@@ -281,10 +283,10 @@ BUILT_IN: tuple[Method, ...] = (
     ),
     entry(
         LocalSGD,
-        options=NODES,
+        options=LOCAL,
         text="LocalSGD(sync_every=10)",
     ),
-    entry(DiLoCo, options=NODES, text="DiLoCo(sync_every=10)", example="DiLoCo()"),
+    entry(DiLoCo, options=LOCAL, text="DiLoCo(sync_every=10)", example="DiLoCo()"),
     entry(
         StreamingDiLoCo,
         options=NODES,
@@ -297,7 +299,7 @@ BUILT_IN: tuple[Method, ...] = (
         text="EagerDiLoCo(sync_every=10)",
         example="EagerDiLoCo()",
     ),
-    entry(MuLoCo, options=NODES, text="MuLoCo(sync_every=10)", example="MuLoCo()"),
+    entry(MuLoCo, options=LOCAL, text="MuLoCo(sync_every=10)", example="MuLoCo()"),
     entry(IsoLoCo, options=frozenset(), text="IsoLoCo(sync_every=10, lr=1.0)", example="IsoLoCo()"),
     entry(
         SparseLoCo,

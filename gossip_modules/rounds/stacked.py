@@ -149,10 +149,14 @@ class Stacked:
             return []
         weights = self.weights
         models = SentVector([x.clone()]) if self.overlap else Vector([x])
-        if action is Action.AVERAGE:
+        if action in (Action.AVERAGE, Action.WARM_UP):
             self.average(models, is_model=True)
             for memory in self.memories:
                 memory.forget_models(is_asked=False)
+                if action is Action.WARM_UP:
+                    memory.reset()
+            if action is Action.WARM_UP and not self.overlap:
+                self._begin(x)
         else:
             self.run(models, k, sgd)
         self.t += 1

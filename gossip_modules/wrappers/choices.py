@@ -302,6 +302,11 @@ class Choices:
                 f"got init_sync=False beside {outer}, expected True: all ranks move one anchor, so they must start "
                 "from one model"
             )
+        if overlap and outer.has_equal_memory and isinstance(self.schedule, Schedule) and self.schedule.average_until:
+            raise ValueError(
+                f"got {self.schedule} with overlap=True and {outer}, expected overlap=False: the algorithm begins with "
+                "the model after the last average, which an overlapped one leaves different on each rank; take delay="
+            )
         gossip = [name for name in ("graph", "mixing", "wire_dtype") if getattr(self, name) is not None]
         if gossip and not outer.mixes:
             raise ValueError(
