@@ -52,10 +52,11 @@ class PowerGossip(Algorithm):
 
     A matrix is a parameter of two or more dimensions: dim 0 by all others. All matrices of a link are sent in one
     message per iteration. Parameters of one dimension are sent exactly, with the first iteration of a round, or with
-    `compress_vectors` as one nearly square matrix. A warning is given if they are more than half of the model. The
-    graph may change as long as it is undirected, since each link counts its own iterations. A link keeps a few times
-    rank * (rows + columns) elements per matrix. In a round with several iterations, later iterations use X with the
-    estimates of earlier ones. The product of a sum is a sum of products, so X is written once, at the end.
+    `compress_vectors` as one nearly square matrix. Where they are all of the model they are such a matrix by default; a
+    warning is given if they are more than half of it, and are sent exactly. The graph may change as long as it is
+    undirected, since each link counts its own iterations. A link keeps a few times rank * (rows + columns) elements per
+    matrix. In a round with several iterations, later iterations use X with the estimates of earlier ones. The product
+    of a sum is a sum of products, so X is written once, at the end.
 
     [Note: both ends are equal] P and Q are differences of the same two messages, so both ends compute equal bits on any
     hardware. The orthonormal factors are computed from them in float64 and never stored. Matrices are multiplied in
@@ -72,7 +73,7 @@ class PowerGossip(Algorithm):
         step_size: the consensus step size. None takes 2 / (smallest positive + largest eigenvalue of I - W), the best
             one of plain gossip, on a static graph, and 1 on others. Parameters that are sent exactly use it too.
         compress_vectors: whether parameters of one dimension are compressed as well; at high compression they are most
-            of the bytes.
+            of the bytes. None: only if the model has no other parameters.
         check_every: the number of iterations of a link from one checksum to the next; 0 never sends one.
         seed: the seed of the first factors, equal on all ranks.
 
@@ -90,7 +91,7 @@ class PowerGossip(Algorithm):
     num_iterations: int = 1
     warm_start: bool = True
     step_size: float | None = None
-    compress_vectors: bool = False
+    compress_vectors: bool | None = None
     check_every: int = 100
     seed: int = 0
 
@@ -405,6 +406,7 @@ class MatrixBatches:
         layout: the shapes of the parameters.
         rank: the number of columns of the factors, at most; a matrix with a shorter side has fewer.
         compress_vectors: whether neighbouring vectors form one nearly square matrix; otherwise they are sent exactly.
+            None: whether there are only vectors.
 
     Attributes:
         batches: the matrices; neighbours with equal shapes form one batch.
@@ -414,7 +416,9 @@ class MatrixBatches:
         num_bytes, num_exact_bytes: the bytes of the matrices, and of the vectors that are sent exactly.
     """
 
-    def __init__(self, layout: FlatLayout, *, rank: int, compress_vectors: bool) -> None:
+    def __init__(self, layout: FlatLayout, *, rank: int, compress_vectors: bool | None) -> None:
+        if compress_vectors is None:
+            compress_vectors = not any(s.is_matrix for segment in layout.segments for _, s in segment.places())
         self.batches: list[Batch] = []
         self.exact: list[Exact] = []
         for part, segment in enumerate(layout.segments):
