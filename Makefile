@@ -10,7 +10,7 @@
 #                 (by default without those that start processes; TESTS="-m 'not soak'" takes them in)
 # make check      ruff and mypy
 # make docs       the documentation as pages in build/docs; open build/docs/index.html
-# make bench      step times beside raw send/recv, DistributedDataParallel and Decent-DP
+# make bench      step times beside hand-written loops, DistributedDataParallel and Decent-DP
 # make faults     what every wrapper does when ranks are killed, stopped, fail or leave, as a table
 # make chaos      eight workers train while a random fault hits them every two seconds, ten minutes, with a picture
 # make cluster    methods side by side on an emulated cluster; needs root and iproute2

@@ -1,139 +1,30 @@
-"""The ways of training side by side in the benchmarks: each trains a model of its own, one `step()` at a time."""
+"""The methods that the benchmarks compare: each trains a model of its own, one `step()` at a time."""
 
 from __future__ import annotations
 
-import gc
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gossip_modules import AllReduceDataParallel, GossipDataParallel, GroupAverageDataParallel, RingGraph
+import gossip_modules as gm
+from benchmarks.by_hand import (
+    AllReduceLoop,
+    BlockingSGP,
+    DiLoCoLoop,
+    Loop,
+    Loss,
+    OptimizerFactory,
+    OverlappedSGP,
+    make_optimizer,
+)
 from gossip_modules.extend import GossipWrapper
 
-Optimizer: TypeAlias = torch.optim.Optimizer
-OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
-Loss: TypeAlias = Callable[[nn.Module], Tensor]
-"""The loss of a model on the batch of the step: a scalar."""
 
-
-def make_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
-    """The same optimizer for everyone."""
-    return torch.optim.SGD(parameters, lr=0.001, momentum=0.9, nesterov=True, weight_decay=1e-4)
-
-
-class Contender(ABC):
-    """One method: a model, its optimizer and how they talk.
-
-    Args:
-        model: what is trained.
-        optimizer: makes the optimizer of its parameters.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: OptimizerFactory = make_optimizer) -> None:
-        self.model = model
-        self.optimizer = optimizer(list(model.parameters()))
-
-    def step(self, loss: Loss) -> None:
-        """One training step on a batch."""
-        value = loss(self.model)
-        self.optimizer.zero_grad()
-        value.backward()
-        self.optimizer.step()
-
-    def progress(self, num_own_steps: int) -> int:
-        """How far training is after so many steps of this rank; ranks that end together end at the same progress."""
-        return num_own_steps
-
-    @abstractmethod
-    def close(self) -> None:
-        """End what the method started."""
-
-
-class Local(Contender):
-    """No communication: what nobody can beat."""
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-class HandWritten(Contender):
-    """A flat buffer on a one-way ring, by hand: what a person would write in 30 lines for one model."""
-
-    def __init__(self, model: nn.Module, optimizer: OptimizerFactory = make_optimizer) -> None:
-        super().__init__(model, optimizer)
-        tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-        self.flat = torch.cat([t.detach().reshape(-1) for t in tensors])
-        offset = 0
-        for t in tensors:
-            t.data = self.flat[offset : offset + t.numel()].view(t.shape)
-            offset += t.numel()
-        self.inbox = torch.empty_like(self.flat)
-        self.staging: tuple[Tensor, Tensor] | None = None  # Gloo sends and receives in the host's memory
-        if self.flat.is_cuda:
-            self.staging = self.flat.cpu().pin_memory(), self.flat.cpu().pin_memory()
-        n, rank = dist.get_world_size(), dist.get_rank()
-        self.source, self.target = (rank - 1) % n, (rank + 1) % n
-        self.works: list[dist.Work] = []
-
-    def post(self, message: Tensor) -> None:
-        """Receive first, then send; both in the background."""
-        inbox = self.inbox
-        if self.staging is not None:
-            inbox, outbox = self.staging
-            message = outbox.copy_(message)
-        receive = dist.irecv(inbox, self.source)
-        send = dist.isend(message, self.target)
-        assert receive is not None
-        assert send is not None
-        self.works = [receive, send]
-
-    def wait(self) -> None:
-        """Until both are done; a work may be waited for once only."""
-        for work in self.works:
-            work.wait()
-        if self.works and self.staging is not None:
-            self.inbox.copy_(self.staging[0], non_blocking=True)
-        self.works = []
-
-    def close(self) -> None:
-        """Until nothing is under way."""
-        self.wait()
-
-
-class HandWrittenBlocking(HandWritten):
-    """Step, exchange, average."""
-
-    def step(self, loss: Loss) -> None:
-        """See `Contender`."""
-        super().step(loss)
-        self.post(self.flat)
-        self.wait()
-        self.flat.lerp_(self.inbox, 0.5)
-
-
-class HandWrittenOverlapped(HandWritten):
-    """The exchange of a snapshot runs under forward and backward; its difference is added afterwards."""
-
-    def __init__(self, model: nn.Module, optimizer: OptimizerFactory = make_optimizer) -> None:
-        super().__init__(model, optimizer)
-        self.snapshot = torch.empty_like(self.flat)
-
-    def step(self, loss: Loss) -> None:
-        """See `Contender`."""
-        if self.works:
-            self.wait()
-            self.flat.add_(self.inbox.sub_(self.snapshot), alpha=0.5)
-        self.snapshot.copy_(self.flat)
-        self.post(self.snapshot)
-        super().step(loss)
-
-
-class DDP(Contender):
+class DDP(Loop):
     """torch's DistributedDataParallel.
 
     Args:
@@ -144,11 +35,8 @@ class DDP(Contender):
         super().__init__(model, optimizer)
         self.model = self.replica = DistributedDataParallel(model, **options)
 
-    def close(self) -> None:
-        """Nothing to end."""
 
-
-class DecentDP(Contender):
+class DecentDP(Loop):
     """Decent-DP from PyPI; it owns the optimizer and steps inside the backward pass.
 
     Args:
@@ -168,7 +56,7 @@ class DecentDP(Contender):
         self.model = self.decent
 
     def step(self, loss: Loss) -> None:
-        """See `Contender`."""
+        """See `Loop`."""
         loss(self.model).backward()
 
     def close(self) -> None:
@@ -178,7 +66,7 @@ class DecentDP(Contender):
                 work.wait()
 
 
-class Wrapped(Contender):
+class Wrapped(Loop):
     """A model in a wrapper of ours, or in none, with the plain loop.
 
     Args:
@@ -192,12 +80,12 @@ class Wrapped(Contender):
         self.model = wrap(model)
 
     def progress(self, num_own_steps: int) -> int:
-        """See `Contender`; in WAGMA the round, which ranks reach after unequal numbers of steps."""
-        return self.model.round if isinstance(self.model, GroupAverageDataParallel) else num_own_steps
+        """See `Loop`; in WAGMA the round, which ranks reach after unequal numbers of steps."""
+        return self.model.round if isinstance(self.model, gm.GroupAverageDataParallel) else num_own_steps
 
     def close(self) -> None:
         """Apply what is under way, end what the wrapper started."""
-        if isinstance(self.model, GossipWrapper | AllReduceDataParallel):
+        if isinstance(self.model, GossipWrapper | gm.AllReduceDataParallel):
             self.model.close()
 
 
@@ -205,33 +93,45 @@ class PeriodicallyAveraged(Wrapped):
     """A wrapper of ours whose ranks train alone from one average over all of them to the next."""
 
 
-def _ours(model: nn.Module, *, overlap: bool) -> Contender:
-    """GossipDataParallel on the same one-way ring."""
-    graph = RingGraph(dist.get_world_size())
-    return Wrapped(model, wrap=lambda module: GossipDataParallel(module, graph=graph, overlap=overlap))
+SYNC_EVERY = 2  # steps between outer steps
 
 
-def tensor_bytes() -> int:
-    """Bytes of memory under all tensors alive in this process; what several tensors share counts once."""
-    spans = set()
-    for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and thing.layout == torch.strided:
-            storage = thing.untyped_storage()
-            spans.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-    total = covered = 0
-    for start, stop in sorted(spans):
-        total += max(stop - max(start, covered), 0)
-        covered = max(covered, stop)
-    return total
+def _gossip(model: nn.Module, **options: Any) -> Loop:
+    """GossipDataParallel."""
+    return Wrapped(model, wrap=lambda module: gm.GossipDataParallel(module, **options))
 
 
-CONTENDERS: dict[str, Callable[[nn.Module], Contender]] = {
-    "local step, no communication": Local,
-    "hand-written, blocking": HandWrittenBlocking,
-    "hand-written, overlapped": HandWrittenOverlapped,
-    "DDP": DDP,
-    "DDP, gradient_as_bucket_view": lambda model: DDP(model, gradient_as_bucket_view=True),
-    "Decent-DP": DecentDP,
-    "GossipDataParallel": lambda model: _ours(model, overlap=False),
-    "GossipDataParallel(overlap=True)": lambda model: _ours(model, overlap=True),
+def _ring(model: nn.Module, **options: Any) -> Loop:
+    """GossipDataParallel on the one-way ring of the hand-written loops."""
+    return _gossip(model, graph=gm.RingGraph(dist.get_world_size()), **options)
+
+
+CONTENDERS: Mapping[str, Callable[[nn.Module], Loop]] = {
+    "local": Loop,
+    "hand-sgp": BlockingSGP,
+    "hand-osgp": OverlappedSGP,
+    "hand-diloco": partial(DiLoCoLoop, sync_every=SYNC_EVERY),
+    "hand-ar": AllReduceLoop,
+    "ddp": DDP,
+    "ddp-view": partial(DDP, gradient_as_bucket_view=True),
+    "decent-dp": DecentDP,
+    "sgp": _ring,
+    "osgp": partial(_ring, overlap=True),
+    "diloco": lambda model: _gossip(model, algorithm=gm.DiLoCo(SYNC_EVERY)),
+    "ar": lambda model: Wrapped(model, wrap=gm.AllReduceDataParallel),
+    "dpsgd": partial(_gossip, push_sum=False),
+    "choco": lambda model: _gossip(model, algorithm=gm.Choco(gm.TopK(0.01), step_size=0.04)),
+    "powergossip": lambda model: _gossip(model, algorithm=gm.PowerGossip()),
+    "adpsgd": lambda model: Wrapped(model, wrap=gm.BilatGossipDataParallel),
+    "wagma": lambda model: Wrapped(model, wrap=gm.GroupAverageDataParallel),
 }
+STANDARDS: Mapping[str, str] = {
+    "sgp": "hand-sgp",
+    "osgp": "hand-osgp",
+    "diloco": "hand-diloco",
+    "ar": "ddp-view",
+    "hand-ar": "ddp-view",
+    "dpsgd": "hand-sgp",
+    "decent-dp": "hand-osgp",
+}
+"""The method that each method is compared with; the other methods are compared with `local`."""

@@ -1,199 +1,172 @@
-"""Seconds per training step and per round, side by side in one run.
+"""The time of a training step beside hand-written loops, DistributedDataParallel and Decent-DP, in one run.
 
-    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.step_time                       # 4 Gloo ranks on the CPU
-    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.step_time --device cuda --ranks 2  # on one card, over Gloo
+    OMP_NUM_THREADS=1 python -m benchmarks.step_time                            # 4 Gloo ranks on the CPU
+    OMP_NUM_THREADS=1 python -m benchmarks.step_time --before 5bfd590 --methods sgp hand-sgp
 
-Every method trains its own ResNet-18 (11.2 M parameters, 32x32 images) in the same processes. They take turns, a few
-steps each, for many cycles, so that all see the same noise. A turn's time is that of its slowest rank; printed are
-the median over cycles, the quartiles, and the median ratio to the hand-written loop of the same kind, taken cycle by
-cycle. The order is shuffled in every cycle, in the same way on all ranks.
+All methods train models of their own and take turns of a few steps, in an order that is drawn for each cycle, so that
+all see the same noise. `--before` adds a second side, processes that train with the library of an earlier commit; the
+side that has no turn waits for a line of standard input. Each method has a standard (`STANDARDS`): the hand-written
+loop of the same algorithm, or DistributedDataParallel. A ratio is the median over cycles of the ratio within a cycle.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
+import io
 import os
-import platform
-import random
-import statistics
+import subprocess
 import sys
+import tarfile
 import tempfile
-import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-import torchvision
-from torch.nn.functional import cross_entropy
+import numpy as np
+import tyro
+from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, Python looks beside this file only
+from benchmarks.contenders import CONTENDERS, STANDARDS
+from benchmarks.record import RESULTS, ROOT, write_rows
 
-from benchmarks.contenders import CONTENDERS, Contender, tensor_bytes
-from gossip_modules import RingGraph, connect
-from gossip_modules.extend import FlatVector, PushPull
-from gossip_modules.mixing_manager import UniformMixing
-
-MEGABYTE = 1e6
+RANK = Path(__file__).with_name("step_rank.py")
+STEPS = {"resnet18": 2, "mlp": 40, "tensors": 4, "wide": 4}
+"""The steps of a turn, by model."""
 
 
-def make_model(device: torch.device) -> torch.nn.Module:
-    """ResNet-18 for ten classes: 11.2 M parameters in 62 tensors and 40 floating-point buffers."""
-    torch.manual_seed(0)
-    return torchvision.models.resnet18(num_classes=10).to(device)
+@dataclass
+class Options:
+    """Compare the time of a training step by several methods."""
+
+    before: str = ""
+    """an earlier commit, to compare with its library too"""
+    methods: tuple[str, ...] = tuple(CONTENDERS)[:12]
+    """which methods, by the names in `CONTENDERS`"""
+    models: tuple[str, ...] = ("mlp", "tensors", "resnet18")
+    """which models: "mlp" has 25,000 parameters, "tensors" 1,000 small tensors, "resnet18" 11 M parameters, "wide" 9.4
+    M parameters in four layers"""
+    cycles: int = 30
+    """turns of each method"""
+    ranks: int = 4
+    """the number of ranks on each side"""
+    load: str = "idle"
+    """the load of the machine beside this run, for the record"""
+    out: Path = RESULTS / "step_time.csv"
+    """the CSV file to write"""
 
 
-class RoundBench:
-    """Single operations on as many bytes as the model has: the limit, and what a round of ours adds to it."""
+class Side:
+    """The ranks that train with one version of the library."""
 
-    def __init__(self, num_elements: int, device: torch.device, timeout: timedelta) -> None:
-        self.device = device
-        self.x = torch.randn(num_elements, device=device)
-        self.inbox = torch.empty_like(self.x)
-        n, rank = dist.get_world_size(), dist.get_rank()
-        self.source, self.target = (rank - 1) % n, (rank + 1) % n
-        self.vector = FlatVector.over(self.x.clone())
-        self.gossiper = PushPull()
-        transport = connect(None, module_device=device, comm_device="cpu", timeout=timeout)
-        self.gossiper.bind(UniformMixing(RingGraph(n)), transport)
-        self.t = 0
-        self.operations: dict[str, Callable[[], None]] = {"one pass over memory (lerp_)": self.one_pass}
-        if device.type == "cpu":
-            self.operations["raw ring send/recv"] = self.raw_exchange
-            self.operations["raw ring send/recv, then one pass"] = self.exchange_and_pass
-        self.operations["synchronous round"] = self.round
+    def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
+        self._processes = processes
 
-    def raw_exchange(self) -> None:
-        """The model's bytes to the right, the left one's in."""
-        receive, send = dist.irecv(self.inbox, self.source), dist.isend(self.x, self.target)
-        for work in (receive, send):
-            assert work is not None
-            work.wait()
-
-    def one_pass(self) -> None:
-        """Read two vectors, write one."""
-        self.x.lerp_(self.inbox, 0.5)
-
-    def exchange_and_pass(self) -> None:
-        """What a round cannot do without."""
-        self.raw_exchange()
-        self.one_pass()
-
-    def round(self) -> None:
-        """Our round, alone."""
-        self.gossiper.mix(self.vector, self.t)
-        self.t += 1
+    def turn(self, method: str, steps: int) -> tuple[float, float]:
+        """Milliseconds per step: wall time of the slowest rank, and CPU time of a rank."""
+        for process in self._processes:
+            assert process.stdin is not None
+            print(method, steps, file=process.stdin, flush=True)
+        assert self._processes[0].stdout is not None
+        line = self._processes[0].stdout.readline()
+        if not line:
+            raise RuntimeError(f"{method}: rank 0 ended; its error is above")
+        wall, cpu = map(float, line.split())
+        return wall, cpu
 
 
-def timed(turn: Callable[[], None], repeats: int, device: torch.device) -> float:
-    """Milliseconds per call on the slowest rank."""
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        turn()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    elapsed = torch.tensor([(time.perf_counter() - start) * 1000 / repeats])
-    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-    return elapsed.item()
+@contextmanager
+def side(tree: Path, model: str, num_ranks: int, store: Path) -> Iterator[Side]:
+    """Ranks that import gossip_modules from `tree`."""
+    environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(RANK), str(rank), str(num_ranks), str(store), model],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        yield Side(processes)
+        for process in processes:
+            process.communicate(timeout=60)
+    finally:
+        for process in processes:
+            process.kill()
 
 
-def worker(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
-    """One rank of the benchmark."""
-    torch.set_num_threads(1)
-    device = torch.device(options.device)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=options.ranks)
-    num_bytes = sum(t.numel() * t.element_size() for t in make_model(device).parameters())
-    x = torch.randn(options.batch_size, 3, 32, 32, device=device)
-    y = torch.randint(10, (options.batch_size,), device=device)
-
-    def loss(model: torch.nn.Module) -> torch.Tensor:
-        return cross_entropy(model(x), y)
-
-    contenders: dict[str, Contender] = {}
-    memory: dict[str, float] = {}
-    for name in options.methods or CONTENDERS:
-        before = tensor_bytes()
-        contender = contenders[name] = CONTENDERS[name](make_model(device))
-        for _ in range(3):
-            contender.step(loss)
-        gc.collect()
-        if not name.startswith(("DDP", "Decent-DP")):  # their buckets are in C++, out of sight of tensor_bytes
-            memory[name] = (tensor_bytes() - before) / num_bytes
-    floor = memory.get("local step, no communication", float("nan"))
-    rounds = RoundBench(num_bytes // 4, device, timedelta(minutes=5))
-
-    turns: dict[str, Callable[[], None]] = dict(rounds.operations)
-    for name, contender in contenders.items():
-        turns[name] = lambda contender=contender: contender.step(loss)  # type: ignore[misc]
-    times: dict[str, list[float]] = {name: [] for name in turns}
-    order = random.Random(0)
-    for cycle in range(options.cycles + 1):
-        names = list(turns)
-        order.shuffle(names)
-        for name in names:
-            elapsed = timed(turns[name], options.steps, device)
-            if cycle:  # the first cycle warms up
-                times[name].append(elapsed)
-    if rank == 0:
-        report(options, num_bytes, times, {name: value - floor for name, value in memory.items()})
-    for contender in contenders.values():
-        contender.close()
-    dist.destroy_process_group()
+def extract(commit: str, folder: Path) -> None:
+    """Write the library of a commit into a folder."""
+    archive = subprocess.run(["git", "archive", commit, "gossip_modules"], cwd=ROOT, capture_output=True)
+    if archive.returncode:
+        error = archive.stderr.decode().strip()
+        raise SystemExit(f"error: got {commit!r}, expected a commit of {ROOT} with gossip_modules: {error}")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+        tar.extractall(folder, filter="data")
 
 
-def ratio(times: dict[str, list[float]], name: str, base: str) -> str:
-    """Median over cycles of the ratio within a cycle."""
-    if name not in times or base not in times:
-        return "-"
-    return f"{statistics.median(a / b for a, b in zip(times[name], times[base], strict=True)):.3f}"
+def interval(ratios: np.ndarray, generator: np.random.Generator) -> tuple[float, float]:
+    """The interval of the median with 95 % confidence."""
+    medians = np.median(generator.choice(ratios, (2000, len(ratios))), axis=1)
+    low, high = np.quantile(medians, [0.025, 0.975])
+    return float(low), float(high)
 
 
-def report(
-    options: argparse.Namespace, num_bytes: int, times: dict[str, list[float]], memory: dict[str, float]
-) -> None:
-    """Print the tables."""
-    print(
-        f"{options.ranks} Gloo ranks, {options.device}, ResNet-18 with {num_bytes / MEGABYTE:.1f} MB of parameters, "
-        f"batch {options.batch_size} per rank, {options.cycles} cycles of {options.steps} steps, "
-        f"torch {torch.__version__}, {os.cpu_count()} cores ({platform.machine()})\n"
-    )
-    print(f"{'':36}{'median ms':>10}{'quartiles':>16}{'memory, models':>16}")
-    for name, values in times.items():
-        low, _, high = statistics.quantiles(values, n=4)
-        extra = f"{memory[name]:+.2f}" if name in memory else ""
-        print(f"{name:36}{statistics.median(values):10.1f}{f'{low:.1f}-{high:.1f}':>16}{extra:>16}")
-    print()
-    ours, overlapped = "GossipDataParallel", "GossipDataParallel(overlap=True)"
-    for name, base in (
-        ("synchronous round", "raw ring send/recv, then one pass"),
-        (ours, "hand-written, blocking"),
-        (overlapped, "hand-written, overlapped"),
-        (ours, "DDP"),
-        (ours, "DDP, gradient_as_bucket_view"),
-        (ours, "Decent-DP"),
-        (overlapped, "DDP"),
-        (overlapped, "DDP, gradient_as_bucket_view"),
-        (overlapped, "Decent-DP"),
-    ):
-        print(f"{name} / {base}: {ratio(times, name, base)}")
+def compare(options: Options, model: str, trees: dict[str, Path], folder: Path) -> list[dict[str, object]]:
+    """A row for each method on each side: the names of `trees` are the versions of the library."""
+    generator = np.random.default_rng(0)
+    turns = [(version, method) for version in trees for method in options.methods]
+    times: dict[tuple[str, str], list[tuple[float, float]]] = {turn: [] for turn in turns}
+    with ExitStack() as stack:
+        sides = {
+            version: stack.enter_context(side(tree, model, options.ranks, folder / f"{model}-{version}"))
+            for version, tree in trees.items()
+        }
+        for cycle in tqdm(range(options.cycles + 1), desc=model, disable=not sys.stderr.isatty()):
+            for k in generator.permutation(len(turns)):
+                version, method = turns[k]
+                figures = sides[version].turn(method, STEPS[model])
+                if cycle:  # the first one makes models and connections
+                    times[version, method].append(figures)
+    rows: list[dict[str, object]] = []
+    for (version, method), measured in times.items():
+        standard = STANDARDS.get(method, "local")
+        own, base = np.array(measured), np.array(times.get((version, standard), measured))
+        ratio, cpu_ratio = (own / base).T
+        low, high = interval(ratio, generator)
+        cpu_low, cpu_high = interval(cpu_ratio, generator)
+        wall, cpu = np.median(own, axis=0)
+        row = {"load": options.load, "model": model, "ranks": options.ranks, "cycles": options.cycles}
+        row |= {"library": version, "method": method, "standard": standard if (version, standard) in times else ""}
+        numbers = {"wall_ms": wall, "ratio": np.median(ratio), "ratio_low": low, "ratio_high": high, "cpu_ms": cpu}
+        numbers |= {"cpu_ratio": np.median(cpu_ratio), "cpu_ratio_low": cpu_low, "cpu_ratio_high": cpu_high}
+        numbers |= {"cpu_over_ms": np.median(own[:, 1] - base[:, 1])}
+        rows.append(row | {name: round(float(value), 4) for name, value in numbers.items()})
+        print(
+            f"{model:9} {version:8} {method:12} wall {wall:9.3f} ms, {np.median(ratio):6.3f} x {standard:12} "
+            f"cpu {cpu:9.3f} ms, {np.median(cpu_ratio):6.3f} x ({cpu_low:.3f} to {cpu_high:.3f})",
+            flush=True,
+        )
+    return rows
 
 
 def main() -> None:
-    """Parse options, start the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--batch-size", type=int, default=4, help="images per rank and step")
-    parser.add_argument("--cycles", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=5, help="steps per turn")
-    parser.add_argument("--methods", nargs="*", choices=list(CONTENDERS))
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, args=(options, str(Path(folder) / "store")), nprocs=options.ranks)
+    """Run the comparison and write its CSV file."""
+    options = tyro.cli(Options, description=__doc__)
+    if unknown := [name for name in options.methods if name not in CONTENDERS]:
+        raise SystemExit(f"error: got methods {unknown}, expected some of {', '.join(CONTENDERS)}")
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        trees = {"this": ROOT}
+        if options.before:
+            extract(options.before, folder / "tree")
+            trees = {options.before: folder / "tree", **trees}
+        for model in options.models:
+            rows += compare(options, model, trees, folder)
+    write_rows(options.out, rows, seed=0)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,10 @@ import torch
 from torch import nn
 
 import gossip_modules as gm
+from benchmarks.by_hand import BlockingSGP, Loop, OverlappedSGP
 from benchmarks.cluster import peers
 from benchmarks.cluster.network.place import Place, momentum_sgd
-from benchmarks.contenders import (
-    Contender,
-    HandWrittenBlocking,
-    HandWrittenOverlapped,
-    Local,
-    PeriodicallyAveraged,
-    Wrapped,
-)
+from benchmarks.contenders import PeriodicallyAveraged, Wrapped
 
 SYNC_PERIOD = 10
 """Rounds from one global average of WAGMA to the next: its default."""
@@ -40,35 +34,35 @@ class ClusterMethod:
     """
 
     title: str
-    make: Callable[[nn.Module, Place], Contender]
+    make: Callable[[nn.Module, Place], Loop]
     period: int = 1
     is_alone: bool = False
     is_asynchronous: bool = False
 
 
-def _plain(kind: Callable[..., Contender], **options: Any) -> Callable[[nn.Module, Place], Contender]:
+def _plain(kind: Callable[..., Loop], **options: Any) -> Callable[[nn.Module, Place], Loop]:
     """A contender that needs the default process group only."""
     return lambda model, place: kind(model, momentum_sgd, **options)
 
 
-def _ours(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Module, Place], Contender]:
+def _ours(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Module, Place], Loop]:
     """A wrapper of ours. An option that is a function of the number of ranks is called with it."""
 
-    def make(model: nn.Module, place: Place) -> Contender:
+    def make(model: nn.Module, place: Place) -> Loop:
         chosen = {name: value(place.world_size) if callable(value) else value for name, value in options.items()}
         return Wrapped(model, momentum_sgd, wrap=lambda x: wrapper(x, timeout=place.timeout, **chosen))
 
     return make
 
 
-def _periodic(**options: Any) -> Callable[[nn.Module, Place], Contender]:
+def _periodic(**options: Any) -> Callable[[nn.Module, Place], Loop]:
     """`GossipDataParallel` whose ranks train alone between averages over all of them."""
     return lambda model, place: PeriodicallyAveraged(
         model, momentum_sgd, wrap=lambda x: gm.GossipDataParallel(x, timeout=place.timeout, **options)
     )
 
 
-def _dpwa(model: nn.Module, place: Place) -> Contender:
+def _dpwa(model: nn.Module, place: Place) -> Loop:
     workers = {f"worker{rank}": f"tcp://{address}:{place.port}" for rank, address in enumerate(place.addresses)}
     wrap = partial(gm.PairwiseDataParallel, name=f"worker{place.rank}", peers=workers, timeout=place.timeout)
     return Wrapped(model, momentum_sgd, wrap=wrap)
@@ -146,8 +140,8 @@ OURS: Mapping[str, ClusterMethod] = {
     ),
 }
 OTHERS: Mapping[str, ClusterMethod] = {
-    "hand": ClusterMethod("hand-written SGP, one-way ring", _plain(HandWrittenBlocking)),
-    "hand-overlap": ClusterMethod("hand-written OSGP, one-way ring", _plain(HandWrittenOverlapped)),
+    "hand": ClusterMethod("hand-written SGP, one-way ring", _plain(BlockingSGP)),
+    "hand-overlap": ClusterMethod("hand-written OSGP, one-way ring", _plain(OverlappedSGP)),
     "ddp": ClusterMethod("DDP", peers.ddp()),
     "ddp-view": ClusterMethod("DDP, gradient_as_bucket_view", peers.ddp(gradient_as_bucket_view=True)),
     "ddp-fp16": ClusterMethod("DDP, fp16 hook", peers.ddp_fp16),
@@ -165,7 +159,7 @@ OTHERS: Mapping[str, ClusterMethod] = {
     "slowmo": ClusterMethod("fairscale SlowMo on SGP", peers.FairscaleSlowMo, is_alone=True),
 }
 CLUSTER_METHODS: Mapping[str, ClusterMethod] = {
-    BOUND: ClusterMethod("no communication", _plain(Local)),
+    BOUND: ClusterMethod("no communication", _plain(Loop)),
     **OURS,
     **OTHERS,
 }

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.by_hand import Loop, Loss, OptimizerFactory
 from benchmarks.cluster.network.place import Place, momentum_sgd
 from benchmarks.cluster.torchft_replica import Replica
-from benchmarks.contenders import DDP, Contender, DecentDP, Loss, OptimizerFactory
+from benchmarks.contenders import DDP, DecentDP
 
-Make: TypeAlias = Callable[[nn.Module, Place], Contender]
+Make: TypeAlias = Callable[[nn.Module, Place], Loop]
 PERIOD = 4
 """Steps from one average to the next, of methods that average models now and then."""
 
@@ -28,7 +29,7 @@ def ddp(**options: Any) -> Make:
     return lambda model, place: DDP(model, momentum_sgd, **options)
 
 
-def ddp_fp16(model: nn.Module, place: Place) -> Contender:
+def ddp_fp16(model: nn.Module, place: Place) -> Loop:
     """With gradients that travel in half precision."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -37,7 +38,7 @@ def ddp_fp16(model: nn.Module, place: Place) -> Contender:
     return contender
 
 
-def ddp_power_sgd(model: nn.Module, place: Place) -> Contender:
+def ddp_power_sgd(model: nn.Module, place: Place) -> Loop:
     """With gradients of low rank, but for the first tenth of a training, which torch's documentation advises.
 
     In one bucket: the hook starts a collective when another has ended, and over Gloo those of several buckets meet in
@@ -51,7 +52,7 @@ def ddp_power_sgd(model: nn.Module, place: Place) -> Contender:
     return contender
 
 
-def post_local(model: nn.Module, place: Place) -> Contender:
+def post_local(model: nn.Module, place: Place) -> Loop:
     """torch's post-local SGD, without the phase before: no gradients travel, models are averaged every PERIOD steps."""
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -71,7 +72,7 @@ def decent(*, topology: str) -> Make:
     return lambda model, place: DecentDP(model, momentum_sgd, topology=topology)
 
 
-class _TorchFT(Contender):
+class _TorchFT(Loop):
     """The plain loop inside a context manager of torchft's that hooks itself into the optimizer."""
 
     def __init__(
@@ -88,7 +89,7 @@ class _TorchFT(Contender):
         self._num_steps = 0
 
     def step(self, loss: Loss) -> None:
-        """See `Contender`."""
+        """See `Loop`."""
         super().step(loss)
         self._num_steps += 1
 
@@ -141,7 +142,7 @@ class _Replica(Replica):
             self._lighthouse.shutdown()
 
 
-def torchft_local(model: nn.Module, place: Place) -> Contender:
+def torchft_local(model: nn.Module, place: Place) -> Loop:
     """torchft's LocalSGD."""
     from torchft.local_sgd import LocalSGD
 
@@ -153,7 +154,7 @@ def torchft_local(model: nn.Module, place: Place) -> Contender:
     return _TorchFT(model, momentum_sgd, enter, replica)
 
 
-def torchft_diloco(model: nn.Module, place: Place) -> Contender:
+def torchft_diloco(model: nn.Module, place: Place) -> Loop:
     """torchft's DiLoCo, with the outer optimizer of its paper."""
     from torchft.local_sgd import DiLoCo
 
@@ -166,7 +167,7 @@ def torchft_diloco(model: nn.Module, place: Place) -> Contender:
     return _TorchFT(model, momentum_sgd, enter, replica)
 
 
-class Hivemind(Contender):
+class Hivemind(Loop):
     """The parameters are averaged over all ranks after every PERIOD-th step, by the process of hivemind's averager."""
 
     def __init__(self, model: nn.Module, place: Place) -> None:
@@ -192,7 +193,7 @@ class Hivemind(Contender):
         self._num_steps = 0
 
     def step(self, loss: Loss) -> None:
-        """See `Contender`."""
+        """See `Loop`."""
         super().step(loss)
         self._num_steps += 1
         if self._num_steps % PERIOD:
@@ -207,12 +208,12 @@ class Hivemind(Contender):
                 torch._foreach_copy_(parameters, list(tensors))
 
     def close(self) -> None:
-        """See `Contender`."""
+        """See `Loop`."""
         self._averager.shutdown()
         self._dht.shutdown()
 
 
-class FairscaleSlowMo(Contender):
+class FairscaleSlowMo(Loop):
     """fairscale's wrapper: SGP between the averages of slow momentum; its SGP is the ancestor's."""
 
     def __init__(self, model: nn.Module, place: Place) -> None:
@@ -230,7 +231,7 @@ class FairscaleSlowMo(Contender):
         self.model = self.slowmo
 
     def step(self, loss: Loss) -> None:
-        """See `Contender`."""
+        """See `Loop`."""
         super().step(loss)
         self.slowmo.perform_slowmo(self.optimizer)
 

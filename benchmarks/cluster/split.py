@@ -10,13 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.contenders import (
-    Contender,
-    HandWritten,
-    HandWrittenBlocking,
-    HandWrittenOverlapped,
-    PeriodicallyAveraged,
-)
+from benchmarks.by_hand import BlockingSGP, Loop, OverlappedSGP, RingLoop
+from benchmarks.contenders import PeriodicallyAveraged
 from gossip_modules import GossipDataParallel
 from gossip_modules.extend import GossipWrapper, Mixer, OverlapEngine
 from gossip_modules.transport.base import Pending
@@ -37,7 +32,7 @@ class Split:
         is_hidden: whether rounds run beside training, which only waits for what is left of them.
     """
 
-    def __init__(self, contender: Contender) -> None:
+    def __init__(self, contender: Loop) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._running: set[str] = set()
         self._round_start: float | None = None  # of the round that has sent nothing yet
@@ -49,9 +44,9 @@ class Split:
             optimizer.step = self._timed(OPTIMIZER, optimizer.step)
         model = contender.model
         gossips = isinstance(model, GossipDataParallel) and not isinstance(contender, PeriodicallyAveraged)
-        self.has_rounds = gossips or isinstance(contender, HandWrittenBlocking)
-        self.is_hidden = isinstance(contender, HandWrittenOverlapped)
-        if isinstance(contender, HandWritten):
+        self.has_rounds = gossips or isinstance(contender, BlockingSGP)
+        self.is_hidden = isinstance(contender, OverlappedSGP)
+        if isinstance(contender, RingLoop):
             loop: Any = contender
             loop.wait = self._timed(ROUND, self._timed(WIRE, loop.wait))
         elif gossips:
@@ -64,7 +59,7 @@ class Split:
         """So far, by part: optimizer, wait, and, where rounds are told apart, encode, wire and mix, their rest."""
         parts = {"optimizer": self._seconds[OPTIMIZER], "wait": 0.0}
         model = self._contender.model
-        if isinstance(self._contender, HandWrittenOverlapped):
+        if isinstance(self._contender, OverlappedSGP):
             parts["wait"] = self._seconds[WIRE]  # what is left of it; how long it took nobody sees
         elif isinstance(model, GossipWrapper) and (self.is_hidden or not self.has_rounds):
             parts["wait"] = model.comm_stats()["wait_seconds"]

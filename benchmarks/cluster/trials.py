@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.by_hand import Loop
 from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import CLUSTER_METHODS, ClusterMethod
 from benchmarks.cluster.network.place import Counters, Place, forget_peak_memory, peak_memory_bytes
 from benchmarks.cluster.split import Split
 from benchmarks.cluster.waited_model import WaitedModel
-from benchmarks.contenders import Contender
 
 NUM_WARM_STEPS = 3
 """Steps of a trial that are not timed, at least."""
@@ -80,7 +80,7 @@ def measure(trial: Trial, place: Place) -> dict[str, Any]:
 
 
 def _timed_steps(
-    trial: Trial, method: ClusterMethod, contender: Contender, model: WaitedModel, place: Place
+    trial: Trial, method: ClusterMethod, contender: Loop, model: WaitedModel, place: Place
 ) -> dict[str, Any]:
     x = torch.zeros(())
     split = Split(contender)

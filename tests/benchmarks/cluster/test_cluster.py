@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
+from benchmarks.by_hand import Loop
 from benchmarks.cluster.__main__ import Cluster, main
 from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import CLUSTER_METHODS, require_methods
@@ -38,7 +39,6 @@ from benchmarks.cluster.split import Split
 from benchmarks.cluster.table import failed_row, frame, markdown, medians, rows_of
 from benchmarks.cluster.trials import Trial
 from benchmarks.cluster.waited_model import WaitedModel, resnet_shapes
-from benchmarks.contenders import Local
 from tests.harness.misbehaving_rank import misbehave
 from visualization.cluster import draw
 
@@ -180,7 +180,7 @@ def test_a_late_step_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_split_counts_a_call_within_a_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    contender = Local(WaitedModel(1e4, compute_seconds=0.0))
+    contender = Loop(WaitedModel(1e4, compute_seconds=0.0))
     now = [0.0]
     monkeypatch.setattr("benchmarks.cluster.split.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(contender.optimizer, "step", lambda: now.__setitem__(0, now[0] + 2.0))

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import gossip_modules
-from benchmarks.before_after import bits, rank
-from benchmarks.before_after.__main__ import COMPARED_METHODS, RANK, STEPS, Options, compare, extract, interval
+from benchmarks import before_after_bits, step_rank
+from benchmarks.contenders import CONTENDERS, STANDARDS
 from benchmarks.record import ROOT
+from benchmarks.step_time import STEPS, Options, compare, extract, interval
 
 
 def test_the_interval_holds_the_median_and_narrows_with_more_cycles() -> None:
@@ -26,10 +27,10 @@ def test_the_interval_holds_the_median_and_narrows_with_more_cycles() -> None:
     assert d - c < b - a
 
 
-def test_methods_and_models_are_those_of_the_ranks() -> None:
-    assert tuple(rank.COMPARED_METHODS) == COMPARED_METHODS
+def test_methods_have_standards_and_models_run() -> None:
+    assert {*STANDARDS, *STANDARDS.values(), *Options().methods} <= set(CONTENDERS)
     for model in STEPS:
-        module, inputs = rank.make_model(model)
+        module, inputs = step_rank.make_model(model)
         assert module(inputs).isfinite().all()
 
 
@@ -38,22 +39,15 @@ def test_what_is_no_commit_is_refused(tmp_path: Path) -> None:
         extract("no such commit", tmp_path)
 
 
-def test_ranks_use_public_names_only() -> None:
-    """So that they run with the library of earlier commits."""
-    text = RANK.read_text()
-    assert "import gossip_modules as gm" in text
-    assert "from gossip_modules" not in text
-    assert "from benchmarks" not in text
-
-
 @pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 def test_both_sides_train(tmp_path: Path) -> None:
-    methods = ("sgp", "wagma")
-    rows = pd.DataFrame(compare(Options("HEAD", methods=methods, cycles=2, ranks=2), "mlp", ROOT, tmp_path))
-    assert list(rows["method"]) == list(methods)
-    assert (rows[["before_ms", "after_ms", "ratio"]] > 0).all(axis=None)
+    methods = ("local", "hand-sgp", "hand-osgp", "hand-diloco", "hand-ar", "ddp-view", "sgp", "ar", "wagma")
+    options, trees = Options(methods=methods, cycles=2, ranks=2), {"one": ROOT, "other": ROOT}
+    rows = pd.DataFrame(compare(options, "mlp", trees, tmp_path))
+    assert list(rows["method"]) == [*methods, *methods]
+    assert (rows[["wall_ms", "cpu_ms", "ratio", "cpu_ratio"]] > 0).all(axis=None)
     assert (rows["ratio_low"] <= rows["ratio"]).all()
     assert (rows["ratio"] <= rows["ratio_high"]).all()
 
@@ -62,7 +56,7 @@ def test_two_trainings_give_the_same_bits_and_copies_are_counted() -> None:
     def make(group: dist.ProcessGroup, model: nn.Module) -> nn.Module:
         return gossip_modules.GossipDataParallel(model, process_group=group, algorithm="d2")
 
-    (first, copies), (second, _) = (bits.train(make, torch.float32) for _ in range(2))
+    (first, copies), (second, _) = (before_after_bits.train(make, torch.float32) for _ in range(2))
     assert torch.equal(first, second)
     assert not torch.equal(first[0], first[1])  # ranks differ, so that their bits say something
     assert 4 < copies < 8  # parameters, gradients, momentum and c, and the room for messages

@@ -1,6 +1,6 @@
 """Whether training gives the bits that it gave with an earlier commit's library, and keeps as many copies of the model.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.before_after.bits 269d8cf
+    OMP_NUM_THREADS=1 python -m benchmarks.before_after_bits 269d8cf
 
 Both sides train each method for nine steps on four ranks, which are threads, from one model on the same data, with a
 learning rate that changes and a layer of BatchNorm. The parameters and buffers of all ranks are compared bit by bit.
@@ -143,8 +143,8 @@ def train_all(path: Path) -> None:
 
 def compare(before: str, folder: Path) -> list[dict[str, object]]:
     """A row for each training that both sides run."""
-    from benchmarks.before_after.__main__ import extract
     from benchmarks.record import ROOT
+    from benchmarks.step_time import extract
 
     extract(before, folder / "before")
     ends: list[dict[Any, Any]] = []
@@ -186,4 +186,4 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as temporary:
             write_rows(RESULTS / "before_after_bits.csv", compare(sys.argv[1], Path(temporary)), seed=0)
     else:
-        raise SystemExit(f"usage: python -m benchmarks.before_after.bits COMMIT\ngot {len(sys.argv) - 1} arguments")
+        raise SystemExit(f"usage: python -m benchmarks.before_after_bits COMMIT\ngot {len(sys.argv) - 1} arguments")
