@@ -69,10 +69,21 @@ class FiniteCheck:
         totals = torch.stack(tuple(map(_total, x.segments)))
         return self._is_finite(totals.sum(), lambda: is_finite(x))
 
-    def of_all(self, tensors: Sequence[Tensor]) -> bool:
-        """The same of many tensors: of one device, floating point or complex."""
-        real = [torch.view_as_real(x.detach()) if x.is_complex() else x.detach() for x in tensors]
-        return self._is_finite(nn.utils.get_total_norm(real), lambda: all(map(_all_finite, map(Tensor.flatten, real))))
+    def of_part(self, tensors: Sequence[Tensor], part: slice) -> bool:
+        """Whether some of many tensors, on a GPU the ones of the last call, have no infinities or NaN.
+
+        Args:
+            tensors: floating point or complex, of one device.
+            part: the tensors to look at.
+        """
+
+        def real(x: Tensor) -> Tensor:
+            return torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+
+        def look() -> bool:
+            return all(_all_finite(real(x).flatten()) for x in tensors)
+
+        return self._is_finite(nn.utils.get_total_norm(list(map(real, tensors[part]))), look)
 
     def _is_finite(self, total: Tensor, look: Callable[[], bool]) -> bool:
         """total: finite only if all is finite. look: the exact answer, as a total of finite numbers may overflow."""

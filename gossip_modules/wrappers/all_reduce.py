@@ -43,6 +43,9 @@ _GOSSIP_ARGUMENTS: ForeignArguments = {
 }
 
 
+_PARTS = 16  # of the parameters, of which each step looks at one: a pass over all would take 5 % of a step
+
+
 class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
     """AllReduce SGD: gradients averaged over all ranks, bit for bit as DistributedDataParallel does.
 
@@ -54,12 +57,13 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
         timeout: for the waits of the added methods, in seconds or as a timedelta; the gradients' all-reduce has the
             process group's own.
         on_nonfinite: what to do about parameters that hold infinities or NaN, which one rank's gradients bring to all.
-            "raise": FloatingPointError at the next training forward, on all ranks; "spread": do not look, as
-            DistributedDataParallel.
+            "raise": FloatingPointError at a training forward, on all ranks: at the next one if all parameters hold
+            some, and within sixteen if any does (each forward looks at a sixteenth of the tensors in turn); "spread":
+            do not look, as DistributedDataParallel.
         ignore: the names of parameters and buffers that always stay local, also at the start, such as "head.bias", or
             patterns, such as "adapter.*"; beside those that the module's `_ddp_params_and_buffers_to_ignore` names.
         membership: a `Membership`, where workers may die and join: the wrapper is an `ElasticAllReduce` then.
-        ddp_options: any argument of DistributedDataParallel.
+        ddp_options: any argument of DistributedDataParallel; `gradient_as_bucket_view` is True if you leave it out.
 
     Raises:
         ValueError: arguments that do not fit.
@@ -103,9 +107,12 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
         self.__dict__["_chosen"] = Selection(ignore=ignore)  # before nn.Module has its own
         self._chosen.check(module)
         with leaving_alone(module, self._chosen):
-            super().__init__(module, transport, what="making an AllReduceDataParallel", **ddp_options)
+            options = {"gradient_as_bucket_view": True, **ddp_options}
+            super().__init__(module, transport, what="making an AllReduceDataParallel", **options)
         n = dist.get_world_size(self.process_group)
-        num_bytes = sum(p.numel() * p.element_size() for p in self._trained)
+        # The parameters whose gradients are reduced, as they are now for good.
+        self._reduced = sorted(self._trained, key=Tensor.numel)
+        num_bytes = sum(p.numel() * p.element_size() for p in self._reduced)
         self._bytes_per_step = 2 * (n - 1) * num_bytes // n
         self._num_steps = 0
         self._is_finite = FiniteCheck() if on_nonfinite == "raise" else None
@@ -114,8 +121,9 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As DistributedDataParallel."""
         is_step = self.training and torch.is_grad_enabled() and self.require_backward_grad_sync
-        is_finite = self._is_finite if is_step else None
-        if is_finite is not None and not is_finite.of_all(self._trained):
+        is_finite, num_parts = self._is_finite if is_step else None, min(_PARTS, len(self._reduced))
+        part = slice(self._num_steps % num_parts, None, num_parts)
+        if is_finite is not None and not is_finite.of_part(self._reduced, part):
             raise FloatingPointError(
                 f"rank {dist.get_rank(self.process_group)}: before step {self._num_steps} the model holds "
                 "infinities or NaN, on all ranks, as gradients are averaged; expected finite ones. Go on from "

@@ -145,20 +145,37 @@ def test_without_torch_distributed() -> None:
         AllReduceDataParallel(nn.Linear(1, 1))
 
 
-def sick(rank: int) -> str:
-    model = AllReduceDataParallel(net())
-    loss_of(model, rank, 0).backward()
-    with torch.no_grad():
-        next(iter(model.parameters()))[0] = float("nan")
-    with pytest.raises(FloatingPointError, match=rf"rank {rank}: before step 1 the model holds infinities or NaN"):
-        loss_of(model, rank, 1)
-    model.close()
-    return "told"
+def sick(rank: int) -> list[int]:
+    """The number of training forwards until an infinity is noticed: in all parameters, then in each one alone."""
+    num_forwards = []
+    parameters = list(net().parameters())
+    for sick in (range(len(parameters)), *map(range, range(len(parameters)), range(1, len(parameters) + 1))):
+        model = AllReduceDataParallel(net())
+        loss_of(model, rank, 0).backward()
+        with torch.no_grad():
+            for k, parameter in enumerate(model.parameters()):
+                if k in sick:
+                    parameter.view(-1)[-1] = float("nan")
+        told = ""
+        for step in range(1, 17):
+            try:
+                loss_of(model, rank, step).backward()
+            except FloatingPointError as error:
+                told = str(error)
+                num_forwards.append(step)
+                break
+        assert f"rank {rank}: before step {num_forwards[-1]} the model holds infinities or NaN" in told
+        model.close()
+    return num_forwards
 
 
 @pytest.mark.e2e
 def test_parameters_that_are_not_finite_are_noticed() -> None:
-    assert [outcome.result for outcome in run_processes(2, sick)] == ["told", "told"]
+    first, second = (outcome.result for outcome in run_processes(2, sick))
+    num_parameters = len(list(net().parameters()))
+    assert first == second  # all ranks at the same step
+    assert first[0] == 1
+    assert sorted(first[1:]) == list(range(1, num_parameters + 1))  # each is looked at in turn
 
 
 def test_a_round_cannot_be_left_out() -> None:
