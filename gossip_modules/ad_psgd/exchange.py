@@ -86,6 +86,7 @@ class BilateralAverage:
         self.closed_peers: set[int] = set()
         self.is_serving = self.is_closing = False
         self._received = shared.snapshots.vector()
+        self._y: Snapshot | None = None  # of the exchange under way
         self._exchanges: deque[Future[float]] = deque()  # which have not ended, in their order
         self._thread: CallThread | None = None  # made with the first exchange
         self.liveness = Liveness(transport, peers, tag=_CONTROL_TAG)
@@ -185,12 +186,17 @@ class BilateralAverage:
         """
         waiting = self.liveness.waiting(what, lambda: peer)
         profiled = torch.profiler.record_function("gossip.round", f"t={t}")
+        self._y = y
         try:
             with contextlib.suppress(_PeerLostError, LinkClosedError), waiting, profiled:
                 yield
         finally:
-            self.shared.snapshots.release(y)
+            self._release_y()
             self.is_serving = False
+
+    def _release_y(self) -> None:
+        y, self._y = self._y, None
+        self.shared.snapshots.release(y)
 
     def _wait(self, pending: Pending, deadline: Deadline) -> None:
         """Wait for a message, at most until the deadline of the exchange."""
@@ -204,7 +210,7 @@ class BilateralAverage:
         The received buffers stay as they are: [Note: buffers of a pending correction].
         """
         y.wait()
-        received, sent, start = self._received, y.vector, time.monotonic()
+        received, sent, step, start = self._received, y.vector, y.standing, time.monotonic()
         self._wait(
             self.transport.exchange({peer: [sent.raw]}, {peer: [received.raw]}, tag=_MODEL_TAG, what=what), deadline
         )
@@ -218,8 +224,9 @@ class BilateralAverage:
                 refuse(names[self.transport.rank], what, senders=senders)
             self._stats.num_skipped += 1  # at both ranks: the difference that is not finite is the same at both
             return
-        self.shared.deliver(received, alpha=weight, step=y.standing)  # y_i <- y_i + w (y_j - y_i)
-        self.transport.traffic.mixed(max(self.liveness.round - y.standing, 0), [peer])
+        self._release_y()  # [Note: three vectors]
+        self.shared.deliver(received, alpha=weight, step=step)  # y_i <- y_i + w (y_j - y_i)
+        self.transport.traffic.mixed(max(self.liveness.round - step, 0), [peer])
 
 
 def _bits(weight: float) -> int:

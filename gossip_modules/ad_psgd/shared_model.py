@@ -18,6 +18,11 @@ class SharedModel:
     calls `deliver` at any time. Peers receive a snapshot that is not written meanwhile, so no message mixes old and new
     values. A correction is added to the pending correction and never overwrites parameters, so no update is lost.
 
+    [Note: three vectors] Beside the model a rank needs y, the vector into which an exchange receives, and a third one:
+    the pending correction, or the y of before, which an exchange still sends while training has published the next y.
+    These two are never needed together, since an exchange releases its y before it delivers the correction, and
+    training takes the correction before it publishes.
+
     [Note: pinned memory] For parameters on a GPU, y and the pending correction are in pinned host memory. `publish` is
     a `HostCopy`, and the background threads wait for it before they read or change y. `collect` queues the copy to the
     GPU in the stream of training, which does not wait for it; `deliver` does.
@@ -41,12 +46,11 @@ class SharedModel:
     def __init__(self, x: FlatVector) -> None:
         self.snapshots = SnapshotPool(x)
         self.lock = self.snapshots.lock
-        self._pending: FlatVector | None = None  # made when it is first needed, as the others
+        self._pending: FlatVector | None = None  # None: no exchange has ended since the last `collect`
         self._kept: FlatVector | None = None  # the corrections for `add_again`
         self._arrived: FlatVector | None = None  # the pending correction on the GPU
         self._applied: torch.Event | None = None  # recorded after the copy to it
         self._steps: list[int] = []  # of the exchanges in the pending correction
-        self._is_kept = False
         self._first_buffers = tuple(segment.numel for segment in x.layout.where(is_buffer=False).segments)
         self._has_buffers = any(segment.numel for segment in x.layout.where(is_buffer=True).segments)
         self._buffer_share = 1.0  # [Note: buffers of a pending correction]
@@ -82,32 +86,35 @@ class SharedModel:
         self.snapshots.check(x)
         with self.lock:
             steps, self._steps = self._steps, []
-            was_kept, self._is_kept = self._is_kept, is_kept and (self._is_kept or bool(steps))
-            if not steps:
+            correction, self._pending = self._pending, None
+            if not is_kept:
+                self._kept = None
+            if correction is None:
                 return steps
-            correction = self._pending
-            assert correction is not None
             for buffers, term in zip(self.buffers_of(correction), self._buffer_terms, strict=True):
                 buffers.copy_(term)
-            if is_kept and was_kept and self._kept is not None:
-                self._kept.add_segments_(correction, alpha=1.0)
-            elif is_kept:
-                self._kept = correction.clone()
+            present = correction
             if x.raw.device.type != "cpu":
                 if self._arrived is None:  # made here, in the stream of training
                     self._arrived, self._applied = x.like(), torch.Event(x.raw.device)
                 assert self._applied is not None
                 self._arrived.raw.copy_(correction.raw, non_blocking=True)
                 self._applied.record(torch.accelerator.current_stream(x.raw.device))
-                correction = self._arrived
-            self._add(x, correction, alpha=1.0, share=self._buffer_share)
+                present = self._arrived
+            self._add(x, present, alpha=1.0, share=self._buffer_share)
+            if is_kept and self._kept is None:
+                self._kept = correction
+                return steps
+            if self._kept is not None:
+                self._kept.add_segments_(correction, alpha=1.0)
+            self.snapshots.spare.append(correction)
             return steps
 
     def add_again(self, x: FlatVector) -> bool:
         """x <- x + the corrections that `collect` kept, without buffers; returns whether there were any."""
         self.snapshots.check(x)
         with self.lock:
-            if not self._is_kept or self._kept is None:
+            if self._kept is None:
                 return False
             for own, correction in zip(x.parameters, self._kept.parameters, strict=True):
                 own.add_(correction.to(own.device))
@@ -124,11 +131,10 @@ class SharedModel:
         self._wait_for_gpu()  # without the lock, which training may want
         with self.lock:
             self._wait_for_gpu()
-            if self._pending is None:
-                self._pending = self.snapshots.vector()
-            if self._steps:
+            if self._pending is not None:
                 self._pending.add_segments_(correction, alpha=alpha)
             else:
+                self._pending = self.snapshots.take()
                 for pending, segment in zip(self._pending.segments, correction.segments, strict=True):
                     torch.mul(segment, alpha, out=pending)
             if self._has_buffers:

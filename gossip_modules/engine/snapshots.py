@@ -44,8 +44,8 @@ class SnapshotPool:
 
     [Note: Serving never blocks training] A model is sent without a copy, directly from its snapshot, which is not
     written again before its last byte has left. Publishing is one copy, into the latest snapshot while nobody reads
-    that, and else into another one. While slow peers read all snapshots, the latest stays the latest, so memory is
-    bounded and no peer is without a model.
+    that, and else into spare memory, which an older snapshot becomes after its last reading. While slow peers read all
+    snapshots, the latest stays the latest, so memory is bounded and no peer is without a model.
 
     `publish` and `withdraw` belong to the training thread, the other methods to any. `lock` guards all state; it is
     held while a model is copied, never while one is sent.
@@ -55,13 +55,15 @@ class SnapshotPool:
 
     Attributes:
         lock: see above; reentrant.
-        snapshots: all of them, the latest first.
+        snapshots: the latest one first, then older ones that are read.
+        spare: vectors like a snapshot that nobody uses, for the next snapshots and for the user of the pool.
         is_open: whether readers get the latest one. `publish` sets it, and `withdraw` clears it.
     """
 
     def __init__(self, x: FlatVector) -> None:
         self.lock = threading.RLock()
         self.snapshots: list[Snapshot] = []
+        self.spare: list[FlatVector] = []
         self.is_open = False
         self._layout, self._device = x.layout, x.raw.device
         self._copy = HostCopy()
@@ -72,6 +74,10 @@ class SnapshotPool:
         The padding between segments is sent too, and must not reveal the content of other memory.
         """
         return FlatVector(self._layout, host_zeros([self._layout.num_bytes], torch.uint8, beside=self._device))
+
+    def take(self) -> FlatVector:
+        """A spare vector with old content, or a new one."""
+        return self.spare.pop() if self.spare else self.vector()
 
     @property
     def latest(self) -> Snapshot:
@@ -105,13 +111,12 @@ class SnapshotPool:
         """
         self.check(x)
         with self.lock:
-            snapshot = next((snapshot for snapshot in self.snapshots if snapshot.num_readings == 0), None)
-            if snapshot is None and len(self.snapshots) == MAX_SNAPSHOTS:
-                return False
-            snapshot = snapshot or Snapshot(self.vector())
-            snapshot.written = self._copy.write(snapshot.vector, x)
-            snapshot.standing, self.is_open = standing, True
-            self.snapshots = [snapshot, *(other for other in self.snapshots if other is not snapshot)]
+            if not self.snapshots or self.latest.num_readings:
+                if len(self.snapshots) == MAX_SNAPSHOTS:
+                    return False
+                self.snapshots.insert(0, Snapshot(self.take()))
+            self.latest.written = self._copy.write(self.latest.vector, x)
+            self.latest.standing, self.is_open = standing, True
             return True
 
     def withdraw(self) -> None:
@@ -132,6 +137,10 @@ class SnapshotPool:
         if snapshot is not None:
             with self.lock:
                 snapshot.num_readings -= 1
+                if not snapshot.num_readings and snapshot is not self.latest:
+                    snapshot.wait()
+                    self.snapshots.remove(snapshot)
+                    self.spare.append(snapshot.vector)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Snapshot | None]:

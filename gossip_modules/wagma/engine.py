@@ -337,25 +337,32 @@ class WaitAvoidingEngine(Engine):
             self._is_reset = False
 
     def _average_in_group(self, x: FlatVector) -> bool:
-        """Round t in the group; see [Note: wait-avoiding average]. With the lock, which it releases while it waits."""
+        """Round t in the group; see [Note: wait-avoiding average] and [Note: vectors of WAGMA].
+
+        With the lock, which it releases while it waits.
+        """
         worker, t = self.worker, self.t
         is_late = worker.num_started > t
-        worker.publish(x, t=t)
-        if not is_late:
-            worker.arrive_at(t)
-        if self.overlap and not is_late:
-            self._round_in_flight, self.t = t, t + 1
-            return False
-        if not self.overlap:
-            self._wait_for_group(t)
-        newest = worker.num_done - 1
-        if newest == self._merged:
-            assert is_late, "a round that no rank has started has no result"
-        elif is_late:
-            n = worker.average.groups.num_members(worker.transport.rank, newest)
-            worker.result.merge_to(x, weight=n / (n + 1))  # x <- (n * average + x) / (n + 1)
-        else:
-            worker.result.merge_to(x, weight=1.0)  # x <- average
+        with worker.holding_back(t):
+            if is_late and not self.overlap:
+                self._wait_for_group(t)
+            worker.publish(x, t=t)
+            if not is_late:
+                del worker.published.spare[1:]
+                worker.arrive_at(t)
+            if self.overlap and not is_late:
+                self._round_in_flight, self.t = t, t + 1
+                return False
+            if not self.overlap:
+                self._wait_for_group(t)
+            newest = worker.num_done - 1
+            if newest == self._merged:
+                assert is_late, "a round that no rank has started has no result"
+            elif is_late:
+                n = worker.average.groups.num_members(worker.transport.rank, newest)
+                worker.result.merge_to(x, weight=n / (n + 1))  # x <- (n * average + x) / (n + 1)
+            else:
+                worker.result.merge_to(x, weight=1.0)  # x <- average
         is_written, self._merged = newest > self._merged, newest
         self.t = worker.num_started if is_late and self._pace.is_slow else t + 1
         return is_written

@@ -13,9 +13,8 @@ class GroupResult:
     """The newest average, in host memory, until training has merged it.
 
     The worker takes a vector, writes an average to it without any lock, and puts it in the place of the one before.
-    Training merges it, after which the memory is free for the next average: one vector is enough while training is on
-    time, two where it is late. Methods are for the thread that holds the lock of the snapshots; so training never
-    reads a vector that the worker writes.
+    Training merges it, after which the memory is spare: see [Note: vectors of WAGMA]. Methods are for the thread that
+    holds the lock of the snapshots; so training never reads a vector that the worker writes.
 
     Args:
         published: the models that this rank has published; the latest one is y.
@@ -24,7 +23,6 @@ class GroupResult:
     def __init__(self, published: SnapshotPool) -> None:
         self._published = published
         self._newest: FlatVector | None = None
-        self._free: list[FlatVector] = []
         self._bounds: list[tuple[Tensor, Tensor]] = []  # made when they are first needed, as the next ones
         self._on_gpu: FlatVector | None = None
         self._copied: torch.Event | None = None
@@ -33,7 +31,7 @@ class GroupResult:
         """The memory of the next average; its content is old."""
         if self._copied is not None:
             self._copied.synchronize()  # a merge may still read it
-        return self._free.pop() if self._free else self._published.vector()
+        return self._published.take()
 
     def put(self, average: FlatVector) -> None:
         """Make this the newest average."""
@@ -85,5 +83,5 @@ class GroupResult:
 
     def _end(self) -> None:
         if self._newest is not None:
-            self._free.append(self._newest)
+            self._published.spare.append(self._newest)
         self._newest = None

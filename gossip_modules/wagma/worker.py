@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 
@@ -58,6 +60,12 @@ class WaitAvoidingWorker:
     training waits in `Condition.wait`, which releases it, and `Liveness` is called without it. So neither two threads
     of a rank nor two ranks can wait for each other's locks.
 
+    [Note: vectors of WAGMA] Beside the model a rank needs y and the average, as long as training is less than a round
+    late. A training step that comes while its round runs waits for the end of the round before it publishes, so that y
+    needs no second vector; it waits for the average anyway. From there until it has merged the average, no later round
+    starts, so that the average needs none either. A rank that is later, or is late with `overlap`, does not wait for
+    the round that runs. It takes up to two more vectors, and returns them in its next round on time.
+
     Attributes and methods are for threads that hold `state`, except where the docstring says otherwise.
 
     Args:
@@ -104,6 +112,7 @@ class WaitAvoidingWorker:
         self.is_idle = True
         self.average, self._sync_period, self._stats = average, sync_period, stats
         self._is_closing = False
+        self._last = math.inf  # no round after this one starts
         self.set_round(0)
         self.out_peers, self.in_peers = control_peers(transport.rank, transport.world_size)
         self.liveness = Liveness(self.control, {*self.out_peers, *self.in_peers})
@@ -131,6 +140,16 @@ class WaitAvoidingWorker:
     def publish(self, x: FlatVector, *, t: int) -> None:
         """y <- x, the model of round t."""
         self.published.publish(x, t)
+
+    @contextlib.contextmanager
+    def holding_back(self, t: int) -> Iterator[None]:
+        """A context in which no round after t starts: see [Note: vectors of WAGMA]."""
+        self._last = t
+        try:
+            yield
+        finally:
+            self._last = math.inf
+            self.state.notify_all()
 
     def next_global(self, t: int) -> int | None:
         """The first round from t on that is averaged globally; None = none is."""
@@ -230,7 +249,8 @@ class WaitAvoidingWorker:
         """Wait for the next round to run. None = this rank closes, and no round is left to run."""
 
         def is_runnable() -> bool:
-            return not self.is_held and self.newest_arrival >= self._next <= self.num_done
+            is_due = self.newest_arrival >= self._next <= min(self.num_done, self._last)
+            return is_due and not self.is_held
 
         with self.state:
             self.state.wait_for(lambda: self._is_closing or self.liveness.has_failed or is_runnable())

@@ -12,6 +12,7 @@ from torch import nn
 from gossip_modules.ad_psgd.shared_model import SharedModel
 from gossip_modules.flat.buffer import FlatBuffer
 from gossip_modules.flat.vector import FlatVector
+from tests.harness.memory import num_vectors
 
 PATIENCE = 10.0
 
@@ -142,6 +143,24 @@ def test_another_layout_is_refused(call: str) -> None:
             ValueError, match=r"got a model of \d+ bytes on cpu .* \(16 bytes on cpu\), expected .*before wrapping"
         ):
             shared.publish(other, step=0) if call == "publish" else shared.collect(other)
+
+
+def test_three_vectors_beside_the_model_are_enough() -> None:
+    """Training publishes under each exchange, and a correction waits when the next exchange begins."""
+    x = FlatVector.over(torch.ones(10_037))
+    shared = SharedModel(x)
+    received = shared.snapshots.vector()
+    for step in range(4):
+        shared.publish(x, step=step)
+        for _ in range(2):
+            y = shared.snapshots.hold()  # an exchange begins
+            shared.collect(x, is_kept=step == 2)
+            shared.publish(x, step=step)
+            assert num_vectors(x.layout.num_bytes) <= 1 + 3 + (step == 2), "a kept correction is one more"
+            shared.snapshots.release(y)
+            shared.deliver(received, alpha=0.5, step=step)
+        shared.collect(x)
+    assert num_vectors(x.layout.num_bytes) <= 1 + 3
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
 from gossip_modules.wagma.group_average import GroupAverage
 from gossip_modules.wagma.pace import RelativePace
 from gossip_modules.wagma.worker import WaitAvoidingWorker
+from tests.harness.memory import num_vectors
 from tests.harness.ranks import run_ranks
 from tests.library.wagma.workers import PATIENCE, Rank, be_on_time
 
@@ -47,6 +48,29 @@ def test_ranks_on_time_get_the_mean_of_their_group(n: int, size: int, monkeypatc
         torch.testing.assert_close([row[t] for row in values], x, atol=1e-6, rtol=0)
     if n.bit_count() == 1 and size**num_rounds >= n:
         assert [row[-1] for row in values] == [(n - 1) / 2] * n  # exact: sums of small integers
+
+
+@pytest.mark.parametrize("late", [None, 1])
+def test_two_vectors_beside_the_model_are_enough_for_ranks_less_than_a_round_late(late: int | None) -> None:
+    """Rank 1 comes to each round after its worker has begun it."""
+    meet, numel, n = threading.Barrier(4), 10_037 + (late or 0), 4  # of no other test
+
+    def body(group: dist.ProcessGroup) -> int:
+        rank = Rank(group, numel=numel)
+        for t in range(6):
+            meet.wait(PATIENCE)
+            if group.rank() == late:
+                with rank.worker.state:
+                    rank.worker.wait(lambda: rank.worker.num_started > t)  # noqa: B023 (called here)
+            rank.round()
+        meet.wait(PATIENCE)
+        count = num_vectors(rank.vector.layout.num_bytes)
+        meet.wait(PATIENCE)
+        rank.end()
+        return count
+
+    receive_buffers = 1  # the vector is one chunk
+    assert max(run_ranks(n, body)) <= n * (1 + 2 + receive_buffers)
 
 
 def test_a_late_rank_merges_as_in_the_paper() -> None:
