@@ -16,9 +16,12 @@ from benchmarks.by_hand import BlockingSGP, Loop, OverlappedSGP
 from benchmarks.cluster import peers
 from benchmarks.cluster.network.place import Place, momentum_sgd
 from benchmarks.contenders import PeriodicallyAveraged, Wrapped
+from gossip_modules.engine.measuring import NUM_MEASURED, NUM_WARM
 
 SYNC_PERIOD = 10
 """Rounds from one global average of WAGMA to the next: its default."""
+MEASURED_ROUNDS = NUM_WARM + NUM_MEASURED + 1
+"""Steps of overlap="auto" before its choice, so that the steps that are timed come after it."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,9 @@ BOUND = "local"
 OURS: Mapping[str, ClusterMethod] = {
     "sgp": ClusterMethod("SGP, one-peer exponential", _gossip()),
     "osgp": ClusterMethod("OSGP", _gossip(overlap=True)),
+    "auto": ClusterMethod(
+        'SGP, overlap="auto"', _gossip(overlap="auto", max_staleness=2, wire_dtype="auto"), period=MEASURED_ROUNDS
+    ),
     "osgp-bf16": ClusterMethod("OSGP, bfloat16 on the wire", _gossip(overlap=True, wire_dtype=torch.bfloat16)),
     "dpsgd": ClusterMethod("D-PSGD, pairs", _pairs(graph=gm.graph_manager.DynamicBipartiteExponentialGraph)),
     "dpsgd-overlap": ClusterMethod(
@@ -134,6 +140,11 @@ OURS: Mapping[str, ClusterMethod] = {
         f"Streaming DiLoCo, period {peers.PERIOD}, 2 fragments, delay 2",
         _periodic(algorithm=gm.StreamingDiLoCo(peers.PERIOD, fragments=2, delay=2)),
         period=peers.PERIOD,
+    ),
+    "streamingdiloco-auto": ClusterMethod(
+        f'Streaming DiLoCo, period {peers.PERIOD}, 2 fragments, delay="auto"',
+        _periodic(algorithm=gm.StreamingDiLoCo(peers.PERIOD, fragments=2, delay="auto")),
+        period=3 * peers.PERIOD,  # in which the first delay is agreed
     ),
     "sparseloco": ClusterMethod(
         f"SparseLoCo, period {peers.PERIOD}", _periodic(algorithm=gm.SparseLoCo(peers.PERIOD)), period=peers.PERIOD

@@ -29,7 +29,6 @@ class Split:
     Attributes:
         has_rounds: whether rounds are told apart into encode, wire and mix; none of a peer's are, and no averages over
             all ranks.
-        is_hidden: whether rounds run beside training, which only waits for what is left of them.
     """
 
     def __init__(self, contender: Loop) -> None:
@@ -45,15 +44,22 @@ class Split:
         model = contender.model
         gossips = isinstance(model, GossipDataParallel) and not isinstance(contender, PeriodicallyAveraged)
         self.has_rounds = gossips or isinstance(contender, BlockingSGP)
-        self.is_hidden = isinstance(contender, OverlappedSGP)
         if isinstance(contender, RingLoop):
             loop: Any = contender
             loop.wait = self._timed(ROUND, self._timed(WIRE, loop.wait))
         elif gossips:
             assert isinstance(model, GossipDataParallel)
             engine: Any = model._local.engine
-            self.is_hidden = isinstance(engine, OverlapEngine)
             self._watch(engine.gossiper)
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether rounds run beside training; overlap="auto" chooses it on the way."""
+        model: Any = self._contender.model
+        is_ours = isinstance(model, GossipDataParallel) and self.has_rounds
+        return (is_ours and isinstance(model._local.engine, OverlapEngine)) or isinstance(
+            self._contender, OverlappedSGP
+        )
 
     def seconds(self) -> dict[str, float]:
         """So far, by part: optimizer, wait, and, where rounds are told apart, encode, wire and mix, their rest."""
