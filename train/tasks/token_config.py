@@ -13,7 +13,7 @@ from train.job.world import World
 from train.run_config import RunConfig
 from train.tasks.momentum_sgd import check_sgd
 
-_CLASSES = {"adam": "Adam", "adamw": "AdamW", "muon": "MuonAdamW", "sgd": "SGD"}
+_CLASSES = {"adam": "Adam", "adamw": "AdamW", "gossip-adamw": "GossipAdamW", "muon": "MuonAdamW", "sgd": "SGD"}
 
 
 @dataclass(frozen=True)

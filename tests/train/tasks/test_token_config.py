@@ -50,6 +50,18 @@ def test_a_task_trains_by_its_adam_or_by_sgd_with_momentum(
     assert given.lr == 0.2
 
 
+@pytest.mark.parametrize(
+    ("options", "num_ranks"), [({}, 8), ({"recipe": "ar"}, 1), ({"nprocs_per_node": 4}, 2), ({"nprocs_per_node": 8}, 1)]
+)
+def test_gossip_adamw_knows_how_many_gradients_all_reduce_would_average(options: Any, num_ranks: int) -> None:
+    config = LanguageModelConfig(optimizer="gossip-adamw", **options)
+    task = SimpleNamespace(config=config, world=SimpleNamespace(size=8))
+    optimizer = LanguageModelTask.make_optimizer(task, nn.Linear(2, 2))  # type: ignore[arg-type]
+    assert type(optimizer).__name__ == config.optimizer_class == "GossipAdamW"
+    assert {group["num_ranks"] for group in optimizer.param_groups} == {num_ranks}
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, config.weight_decay}
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_a_weight_decay_that_is_given_stays(decay: float) -> None:
     assert LanguageModelConfig(weight_decay=decay).resolved(ANYWHERE).weight_decay == decay

@@ -29,7 +29,7 @@ _GPT2 = {
 }
 
 
-DECAYS = {"adamw": 0.1, "muon": 0.1, "sgd": 0.0}
+DECAYS = {"adamw": 0.1, "gossip-adamw": 0.1, "muon": 0.1, "sgd": 0.0}
 """The weight decay that a negative one stands for. SGD's is multiplied by a larger learning rate, and its momentum."""
 
 
@@ -72,10 +72,11 @@ class LanguageModelConfig(TokenConfig):
     steps_per_epoch: int = 100
     """Optimizer steps per rank of an epoch; 0: as many as one pass over the training text takes."""
     optimizer: str = "adamw"
-    """adamw; muon: Muon for matrices and AdamW for all else, as in muloco; or sgd: with momentum, which is what qgdsgdm
-    and decentlam need."""
+    """adamw; gossip-adamw, for ranks that step by gradients of their own; muon: Muon for matrices and AdamW for all
+    else, as in muloco; or sgd: with momentum, which qgdsgdm and decentlam need."""
     lr: float = 0.0
-    """At the end of the warm-up; it then falls to a tenth by half a cosine. 0: 6e-3, or 0.1 with sgd."""
+    """At the end of the warm-up; it then falls to a tenth by half a cosine. 0: 6e-3, 3e-3 with gossip-adamw,
+    or 0.1 with sgd."""
     warmup_steps: int = 40
     """Optimizer steps of linear warm-up."""
     weight_decay: float = -1.0
@@ -83,7 +84,7 @@ class LanguageModelConfig(TokenConfig):
     clip_norm: float = 1.0
     """Gradients of a larger norm are scaled down to this one, in each rank by itself; 0: they stay as they are."""
 
-    RATES: ClassVar[Mapping[str, float]] = {"adamw": 6e-3, "muon": 6e-3, "sgd": 0.1}
+    RATES: ClassVar[Mapping[str, float]] = {"adamw": 6e-3, "gossip-adamw": 3e-3, "muon": 6e-3, "sgd": 0.1}
     CHOICES: ClassVar[Mapping[str, Collection[object]]] = {
         **TokenConfig.CHOICES,
         "model": SIZES,

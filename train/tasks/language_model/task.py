@@ -22,6 +22,7 @@ from train.tasks.language_model.packed_text import PackedText, SequenceBatches, 
 from train.tasks.language_model.text_folder import Passage, TextFolder, beginning, read, share_of
 from train.tasks.language_model.uneven_shares import uneven_share_of
 from train.tasks.momentum_sgd import sgd
+from train.tasks.parameter_groups import decay_groups
 from train.tasks.token_scores import count_tokens, mean_loss, nll, num_right
 
 TOKENIZER_BYTES = 10_000_000
@@ -92,6 +93,11 @@ class LanguageModelTask(Task):
         config = self.config
         if config.optimizer == "sgd":
             return sgd(module, momentum=config.momentum, weight_decay=config.weight_decay)
+        if config.optimizer == "gossip-adamw":
+            num_means = 1 if config.recipe == "ar" else self.world.size // config.nprocs_per_node
+            return gm.GossipAdamW(
+                decay_groups(module, weight_decay=config.weight_decay), lr=0.0, num_ranks=max(num_means, 1)
+            )
         if config.optimizer == "muon":
             return gm.MuonAdamW(module, weight_decay=config.weight_decay)
         return adamw(module, weight_decay=config.weight_decay)
