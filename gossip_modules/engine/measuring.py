@@ -66,9 +66,9 @@ class OverlapLimits:
     def choose(self, measured: Sequence[Sequence[float]]) -> OverlapChoice:
         """Return the choice for the measurements of all ranks.
 
-        A round that would hide less than a tenth of a step blocks, so that it is exact. Of the settings that hide a
-        whole round under the computation the first is chosen: overlap, then a narrow wire, which halves a round, then
-        the smallest staleness. If no setting does, the last one is chosen.
+        A round that would hide less than a tenth of a step blocks, so that it is exact; so does a rank alone. Of the
+        settings that hide a whole round under the computation the first is chosen: overlap, then a narrow wire, which
+        halves a round, then the smallest staleness. If no setting does, the last one is chosen.
 
         Args:
             measured: the seconds of a step and of a round, medians of each rank; equal on all ranks.
@@ -80,7 +80,7 @@ class OverlapLimits:
         step = max(seconds for seconds, _ in measured)
         # Ranks that compute less wait in the round; the rank that computes longest sees the round alone.
         cost = max(sum(pair) for pair in measured) - step
-        if min(step, cost) < WORTHWHILE * (step + cost):
+        if len(measured) == 1 or min(step, cost) < WORTHWHILE * (step + cost):
             return OverlapChoice(False, 0, None, step, cost)
         is_narrow = self.wire_dtype is not None and cost > step
         left = cost / 2 if is_narrow else cost

@@ -26,14 +26,14 @@ BF16 = torch.bfloat16
     ("limits", "measured", "expected"),
     [
         (OverlapLimits(2, BF16), [(0.1, 0.005), (0.1, 0.005)], (False, 0, None)),  # hides little: exact rounds
-        (OverlapLimits(2, BF16), [(0.001, 0.2)], (False, 0, None)),  # a computation that can hide little
-        (OverlapLimits(2, BF16), [(0.1, 0.09)], (True, 0, None)),
+        (OverlapLimits(2, BF16), [(0.001, 0.2)] * 2, (False, 0, None)),  # a computation that can hide little
+        (OverlapLimits(2, BF16), [(0.1, 0.09)] * 2, (True, 0, None)),
         (OverlapLimits(2, BF16), [(0.05, 0.14), (0.1, 0.09)], (True, 0, None)),  # rank 0 waits for rank 1
-        (OverlapLimits(2, BF16), [(0.1, 0.18)], (True, 0, "bfloat16")),
-        (OverlapLimits(2, BF16), [(0.1, 0.38)], (True, 1, "bfloat16")),
-        (OverlapLimits(2), [(0.1, 0.18)], (True, 1, None)),
-        (OverlapLimits(2), [(0.1, 0.9)], (True, 2, None)),
-        (OverlapLimits(), [(0.1, 0.9)], (True, 0, None)),
+        (OverlapLimits(2, BF16), [(0.1, 0.18)] * 2, (True, 0, "bfloat16")),
+        (OverlapLimits(2, BF16), [(0.1, 0.38)] * 2, (True, 1, "bfloat16")),
+        (OverlapLimits(2), [(0.1, 0.18)] * 2, (True, 1, None)),
+        (OverlapLimits(2), [(0.1, 0.9)] * 2, (True, 2, None)),
+        (OverlapLimits(), [(0.1, 0.9)] * 2, (True, 0, None)),
     ],
 )
 def test_the_first_setting_that_hides_a_round_is_chosen(
@@ -149,6 +149,12 @@ def test_all_ranks_measure_and_choose_alike_and_one_logs(caplog: pytest.LogCaptu
 def test_what_cannot_choose_is_refused_with_a_remedy(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         gm.GossipDataParallel(nn.Linear(2, 2), process_group=solo_group(), **{"overlap": "auto", **options})
+
+
+def test_a_rank_alone_has_nothing_to_hide() -> None:
+    choice = Run(solo_group(), overlap="auto").train(NUM_ROUNDS + 1).model.overlap_choice
+    assert choice is not None
+    assert not choice.overlap
 
 
 def test_the_example_runs() -> None:

@@ -81,20 +81,27 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    "method", [gm.DiLoCo, gm.StreamingDiLoCo, gm.LocalSGD, lambda *args, **kw: gm.SparseLoCo(*args, **kw)]
+    ("method", "options"),
+    [
+        (gm.DiLoCo, {}),
+        (gm.DiLoCo, {"fragments": 2, "arrival": "carry"}),
+        (gm.StreamingDiLoCo, {"fragments": 2}),
+        (gm.LocalSGD, {}),
+        (gm.SparseLoCo, {"fragments": 2}),
+    ],
 )
 def test_a_run_with_an_agreed_delay_has_the_bits_of_one_with_this_delay(
-    method: Any, monkeypatch: pytest.MonkeyPatch
+    method: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(AgreedDelay, "agree", lambda *_, **__: 3.0)
 
     def body(group: dist.ProcessGroup) -> None:
-        auto = Run(group, method(6, delay="auto", fragments=2))
+        auto = Run(group, method(6, delay="auto", **options))
         auto.train(16)
         assert auto.model.comm_stats()["auto_delay"] == 3.0
         state = copy.deepcopy({"model": auto.model.state_dict(), "k": auto.k})
-        built = Run(group, method(6, delay=3, fragments=2), state)
-        resumed = Run(group, method(6, delay="auto", fragments=2), state)
+        built = Run(group, method(6, delay=3, **options), state)
+        resumed = Run(group, method(6, delay="auto", **options), state)
         seen = [run.train(13) for run in (auto, built, resumed)]
         for other in seen[1:]:
             assert all(map(torch.equal, seen[0], other))
