@@ -92,10 +92,11 @@ class OverlapLimits:
 class MeasuringEngine(SyncEngine):
     """Blocking rounds that are measured; after the eighth one all ranks choose the engine of the rounds that follow.
 
-    [Note: overlap="auto"] Each rank takes the time of its rounds and of the steps between them. After round 8, in the
-    same step on all ranks, one gather of two numbers per rank gives all ranks the same measurements, from which each
-    computes the same choice. The engine that runs rounds from then on has the mixer, the counters and the statistics of
-    this one, so training goes on with the bits of a run that was built with the chosen settings and resumed here.
+    [Note: overlap="auto"] Each rank takes the time of its rounds and of the steps between them, but not of the averages
+    that training begins with under `Schedule(average_until=...)`. After the eighth round, in the same step on all
+    ranks, one gather of two numbers per rank gives all ranks the same measurements, from which each computes the same
+    choice. The engine that runs rounds from then on has the mixer, the counters and the statistics of this one, so
+    training goes on with the bits of a run that was built with the chosen settings and resumed here.
 
     Args:
         gossiper, schedule, on_nonfinite: see `SyncEngine`.
@@ -123,7 +124,7 @@ class MeasuringEngine(SyncEngine):
         has_changed = super().round(x)
         wait_for_queue(x.raw.device)
         self._ended = time.perf_counter()
-        if self.t > t:
+        if self.t > t and not self._is_warm_up:
             self._rounds.append(self._ended - start)
             if len(self._rounds) == NUM_WARM + NUM_MEASURED:
                 self._agree()

@@ -151,6 +151,20 @@ def test_what_cannot_choose_is_refused_with_a_remedy(options: dict[str, Any], ex
         gm.GossipDataParallel(nn.Linear(2, 2), process_group=solo_group(), **{"overlap": "auto", **options})
 
 
+def test_the_averages_that_training_begins_with_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OverlapLimits, "choose", lambda *_: OverlapChoice(True, 0, None, 0.1, 0.2))
+
+    def body(group: dist.ProcessGroup) -> list[bool]:
+        run, found = Run(group, overlap="auto", schedule=gm.Schedule(average_until=3)), []
+        for _ in range(NUM_ROUNDS + 4):
+            run.train(1)
+            found.append(run.model.overlap_choice is None)
+        return found
+
+    # The forwards of steps 0 to 3 average.
+    assert run_ranks(2, body) == [[True] * (NUM_ROUNDS + 3) + [False]] * 2
+
+
 def test_a_rank_alone_has_nothing_to_hide() -> None:
     choice = Run(solo_group(), overlap="auto").train(NUM_ROUNDS + 1).model.overlap_choice
     assert choice is not None
