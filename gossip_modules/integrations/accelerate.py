@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..wrappers.base import GossipWrapper
-from .host import Gossip, load_rank, missing, read_rank, save_rank, wrap
+from .host import Gossip, check_gossip, load_rank, missing, read_rank, save_rank, wrap
 
 try:
     from accelerate import Accelerator
@@ -35,7 +35,8 @@ class GossipAccelerator(Accelerator):
         kwargs: of `Accelerator`.
 
     Raises:
-        ValueError: Accelerate is to shard the model (FSDP, DeepSpeed, Megatron-LM, tensor parallelism), or XLA.
+        ValueError: Accelerate is to shard the model (FSDP, DeepSpeed, Megatron-LM, tensor parallelism), or XLA; or
+            there is a membership.
 
     Example:
         >>> accelerator = GossipAccelerator(mixed_precision="bf16", gossip=dict(algorithm="diloco"))
@@ -60,7 +61,7 @@ class GossipAccelerator(Accelerator):
         accelerator._take(gossip)
 
     def _take(self, gossip: Gossip) -> None:
-        self.gossip, self._made = gossip, weakref.WeakSet()
+        self.gossip, self._made = check_gossip(gossip, host=type(self).__name__), weakref.WeakSet()
         kind = self.distributed_type.value
         if not kind.startswith(("NO", "MULTI_")) or getattr(self, "parallelism_config", None):
             raise ValueError(

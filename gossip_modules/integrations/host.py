@@ -40,6 +40,21 @@ def missing(package: str, error: ModuleNotFoundError) -> ImportError:
     )
 
 
+def check_gossip(gossip: Gossip, *, host: str) -> Gossip:
+    """Return `gossip`, of a host with this class, unless it asks for what hosts cannot do.
+
+    Raises:
+        ValueError: a membership.
+    """
+    options = gossip if isinstance(gossip, Mapping) else getattr(gossip, "keywords", {})
+    if options.get("membership") is not None:
+        raise ValueError(
+            f"got membership= in gossip= of {host}, expected none: samplers, barriers and checkpoints of a host count "
+            "on ranks that stay; write the loop by hand, with GossipDataParallel(model, membership=membership)"
+        )
+    return gossip
+
+
 def wrap(module: nn.Module, gossip: Gossip, *, host: str) -> GossipWrapper:
     """The wrapper around a module that `gossip` asks for.
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..wrappers.base import GossipWrapper
-from .host import Gossip, load_models, missing, own_models, rank_name, read_own, wrap
+from .host import Gossip, check_gossip, load_models, missing, own_models, rank_name, read_own, wrap
 
 try:
     from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
@@ -26,7 +26,7 @@ class _RankFiles:
     _ddp_kwargs: dict[str, Any]
 
     def _take(self, gossip: Gossip) -> None:
-        self.gossip = gossip
+        self.gossip = check_gossip(gossip, host=type(self).__name__)
         if self._ddp_kwargs:
             raise ValueError(
                 f"got {', '.join(self._ddp_kwargs)} for {type(self).__name__}, expected arguments of the strategy "
@@ -67,7 +67,7 @@ class GossipStrategy(_RankFiles, DDPStrategy):
         kwargs: of Lightning's DDPStrategy, but for those of DistributedDataParallel.
 
     Raises:
-        ValueError: arguments of DistributedDataParallel.
+        ValueError: arguments of DistributedDataParallel, or a membership.
 
     Example:
         >>> strategy = GossipStrategy(gossip=dict(algorithm="diloco"))
@@ -188,7 +188,7 @@ class GossipFabricStrategy(_RankFiles, FabricDDPStrategy):
         kwargs: of Fabric's DDPStrategy, but for those of DistributedDataParallel.
 
     Raises:
-        ValueError: arguments of DistributedDataParallel.
+        ValueError: arguments of DistributedDataParallel, or a membership.
 
     Example:
         >>> strategy = GossipFabricStrategy(gossip=dict(algorithm="diloco"))

@@ -67,7 +67,8 @@ class Loaded:
         if found != own or self.places is not None:
             raise ValueError(
                 f"got the state of vector {name!r} with {found} elements, expected {own}: other tensors were trained "
-                "when it was saved; freeze the same parameters, or load the model alone: module.load_state_dict"
+                "when it was saved; freeze the same parameters before you wrap the model, but after the load those "
+                "that were frozen after its last round, or load the model alone: module.load_state_dict"
             )
         for x, value in zip(mine, theirs, strict=True):
             x.copy_(value)

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 
 _DEFAULT = Selection()
+_MANY_STEPS = 10  # after which ranks should have met
 
 
 class GossipWrapper(OldNames, AveragingMixin):
@@ -392,6 +393,18 @@ class GossipWrapper(OldNames, AveragingMixin):
             let_go(self)
             local.engine.close()
             self._release()
+        if not local.engine.is_asynchronous:
+            self._warn_of_no_round()
+
+    def _warn_of_no_round(self) -> None:
+        local, stats = self._local, self._local.engine.stats
+        has_peers = local.transport.world_size > 1 and local.node is None
+        if has_peers and local.engine.step >= _MANY_STEPS and not stats.num_rounds:
+            warnings.warn(
+                f"closed a {type(self).__name__} after {local.engine.step} steps without a round: ranks have trained "
+                "alone; expected a period that is shorter than the run, such as a smaller sync_every=",
+                stacklevel=levels_to_user(),
+            )
 
     def _release(self) -> None:
         """Give back groups, threads and connections, when nothing uses them any more."""

@@ -22,6 +22,7 @@ from ..old_calls import levels_to_user
 
 _MANY_STEPS = 100  # without a round, under RoundTime.MANUAL
 _MANY_IN_TURN = 3  # optimizer steps, each after gradients that were dropped
+_MANY_ELSEWHERE = 10  # steps of an optimizer over a copy of the model
 
 
 class RoundTime(Enum):
@@ -87,6 +88,7 @@ class OptimizerSteps(Stepped):
         self._num_owed = 0  # rounds of RoundTime.STEP that are to run now, or have failed
         self._is_watched: bool | None = None  # whether an optimizer of torch holds parameters; None: not known yet
         self._has_warned = self._has_raised = False
+        self._thread, self._num_elsewhere = 0, 0  # of the last forward; steps over tensors like the parameters
         self._gradient = _WatchedGradient()
         self._unsynced = UnsyncedSteps()
         self.has_ended = False
@@ -122,7 +124,7 @@ class OptimizerSteps(Stepped):
         if self._unsynced.is_watching:
             self._unsynced.forget()
         is_due = self.is_due
-        self._is_last_synced, self.has_ended = is_synced, False
+        self._is_last_synced, self.has_ended, self._thread = is_synced, False, threading.get_ident()
         if self.when is not RoundTime.FORWARD:
             num_left_out = self._num_left_out()
             self._num_made_up += num_left_out
@@ -220,6 +222,8 @@ class OptimizerSteps(Stepped):
     def other_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`: a loop that steps another model leaves out no step of this one."""
         self._gradient.forget()
+        if not self._is_watched and self._num_elsewhere < _MANY_ELSEWHERE and self._thread == threading.get_ident():
+            self._note_copy(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
@@ -285,6 +289,18 @@ class OptimizerSteps(Stepped):
                 )
         elif is_first:
             self._num_in_turn = 0
+
+    def _note_copy(self, optimizer: Optimizer) -> None:
+        """No optimizer has stepped the parameters yet, and this one steps others, of a copy of the model maybe."""
+        stepped = sorted(parameter.shape for group in optimizer.param_groups for parameter in group["params"])
+        self._num_elsewhere += stepped == sorted(parameter.shape for parameter in self._buffer.parameters)
+        if self._num_elsewhere == _MANY_ELSEWHERE:
+            warnings.warn(
+                f"got {_MANY_ELSEWHERE} steps of {type(optimizer).__name__} over tensors with the shapes of the "
+                f"parameters of a {self._name}, and no step over these: gossip mixes a model that nothing trains; "
+                "expected an optimizer of model.parameters(), not of the parameters of a copy",
+                stacklevel=levels_to_user(),
+            )
 
     def _warn_of_extra_forwards(self) -> None:
         num_extra, self._num_extra = self._num_extra, 0

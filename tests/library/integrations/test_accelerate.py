@@ -55,7 +55,7 @@ def run(options: Any, folder: str = "", *, resumes: bool = False) -> tuple[Any, 
 def train(rank: int, folder: str) -> None:
     from safetensors.torch import load_file
 
-    for name, options in METHODS.items():
+    for name, options in {**METHODS, "a node of two": {"nprocs_per_node": 2}}.items():
         place = f"{folder}/{name}"
         expected, average = own_loop(options)
         model, accelerator, plain, rounds = run(options)
@@ -107,6 +107,13 @@ def other_worlds(rank: int, folder: str) -> None:
     dist.barrier()
     with pytest.warns(UserWarning, match=r"got no file .*gossip_rank_._of_2.pt, expected the state of this rank of 2"):
         accelerator.load_state(folder)
+    # Each rank has its own loss scale.
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + rank))
+    accelerator.save_state(f"{folder}/scaled")
+    dist.barrier()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    accelerator.load_state(f"{folder}/scaled")
+    assert accelerator.scaler.get_scale() == 2.0 ** (8 + rank)
     own = values(plain)
     assert_equal(own, ending(model)[1])  # all ranks have the average
     # What is wrapped, and how.
@@ -138,6 +145,10 @@ def mistakes(rank: int, folder: str) -> None:
         around(batches()[0][0])
     with pytest.raises(ValueError, match=remedy):
         GossipDataParallel(plain.prepare(Model()))
+    membership: Any = object()
+    for gossip in ({"membership": membership}, functools.partial(GossipDataParallel, membership=membership)):
+        with pytest.raises(ValueError, match=r"got membership= in gossip= of GossipAccelerator, .* by hand, with"):
+            GossipAccelerator(cpu=True, gossip=gossip)
     accelerator = GossipAccelerator(cpu=True)
     with pytest.raises(ValueError, match="in GossipAccelerator, expected the plain module"):
         accelerator.prepare(GossipDataParallel(Model()))

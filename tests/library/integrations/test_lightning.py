@@ -177,6 +177,8 @@ def mistakes(rank: int, folder: str) -> None:
             ValueError, match=rf"got find_unused_parameters for {make.__name__}, expected .* gossip=dict"
         ):
             make(find_unused_parameters=True)
+        with pytest.raises(ValueError, match=rf"got membership= in gossip= of {make.__name__}"):
+            make({"membership": object()})
     trainer = trainer_of(folder, "ddp")
     with pytest.raises(RuntimeError, match=r"pass Trainer\(strategy=GossipStrategy\(gossip=dict"):
         trainer.fit(module_of(lambda: GossipDataParallel(Model())))
