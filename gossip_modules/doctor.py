@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import NamedTuple
 
 import networkx as nx
@@ -229,12 +230,9 @@ def _as_bytes(text: str) -> Tensor:
 # The model.
 
 
-def workload(model: str | None, parameters: int | None, compute: float | None) -> Workload:
-    """Return the model that the options describe.
-
-    Raises:
-        ValueError: the options describe none.
-    """
+def check_options(options: argparse.Namespace) -> None:
+    """Raise ValueError if the options, which are equal on all ranks, describe no model or no methods."""
+    model, parameters, compute = options.model, options.parameters, options.compute
     if (model is None) == (parameters is None):
         raise ValueError(
             "got " + ("neither --model nor" if model is None else "--model and") + " --parameters, expected one of "
@@ -242,15 +240,24 @@ def workload(model: str | None, parameters: int | None, compute: float | None) -
         )
     if compute is not None and not 0 < compute < math.inf:
         raise ValueError(f"got --compute {compute}, expected the seconds of a training step, above 0")
+    if parameters is not None and parameters < 1:
+        raise ValueError(f"got --parameters {parameters}, expected at least 1")
+    for text in options.methods or ():
+        LabPlan.of(text)
+
+
+def workload(model: str | None, parameters: int | None, compute: float | None) -> Workload:
+    """Return the model that the options describe.
+
+    Raises:
+        ValueError: the function of the user does not exist, or returns something else.
+    """
     if model is not None:
         return _made(model, compute)
-    assert parameters is not None, "one of them is given"
-    if parameters < 1:
-        raise ValueError(f"got --parameters {parameters}, expected at least 1")
-    if compute is not None:
-        name = f"{parameters / 1e6:g} M parameters, float32"
-        return Workload(4 * parameters, _CPU, None, compute, name)
-    return _stand_in(parameters)
+    assert parameters is not None, "`check_options` has looked"
+    if compute is None:
+        return _stand_in(parameters)
+    return Workload(4 * parameters, _CPU, None, compute, f"{parameters / 1e6:g} M parameters, float32")
 
 
 def _made(text: str, compute: float | None) -> Workload:
@@ -421,20 +428,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(arguments: Sequence[str] | None) -> str:
+def _run(options: argparse.Namespace, timeout: timedelta) -> str:
     """Measure; returns the text of rank 0, and nothing on other ranks."""
-    options = make_parser().parse_args(arguments)
-    timeout = as_timeout(options.timeout, name="--timeout")
-    for text in options.methods or ():
-        LabPlan.of(text)  # before anything is measured
-    work = workload(options.model, options.parameters, options.compute)
     host = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
+    given = options.model, options.parameters, options.compute
     if "RANK" not in os.environ:
-        steps = (tuple(_step_quantiles(work)),)
-        measured = Measurements((host,), {}, {}, steps, _memory_byte_s(work))
+        work = workload(*given)
+        measured = Measurements((host,), {}, {}, (tuple(_step_quantiles(work)),), _memory_byte_s(work))
         return (as_json if options.json else as_text)(measured, work, None)
-    dist.init_process_group("gloo" if work.device.type == "cpu" else None, timeout=timeout)
+    # Before the model is made, so that errors name a rank that makes its model slowly, or fails.
+    dist.init_process_group(None if torch.accelerator.is_available() else "gloo", timeout=timeout)
     try:
+        work = workload(*given)
         transport = connect(module_device=work.device, timeout=timeout)
         try:
             measured = measure(transport, work, host=host)
@@ -452,16 +457,20 @@ def _run(arguments: Sequence[str] | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the measurements and the plan on rank 0; returns the exit code: 2 for bad options, 1 if a rank failed."""
-    rank = os.environ.get("RANK", "0")
+    rank = os.environ.get("RANK")
     try:
-        text = _run(arguments)
+        options = make_parser().parse_args(arguments)
+        timeout = as_timeout(options.timeout, name="--timeout")
+        check_options(options)
     except ValueError as error:
-        if rank == "0":  # options are the same on all ranks
+        if rank in (None, "0"):  # options are equal on all ranks
             print(f"error: {error}", file=sys.stderr)
         return 2
-    except (RuntimeError, OSError) as error:  # of other ranks: dist.DistError, TimeoutError, ConnectionError
-        print(f"error of rank {rank}: {error}", file=sys.stderr)
-        return 1
+    try:
+        text = _run(options, timeout)
+    except (ValueError, RuntimeError, OSError) as error:  # TimeoutError and ConnectionError of other ranks too
+        print(f"error{'' if rank is None else f' of rank {rank}'}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
     if text:
         print(text)
     return 0
