@@ -39,8 +39,8 @@ class RunConfig(WrapperOptions, ABC):
     """Method, checkpoints, log, network: what does not depend on the task, whose choices a script adds."""
 
     recipe: str = "sgp"
-    """Method: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip, adpsgd, wagma, dpwa, localsgd,
-    diloco, streamingdiloco, eagerdiloco, muloco, isoloco, sparseloco, slowmo, noloco, gasloc, qgdsgdm, d2,
+    """Method: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip, adpsgd, a2cid2, wagma, dpwa,
+    localsgd, diloco, streamingdiloco, eagerdiloco, muloco, isoloco, sparseloco, slowmo, noloco, gasloc, qgdsgdm, d2,
     exactdiffusion, gradienttracking, decentlam, relaysgd, sparta; python -m gossip_modules.methods says what each is.
     qgdsgdm and decentlam work where SGD steps the model, as in train.gossip_sgd, and elsewhere with --optimizer sgd. A
     recipe is the short name of an --algorithm, with its published settings."""

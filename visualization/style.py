@@ -54,6 +54,7 @@ METHOD_STYLES: Mapping[str, MethodStyle] = {
     "moniqua": MethodStyle("Moniqua", "#332288", ("moniqua",)),
     "powergossip": MethodStyle("PowerGossip", "#E69F00", ("powergossip", "power")),
     "adpsgd": MethodStyle("AD-PSGD", "#8A7500", ("ad-psgd", "adpsgd")),
+    "a2cid2": MethodStyle("A2CiD2", "#BBDD00", ("a2cid2",)),
     "wagma": MethodStyle("WAGMA-SGD", "#7F3B08", ("wagma", "wagma-sgd")),
     "dpwa": MethodStyle("dpwa", "#E7298A", ("dpwa",)),
     "localsgd": MethodStyle("Local SGD", "#66A61E", ("local sgd", "localsgd", "post-local sgd", "local-average")),

@@ -12,12 +12,14 @@ import torch
 
 from ..engine.engine import Engine
 from ..engine.liveness import Activity, Liveness
+from ..engine.snapshots import SnapshotPool
 from ..flat.nonfinite import is_finite, refuse
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..transport.deadline import Deadline
 from ..transport.listener import SHUTDOWN_TIMEOUT
 from .exchange import BilateralAverage
+from .momentum import ContinuousMomentum
 from .shared_model import SharedModel
 
 _GRACE = 1.0  # seconds beyond the timeout, for an error that names the rank that is missing
@@ -54,6 +56,7 @@ class BilateralEngine(Engine):
         transport: a transport over Gloo, with messages in CPU memory.
         x: the parameters.
         on_nonfinite: see `BilateralAverage`.
+        has_momentum: whether corrections have the momentum of A2CiD2; see `ContinuousMomentum`.
 
     Attributes:
         shared: y, and the correction that training has not applied yet.
@@ -72,9 +75,14 @@ class BilateralEngine(Engine):
         x: FlatVector,
         *,
         on_nonfinite: str = "raise",
+        has_momentum: bool = False,
     ) -> None:
         super().__init__()
-        self.shared, self.on_nonfinite = SharedModel(x), on_nonfinite
+        self.momentum: ContinuousMomentum | None = None
+        if has_momentum:
+            memory = SnapshotPool(x).vector()  # of the host, for a model on a GPU
+            self.momentum = ContinuousMomentum(memory, mixing.graph, transport.rank)
+        self.shared, self.on_nonfinite = SharedModel(x, self.momentum), on_nonfinite
         self._is_refused = False
         self._begin_generation(mixing, transport)
 
@@ -110,18 +118,32 @@ class BilateralEngine(Engine):
         self._wait()
         before.shut_down()
         before.close(0.0)
+        if self.momentum is not None:
+            self.momentum.turn_to(weights.graph, transport.rank)
         self._begin_generation(weights, transport)
 
     def go_to(self, x: FlatVector, t: int, step: int) -> None:
         """See `Engine`. A worker that joins again may be ahead of its donor: no step comes twice."""
         super().go_to(x, t, max(step, self.step))
+        if self.momentum is not None:  # the donor's model is new here
+            self.momentum.load_state_dict({})
 
     def give_up(self, x: FlatVector) -> bool:
         """See `Engine`."""
         self.shared.withdraw()
         self._collect(x)
-        self.shared = SharedModel(x)  # which an exchange under way does not know
+        self.shared = SharedModel(x, self.momentum)  # which an exchange under way does not know
         return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Engine`."""
+        return super().state_dict() | ({} if self.momentum is None else self.momentum.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Engine`."""
+        super().load_state_dict(state)
+        if self.momentum is not None:
+            self.momentum.load_state_dict(state)
 
     @property
     def is_in_flight(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..engine.snapshots import SnapshotPool
 from ..flat.vector import FlatVector, scale_and_add_
+from .momentum import ContinuousMomentum
 
 
 class SharedModel:
@@ -34,6 +35,7 @@ class SharedModel:
 
     Args:
         x: the model. y starts as a copy of it, which peers may not receive yet.
+        momentum: is applied to each correction; None: corrections stay as they are.
 
     Attributes:
         snapshots: the latest one is y.
@@ -43,8 +45,8 @@ class SharedModel:
         ValueError: (`publish`, `collect`) the tensors, dtypes or device of x have changed.
     """
 
-    def __init__(self, x: FlatVector) -> None:
-        self.snapshots = SnapshotPool(x)
+    def __init__(self, x: FlatVector, momentum: ContinuousMomentum | None = None) -> None:
+        self.snapshots, self._momentum = SnapshotPool(x), momentum
         self.lock = self.snapshots.lock
         self._pending: FlatVector | None = None  # None: no exchange has ended since the last `collect`
         self._kept: FlatVector | None = None  # the corrections for `add_again`
@@ -91,6 +93,8 @@ class SharedModel:
                 self._kept = None
             if correction is None:
                 return steps
+            if self._momentum is not None:
+                self._momentum.apply_(correction, len(steps))
             for buffers, term in zip(self.buffers_of(correction), self._buffer_terms, strict=True):
                 buffers.copy_(term)
             present = correction

@@ -46,6 +46,19 @@ class BilatGossipDataParallel(GossipWrapper):
     Ranks take steps at their own pace; `Progress` counts the steps of all. Ranks should `close()` at about the same
     time. The end of a program without `close()` closes too, unless an exception has ended it.
 
+    [Note: continuous momentum] With `continuous_momentum` each rank has a second model x', equal to x at first, which
+    exchanges move further than x, and towards which x moves between exchanges. Ranks on a badly connected graph then
+    agree after about the square root of the number of exchanges. Before each exchange of rank i, dt after its last one:
+
+        v = (1 - exp(-2 eta dt)) / 2 (x' - x);   x = x + v;  x' = x' - v
+        x = x + (x_j - x_i) / 2;   x' = x' + alpha (x_j - x_i)
+        in each gradient step:  x' moves as x
+
+    eta and alpha follow from the graph: see `MomentumRates`. The time between two exchanges of a rank is taken as its
+    mean, so it does not depend on the speed of links. The mean over ranks of (x + x') / 2 has all steps. Nabli,
+    Belilovsky, Oyallon, "A2CiD2: Accelerating Asynchronous Communication in Decentralized Deep Learning", NeurIPS 2023,
+    arXiv 2306.08289.
+
     Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, arXiv
     1710.06952, Algorithm 1 and the bipartite protocol of its section 3. `BilateralEngine` in ad_psgd/engine.py shows a
     step as pseudo-code, `BilateralAverage` in ad_psgd/exchange.py an exchange.
@@ -60,6 +73,8 @@ class BilatGossipDataParallel(GossipWrapper):
         device_mesh: as for `GossipDataParallel`.
         timeout: the limit of every wait on a peer, in seconds or as a timedelta. The death of a
             process is raised at the next step, without waiting for it. A `Membership` has its own.
+        continuous_momentum: A2CiD2, see [Note: continuous momentum]. Takes one more vector beside the model, and needs
+            pairs that average half and half.
         on_nonfinite: the reaction to a difference of two models that holds infinities or NaN. "raise":
             FloatingPointError at both of them, "skip": leave it out at both, which `comm_stats()` counts, "spread": do
             not look. With "raise", `settle()` and `close()` also look at the rank's own model, which may not have been
@@ -99,6 +114,7 @@ class BilatGossipDataParallel(GossipWrapper):
         device_mesh: dist.DeviceMesh | None = None,
         graph: GraphLike | None = None,
         mixing: MixingLike | None = None,
+        continuous_momentum: bool = False,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         on_nonfinite: str = "raise",
         gossip_buffers: bool | Sequence[str] = True,
@@ -112,6 +128,11 @@ class BilatGossipDataParallel(GossipWrapper):
         flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
         super().__init__(module, selection=Selection(gossip_buffers, ignore), **flags)
         local, timeout = self._local, as_timeout(timeout)
+        if continuous_momentum and mixing is not None:
+            raise ValueError(
+                f"got mixing={mixing} with continuous_momentum=True, expected one of them: the rates of the momentum "
+                "hold for pairs that average half and half; leave mixing out"
+            )
         if membership is not None:
             given = {"group": process_group, "init_sync": init_sync, "timeout": timeout}
             check_elastic(membership, graph=graph, mixing=mixing, example=f"graph={_EXAMPLE}", **given)
@@ -129,12 +150,19 @@ class BilatGossipDataParallel(GossipWrapper):
             local.place = links.place
             described = weights = choose(local.place[1])
         options = {"graph": described.graph, "mixing": described, "on_nonfinite": check_policy(on_nonfinite)}
+        options |= {"continuous_momentum": True} if continuous_momentum else {}
         options |= {"gossip_buffers, ignore": (self._selection.gossip_buffers, self._selection.ignore), **flags}
         local.description = {name: str(value) for name, value in options.items()}
         if membership is None:
             local.description["init_sync"] = str(init_sync)
             self._open(links, init_sync=init_sync)
-        engine = BilateralEngine(weights, local.transport, local.buffer.vector, on_nonfinite=on_nonfinite)
+        engine = BilateralEngine(
+            weights,
+            local.transport,
+            local.buffer.vector,
+            on_nonfinite=on_nonfinite,
+            has_momentum=continuous_momentum,
+        )
         if membership is None:
             close_when_collected(self, engine)
             close_at_program_end(engine)

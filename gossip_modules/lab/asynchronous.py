@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..graph_manager.butterfly_groups import ButterflyGroups
+from ..mixing_manager.momentum_rates import MomentumRates
 from ..rounds.requests import SGDStep
 from ..rounds.rows import Array, Flags, Indices, StackedMixing, column
 from ..schedule import Action
@@ -112,22 +113,37 @@ class Bilateral(Asynchronous):
     Args:
         mixing: weights over a bipartite graph with one peer per round.
         compute, links, message: see `OwnPace`.
+        rates: of the momentum of A2CiD2; None: no momentum.
     """
 
-    def __init__(self, mixing: StackedMixing, compute: Compute, links: WorkerLinks, message: MessageCost) -> None:
+    def __init__(
+        self,
+        mixing: StackedMixing,
+        compute: Compute,
+        links: WorkerLinks,
+        message: MessageCost,
+        *,
+        rates: MomentumRates | None = None,
+    ) -> None:
         super().__init__(compute, links, message)
         self.mixing, n = mixing, self.num_ranks
         self._is_active = np.array([not mixing.graph.is_passive(rank) for rank in range(n)])
         self._rounds = np.zeros(n, dtype=np.int64)  # of each active worker
         self._free_at = np.zeros(n)  # the time at which a passive worker has answered all that have asked
+        self._rates, self._num_ended = rates, np.zeros(n, dtype=np.int64)  # exchanges since the last safe point
+        self._difference = torch.zeros((), device="cpu")  # of the second models of A2CiD2 to x
         self._pending = torch.zeros((), device="cpu")  # changes by exchanges that have ended, for the next safe point
 
     def _communicate(self, x: Tensor, ranks: Indices, now: float) -> None:
         if self.k == self.first_k:
-            self._pending = torch.zeros_like(x)
+            self._pending, self._difference = torch.zeros_like(x), torch.zeros_like(x)
         done = np.flatnonzero(self._ends <= now)
         self._add_changes(self._pending, done)
         self._ends[done] = np.inf
+        if self._rates is not None:
+            np.add.at(self._num_ended, done, 1)
+            np.add.at(self._num_ended, self._partners[done], 1)
+            self._add_momentum(self._rates, ranks[self._num_ended[ranks] > 0])
         x[ranks] += self._pending[ranks]
         self._pending[ranks] = 0.0
         self.published[ranks] = x[ranks]
@@ -139,6 +155,15 @@ class Bilateral(Asynchronous):
             peers[chosen], weights[chosen] = rows.peers[asking[chosen], 0], rows.weights[asking[chosen], 0]
         self._rounds[asking] += 1
         self._ask(asking, peers, weights)
+
+    def _add_momentum(self, rates: MomentumRates, ranks: Indices) -> None:
+        """Add the momentum of these workers to their pending changes."""
+        times = np.array(rates.interval)[ranks] * self._num_ended[ranks]
+        changes, differences = self._pending[ranks], self._difference[ranks]
+        moved, kept, gain = rates.coefficients(column(np.exp(-2 * rates.eta * times), changes))
+        changes += moved * differences
+        self._pending[ranks], self._difference[ranks] = changes, kept * differences + gain * changes
+        self._num_ended[ranks] = 0
 
     def _ask(self, asking: Indices, peers: Indices, weights: Array) -> None:
         """Begin exchanges; those with one passive worker one after another, in the order of asking."""

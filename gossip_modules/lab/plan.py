@@ -29,6 +29,7 @@ from ..methods.graphs import pairs
 from ..methods.wrapping import chosen_of
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..mixing_manager.graph_weights import default_mixing
+from ..mixing_manager.momentum_rates import MomentumRates
 from ..registry import METHODS, Method, name_of
 from ..rounds.algorithm import Algorithm
 from ..rounds.periodic import Periodic
@@ -440,14 +441,15 @@ class PlanRun:
         return Running(driver, clock, Schedule(average_every=1), averages_gradients=learns)
 
     def ad_psgd(self) -> Running:
-        """Return AD-PSGD."""
+        """Return AD-PSGD, or A2CiD2."""
         graph = self.graph()
         if not graph.is_bipartite or graph.num_peers(0) > 1:
             raise ValueError(
-                f"got adpsgd on {graph!r}, expected a bipartite graph with one peer per round; take "
+                f"got {self.plan.method.name} on {graph!r}, expected a bipartite graph with one peer per round; take "
                 "bipartite-exponential"
             )
-        return own_pace(Bilateral(StackedMixing(default_mixing(graph, push_sum=False)), *self.cluster))
+        rates = MomentumRates.on(graph) if self.plan.method.name == "a2cid2" else None
+        return own_pace(Bilateral(StackedMixing(default_mixing(graph, push_sum=False)), *self.cluster, rates=rates))
 
     def wagma(self) -> Running:
         """Return WAGMA-SGD."""
@@ -462,7 +464,7 @@ class PlanRun:
 _RUNS: Mapping[str, Callable[[PlanRun], Running]] = {
     "ar": PlanRun.all_reduce,
     **dict.fromkeys(("dpsgd", "sgp", "osgp", "matcha"), PlanRun.gossip),
-    "adpsgd": PlanRun.ad_psgd,
+    **dict.fromkeys(("adpsgd", "a2cid2"), PlanRun.ad_psgd),
     "wagma": PlanRun.wagma,
     "dpwa": PlanRun.dpwa,
 }

@@ -7,7 +7,7 @@
 """
 
 from ..registry import METHODS, Method, Paper, name_of
-from .built_in import ADPSGD, BUILT_IN, MATCHA, SGP, WAGMA, AllReduce, Dpwa, OverlapSGP
+from .built_in import ADPSGD, BUILT_IN, MATCHA, SGP, WAGMA, A2CiD2, AllReduce, Dpwa, OverlapSGP
 from .chosen import Chosen, read_algorithm, read_graph, read_schedule
 from .options import WRAPPER_OPTIONS, Context, WrapperOptions, unused_options, without_unused
 from .wrapping import Wrapper, entry, register, wrap
@@ -19,6 +19,7 @@ __all__ = [
     "SGP",
     "WAGMA",
     "WRAPPER_OPTIONS",
+    "A2CiD2",
     "AllReduce",
     "Chosen",
     "Context",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..ad_psgd.exchange import BilateralAverage
+from ..ad_psgd.momentum import ContinuousMomentum
 from ..algorithms.choco import Choco
 from ..algorithms.d2 import D2
 from ..algorithms.d_psgd import DPSGD
@@ -107,6 +108,11 @@ class MATCHA:
 @dataclass(frozen=True)
 class ADPSGD:
     """AD-PSGD: `BilatGossipDataParallel`."""
+
+
+@dataclass(frozen=True)
+class A2CiD2:
+    """A2CiD2: `BilatGossipDataParallel` with continuous momentum."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +252,26 @@ BUILT_IN: tuple[Method, ...] = (
             "1710.06952",
         ),
         example="BilatGossipDataParallel(model)",
+        options=frozenset({"graph"}),
+        pace="shared_steps",
+        simulated_graph=lambda n, peers: "bipartite-complete" if n % 2 else "bipartite-exponential",
+    ),
+    Method(
+        "a2cid2",
+        "A2CiD2",
+        "is AD-PSGD with a continuous momentum, which makes ranks on sparse graphs agree sooner",
+        ContinuousMomentum,
+        make=A2CiD2,
+        fixed={"continuous_momentum": True},
+        text="A2CiD2()",
+        wrap=wrap_bilateral,
+        paper=Paper(
+            "Nabli, Belilovsky, Oyallon",
+            "A2CiD2: Accelerating Asynchronous Communication in Decentralized Deep Learning",
+            "NeurIPS 2023",
+            "2306.08289",
+        ),
+        example="BilatGossipDataParallel(model, continuous_momentum=True)",
         options=frozenset({"graph"}),
         pace="shared_steps",
         simulated_graph=lambda n, peers: "bipartite-complete" if n % 2 else "bipartite-exponential",

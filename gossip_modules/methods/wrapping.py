@@ -208,7 +208,8 @@ def wrap_matcha(module: nn.Module, chosen: Chosen, options: WrapperOptions, cont
 def wrap_bilateral(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
     """AD-PSGD: pairs average while both go on training."""
     graph = _graph_of(chosen, options, context)
-    return BilatGossipDataParallel(module, graph=graph, timeout=context.timeout, membership=context.membership)
+    run: dict[str, Any] = {"timeout": context.timeout, "membership": context.membership}
+    return BilatGossipDataParallel(module, graph=graph, **run, **chosen.arguments)
 
 
 def wrap_group_average(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:

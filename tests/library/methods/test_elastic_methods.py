@@ -53,7 +53,7 @@ def test_the_guide_has_the_table_of_what_the_wrappers_say() -> None:
     assert table in (guides / "elasticity.md").read_text(encoding="utf-8")
     cells = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
     rows = {wrapper.strip("`"): (taken.split(", "), refused.split("<br>")) for wrapper, taken, refused in cells}
-    assert rows["BilatGossipDataParallel"] == (["AD-PSGD"], ["-"])
+    assert rows["BilatGossipDataParallel"] == (["AD-PSGD", "A2CiD2"], ["-"])
     for name, method in METHODS.items():
         taken, refused = rows[method.example.partition("(")[0]]
         assert (method.title in taken) == (not method.needs_fixed_ranks), name

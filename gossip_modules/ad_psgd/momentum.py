@@ -1,0 +1,49 @@
+"""The continuous momentum of A2CiD2: a second model of each rank, which its exchanges move further than the first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..flat.vector import FlatVector, add_
+from ..graph_manager.base import GraphManager
+from ..mixing_manager.momentum_rates import MomentumRates
+
+
+class ContinuousMomentum:
+    """The second model of a rank, kept as its difference to the first one, so that gradient steps move both alike.
+
+    Args:
+        memory: a vector of zeros like the corrections, for the difference.
+        graph: the bipartite graph.
+        rank: this rank.
+    """
+
+    def __init__(self, memory: FlatVector, graph: GraphManager, rank: int) -> None:
+        self.difference = list(memory.parameters)
+        self.turn_to(graph, rank)
+
+    def turn_to(self, graph: GraphManager, rank: int) -> None:
+        """Go on with the rates of another graph; keeps the difference."""
+        self._rank, self._rates = rank, MomentumRates.on(graph)
+
+    def apply_(self, correction: FlatVector, num_exchanges: int) -> None:
+        """Add the momentum to the correction of some exchanges, and the exchanges to the momentum."""
+        rates = self._rates
+        moved, kept, gain = rates.coefficients(rates.remaining(self._rank, num_exchanges))
+        for part, difference in zip(correction.parameters, self.difference, strict=True):
+            add_(part, difference, alpha=moved)
+            add_(difference.mul_(kept), part, alpha=gain)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the difference; shares memory."""
+        return {"momentum": self.difference}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state of `state_dict()`; without one the momentum begins anew."""
+        loaded: Sequence[Tensor] = state.get("momentum", ())
+        for part, value in zip(self.difference, loaded or [torch.zeros(()) for _ in self.difference], strict=True):
+            part.copy_(value)
