@@ -19,6 +19,7 @@ import pandas as pd
 from benchmarks.pages.algorithms import ALGORITHMS
 from benchmarks.pages.base import LAST_WITH_SCRIPTS, Page
 from benchmarks.pages.control import CONTROL
+from benchmarks.pages.gap import GAP
 from benchmarks.pages.hosts import HOSTS
 from benchmarks.pages.membership import MEMBERSHIP
 from benchmarks.pages.time_to_loss import TIME_TO_LOSS
@@ -26,7 +27,16 @@ from benchmarks.pages.training import TRAINING
 from benchmarks.pages.uneven import UNEVEN
 from benchmarks.record import DTYPES, RESULTS, ROOT
 
-LISTED: Mapping[str, Page] = {**ALGORITHMS, **MEMBERSHIP, **TRAINING, **CONTROL, **UNEVEN, **HOSTS, **TIME_TO_LOSS}
+LISTED: Mapping[str, Page] = {
+    **GAP,
+    **ALGORITHMS,
+    **MEMBERSHIP,
+    **TRAINING,
+    **CONTROL,
+    **UNEVEN,
+    **HOSTS,
+    **TIME_TO_LOSS,
+}
 """By the name of the file, in the order of the index."""
 
 

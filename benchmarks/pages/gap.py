@@ -9,6 +9,8 @@ import pandas as pd
 from benchmarks.pages.base import Page
 
 UNITS = {"language": "nats per byte", "images": "% errors"}
+UNTUNED = {("language", 320): 0.008, ("images", 800): 0.1}
+"""By task and steps: a change for which no such rate was tried is not tuned."""
 
 
 def best(rows: pd.DataFrame) -> pd.DataFrame:
@@ -25,6 +27,8 @@ def best(rows: pd.DataFrame) -> pd.DataFrame:
     for (change, batch), own in rows.groupby(["change", "batch"], sort=False):
         tuned = own[own["run_seed"] == own["run_seed"].min()]
         rate = tuned.loc[tuned["validation"].idxmin(), "rate"]
+        if rate == tuned["rate"].max() < UNTUNED.get((own["task"].iloc[0], own["steps"].iloc[0]), 0.0):
+            continue  # no time was left for a rate that is too high
         own = own[own["rate"] == rate]
         test = own["test"]
         ends = (rate, len(own), test.mean(), test.min(), test.max(), own["test_own"].mean(), own["distance"].mean())
@@ -51,7 +55,7 @@ def tables(rows: pd.DataFrame) -> str:
         ]
         for row in table.itertuples():
             mean, low, high, gap = (
-                f"{value:.{digits}f}" for value in (row.mean_, row.lowest, row.highest, row.mean - base["mean"])
+                f"{value:.{digits}f}" for value in (row.mean, row.lowest, row.highest, row.mean - base["mean"])
             )
             lines.append(
                 f"| {row.change} | {row.batch} | {row.rate:g} | {row.seeds} | {mean} | {low} to {high} | {gap} |"
@@ -70,7 +74,44 @@ GAP: Mapping[str, Page] = {
         "What separates gossip from all-reduce",
         "gap.csv",
         """\
-TEXT""",
+Gossip and all-reduce with equal models, data, batches and steps, in the Lab: the loss that gossip costs, its causes,
+one change at a time, and remedies. The decoder of language has 120,000 parameters and learns the bytes of Python's
+standard library by AdamW with betas (0.9, 0.95), on eight sequences of 64 bytes for each worker and step. The network
+of images has three convolutions and learns CIFAR-10 at 16 pixels by SGD with momentum 0.9. The learning rate rises in
+the first tenth of the steps and falls linearly to zero. Its highest value is tuned for each change alike on a
+validation split, with the first seed. All figures are of a test split, and of the mean of the models of all workers,
+in the mean over seeds. At the end, where the rate is zero, the models of single workers are as good: the largest
+difference is 0.0001 nats and 0.07 % of errors.
+
+**Language: the second moments of Adam are the cause.** A worker that gossips sees the squares of its own noisy
+gradients; all-reduce squares their mean, whose noise is n times smaller. AdamW divides its steps by the root of these
+squares.
+
+- At the rate 0.004 and with the first seed all-reduce ends at 2.316 nats and SGP at 2.508. With the first moments of
+  the mean gradient, which no cluster has for free, SGP ends at 2.435, with its second moments at 2.335, and with both
+  at 2.316. So second moments make nine tenths of the gap.
+- No learning rate makes up for it. With the best rate of each SGP is 0.15 nats above all-reduce, and 0.12 if the
+  parameters of all workers are averaged exactly in each step. So the distance between the models makes 0.03.
+- **[`GossipAdamW`][gossip_modules.GossipAdamW] computes the second moments of the mean gradient from two averages
+  that each worker has, and sends nothing.** With the exact average of parameters in each step the gap is gone. SGP is
+  0.05 above all-reduce, with two peers 0.02, Overlap SGP 0.06, with two peers 0.04; seeds of all-reduce spread over
+  0.08. Local SGD with a period of four is 0.09 above instead of 0.26. After 1,000 steps, with one seed and all-reduce
+  at 0.004 only, SGP is 0.004 above all-reduce, Overlap SGP 0.018, and SGP by AdamW 0.06.
+- AccumAdam with its usual betas is worse than AdamW in so few steps: its moments follow windows of s steps, so that
+  they reach back s times as far. With betas to the power of s SGP is 0.09 above all-reduce.
+
+**Images: the distance between the models is the cause.** SGD is linear in the gradient, so exact averages of the
+parameters in each step would be all-reduce. With 25 workers SGP ends 3.2 points above it, with two peers 2.6, with
+four peers 2.1, with momentum that is mixed as models are 2.2, with each fourth round exact 2.4. Less noise closes the
+gap: with four times the batch SGP is 0.3 points above all-reduce with this batch (one seed). With 8 workers it is 1.5
+points above, with two peers 0.8 (the first seed). No learning rate closes it. Take AllReduce, large batches or more
+peers where this matters.
+
+The two remedies for Adam that failed are in the table too: the square of the first moment in place of its average,
+and second moments of the mean gradient of rare steps, which cost an all-reduce each. Rows of "GossipAdamW without the
+bound L" and "with m'^2 in place of s'" were measured with the optimizer in `git show ec27f1a6:benchmarks/gap.py`.
+`GossipAdamW` was tried at two rates only, the best ones of this form. The GPU was lent for minutes: changes with
+fewer than three seeds ended for time, and changes whose tuning did are left out.""",
         render=tables,
     ),
 }
