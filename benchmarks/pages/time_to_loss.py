@@ -193,7 +193,8 @@ each cell.
 time of the fastest of the others, whose messages are whole models; at 1 Gbit/s, where computing is most of a
 step, the fastest of ours takes 0.85 to 0.97 of it. DDP makes the most of a step, and ends at 2.31; nobody
 else is below 2.41 after 320 steps, neither of ours nor of the others. DDP alone averages gradients before AdamW
-scales them: [the cause of the gap and its remedy](gap.md) were measured later. With a period of four DiLoCo learns slowly, ours and torchft's alike. At 2.6 nats ranks that do not communicate would be first.""",
+scales them: [the cause of the gap and its remedy](gap.md) were measured later. With a period of four DiLoCo
+learns slowly, ours and torchft's alike. At 2.6 nats ranks that do not communicate would be first.""",
         render=time_to_loss,
         also=(CELLS,),
         may_be_missing=True,
