@@ -8,14 +8,13 @@ import warnings
 from collections.abc import Collection
 from typing import Any
 
-import torch
-
 from ..engine.engine import Engine
 from ..engine.liveness import Activity, Liveness
 from ..engine.snapshots import SnapshotPool
 from ..flat.nonfinite import is_finite, refuse
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
+from ..profiling import span
 from ..transport.deadline import Deadline
 from ..transport.listener import SHUTDOWN_TIMEOUT
 from .exchange import BilateralAverage
@@ -159,7 +158,7 @@ class BilateralEngine(Engine):
         """
         self.raise_if_failed()
         is_asking = self.is_active and self._bilateral.under_way is not None
-        with torch.profiler.record_function("gossip.apply"), self.shared.lock:
+        with span("gossip.apply"), self.shared.lock:
             is_written = self._collect(x)
             self.step += 1
             if not is_asking:  # else only that exchange, which has its snapshot, reads y before the next one
@@ -178,7 +177,7 @@ class BilateralEngine(Engine):
         if not self.is_closed:
             self.liveness.background.raise_if_unseen()
             start = time.perf_counter()
-            with torch.profiler.record_function("gossip.wait"):
+            with span("gossip.wait"):
                 self._wait()
             self.stats.wait_seconds += time.perf_counter() - start
         return self._collect(x, is_kept=True)

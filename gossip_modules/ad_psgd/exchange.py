@@ -17,6 +17,7 @@ from ..engine.liveness import ControlMessage, Liveness
 from ..engine.snapshots import Snapshot
 from ..flat.nonfinite import check_policy, is_finite, refuse
 from ..flat.vector import add_
+from ..profiling import span
 from ..transport.base import Pending
 from ..transport.deadline import Deadline
 from ..transport.exchange import LinkClosedError, PointToPoint
@@ -185,7 +186,7 @@ class BilateralAverage:
         Where the peer is lost, the context ends with the exchange: [Note: lost peers of an exchange].
         """
         waiting = self.liveness.waiting(what, lambda: peer)
-        profiled = torch.profiler.record_function("gossip.round", f"t={t}")
+        profiled = span("gossip.round", f"t={t}")
         self._y = y
         try:
             with contextlib.suppress(_PeerLostError, LinkClosedError), waiting, profiled:

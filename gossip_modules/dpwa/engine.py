@@ -8,13 +8,13 @@ import warnings
 from typing import Any, NoReturn
 
 import torch
-from torch.profiler import record_function
 
 from ..engine.background import Background
 from ..engine.engine import Engine, IdleEngine
 from ..engine.snapshots import SnapshotPool
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
+from ..profiling import span
 from ..transport.bounded_listener import MIN_CONNECTIONS
 from .config import PairwiseConfig, check_address
 from .fetcher import Fetched, ModelFetcher
@@ -215,7 +215,7 @@ class PairwiseEngine(Engine):
             if self.stats.num_skipped == 1:
                 warnings.warn(f"{self._divergence(fetched)}; merges are left out from now on; {_REMEDY}", stacklevel=2)
             return False
-        with record_function("gossip.merge"):
+        with span("gossip.merge"):
             if factor == 1.0:  # a copy: 0 * x would keep infinities and NaN of x
                 x.raw.copy_(self.fetcher.arrived.raw)
             else:
@@ -297,7 +297,7 @@ class PairwiseEngine(Engine):
     def _publish(self, x: FlatVector) -> None:
         is_refused = self.loss is not None and not math.isfinite(self.loss)
         if not (is_refused or self.snapshots.is_copying):  # training would wait for the GPU
-            with record_function("gossip.publish"):
+            with span("gossip.publish"):
                 self.snapshots.publish(x, Standing(self.clock, self.loss))
 
     def _await(self) -> Fetched | None:

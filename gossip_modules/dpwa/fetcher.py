@@ -12,13 +12,13 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.profiler import record_function
 
 from ..devices import host_zeros
 from ..engine.background import Background
 from ..engine.snapshots import SnapshotPool
 from ..flat.nonfinite import is_finite
 from ..flat.vector import SCRATCH_NUMEL, FlatVector
+from ..profiling import span
 from ..transport.threads import CallThread
 from ..transport.traffic import PeerTraffic
 from .config import DEFAULT_MAX_DISTANCE, PairwiseConfig
@@ -159,7 +159,7 @@ class ModelFetcher:
     def _run(self) -> float:
         """One fetch, in the fetching thread."""
         try:
-            with torch.no_grad(), record_function("gossip.fetch"):
+            with torch.no_grad(), span("gossip.fetch"):
                 self._fetched = self._fetch()
         except Exception as error:
             name = self._config.name
@@ -207,7 +207,7 @@ class ModelFetcher:
             reply.check(self._shape)
             if reply.kind is not MessageKind.MODEL:
                 raise MessageError(f"got kind {reply.kind.name}, expected a model; the peer is broken")
-            with record_function("gossip.receive"):
+            with span("gossip.receive"):
                 connection.receive_into(self._inbox.raw.numpy().data, deadline)
         self._check(self._inbox)
         return reply.standing

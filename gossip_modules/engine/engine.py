@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
+from ..profiling import span
 from ..rounds.mixer import GlobalAverage, Mixer, NonfiniteRound
 from ..rounds.old_checkpoints import converted
 from ..schedule import Action, Schedule
@@ -408,7 +408,7 @@ class SyncEngine(LockstepEngine):
             if has_changed:
                 self.stats.wait_seconds += time.perf_counter() - start
             return has_changed
-        with torch.profiler.record_function("gossip.round", f"t={self.t}"):
+        with span("gossip.round", f"t={self.t}"):
             if self.on_nonfinite == "skip" and not self.gossiper.can_recover:
                 self._mix_if_finite(mixer, x)
             else:

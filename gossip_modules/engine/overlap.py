@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import FiniteCheck, is_finite
 from ..flat.vector import FlatVector, add_
+from ..profiling import span
 from ..rounds.mixer import Mixer
 from ..schedule import Schedule
 from ..transport.threads import CallThread
@@ -188,7 +188,7 @@ class OverlapEngine(LockstepEngine):
         if not flight.is_submitted:  # an interrupt came before
             self._submit(flight)
         start = time.perf_counter()
-        with record_function("gossip.wait"):
+        with span("gossip.wait"):
             try:
                 assert self._thread is not None
                 alpha = self._thread.result(flight.future, **self._limit_of(flight.mixer, flight.t))
@@ -250,7 +250,7 @@ class OverlapEngine(LockstepEngine):
         """x <- x + the correction of the round that has arrived. The round is no longer in flight."""
         assert self._snapshot is not None
         self._flight = None
-        with record_function("gossip.apply"):
+        with span("gossip.apply"):
             x.add_(self._snapshot, alpha=alpha)
 
     def _copy_and_depart(self, mixer: Mixer, x: FlatVector) -> None:
@@ -263,7 +263,7 @@ class OverlapEngine(LockstepEngine):
 
         def run() -> float:
             on_stream = stream or contextlib.nullcontext()
-            with torch.no_grad(), on_stream, record_function("gossip.round", f"t={t}"):
+            with torch.no_grad(), on_stream, span("gossip.round", f"t={t}"):
                 mixer.start(snapshot, t)
                 return self._difference(flight, snapshot)
 
@@ -286,7 +286,7 @@ class OverlapEngine(LockstepEngine):
         self.t += 1
 
         def run() -> float:
-            with torch.no_grad(), record_function("gossip.round", f"t={t}"):
+            with torch.no_grad(), span("gossip.round", f"t={t}"):
                 with filling:
                     mixer.start_filling(snapshot, t, filling.fill)
                 return self._difference(flight, snapshot)
@@ -294,7 +294,7 @@ class OverlapEngine(LockstepEngine):
         flight = self._flight = _Flight(run, self.step - 1, mixer, t)
         start = time.perf_counter()
         self._submit(flight)
-        with record_function("gossip.fill"):
+        with span("gossip.fill"):
             try:
                 filling.wait()
             finally:  # x and the snapshot are equal now
@@ -370,7 +370,7 @@ class Filling:
     def _fill(self, k: int) -> None:
         x, s = self._chunks[k]
         self._num_done = k + 1  # before the work, so that a chunk that fails is not corrected twice
-        with record_function("gossip.fill"):
+        with span("gossip.fill"):
             if self._alpha is None:
                 s.raw.copy_(x.raw)
             else:

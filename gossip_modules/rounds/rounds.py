@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..flat.buffer import FlatBuffer
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
+from ..profiling import span
 from ..transport.base import Transport
 from ..transport.threads import CallThread
 from .agreed_delay import AgreedDelay
@@ -258,7 +258,7 @@ class Rounds(Mixer):
 
         def run() -> float:
             on_stream = stream or contextlib.nullcontext()
-            with torch.no_grad(), on_stream, record_function("gossip.round", f"t={t}"):
+            with torch.no_grad(), on_stream, span("gossip.round", f"t={t}"):
                 job()
                 return 0.0 if agreed is None else agreed.agree(self.transport, begun=begun, due=due)
 
@@ -278,7 +278,7 @@ class Rounds(Mixer):
             return f"rank {names[rank]}: a round of fragment {fragment} with ranks {peers}"
 
         try:
-            with record_function("gossip.wait"):
+            with span("gossip.wait"):
                 agreed = self._thread.result(future, what=what, timeout=self.transport.timeout)
         except Exception:  # an error of the round; an interrupt leaves the round in flight
             self._give_up()

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 from ..engine.engine import Engine
 from ..engine.liveness import Activity, ControlMessage
 from ..flat.nonfinite import is_finite, refuse
 from ..flat.vector import FlatVector
 from ..graph_manager.butterfly_groups import ButterflyGroups
+from ..profiling import span
 from ..rounds.mixer import GlobalAverage
 from .group_average import GroupAverage
 from .pace import RelativePace
@@ -399,7 +399,7 @@ class WaitAvoidingEngine(Engine):
         if self.on_nonfinite == "raise" and not is_finite(x):
             refuse(worker.transport.names[worker.transport.rank], f"round {t}")
         before = x.clone() if self.on_nonfinite == "skip" else None
-        with record_function("gossip.average", f"t={t}"):
+        with span("gossip.average", f"t={t}"):
             self._averager.mix(x, t)
         if before is not None and not is_finite(x):
             x.copy_(before)

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
-from torch.profiler import record_function
 
 from ..flat.layout import CHUNK_BYTES
 from ..flat.vector import CACHED_BYTES, FlatVector
 from ..graph_manager.butterfly_groups import ButterflyGroups, Phase
+from ..profiling import span
 from ..rounds.mixer import Mixer
 from ..transport.base import Pending, Transport
 
@@ -92,7 +92,7 @@ class GroupAverage(Mixer):
         for phase in self._phases:
             for k, chunk in enumerate(out.chunks()):
                 self._post(phase, k + _NUM_POSTED)
-                with record_function("gossip.wait"):
+                with span("gossip.wait"):
                     self._posted.popleft().wait()
                 if phase.in_peer is None:
                     continue

@@ -12,13 +12,13 @@ from concurrent.futures import Future
 from functools import partial
 
 import torch
-from torch.profiler import record_function
 
 from ..engine.engine import EngineStats
 from ..engine.liveness import Activity, ControlMessage, Liveness
 from ..engine.snapshots import SnapshotPool
 from ..flat.nonfinite import check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
+from ..profiling import span
 from ..transport import threads
 from ..transport.process_group import ProcessGroupTransport
 from .group_average import GroupAverage
@@ -189,7 +189,7 @@ class WaitAvoidingWorker:
             return False
 
         start = time.perf_counter()
-        with record_function("gossip.wait"):
+        with span("gossip.wait"):
             is_in_time = self.state.wait_for(is_over_or_failed, seconds)
         self._stats.wait_seconds += time.perf_counter() - start
         return is_in_time
@@ -271,7 +271,7 @@ class WaitAvoidingWorker:
         if self.on_nonfinite == "raise" and not is_finite(y.vector):
             refuse(self.transport.names[self.transport.rank], f"round {t}")
         waiting = self.liveness.waiting(f"the group average in round {t}", lambda: self.average.partner)
-        with waiting, torch.no_grad(), record_function("gossip.round", f"t={t}"):
+        with waiting, torch.no_grad(), span("gossip.round", f"t={t}"):
             self.average.start(y.vector, t)
             self.average.finish_to(average)
         self.transport.traffic.mixed(staleness)

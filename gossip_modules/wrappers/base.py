@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.profiler import record_function
 
 from ..engine.background import close_in_thread
 from ..engine.engine import Engine, IdleEngine
@@ -22,6 +21,7 @@ from ..flat.sharded import local_of
 from ..flat.transformed import call_plain, is_transformed, not_compiled, refuse_scripting
 from ..flat.vector import FlatVector
 from ..old_calls import levels_to_user
+from ..profiling import span
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import broadcast_tensors, check_agreement
 from ..transport.connect import connect, group_or_world
@@ -186,7 +186,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         # only, and not after close().
         if local.node is not None and self._trains and not local.is_closed:
             module = local.node.replica
-        with record_function(f"{type(self).__name__}.forward"):
+        with span(f"{type(self).__name__}.forward"):
             out = module(*args, **kwargs)
         local.steps.has_ended = True
         return out

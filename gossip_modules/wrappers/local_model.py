@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from ..engine.engine import Engine, LockstepEngine
 from ..flat.buffer import FlatBuffer
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
+from ..profiling import span
 from ..rounds.mixer import GlobalAverage
 from ..transport.change_board import first_difference
 from .composition import check_outside
@@ -144,7 +144,7 @@ class LocalModel:
         if self.own_weights.added:
             self.own_weights.recover()
         self.share_buffers()
-        with torch.no_grad(), record_function(f"{self.name}.mix"):
+        with torch.no_grad(), span(f"{self.name}.mix"):
             try:
                 self.to_numerator()
                 if self._run(engine.round):
