@@ -222,7 +222,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         local = self._local
         if local.is_averaged:
             return
-        local.is_seen_current = is_current and not local.world.changes  # a donor's state may change what is trained
+        local.is_seen_current = is_current
         try:
             for _ in range(local.steps.num_rounds_due(is_synced=self._sync)):
                 self._begin_step()

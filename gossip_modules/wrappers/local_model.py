@@ -121,7 +121,8 @@ class LocalModel:
     def step(self) -> None:
         """Begin the generation that is due, then run the round of a step."""
         world, engine = self.world, self.engine
-        world.at_step()
+        if world.at_step():
+            self.is_seen_current = False
         if self.debias is not None:
             self.debias.limits_steps = world.has_lost_peers
         step = engine.step

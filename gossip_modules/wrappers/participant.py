@@ -111,17 +111,18 @@ class Participant(ModelWorld):
 
     # See `ModelWorld`.
 
-    def at_step(self) -> None:
+    def at_step(self) -> bool:
         """See `ModelWorld`."""
         if self.local.engine.needs_generation:
             self.membership.wait_for_generation()
         membership = self.membership
         membership.at_step()
         if membership.is_steady:
-            return
+            return False
         if membership.node is None:  # else `NodeProcesses` looks, before it tells the other processes
             self.look_at_weight()
         self.has_lost_peers = bool(membership.lost)
+        return True
 
     def repeat_step(self) -> None:
         """See `ModelWorld`."""

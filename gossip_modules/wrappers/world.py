@@ -14,8 +14,13 @@ class ModelWorld:
     changes: bool = False
     has_lost_peers: bool = False
 
-    def at_step(self) -> None:
-        """Begin the generation that is due, at the safe point of a training step."""
+    def at_step(self) -> bool:
+        """Begin the generation that is due, at the safe point of a training step.
+
+        Returns:
+            Whether the model may have changed, such as by a donor's state.
+        """
+        return False
 
     def repeat_step(self) -> None:
         """The round of this step has failed: the next call of `at_step` is of the same step."""
