@@ -12,7 +12,19 @@ import pytest
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.py").exists())
 PACKAGE = "gossip_modules"
 
-_LOCKSTEP = {"devices", "flat", "graph_manager", "mixing_manager", "matcha", "compression", "transport", "schedule"}
+_LOCKSTEP = {
+    *(
+        "devices",
+        "profiling",
+        "flat",
+        "graph_manager",
+        "mixing_manager",
+        "matcha",
+        "compression",
+        "transport",
+        "schedule",
+    ),
+}
 _WRAPPERS = {
     *_LOCKSTEP,
     "version",
@@ -30,6 +42,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "schedule": set(),
         "checks": set(),
         "devices": set(),
+        "profiling": set(),
         "flat": {"devices"},
         "old_calls": set(),
         "graph_manager": {"checks", "old_calls"},
@@ -54,7 +67,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
             "checks",
         },
         "engine": {
-            *("devices", "rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
+            *("devices", "profiling", "rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
         },
         "version": set(),
         "extend": {*_WRAPPERS, "algorithms"} - {"consensus_control", "membership"},
