@@ -49,6 +49,7 @@ from .matcha.graph import MatchaGraph
 from .membership.membership import Membership
 from .metrics import MetricsLogger
 from .optim.accum_adam import AccumAdam
+from .optim.delayed_nesterov import DelayedNesterov
 from .optim.gossip_adamw import GossipAdamW
 from .optim.muon import MuonAdamW
 from .schedule import Schedule
@@ -71,6 +72,7 @@ __all__ = [
     "ConsensusControl",
     "DecentLaM",
     "DeepSqueeze",
+    "DelayedNesterov",
     "DiLoCo",
     "EagerDiLoCo",
     "ExactDiffusion",

@@ -16,6 +16,8 @@ from ..rounds import SGD, Average, MakeOptimizer, Memory, Round, Vector, Vectors
 from .error_feedback import compressed_average, total_weight
 from .outer_method import OuterMethod
 
+COUNTS = ("tokens", "steps")  # since the last outer step, in `Memory.numbers`
+
 
 @dataclass(frozen=True)
 class DiLoCo(OuterMethod):
@@ -46,7 +48,8 @@ class DiLoCo(OuterMethod):
     none, as in `SparseLoCo`.
 
     If ranks train on different amounts of data, weighted_by="tokens" weighs their drifts, with T_i the tokens that rank
-    i has counted by `GossipDataParallel.count_tokens` since its last outer step, and s_i its steps:
+    i has counted by `GossipDataParallel.count_tokens` since its last outer step, and s_i the number of
+    its calls, one for each optimizer step:
 
         D   <- sum_j w_j (phi - x_j) / sum_j w_j,  w_j = T_j^2 / s_j
 
@@ -159,7 +162,8 @@ class DiLoCo(OuterMethod):
         """See `Algorithm`."""
         phi = self.anchor(m)
         drift = m.scratch().sum_(phi, v.x, alpha=-1)
-        tokens, weight = self._weigh(m, k)
+        counted = {name: m.numbers.get(name, 0) for name in COUNTS} if self.counts_tokens else {}
+        weight = counted["tokens"] ** 2 / max(counted["steps"], 1) if counted else None
         if self.compressor is not None:
             yield from compressed_average(v, m, drift, self.compressor, self.error_decay, weight=weight)
         else:
@@ -174,8 +178,8 @@ class DiLoCo(OuterMethod):
             if weight is not None:
                 drift.mul_(v.num_ranks / total_weight(numbers))
             m.forget("error")
-        if tokens is not None:
-            m.numbers["tokens"], m.numbers["last"] = m.numbers["tokens"] - tokens, k
+        for name, count in counted.items():  # tokens that were counted during a delay stay
+            m.numbers[name] = m.numbers.get(name, 0) - count
         self.outer_step(v, m, phi, drift)
         self.arrive(v, phi, carries=m.numbers.get("carries", 1) > 0)
 
@@ -187,14 +191,7 @@ class DiLoCo(OuterMethod):
         """See `Algorithm`."""
         super().recover(v, m)
         if self.counts_tokens:
-            m.numbers["tokens"] = 0
-
-    def _weigh(self, m: Memory, k: int) -> tuple[float, float] | tuple[None, None]:
-        """The tokens of this rank since its last outer step, and its weight; None without weights."""
-        if not self.counts_tokens:
-            return None, None
-        tokens = m.numbers.get("tokens", 0)
-        return tokens, tokens**2 / max(k - m.numbers.get("last", 0), 1)
+            m.numbers |= dict.fromkeys(COUNTS, 0)
 
     def _carries(self, m: Memory, norm: float, norms: Tensor) -> float:
         """Whether late models keep their steps, 1 or 0.

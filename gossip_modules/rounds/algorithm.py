@@ -75,7 +75,7 @@ class Algorithm(ABC):
             where the check costs too much, for example because messages are whole models.
         takes_rows: whether a round works on the models of all ranks at once, stacked as the rows of one tensor [n, d].
             False if it sends each peer a message of its own, or reads the bytes of messages.
-        counts_tokens: whether rounds read `Memory.numbers["tokens"]`, which drivers count.
+        counts_tokens: whether rounds read the "tokens" and "steps" of `Memory.numbers`, which drivers count.
         has_equal_memory: whether all ranks keep the same vectors. A rank that misses a round then takes the vectors of
             another rank.
     """

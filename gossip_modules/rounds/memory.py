@@ -324,8 +324,9 @@ class Memory:
         self.rates = rates
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Add to the tokens that this rank has trained on."""
-        self.numbers["tokens"] = self.numbers.get("tokens", 0) + num_tokens
+        """Count a step of this rank, and the tokens that it has trained on."""
+        for name, count in (("tokens", num_tokens), ("steps", 1)):
+            self.numbers[name] = self.numbers.get(name, 0) + count
 
     def end_round(self) -> None:
         """Count a round that has ended."""

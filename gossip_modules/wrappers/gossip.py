@@ -324,8 +324,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
     def count_tokens(self, num_tokens: int) -> None:
         """Count tokens that this rank has trained on, for an algorithm that weighs ranks by them.
 
-        Call it once for each batch, before or after its optimizer step and before the next forward. A batch of other
-        data has no tokens: count its samples. If several processes hold one model, count the tokens of all of them, in
+        Call it once for each optimizer step, before or after it and before the next forward. A batch of other data has
+        no tokens: count its samples. If several processes hold one model, count the tokens of all of them, in
         each process. In a node of a membership only the count of the first process has an effect.
 
         Args:

@@ -34,7 +34,8 @@ def train(
             optimizer.zero_grad()
             wrapper(rank).backward()
             optimizer.step()
-            wrapper.count_tokens(tokens[rank])
+            if tokens[rank]:
+                wrapper.count_tokens(tokens[rank])
             if resumes and k == 7:
                 state = wrapper.state_dict()
                 wrapper.close()
