@@ -448,7 +448,7 @@ def test_a_wrapper_shows_its_rank_and_options() -> None:
     assert lines[0] == "GossipDataParallel("
     assert "  rank 0 of 1" in lines
     assert "  graph=RingGraph(1, peers_per_itr=1)" in lines
-    assert "  schedule=Schedule(gossip_every=5, average_every=0)" in lines
+    assert "  schedule=Schedule(gossip_every=5, average_every=0, average_until=0)" in lines
     wrapper.close()
 
 
