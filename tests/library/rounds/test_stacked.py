@@ -22,10 +22,8 @@ from gossip_modules.algorithms.deep_squeeze import DeepSqueeze
 from gossip_modules.algorithms.diloco import DiLoCo
 from gossip_modules.algorithms.eager_diloco import EagerDiLoCo
 from gossip_modules.algorithms.gasloc import GASLoC
-from gossip_modules.algorithms.isoloco import IsoLoCo
 from gossip_modules.algorithms.local_sgd import LocalSGD
 from gossip_modules.algorithms.moniqua import Moniqua
-from gossip_modules.algorithms.muloco import MuLoCo
 from gossip_modules.algorithms.noloco import NoLoCo
 from gossip_modules.algorithms.power_gossip import PowerGossip
 from gossip_modules.algorithms.slowmo import SlowMo
@@ -57,8 +55,6 @@ EXAMPLES: dict[type[Algorithm], list[Algorithm]] = {
     ],
     DiLoCo: [DiLoCo(3), DiLoCo(3, compressor=gm.QSGD(4, bucket_size=8, unbiased=True), error_decay=0.9)],
     SparseLoCo: [SparseLoCo(3, compressor=gm.TopK(0.3))],
-    MuLoCo: [MuLoCo(3)],
-    IsoLoCo: [IsoLoCo(3)],
     SlowMo: [SlowMo(3)],
     NoLoCo: [NoLoCo(3)],
     GASLoC: [GASLoC(3)],
