@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,19 @@ from ..transport.base import Pending, Transport
 _NUM_POSTED = 3  # chunks that are under way at a time
 
 
+class _Message(NamedTuple):
+    """A chunk in a phase; is_summed: whether the phases before have written it to the sum."""
+
+    phase: Phase
+    chunk: int
+    is_summed: bool
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether a received chunk is added."""
+        return self.phase.in_peer is not None and not self.phase.is_result
+
+
 class GroupAverage(Mixer):
     """x_i <- mean of x_j over the group of i in round t: W(t) is made of blocks, symmetric and doubly stochastic.
 
@@ -28,7 +42,8 @@ class GroupAverage(Mixer):
 
     Since a + b and b + a are the same number, all members end with the same bits. Sums are in the dtype of the vector,
     each addition in float32 where that dtype is narrower. A vector is sent in chunks, and a chunk is added while the
-    next ones are under way; so a round needs room for the sum and for a few chunks. A round that fails leaves x as it
+    next ones are under way, also while the last chunks of the phase before are; so a round needs room for the sum and
+    for a few chunks, and phases do not wait for each other. A round that fails leaves x as it
     was. The push-sum weight is not sent: it becomes one. In a world that is no power of two some ranks give their x to
     a member before the phases and get the mean after them: see [Note: other worlds] of `ButterflyGroups`.
 
@@ -49,11 +64,11 @@ class GroupAverage(Mixer):
         self.groups = groups
         self.transport = transport
         self.partner = -1
-        self._inbox: tuple[FlatVector, ...] = ()  # by chunk; the memory is that of a few
+        self._inbox: tuple[tuple[FlatVector, ...], ...] = ()  # room for each chunk in the memory of each of a few
         self._sum: FlatVector | None = None  # of `finish`
-        self._phases: tuple[Phase, ...] = ()
+        self._messages: list[_Message] = []
         self._posted: deque[Pending] = deque()
-        self._num_posted = 0  # in the present phase
+        self._num_posted = 0
 
     @property
     def own_buffer_weight(self) -> float:
@@ -68,12 +83,14 @@ class GroupAverage(Mixer):
     def start(self, s: FlatVector, t: int) -> None:
         """See `Mixer`. Posts the first chunks of the first phase."""
         assert not self._posted, "a round is in flight: finish() it before the next start()"
-        self._t, self._source = t, s
-        self._phases = self.groups.phases(self.transport.rank, t)
-        if [x.layout for x in self._inbox] != [x.layout for x in s.chunks()]:
+        self._t, self._source, self._messages, self._num_posted = t, s, [], 0
+        chunks, is_summed = s.chunks(), False
+        for phase in self.groups.phases(self.transport.rank, t):
+            self._messages += [_Message(phase, k, is_summed) for k in range(len(chunks))]
+            is_summed |= phase.in_peer is not None
+        if not self._inbox or [x.layout for x in self._inbox[0]] != [x.layout for x in chunks]:
             self._inbox = _inbox_like(s)
-        if self._phases:
-            self._post(self._phases[0], _NUM_POSTED)
+        self._post(len(self._inbox), s)
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`."""
@@ -85,37 +102,37 @@ class GroupAverage(Mixer):
 
     def finish_to(self, out: FlatVector) -> None:
         """Wait, then out <- the mean, where `start` was called with another vector of the same layout."""
-        sums = [phase for phase in self._phases if phase.in_peer is not None and not phase.is_result]
+        sums = [message.phase for message in self._messages if message.is_sum]
         num_members = self.groups.num_members(self.transport.rank, self._t)
-        if not self._phases:
+        if not self._messages:
             out.raw.copy_(self._source.raw)
-        for phase in self._phases:
-            for k, chunk in enumerate(out.chunks()):
-                self._post(phase, k + _NUM_POSTED)
-                with span("gossip.wait"):
-                    self._posted.popleft().wait()
-                if phase.in_peer is None:
-                    continue
-                if phase.is_result:
-                    chunk.raw.copy_(self._inbox[k].raw)
-                else:
-                    divisor = num_members if phase is sums[-1] else 1
-                    _sum_to(chunk, self._inbox[k], self._source.chunks()[k], divisor=divisor)
-            self._num_posted = 0
-            if phase.in_peer is not None:
-                self._source = out
+        for i, (phase, k, is_summed) in enumerate(self._messages):
+            # No chunk is posted before the phase before has summed it: there is room for as many as there are, at most.
+            self._post(i + len(self._inbox), out)
+            self.partner = _partner(phase)
+            with span("gossip.wait"):
+                self._posted.popleft().wait()
+            if phase.in_peer is None:
+                continue
+            chunk, received = out.chunks()[k], self._inbox[i % len(self._inbox)][k]
+            if phase.is_result:
+                chunk.raw.copy_(received.raw)
+            else:
+                own = chunk if is_summed else self._source.chunks()[k]
+                _sum_to(chunk, received, own, divisor=num_members if phase is sums[-1] else 1)
         self.partner = -1
 
-    def _post(self, phase: Phase, stop: int) -> None:
-        """Post the chunks before the `stop`-th one."""
-        partner = phase.in_peer if phase.out_peer is None else phase.out_peer
-        self.partner = -1 if partner is None else partner
-        chunks, what = self._source.chunks(), f"group average in round {self._t}"
-        for k in range(self._num_posted, min(stop, len(chunks))):
-            sends = {} if phase.out_peer is None else {phase.out_peer: [chunks[k].raw]}
-            recvs = {} if phase.in_peer is None else {phase.in_peer: [self._inbox[k].raw]}
+    def _post(self, stop: int, out: FlatVector) -> None:
+        """Post the messages before the `stop`-th one; out: the sums so far."""
+        what = f"group average in round {self._t}"
+        for i in range(self._num_posted, min(stop, len(self._messages))):
+            phase, k, is_summed = self._messages[i]
+            self.partner = _partner(phase)
+            own = (out if is_summed else self._source).chunks()[k]
+            sends = {} if phase.out_peer is None else {phase.out_peer: [own.raw]}
+            recvs = {} if phase.in_peer is None else {phase.in_peer: [self._inbox[i % len(self._inbox)][k].raw]}
             self._posted.append(self.transport.exchange(sends, recvs, tag=self._t, what=what))
-            self._num_posted = k + 1
+            self._num_posted = i + 1
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.groups})"
@@ -136,8 +153,13 @@ def _sum_to(out: FlatVector, x: FlatVector, y: FlatVector, *, divisor: int) -> N
                 piece.copy_(piece.float().div_(divisor))
 
 
-def _inbox_like(s: FlatVector) -> tuple[FlatVector, ...]:
-    """Receive buffers for all chunks of s, in memory for those that are under way at a time."""
-    memory = [s.raw.new_zeros(min(CHUNK_BYTES, s.layout.num_bytes)) for _ in range(min(_NUM_POSTED, len(s.chunks())))]
-    places = [(x.layout, memory[k % len(memory)]) for k, x in enumerate(s.chunks())]
-    return tuple(FlatVector(layout, raw[: layout.num_bytes]) for layout, raw in places)
+def _partner(phase: Phase) -> int:
+    partner = phase.in_peer if phase.out_peer is None else phase.out_peer
+    return -1 if partner is None else partner
+
+
+def _inbox_like(s: FlatVector) -> tuple[tuple[FlatVector, ...], ...]:
+    """Receive buffers for the chunks of s that are under way at a time: in each one there is a place for any chunk."""
+    layouts = [chunk.layout for chunk in s.chunks()]
+    memory = [s.raw.new_zeros(min(CHUNK_BYTES, s.layout.num_bytes)) for _ in layouts[:_NUM_POSTED]]
+    return tuple(tuple(FlatVector(layout, raw[: layout.num_bytes]) for layout in layouts) for raw in memory)

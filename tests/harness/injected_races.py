@@ -25,6 +25,7 @@ from gossip_modules.flat.vector import FlatVector
 from gossip_modules.transport.deadline import Deadline
 from gossip_modules.wagma.group_average import GroupAverage
 from gossip_modules.wagma.group_result import GroupResult
+from gossip_modules.wagma.worker import WaitAvoidingWorker
 from tests.harness.ranks_at_work import LENGTH, LONG
 
 Inject = Callable[[pytest.MonkeyPatch], None]
@@ -242,6 +243,7 @@ def merge_without_the_lock(patch: pytest.MonkeyPatch) -> None:
                 linger(10 * slowness)
 
     patch.setattr(GroupResult, "merge_to", merge_to)
+    patch.setattr(WaitAvoidingWorker, "holding_back", lambda worker, t: contextlib.nullcontext())
 
 
 def reuse_the_inbox(patch: pytest.MonkeyPatch) -> None:
@@ -249,11 +251,11 @@ def reuse_the_inbox(patch: pytest.MonkeyPatch) -> None:
     finish = GroupAverage.finish_to
 
     def finish_early(average: GroupAverage, out: FlatVector) -> None:
-        _, *others = average._phases
+        _, *others = [message.phase for message in average._messages]
         if len(others) != 1 or len(average._posted) != 1:
             finish(average, out)
             return
-        (inbox,), (pending,) = average._inbox, average._posted
+        ((inbox,),), (pending,) = average._inbox, average._posted
         assert others[0].in_peer is not None
         assert others[0].out_peer is not None
         pending.wait()
