@@ -5,7 +5,11 @@
 Both sides train each method for nine steps on four ranks, which are threads, from one model on the same data, with a
 learning rate that changes and a layer of BatchNorm. The parameters and buffers of all ranks are compared bit by bit.
 Copies are the bytes of all tensors that are alive after the last step, in models: parameters, gradients and momentum
-are three of them.
+are three of them. Ranks meet before each step, so that a rank of WAGMA is less than a round late. The bits of
+asynchronous methods depend on time, so only their copies are compared. Names of methods after the commit limit the
+comparison to these methods, and its rows are appended:
+
+    OMP_NUM_THREADS=1 python -m benchmarks.before_after_bits e375a819 AD-PSGD WAGMA
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +70,10 @@ WRITTEN: dict[str, dict[str, str]] = {
 """The arguments of the wrapper, by the names that both sides know."""
 
 
+ASYNCHRONOUS = {"AD-PSGD": "BilatGossipDataParallel", "WAGMA": "GroupAverageDataParallel"}
+"""The wrappers of asynchronous methods."""
+
+
 def make_model(dtype: torch.dtype) -> nn.Module:
     """The model with which training begins."""
     torch.manual_seed(0)
@@ -100,6 +108,7 @@ def train(make: Callable[[dist.ProcessGroup, nn.Module], Any], dtype: torch.dtyp
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.05, momentum=0.9)
         for step in range(NUM_STEPS):
             optimizer.param_groups[0]["lr"] = 0.05 if step < 5 else 0.025
+            meet.wait(60)
             (wrapper(data[rank, step]) - labels[rank, step]).pow(2).mean().backward()
             optimizer.step()
             if step < NUM_STEPS - 1:
@@ -117,15 +126,21 @@ def train(make: Callable[[dist.ProcessGroup, nn.Module], Any], dtype: torch.dtyp
     return torch.stack(ends), copies[0]
 
 
-def train_all(path: Path) -> None:
-    """Train every method with the library that is imported, and save the ends."""
+def train_all(path: Path, methods: Sequence[str]) -> None:
+    """Train methods with the library that is imported, and save the ends."""
     import gossip_modules
 
     warnings.simplefilter("ignore")  # older names of arguments, which both sides know
     modules = [importlib.import_module(f"gossip_modules{name}") for name in ("", ".compression")]
     names = {name: value for module in reversed(modules) for name, value in vars(module).items()} | {"torch": torch}
     ends: dict[tuple[str, str, bool], tuple[torch.Tensor, float] | str] = {}
-    for method, arguments in WRITTEN.items():
+    for method in set(methods) & ASYNCHRONOUS.keys():
+        wrapper = getattr(gossip_modules, ASYNCHRONOUS[method])
+        ends[method, str(torch.float32), False] = train(
+            lambda group, model: wrapper(model, process_group=group, timeout=60),  # noqa: B023 (called here)
+            torch.float32,
+        )
+    for method, arguments in ((method, WRITTEN[method]) for method in WRITTEN if method in methods):
         for dtype in (torch.float32, torch.bfloat16):
             for overlap in (False, True):
 
@@ -141,7 +156,7 @@ def train_all(path: Path) -> None:
     torch.save(ends, path)
 
 
-def compare(before: str, folder: Path) -> list[dict[str, object]]:
+def compare(before: str, folder: Path, methods: Sequence[str]) -> list[dict[str, object]]:
     """A row for each training that both sides run."""
     from benchmarks.record import ROOT
     from benchmarks.step_time import extract
@@ -150,7 +165,7 @@ def compare(before: str, folder: Path) -> list[dict[str, object]]:
     ends: list[dict[Any, Any]] = []
     for tree in (folder / "before", ROOT):
         path = folder / f"{len(ends)}.pt"
-        command = [sys.executable, str(Path(__file__)), str(path)]
+        command = [sys.executable, str(Path(__file__)), str(path), *methods]
         subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tree)}, cwd=folder, check=True)
         ends.append(torch.load(path, weights_only=True))
     rows: list[dict[str, object]] = []
@@ -167,8 +182,8 @@ def compare(before: str, folder: Path) -> list[dict[str, object]]:
                 "method": key[0],
                 "dtype": key[1].removeprefix("torch."),
                 "rounds": "overlapped" if key[2] else "blocking",
-                "parameters": float(parameters),
-                "buffers": float(buffers),
+                "parameters": None if key[0] in ASYNCHRONOUS else float(parameters),
+                "buffers": None if key[0] in ASYNCHRONOUS else float(buffers),
                 "copies_before": round(old[1], 3),
                 "copies_after": round(new[1], 3),
             }
@@ -178,12 +193,17 @@ def compare(before: str, folder: Path) -> list[dict[str, object]]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].endswith(".pt"):
-        train_all(Path(sys.argv[1]))
-    elif len(sys.argv) == 2:
-        from benchmarks.record import RESULTS, write_rows
-
-        with tempfile.TemporaryDirectory() as temporary:
-            write_rows(RESULTS / "before_after_bits.csv", compare(sys.argv[1], Path(temporary)), seed=0)
+    every = (*WRITTEN, *ASYNCHRONOUS)
+    if len(sys.argv) < 2 or not set(sys.argv[2:]) <= set(every):
+        raise SystemExit(
+            f"usage: python -m benchmarks.before_after_bits COMMIT [METHOD ...]\nmethods: {', '.join(every)}"
+        )
+    first, *names = sys.argv[1:]
+    if first.endswith(".pt"):
+        train_all(Path(first), names)
     else:
-        raise SystemExit(f"usage: python -m benchmarks.before_after_bits COMMIT\ngot {len(sys.argv) - 1} arguments")
+        from benchmarks.record import RESULTS, append_rows, write_rows
+
+        write = append_rows if names else write_rows
+        with tempfile.TemporaryDirectory() as temporary:
+            write(RESULTS / "before_after_bits.csv", compare(first, Path(temporary), names or every), seed=0)
