@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..compression.full_precision import full_precision
+from ..devices import wide_dtype
 from ..registry import Paper
 from ..rounds import Memory, Vector, Vectors
 from .diloco import DiLoCo
@@ -31,8 +32,8 @@ class IsoLoCo(DiLoCo):
     singular values restore these directions. With orthogonalize="step" the rule applies to D + b m in place of D.
 
     A matrix is a parameter of two dimensions. Each rank computes the singular value decompositions of the mean drift
-    itself, in float32 at least, so all ranks need the same hardware and versions for equal bits. On different hardware
-    their anchors differ by rounding.
+    itself, in float64 where the device has it, so all ranks need the same hardware and versions for equal bits. On
+    different hardware their anchors may differ by rounding.
 
     Horoi, Thérien, Wolf, Belilovsky, "Can Model Merging Improve Aggregation in DiLoCo?", 2026, arXiv 2607.03011.
 
@@ -96,8 +97,8 @@ def equalize_(x: Vector, drift: Vector) -> None:
     """
     with full_precision(x.device):
         for matrix in matrices_of(x, drift):
-            u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-            torch.mul(u @ vh, s.mean(), out=matrix)
+            u, s, vh = torch.linalg.svd(matrix.to(wide_dtype(matrix.device)), full_matrices=False)
+            matrix.copy_(s.mean() * u @ vh)
 
 
 def matrices_of(x: Vector, like: Vector) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""A2CiD2: rates of the graph, the law of the momentum, and what exchanges keep."""
+"""A2CiD2: rates of the graph, the law of the momentum, and the mean that exchanges keep."""
 
 from __future__ import annotations
 

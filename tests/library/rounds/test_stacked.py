@@ -59,6 +59,8 @@ EXAMPLES: dict[type[Algorithm], list[Algorithm]] = {
     NoLoCo: [NoLoCo(3)],
     GASLoC: [GASLoC(3)],
     LocalSGD: [LocalSGD(3)],
+    gm.MuLoCo: [gm.MuLoCo(3)],
+    gm.IsoLoCo: [gm.IsoLoCo(3, lr=0.1, momentum=0.3)],
     StreamingDiLoCo: [StreamingDiLoCo(4, fragments=2), StreamingDiLoCo(6, fragments=2, delay=3, own_weight=0.3)],
     EagerDiLoCo: [EagerDiLoCo(3), EagerDiLoCo(3, compressor=gm.QSGD(8, bucket_size=8, unbiased=True))],
     LinkChoco: [LinkChoco(gm.SignNorm(8), step_size=0.3)],
