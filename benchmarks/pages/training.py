@@ -20,6 +20,7 @@ def faults(rows: pd.DataFrame) -> str:
 
 _STEP_COLUMNS = {
     "model": ("model", "s"),
+    "ranks": ("ranks", "d"),
     "library": ("library", "s"),
     "method": ("method", "s"),
     "standard": ("beside", "s"),
@@ -37,11 +38,11 @@ TRAINING: Mapping[str, Page] = {
         "The time of a step, beside loops written by hand",
         "step_time.csv",
         """\
-The wall time of a training step on the slowest of four ranks, and the CPU time of a step of one rank, in one run:
+The wall time of a training step on the slowest rank, and the CPU time of a step of one rank, all in one run:
 all methods take turns of a few steps. Ratios are medians over turns of the method's time over its standard's: for SGP,
 Overlap SGP and DiLoCo a loop of 30 lines in plain torch.distributed (`benchmarks/by_hand.py`), for all-reduce
 DistributedDataParallel with `gradient_as_bucket_view=True`, for the rest a step without communication. The CPU time
-says how much work a method does; the wall time of a short step of four ranks on two cores, beside other load, is a
+says how much work a method does; the wall time of a short step on two cores, beside other load, is a
 matter of luck. "over, ms" is the median difference of the CPU times. "mlp" is six layers of 64: it shows the work
 around a round. "tensors" has 1,000 tensors of up to 16 numbers, "wide" 9.4 M parameters in eight tensors, and
 "resnet18" is mostly compute. "library" is a commit, or "this": the one of the row.""",
