@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules.extend import FlatVector, ProcessGroupTransport
+from gossip_modules.flat.layout import CHUNK_BYTES
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
+from gossip_modules.wagma import group_average as module
 from gossip_modules.wagma.group_average import GroupAverage
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 
@@ -19,7 +23,7 @@ def vector_of(rank: int, t: int) -> FlatVector:
     """Three dtypes, other values for each rank and round."""
     generator = torch.Generator().manual_seed(100 * rank + t)
     dtypes = (torch.float32, torch.float64, torch.bfloat16)
-    return FlatVector.pack([torch.randn(37, generator=generator).to(dtype) for dtype in dtypes])
+    return FlatVector.pack([torch.randn(61, generator=generator).to(dtype) for dtype in dtypes])
 
 
 def group_average(group: dist.ProcessGroup, group_size: int) -> GroupAverage:
@@ -28,8 +32,16 @@ def group_average(group: dist.ProcessGroup, group_size: int) -> GroupAverage:
     return GroupAverage(groups, ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
 
 
+@pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 256])
 @pytest.mark.parametrize(("n", "size"), [(2, 2), (4, 4), (5, 4), (6, 2), (8, 4)])
-def test_members_get_their_mean_with_equal_bits(n: int, size: int) -> None:
+def test_members_get_their_mean_with_equal_bits(
+    n: int, size: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FlatVector, "chunks", partialmethod(FlatVector.chunks, chunk_bytes))
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+    num_chunks = len(vector_of(0, 0).chunks())
+    assert num_chunks == 1 if chunk_bytes == CHUNK_BYTES else num_chunks > 3  # more than are under way at a time
+
     def body(group: dist.ProcessGroup) -> list[list[Tensor]]:
         average = group_average(group, size)
         vectors = [average.mix(vector_of(group.rank(), t), t) for t in range(NUM_ROUNDS)]
