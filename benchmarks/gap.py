@@ -162,12 +162,14 @@ class Change:
         optimizer: makes the optimizer, given parameters and rate.
         batch: sequences or images of a worker in a step.
         settings: further arguments of `LabPlan`.
+        rounds: whether messages are rounded to bfloat16, of SGP with one peer, whose weights are 1/2.
     """
 
     method: Any
     optimizer: Callable[[Any, float], torch.optim.Optimizer]
     batch: int
     settings: tuple[tuple[str, Any], ...] = ()
+    rounds: bool = False
 
     @property
     def plan(self) -> LabPlan:
@@ -217,6 +219,7 @@ def language_changes() -> dict[str, Change]:
         ("DiLoCo, 16, outer momentum 0.5", DiLoCo(sync_every=16, momentum=0.5), ()),
     ):
         changes[f"{name}, GossipAdamW"] = Change(method, gossip_adamw, 8, settings)
+    changes["SGP, bfloat16 messages, GossipAdamW"] = Change("sgp", gossip_adamw, 8, rounds=True)
     changes["SparseLoCo, 4"] = Change(SparseLoCo(sync_every=4), adamw(), 8)
     changes["local SGD, 8"] = Change(LocalSGD(sync_every=8), adamw(), 8)
     for name, method in (("all-reduce", "ar"), ("SGP", "sgp")):
@@ -369,6 +372,21 @@ def pack(source: Path, target: Path) -> None:
     np.savez_compressed(target, images=all_images, labels=all_labels)
 
 
+def round_messages(driver: Any) -> None:
+    """Let a driver of SGP with one peer add the error that messages in bfloat16 have: half of it reaches the peer."""
+    step = driver.step
+
+    def rounded(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        own = x.clone()
+        exchanges = step(x, *args, **kwargs)
+        if not torch.equal(own, x):
+            message = 2 * x - own
+            x.add_(message.bfloat16().float() - message, alpha=0.5)
+        return exchanges
+
+    driver.step = rounded
+
+
 def train(data: Data, change: Change, *, workers: int, steps: int, rate: float, seed: int) -> dict[str, Any]:
     """Train once; returns the figures of a row."""
     begin = time.perf_counter()
@@ -382,6 +400,8 @@ def train(data: Data, change: Change, *, workers: int, steps: int, rate: float, 
         lambda optimizer: LambdaLR(optimizer, lambda k: min((k + 1) / warm, (steps - k) / (steps - warm))),
     )
     training = LabTraining(change.plan, Setting(workers, None, Compute(0.1), Network("1 Gbit/s"), seed), task)
+    if change.rounds:
+        round_messages(training.method.driver)
     models, curve = training.models, []
     for z in training.run(steps):
         if training.step % (steps // NUM_POINTS) == 0 and 0 < training.step < steps:

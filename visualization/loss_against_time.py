@@ -14,15 +14,17 @@ import pandas as pd
 
 from visualization.command import run_command
 from visualization.logs.tables import read_columns
-from visualization.style import PAGE, add_legend, method_styles, new_figure, save, styled
+from visualization.style import PAGE, add_legend, log_scale, method_styles, new_figure, save, styled
 
+NUM_STEPS = 320
 LINES: Mapping[str, tuple[str, str]] = {
-    "DDP": ("all-reduce", "ddp"),
-    "DDP, fp16 hook": ("all-reduce", "ddp-fp16"),
-    "Decent-DP": ("D-PSGD", "decent-exp"),
+    "DDP, AdamW": ("all-reduce", "ddp"),
+    "DDP with fp16 hook, AdamW": ("all-reduce", "ddp-fp16"),
+    "Decent-DP, AdamW": ("D-PSGD", "decent-exp"),
     "SGP, AdamW": ("SGP", "sgp"),
+    "SGP, GossipAdamW": ("SGP, GossipAdamW", "sgp"),
     "Overlap SGP, GossipAdamW": ("Overlap SGP, GossipAdamW", "osgp"),
-    "SparseLoCo, GossipAdamW": ("SparseLoCo, 4, GossipAdamW", "sparseloco"),
+    "local SGD with period 4, GossipAdamW": ("local SGD, 4, GossipAdamW", "localsgd"),
 }
 """By the label: the change of the gap study that has the loss, and the method of the cluster that has the time."""
 
@@ -49,7 +51,7 @@ def draw(gap_csv: Path, cells_csv: Path, output: Path) -> Path:
     """
     needed = ("task", "change", "workers", "steps", "rate", "run_seed", "validation", "test", "curve")
     gap = read_columns(gap_csv, needed, source="benchmarks/gap.py")
-    gap = gap[(gap["task"] == "language") & (gap["steps"] == 320)]
+    gap = gap[(gap["task"] == "language") & (gap["steps"] == NUM_STEPS)]
     cells = read_columns(cells_csv, ("rate_gbit", "method", "fleet_step_ms"), source="benchmarks/cluster")
     rates, looks = sorted(cells["rate_gbit"].unique()), method_styles(list(LINES))
     with styled():
@@ -60,11 +62,12 @@ def draw(gap_csv: Path, cells_csv: Path, output: Path) -> Path:
                 losses = curves(gap, change)
                 if not len(losses):
                     continue
-                steps = 320 * np.arange(1, losses.shape[1] + 1) / losses.shape[1]
+                steps = NUM_STEPS * np.arange(1, losses.shape[1] + 1) / losses.shape[1]
                 times = steps * seconds(cells, rate, method)
                 axis.plot(times, losses.mean(0), label=label, markevery=[-1], **looks[label])
                 axis.fill_between(times, losses.min(0), losses.max(0), color=looks[label]["color"], alpha=0.15, lw=0)
-            axis.set(xscale="log", xlabel="seconds", title=f"{rate:g} Gbit/s")
+            axis.set(xlabel="seconds", title=f"{rate:g} Gbit/s")
+            log_scale(axis, "x")
         axes[0].set(ylabel="test loss [nats per byte]")
         add_legend(figure, axes)
         return save(figure, output)
