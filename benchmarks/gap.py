@@ -154,7 +154,7 @@ def sgd(p: Any, lr: float) -> torch.optim.Optimizer:
 
 
 @dataclass(frozen=True)
-class Change:
+class Variation:
     """One training: all-reduce or gossip, with at most one thing that is not usual.
 
     Args:
@@ -177,7 +177,7 @@ class Change:
         return LabPlan.of(self.method, **dict(self.settings))
 
 
-def language_changes() -> dict[str, Change]:
+def language_changes() -> dict[str, Variation]:
     """Return the trainings of language by name."""
     usual = {
         "all-reduce": "ar",
@@ -187,23 +187,23 @@ def language_changes() -> dict[str, Change]:
         "local SGD, 4": LocalSGD(sync_every=4),
         "local SGD, 16": LocalSGD(sync_every=16),
     }
-    changes = {name: Change(method, adamw(), 8) for name, method in usual.items()}
-    changes["Overlap SGP"] = Change("sgp", adamw(), 8, (("overlap", True),))
-    changes["SGP, 2 peers"] = Change("sgp", adamw(), 8, (("peers_per_itr", 2),))
-    changes["SGP, each 4th round exact"] = Change("sgp", adamw(), 8, (("schedule", Schedule(average_every=4)),))
+    changes = {name: Variation(method, adamw(), 8) for name, method in usual.items()}
+    changes["Overlap SGP"] = Variation("sgp", adamw(), 8, (("overlap", True),))
+    changes["SGP, 2 peers"] = Variation("sgp", adamw(), 8, (("peers_per_itr", 2),))
+    changes["SGP, each 4th round exact"] = Variation("sgp", adamw(), 8, (("schedule", Schedule(average_every=4)),))
     for steps in (2, 4, 8, 16):
-        changes[f"SGP, AccumAdam {steps}"] = Change("sgp", accum(steps), 8)
-    changes["Overlap SGP, AccumAdam 8"] = Change("sgp", accum(8), 8, (("overlap", True),))
-    changes["all-reduce, AccumAdam 8"] = Change("ar", accum(8), 8)
-    changes["parameters averaged in each step, AccumAdam 8"] = Change(LocalSGD(sync_every=1), accum(8), 8)
-    changes["SGP, AccumAdam 4, betas to the power of 4"] = Change("sgp", accum(4, (0.656, 0.815)), 8)
+        changes[f"SGP, AccumAdam {steps}"] = Variation("sgp", accum(steps), 8)
+    changes["Overlap SGP, AccumAdam 8"] = Variation("sgp", accum(8), 8, (("overlap", True),))
+    changes["all-reduce, AccumAdam 8"] = Variation("ar", accum(8), 8)
+    changes["parameters averaged in each step, AccumAdam 8"] = Variation(LocalSGD(sync_every=1), accum(8), 8)
+    changes["SGP, AccumAdam 4, betas to the power of 4"] = Variation("sgp", accum(4, (0.656, 0.815)), 8)
     mean = probe(second=True)
-    changes["SGP, second moments of the mean gradient"] = Change("sgp", mean, 8)
-    changes["SGP, first moments of the mean gradient"] = Change("sgp", probe(first=True), 8)
-    changes["SGP, both moments of the mean gradient"] = Change("sgp", probe(first=True, second=True), 8)
+    changes["SGP, second moments of the mean gradient"] = Variation("sgp", mean, 8)
+    changes["SGP, first moments of the mean gradient"] = Variation("sgp", probe(first=True), 8)
+    changes["SGP, both moments of the mean gradient"] = Variation("sgp", probe(first=True, second=True), 8)
     for every in (4, 8, 16):
         rare = probe(second=True, every=every)
-        changes[f"SGP, second moments of the mean gradient of each {every}th step"] = Change("sgp", rare, 8)
+        changes[f"SGP, second moments of the mean gradient of each {every}th step"] = Variation("sgp", rare, 8)
     for name, method, settings in (
         ("SGP", "sgp", ()),
         ("SGP, 2 peers", "sgp", (("peers_per_itr", 2),)),
@@ -218,21 +218,21 @@ def language_changes() -> dict[str, Change]:
         ("SparseLoCo, 16", SparseLoCo(sync_every=16), ()),
         ("DiLoCo, 16, outer momentum 0.5", DiLoCo(sync_every=16, momentum=0.5), ()),
     ):
-        changes[f"{name}, GossipAdamW"] = Change(method, gossip_adamw, 8, settings)
-    changes["SGP, bfloat16 messages, GossipAdamW"] = Change("sgp", gossip_adamw, 8, rounds=True)
-    changes["SparseLoCo, 4"] = Change(SparseLoCo(sync_every=4), adamw(), 8)
-    changes["local SGD, 8"] = Change(LocalSGD(sync_every=8), adamw(), 8)
+        changes[f"{name}, GossipAdamW"] = Variation(method, gossip_adamw, 8, settings)
+    changes["SGP, bfloat16 messages, GossipAdamW"] = Variation("sgp", gossip_adamw, 8, rounds=True)
+    changes["SparseLoCo, 4"] = Variation(SparseLoCo(sync_every=4), adamw(), 8)
+    changes["local SGD, 8"] = Variation(LocalSGD(sync_every=8), adamw(), 8)
     for name, method in (("all-reduce", "ar"), ("SGP", "sgp")):
-        changes[f"{name}, b2 = 0.999"] = Change(method, adamw(0.999), 8)
+        changes[f"{name}, b2 = 0.999"] = Variation(method, adamw(0.999), 8)
         for batch in (2, 32):
-            changes[f"{name}, batches of {batch}"] = Change(method, adamw(), batch)
+            changes[f"{name}, batches of {batch}"] = Variation(method, adamw(), batch)
     return changes
 
 
-def image_changes() -> dict[str, Change]:
+def image_changes() -> dict[str, Variation]:
     """Return the trainings of images by name."""
     changes = {
-        name: Change(method, sgd, 16)
+        name: Variation(method, sgd, 16)
         for name, method in {
             "all-reduce": "ar",
             "SGP": "sgp",
@@ -242,21 +242,21 @@ def image_changes() -> dict[str, Change]:
             "QG-DSGDm": "qgdsgdm",
         }.items()
     }
-    changes["Overlap SGP"] = Change("sgp", sgd, 16, (("overlap", True),))
+    changes["Overlap SGP"] = Variation("sgp", sgd, 16, (("overlap", True),))
     for peers in (2, 4):
-        changes[f"SGP, {peers} peers"] = Change("sgp", sgd, 16, (("peers_per_itr", peers),))
+        changes[f"SGP, {peers} peers"] = Variation("sgp", sgd, 16, (("peers_per_itr", peers),))
     for period in (4, 8, 16):
         exact = ("schedule", Schedule(average_every=period))
-        changes[f"SGP, each {period}th round exact"] = Change("sgp", sgd, 16, (exact,))
-    changes["SGP, momentum mixed too"] = Change("sgp", MixedMomentum, 16)
-    changes["Overlap SGP, 2 peers"] = Change("sgp", sgd, 16, (("overlap", True), ("peers_per_itr", 2)))
-    changes["QG-DSGDm, one peer"] = Change(QGDSGDm(), sgd, 16, (("graph", "bipartite-exponential"),))
+        changes[f"SGP, each {period}th round exact"] = Variation("sgp", sgd, 16, (exact,))
+    changes["SGP, momentum mixed too"] = Variation("sgp", MixedMomentum, 16)
+    changes["Overlap SGP, 2 peers"] = Variation("sgp", sgd, 16, (("overlap", True), ("peers_per_itr", 2)))
+    changes["QG-DSGDm, one peer"] = Variation(QGDSGDm(), sgd, 16, (("graph", "bipartite-exponential"),))
     for name in ("all-reduce", "SGP"):
-        changes[f"{name}, batches of 64"] = Change(changes[name].method, sgd, 64)
+        changes[f"{name}, batches of 64"] = Variation(changes[name].method, sgd, 64)
     return changes
 
 
-class Decoder(nn.Module):
+class ByteDecoder(nn.Module):
     """A decoder of two layers, width 64, with 120,000 parameters: scores of the next byte."""
 
     def __init__(self) -> None:
@@ -293,7 +293,7 @@ class Convolutions(nn.Module):
         return self.layers(images)
 
 
-class Data:
+class Splits:
     """What workers learn, and the two splits that models are measured on.
 
     Args:
@@ -387,10 +387,10 @@ def round_messages(driver: Any) -> None:
     driver.step = rounded
 
 
-def train(data: Data, change: Change, *, workers: int, steps: int, rate: float, seed: int) -> dict[str, Any]:
+def train(data: Splits, change: Variation, *, workers: int, steps: int, rate: float, seed: int) -> dict[str, Any]:
     """Train once; returns the figures of a row."""
     begin = time.perf_counter()
-    model = {"language": Decoder, "images": Convolutions}[data.task]
+    model = {"language": ByteDecoder, "images": Convolutions}[data.task]
     warm = steps // 10
     task = LabTask(
         lambda: model().to(data.device),
@@ -435,7 +435,7 @@ class Study:
         self.steps, self.rates = arguments.steps or STEPS[self.task], arguments.rates or RATES[self.task]
 
     @property
-    def changes(self) -> dict[str, Change]:
+    def changes(self) -> dict[str, Variation]:
         """The trainings by name; made anew, as processes cannot send them to each other."""
         return language_changes() if self.task == "language" else image_changes()
 
@@ -450,7 +450,7 @@ class Study:
         """Tune the rate of a change, and train with all seeds."""
         torch.set_num_threads(1)
         name, workers = job
-        data = Data(self.task, self.arguments.data, self.arguments.device)
+        data = Splits(self.task, self.arguments.data, self.arguments.device)
         first, *others = self.arguments.seeds
         found = {rate: self.once(data, name, workers, rate, first) for rate in self.rates}
         while not any(math.isnan(value) for value in found.values()):
@@ -463,7 +463,7 @@ class Study:
             more = best / 2 if best == rates[0] else 2 * best
             found[more] = self.once(data, name, workers, more, first)
 
-    def once(self, data: Data, name: str, workers: int, rate: float, seed: int) -> float:
+    def once(self, data: Splits, name: str, workers: int, rate: float, seed: int) -> float:
         """Train once, if the file has no such row; returns the validation score, NaN if there is no time."""
         change, path = self.changes[name], self.arguments.output
         key = dict(zip(KEY, (self.task, name, workers, change.batch, self.steps, rate, seed), strict=True))

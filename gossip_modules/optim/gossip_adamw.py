@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -52,8 +51,8 @@ class GossipAdamW(Optimizer):
         betas: b1 and b2; b1^2 < b2.
         eps: added to the root.
         weight_decay: decoupled, as in AdamW.
-        num_ranks: n, the ranks whose gradients all-reduce would average; None: all of the default process group, or 1
-            without one. Change the entry `num_ranks` of the groups when ranks come or go.
+        num_ranks: n, the ranks whose gradients all-reduce would average: `dist.get_world_size()`, or the number of
+            nodes with `nprocs_per_node=`. Change the entry `num_ranks` of the groups when ranks come or go.
 
     Raises:
         ValueError: a setting out of range; (steps) sparse gradients; (load_state_dict) the state of another optimizer.
@@ -72,10 +71,8 @@ class GossipAdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         *,
-        num_ranks: int | None = None,
+        num_ranks: int,
     ) -> None:
-        if num_ranks is None:
-            num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
             raise ValueError(f"got num_ranks={num_ranks!r}, expected a whole number of at least 1; 1 is AdamW")
         if not (all(0 <= beta < 1 for beta in betas) and betas[0] ** 2 < betas[1]):
