@@ -16,9 +16,10 @@ clipping in each host. CPU time is the median over the steps of rank 0, of the w
 other work of the machine; wall time does, and "load" is the number of processes that wanted a core on average.
 
 *Over our own loop* is the ratio of CPU times to the loop of the same method, `GossipDataParallel` or a plain
-`DistributedDataParallel`: the host and the integration together. *Integration alone* is this ratio over the ratio of
-the host's own DDP, which is the cost of the host by itself. The accuracy is the mean over seeds of the average of all
-ranks, on 360 images: a point is 3.6 images.""",
+`DistributedDataParallel`: the host and the integration together. *Integration alone* is this ratio without the
+milliseconds that the host takes by itself, with its own DDP. Where the load is much above the number of cores, single
+ratios are up to ten percent off. The accuracy is the mean over seeds of the average of all ranks, on 360 images: a
+point is 3.6 images.""",
         {
             "host": ("host", "s"),
             "method": ("method", "s"),
