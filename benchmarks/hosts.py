@@ -52,7 +52,7 @@ OWN = "a loop of our own"
 WIDTH, BATCH, RATE, NORM, WARM_UP = 1024, 24, 0.05, 1.0, 5
 
 
-class Digits(nn.Module):
+class DigitNet(nn.Module):
     """A perceptron that notes when each training forward begins."""
 
     def __init__(self, seed: int) -> None:
@@ -71,7 +71,7 @@ class Digits(nn.Module):
         return {"loss": cross_entropy(output, labels), "logits": output}
 
 
-class Task:
+class HostTask:
     """The digits of one rank in one cycle.
 
     Args:
@@ -92,16 +92,16 @@ class Task:
         data: Any = rows
         self.loader: Any = torch.utils.data.DataLoader(data, batch_size=BATCH, drop_last=True)
 
-    def model(self) -> Digits:
+    def model(self) -> DigitNet:
         """A new model."""
-        return Digits(self.seed)
+        return DigitNet(self.seed)
 
     def batches(self) -> Iterator[Any]:
         """All batches of all epochs."""
         for _ in range(self.epochs):
             yield from self.loader
 
-    def accuracy(self, plain: Digits) -> float:
+    def accuracy(self, plain: DigitNet) -> float:
         """The accuracy of the mean of the models of all ranks; collective."""
         plain.eval()
         with torch.no_grad():
@@ -116,7 +116,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
 
 
-def own_loop(task: Task, gossip: dict[str, Any] | None) -> Digits:
+def own_loop(task: HostTask, gossip: dict[str, Any] | None) -> DigitNet:
     """The loop that hosts are compared with."""
     plain = task.model()
     model = DistributedDataParallel(plain) if gossip is None else GossipDataParallel(plain, **gossip)
@@ -130,7 +130,7 @@ def own_loop(task: Task, gossip: dict[str, Any] | None) -> Digits:
     return plain
 
 
-def accelerate(task: Task, gossip: dict[str, Any] | None) -> Digits:
+def accelerate(task: HostTask, gossip: dict[str, Any] | None) -> DigitNet:
     """Hugging Face Accelerate."""
     from accelerate import Accelerator
 
@@ -149,7 +149,7 @@ def accelerate(task: Task, gossip: dict[str, Any] | None) -> Digits:
     return plain
 
 
-def trainer(task: Task, gossip: dict[str, Any] | None) -> Digits:
+def trainer(task: HostTask, gossip: dict[str, Any] | None) -> DigitNet:
     """The Trainer of Hugging Face Transformers."""
     from transformers import Trainer, TrainingArguments
 
@@ -187,7 +187,7 @@ def trainer(task: Task, gossip: dict[str, Any] | None) -> Digits:
     return plain
 
 
-def lightning(task: Task, gossip: dict[str, Any] | None) -> Digits:
+def lightning(task: HostTask, gossip: dict[str, Any] | None) -> DigitNet:
     """The Trainer of Lightning."""
     from lightning.pytorch import LightningModule, Trainer
 
@@ -222,7 +222,7 @@ def lightning(task: Task, gossip: dict[str, Any] | None) -> Digits:
     return plain
 
 
-def fabric(task: Task, gossip: dict[str, Any] | None) -> Digits:
+def fabric(task: HostTask, gossip: dict[str, Any] | None) -> DigitNet:
     """Lightning Fabric."""
     from lightning.fabric import Fabric
 
@@ -248,7 +248,7 @@ def _end(model: Any) -> None:
         model.close()
 
 
-HOSTS: dict[str, Callable[[Task, dict[str, Any] | None], Digits]] = {
+HOSTS: dict[str, Callable[[HostTask, dict[str, Any] | None], DigitNet]] = {
     OWN: own_loop,
     "Accelerate": accelerate,
     "Trainer of Transformers": trainer,
@@ -270,7 +270,7 @@ def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     steps: dict[str, list[tuple[float, float]]] = defaultdict(list)
     accuracies: dict[str, list[float]] = defaultdict(list)
     for cycle in range(options.cycles):
-        task = Task(options.epochs, cycle, f"{folder}/{rank}")
+        task = HostTask(options.epochs, cycle, f"{folder}/{rank}")
         turns = [(host, method) for host in options.hosts for method in options.methods]
         random.Random(cycle).shuffle(turns)
         for host, method in turns:
