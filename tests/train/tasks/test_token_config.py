@@ -51,11 +51,21 @@ def test_a_task_trains_by_its_adam_or_by_sgd_with_momentum(
 
 
 @pytest.mark.parametrize(
-    ("options", "num_ranks"), [({}, 8), ({"recipe": "ar"}, 1), ({"nprocs_per_node": 4}, 2), ({"nprocs_per_node": 8}, 1)]
+    ("options", "size", "num_ranks"),
+    [
+        ({}, 8, 8),
+        ({"recipe": "ar"}, 8, 1),
+        ({"nprocs_per_node": 4}, 8, 2),
+        ({"nprocs_per_node": 8}, 8, 1),
+        ({"elastic": True, "min_workers": 4}, 1, 4),  # its world is of one process
+        ({"elastic": True, "min_workers": 4, "recipe": "ar"}, 1, 1),
+    ],
 )
-def test_gossip_adamw_knows_how_many_gradients_all_reduce_would_average(options: Any, num_ranks: int) -> None:
+def test_gossip_adamw_knows_how_many_gradients_all_reduce_would_average(
+    options: Any, size: int, num_ranks: int
+) -> None:
     config = LanguageModelConfig(optimizer="gossip-adamw", **options)
-    task = SimpleNamespace(config=config, world=SimpleNamespace(size=8))
+    task = SimpleNamespace(config=config, world=SimpleNamespace(size=size))
     optimizer = LanguageModelTask.make_optimizer(task, nn.Linear(2, 2))  # type: ignore[arg-type]
     assert type(optimizer).__name__ == config.optimizer_class == "GossipAdamW"
     assert {group["num_ranks"] for group in optimizer.param_groups} == {num_ranks}

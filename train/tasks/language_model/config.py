@@ -72,8 +72,8 @@ class LanguageModelConfig(TokenConfig):
     steps_per_epoch: int = 100
     """Optimizer steps per rank of an epoch; 0: as many as one pass over the training text takes."""
     optimizer: str = "adamw"
-    """adamw; gossip-adamw, for ranks that step by gradients of their own; muon: Muon for matrices and AdamW for all
-    else, as in muloco; or sgd: with momentum, which qgdsgdm and decentlam need."""
+    """adamw; gossip-adamw, for ranks that step by gradients of their own, with --elastic as for --min-workers; muon:
+    Muon for matrices and AdamW for all else, as in muloco; or sgd: with momentum, which qgdsgdm and decentlam need."""
     lr: float = 0.0
     """At the end of the warm-up; it then falls to a tenth by half a cosine. 0: 6e-3, 3e-3 with gossip-adamw,
     or 0.1 with sgd."""

@@ -94,10 +94,10 @@ class LanguageModelTask(Task):
         if config.optimizer == "sgd":
             return sgd(module, momentum=config.momentum, weight_decay=config.weight_decay)
         if config.optimizer == "gossip-adamw":
-            num_means = 1 if config.recipe == "ar" else self.world.size // config.nprocs_per_node
-            return gm.GossipAdamW(
-                decay_groups(module, weight_decay=config.weight_decay), lr=0.0, num_ranks=max(num_means, 1)
-            )
+            # An elastic worker is alone in its world; all-reduce has the mean gradient already.
+            num_workers = config.num_founders * self.world.size // config.nprocs_per_node
+            num_ranks = 1 if config.recipe == "ar" else max(num_workers, 1)
+            return gm.GossipAdamW(decay_groups(module, weight_decay=config.weight_decay), lr=0.0, num_ranks=num_ranks)
         if config.optimizer == "muon":
             return gm.MuonAdamW(module, weight_decay=config.weight_decay)
         return adamw(module, weight_decay=config.weight_decay)
