@@ -25,10 +25,11 @@ import socket
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import networkx as nx
 import torch
@@ -204,7 +205,7 @@ def _step_quantiles(work: Workload) -> list[float]:
     began = time.perf_counter()
     while len(seconds) < _NUM_WARM + _MIN_STEPS or time.perf_counter() - began < _STEPS_SECONDS:
         start = time.perf_counter()
-        work.step()
+        _called(work.step, f"the training step of {work.name}")
         wait_for_queue(work.device)
         seconds.append(time.perf_counter() - start)
     ordered = sorted(seconds[_NUM_WARM:])
@@ -230,6 +231,21 @@ def _as_bytes(text: str) -> Tensor:
 # The model.
 
 
+class ModelError(RuntimeError):
+    """A function of the user has failed; the cause is its own error."""
+
+
+def _called(function: Callable[[], object], name: str) -> Any:
+    """Call a function of the user."""
+    try:
+        return function()
+    except Exception as error:
+        raise ModelError(
+            f"got {type(error).__name__} from {name} ({error}), expected a model and a step that run alone; correct "
+            "the function, see the traceback above"
+        ) from error
+
+
 def check_options(options: argparse.Namespace) -> None:
     """Raise ValueError if the options, which are equal on all ranks, describe no model or no methods."""
     model, parameters, compute = options.model, options.parameters, options.compute
@@ -251,6 +267,7 @@ def workload(model: str | None, parameters: int | None, compute: float | None) -
 
     Raises:
         ValueError: the function of the user does not exist, or returns something else.
+        ModelError: the function fails.
     """
     if model is not None:
         return _made(model, compute)
@@ -267,9 +284,12 @@ def _made(text: str, compute: float | None) -> Workload:
     if not module or not name:
         raise ValueError(f"got --model {text}, {expected}")
     try:
-        made = getattr(importlib.import_module(module), name)()
+        make = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"got --model {text} ({error}), {expected}, in a module on Python's path") from error
+    if not callable(make):
+        raise ValueError(f"got --model {text}, which is {type(make).__name__}, {expected}")
+    made = _called(make, f"--model {text}")
     net, step = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(net, nn.Module) or not (callable(step) or (step is None and compute is not None)):
         kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
@@ -469,6 +489,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         text = _run(options, timeout)
     except (ValueError, RuntimeError, OSError) as error:  # TimeoutError and ConnectionError of other ranks too
+        if isinstance(error, ModelError):
+            traceback.print_exception(error.__cause__)
         print(f"error{'' if rank is None else f' of rank {rank}'}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     if text:

@@ -95,6 +95,12 @@ def make() -> tuple[nn.Module, Any]:
     return model, lambda: model(torch.ones(1, 8)).sum().backward()
 
 
+def fails() -> tuple[nn.Module, Any]:
+    """A model whose step does not fit to its batch."""
+    model = nn.Linear(8, 8)
+    return model, lambda: model(torch.ones(1, 7))
+
+
 def no_step() -> nn.Module:
     return nn.Linear(2, 2)
 
@@ -110,6 +116,20 @@ def test_the_step_of_a_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.workload("test_doctor:no_step", None, 0.5) == Workload(24, CPU, None, 0.5, "test_doctor:no_step")
     with pytest.raises(ValueError, match=r"which returns Linear, expected a function .*; or the model and --compute"):
         doctor.workload("test_doctor:no_step", None, None)
+
+
+def test_an_error_of_the_users_function_has_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    assert doctor.main(["--model", "test_doctor:fails"]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in said
+    assert "return model, lambda: model(torch.ones(1, 7))" in said
+    assert "error: got RuntimeError from the training step of test_doctor:fails (mat1 and mat2" in said
+    monkeypatch.setattr(nn.Linear, "__init__", lambda self, *sizes: self.nonesuch)
+    with pytest.raises(doctor.ModelError, match="got AttributeError from --model test_doctor:fails"):
+        doctor.workload("test_doctor:fails", None, None)
 
 
 def test_one_process_says_that_it_is_alone(capsys: pytest.CaptureFixture[str]) -> None:
