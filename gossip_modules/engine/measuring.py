@@ -29,7 +29,7 @@ _log = logging.getLogger("gossip_modules.overlap")
 
 @dataclass(frozen=True)
 class OverlapChoice:
-    """What all ranks have chosen, and the measurements that the choice was made from.
+    """The choice of all ranks, and the measurements behind it.
 
     Attributes:
         overlap, max_staleness: the arguments of `GossipDataParallel` with which training goes on.

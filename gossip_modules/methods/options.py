@@ -21,7 +21,7 @@ class WrapperOptions:
     graph: str = "auto"
     """The communication graph: a name, such as ring, or the text of one, such as "RingGraph(peers_per_itr=2)", where
     the number of ranks is left out. auto: the default of the method. By its name a graph has one peer per round with
-    dpsgd, sgp, osgp and adpsgd (adpsgd needs a bipartite one), and all neighbours with the others."""
+    dpsgd, sgp, osgp, adpsgd and a2cid2 (the last two need a bipartite one), and all neighbours with the others."""
     peers_per_itr: str = "1"
     """With dpsgd, sgp and osgp and the name of a graph: peers per round, a number or <epoch>:<peers> pairs: '0:2,30:1'
     is two peers for 30 epochs, then one."""

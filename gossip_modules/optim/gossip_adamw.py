@@ -24,7 +24,7 @@ class GossipAdamW(Optimizer):
 
     All-reduce gives Adam the mean gradient of n ranks, and the second moment of the mean is a^2 + b^2 / n, where a is
     the gradient and b^2 the variance of the noise of one rank's batch. A rank that gossips sees a^2 + b^2. Where noise
-    prevails its steps are up to sqrt(n) times too short, and those of other elements are not, so that no learning rate
+    prevails its steps are up to sqrt(n) times too short, and steps of other elements are not, so that no learning rate
     makes up for it. The average m of the gradient has less noise, a known share k of b^2. So the averages of g^2 and of
     m^2 give both a^2 and b^2, and the second moment that all-reduce would have. Nothing is sent for it.
 

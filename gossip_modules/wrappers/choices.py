@@ -235,7 +235,8 @@ class Choices:
         if not is_alone:
             raise ValueError(
                 "got overlap='auto' for a model that several processes hold together (nprocs_per_node, or shards), "
-                "expected True or False; python -m gossip_modules.doctor measures both"
+                "expected True or False: the processes of one model must choose alike, and each measures its own "
+                "shard; time some steps with both"
             )
         if isinstance(self.schedule, ConsensusControl):
             raise ValueError(

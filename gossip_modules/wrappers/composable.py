@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..engine.measuring import OverlapChoice
 from ..flat.slots import check_module
 from ..flat.transformed import is_transformed, refuse_scripting
 from .checkpoint import Checkpoint
@@ -98,6 +99,11 @@ class GossipModule(nn.Module):
     consensus_distance = _forwarded("consensus_distance")
     comm_stats = _forwarded("comm_stats")
     count_tokens = _forwarded("count_tokens")
+
+    @property
+    def overlap_choice(self) -> OverlapChoice | None:
+        """See `GossipDataParallel.overlap_choice`."""
+        return self._gossip.overlap_choice
 
     @property
     def require_backward_grad_sync(self) -> bool:

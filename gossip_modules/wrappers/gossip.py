@@ -67,7 +67,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
     | controlled   | schedule=ConsensusControl(target=2.0)                         |
     | MATCHA       | graph=MatchaGraph(base, budget=0.5)                           |
     | PowerGossip  | algorithm=PowerGossip(), or Choco, DeepSqueeze, Moniqua       |
-    | DiLoCo       | algorithm=DiLoCo(), or SparseLoCo, SlowMo, NoLoCo, GASLoC     |
+    | DiLoCo       | algorithm=DiLoCo(), or MuLoCo, IsoLoCo, SparseLoCo, SlowMo,   |
+    |              | NoLoCo, GASLoC                                                |
     | D2           | algorithm=D2(), or QGDSGDm, GradientTracking, DecentLaM            |
 
     Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792, Algorithms 1
