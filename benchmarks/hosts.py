@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.hosts        # 4 ranks, 3 cycles, some minutes
 
 Each host trains a perceptron of 2.2 M parameters on handwritten digits with its own DDP and with gossip; beside it are
-a loop of our own with a plain DDP and one with `GossipDataParallel`. So the cost of the host itself is that of its DDP
-over the loop's DDP, and the cost of an integration is what comes on top of that with gossip. All of them take turns in
+a loop of our own with a plain DDP and one with `GossipDataParallel`. So the cost of the host itself is the cost of its
+DDP over the loop's DDP, and the cost of an integration is the rest with gossip. All of them take turns in
 the same processes, once in each cycle; a cycle has its own seed, in an order of its own. A step is the time from one
-forward to the next; its CPU time is of the process, with all threads. The accuracy is that of the average of all ranks.
+forward to the next; its CPU time is of the process, with all threads. The accuracy is
+measured on the average of all ranks.
 """
 
 from __future__ import annotations

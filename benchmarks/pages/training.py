@@ -1,4 +1,4 @@
-"""Pages about training with a fixed number of ranks: the time of a step, what is learnt, and what faults do."""
+"""Pages about training with a fixed number of ranks: the time of a step, the loss, and the effects of faults."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ machine did other work.""",
         "The bits and the memory of training, before and after",
         "before_after_bits.csv",
         """\
-Nine steps of training on four ranks with the library of an earlier commit and with this one: the largest
-difference of a parameter and of a running statistic at the end, where 0 means the same bits, and the
-bytes of all tensors that are alive after the last step, in models. Parameters, gradients and momentum
-are three of these. Bits of the asynchronous methods AD-PSGD and WAGMA depend on time, so only their copies are
-compared; ranks meet before each step, and the receive buffers of WAGMA, three chunks of 4 MB for large models, are one
-vector for this small one. The model has a layer of BatchNorm, and the learning rate changes. A combination that one of
-the two libraries refuses is left out. Overlapped rows count the temporary tensors of a round in flight, so their
-copies vary from run to run. Parameters keep their bits but for SparseLoCo in float32, which
-differs by rounding. Statistics differ by rounding in overlapped rounds of compressed messages and in
-three other rows. In Eager DiLoCo, which takes half of the averaged statistics, and in RelaySGD, which
-mixes them with the weights of the graph, they differ by definition.""",
+Nine steps of training on four ranks with the library of an earlier commit and with this one: the largest difference of
+a parameter and of a running statistic at the end, where 0 means the same bits, and the bytes of all tensors that are
+alive after the last step, in models. Parameters, gradients and momentum are three of these. The module of the first
+command is `benchmarks.before_after_bits` today. Bits of the asynchronous methods AD-PSGD and WAGMA depend on time, so
+only their copies are compared; ranks meet before each step, and the receive buffers of WAGMA, three chunks of 4 MB for
+large models, are one vector for this small one. The model has a layer of BatchNorm, and the learning rate changes. A
+combination that one of the two libraries refuses is left out. Overlapped rows count the temporary tensors of a round in
+flight, so their copies vary from run to run. Parameters keep their bits but for SparseLoCo in float32, which differs by
+rounding. Statistics differ by rounding in overlapped rounds of compressed messages and in three other rows. In Eager
+DiLoCo, which takes half of the averaged statistics, and in RelaySGD, which mixes them with the weights of the graph,
+they differ by definition.""",
         {
             "method": ("method", "s"),
             "dtype": ("dtype", "s"),
