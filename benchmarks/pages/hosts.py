@@ -17,9 +17,9 @@ other work of the machine; wall time does, and "load" is the number of processes
 
 *Over our own loop* is the ratio of CPU times to the loop of the same method, `GossipDataParallel` or a plain
 `DistributedDataParallel`: the host and the integration together. *Integration alone* is this ratio without the
-milliseconds that the host takes by itself, with its own DDP. DiLoCo was measured later, beside a DDP whose rows are
-left out. Where the load is much above the number of cores, single ratios are up to fifteen percent off. The accuracy is
-the mean over seeds of the average of all ranks, on 360 images: a point is 3.6 images.""",
+milliseconds that the host takes by itself, with its own DDP. Single ratios are up to 17 percent off, as ratios below 1
+show: four ranks share two cores. The accuracy is the mean over seeds of the average of all ranks, on 360 images: a
+point is 3.6 images.""",
         {
             "host": ("host", "s"),
             "method": ("method", "s"),
