@@ -179,9 +179,9 @@ class DiLoCo(OuterMethod):
                 drift.mul_(v.num_ranks / total_weight(numbers))
             m.forget("error")
         for name, count in counted.items():  # tokens that were counted during a delay stay
-            m.numbers[name] = m.numbers.get(name, 0) - count
+            m.numbers[name] = max(m.numbers.get(name, 0) - count, 0)  # `recover` has set them to zero, maybe
         self.outer_step(v, m, phi, drift)
-        self.arrive(v, phi, carries=m.numbers.get("carries", 1) > 0)
+        self.arrive(v, phi, carries=self.arrival != "adaptive" or m.numbers.get("carries", 1.0) > 0)
 
     def outer_step(self, v: Vectors, m: Memory, phi: Vector, drift: Vector) -> None:
         """phi <- a step of the outer optimizer along the mean drift, which it may overwrite."""

@@ -193,6 +193,8 @@ class Driver:
                 part.mul_(x.push_sum_weight[0])
         for own, kept in zip(x.buffers, self._buffers, strict=True):
             own.copy_(torch.where(own.isfinite(), own, kept.to(own)))
+        if self.open_round is not None and (sent := self.open_round.v.sent) is not None:
+            sent.set_(Vector.of(x))  # the steps of the delay are lost, so that none are carried
 
     def _agree(self, x: FlatVector) -> bool:
         """Take the newest memory of all ranks; returns whether x was written."""
