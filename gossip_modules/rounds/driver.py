@@ -257,6 +257,7 @@ class Driver:
         opened, vector = self.open_round, Vector.of(x)
         if opened is not None and opened.request is not None:
             sent, opened.v.x = opened.v.x, vector
+            self.memory.fit(vector)  # a fragment is read anew, and the round may declare vectors
             if isinstance(sent, SentVector) and opened.reply is not RoundLost:
                 corrections, alpha = (*sent.parts, *sent.buffers), 1.0 if self.alpha is None else self.alpha
                 for own, correction in zip((*x.parameters, *self._buffers), corrections, strict=True):

@@ -366,6 +366,15 @@ def test_fragments_that_travel_under_training_have_one_anchor(die: Callable[[Wor
                 assert all(map(torch.equal, worker.seen[step], workers[0].seen[step])), (worker.name, step)
 
 
+@pytest.mark.parametrize("die", [within, at_the_end])
+def test_fragments_of_eager_updates_go_on_after_an_average_that_is_lost(die: Callable[[Worker], None]) -> None:
+    """Their drifts of this average are in later ones, so that anchors differ by drifts in flight only."""
+    workers = four_three_four(lambda: EagerDiLoCo(H, fragments=2, lr=1.0, momentum=0.0), die)
+    for worker in workers[2:]:
+        assert worker.x.segments[0].isfinite().all()
+        assert max(worker.seen) == LAST - 1
+
+
 def training(outer: OuterMethod, seen: dict[int, Any], last: list[int]) -> Callable[[ChaosWorker], None]:
     """A body for `Chaos`: trains until the worker that joins has taken three outer steps."""
 
