@@ -18,7 +18,7 @@ from ..flat.nonfinite import FiniteCheck, is_finite
 from ..flat.vector import FlatVector, add_
 from ..profiling import span
 from ..rounds.mixer import Mixer
-from ..schedule import Schedule
+from ..schedule import Action, Schedule
 from ..transport.threads import CallThread
 from .engine import LockstepEngine
 
@@ -119,7 +119,7 @@ class OverlapEngine(LockstepEngine):
             has_changed = self.gossiper.begin(x, self.step)
         self._flushed_alpha = None
         if flight is not None:
-            is_last = self.step - flight.step > self.max_staleness
+            is_last = self.step - flight.step > self.max_staleness or self._begins_round()
             if is_last or (self.is_eager and flight.future.done()):
                 alpha, staleness = self._arrive(flight, x), self._staleness_of(flight)
         mixer = self._next_mixer()
@@ -179,6 +179,10 @@ class OverlapEngine(LockstepEngine):
             "_flushed_alpha": None,
         }
         return {**self.__dict__, **fresh}
+
+    def _begins_round(self) -> bool:
+        """Whether the schedule has a round in this step, as in each step at the beginning with `average_until`."""
+        return isinstance(self.schedule, Schedule) and self.schedule.action(self.step) is not Action.SKIP
 
     def _staleness_of(self, flight: _Flight) -> int:
         return max(self.step - flight.step - 1, 0)

@@ -142,7 +142,7 @@ class Stacked:
             for memory in (memory for part in (self, *self.fragments) for memory in part.memories):
                 memory.count_tokens(1)  # ranks read batches of one size
         if self.fragments:
-            self._step_fragments(x, k, sgd)
+            self._step_fragments(x, k, action, sgd)
             return self._answered
         self._arrive(x)
         if action is Action.SKIP or (action is Action.GOSSIP and not self.algorithm.is_due(k)):
@@ -150,13 +150,7 @@ class Stacked:
         weights = self.weights
         models = SentVector([x.clone()]) if self.overlap else Vector([x])
         if action in (Action.AVERAGE, Action.WARM_UP):
-            self.average(models, is_model=True)
-            for memory in self.memories:
-                memory.forget_models(is_asked=False)
-                if action is Action.WARM_UP:
-                    memory.reset()
-            if action is Action.WARM_UP and not self.overlap:
-                self._begin(x)
+            self._average_all(models, x, action)
         else:
             self.run(models, k, sgd)
         self.t += 1
@@ -199,10 +193,31 @@ class Stacked:
             if self.weights is not None and late[1] is not None:
                 self.weights = self.weights + late[1]
 
-    def _step_fragments(self, x: Tensor, k: int, sgd: SGDStep | None) -> None:
+    def _average_all(self, models: Vector, x: Tensor, action: Action) -> None:
+        """Average the models in place of a round, after which the algorithm may begin.
+
+        Args:
+            models: the models; a `SentVector` becomes the correction.
+            x: the models themselves, [n, d].
+            action: AVERAGE or WARM_UP.
+        """
+        self.average(models, is_model=True)
+        for memory in (memory for part in (self, *self.fragments) for memory in part.memories):
+            memory.forget_models(is_asked=False)
+            if action is Action.WARM_UP:
+                memory.reset()
+        if action is Action.WARM_UP and not self.overlap:
+            self._begin(x)
+
+    def _step_fragments(self, x: Tensor, k: int, action: Action, sgd: SGDStep | None) -> None:
         algorithm, columns = self.times, self._columns(x)
         assert algorithm is not None, "fragments are settings of periodic algorithms"
         self._land_until(x, k)
+        if action in (Action.AVERAGE, Action.WARM_UP):
+            self._land_until(x, None)
+            self._average_all(Vector([x]), x, action)
+        if action is not Action.GOSSIP:
+            return
         for p in algorithm.starting_at(k):
             fragment = self.fragments[p]
             fragment.t, fragment._answered, before = algorithm.number_of(p, k), self._answered, fragment.sent_bytes

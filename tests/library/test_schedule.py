@@ -70,6 +70,27 @@ def test_the_algorithm_begins_after_the_averages(algorithm: Algorithm | None) ->
     torch.testing.assert_close(rows[-1], x, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("outer", [DiLoCo(3, delay=1, lr=0.7, momentum=0.5), DiLoCo(4, delay=2, arrival="carry")])
+def test_rows_with_a_delay_begin_with_averages_too(outer: DiLoCo) -> None:
+    weights, schedule = MetropolisHastingsMixing(RingGraph(5, peers_per_itr=2)), Schedule(average_until=5)
+    rows = train_rows(outer, weights, 19, schedule=schedule)
+    found = solve(lambda: {"algorithm": outer, "schedule": schedule}, num_steps=19)
+    torch.testing.assert_close(rows[-1], found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("max_staleness", "average_until"), [(0, 3), (1, 4), (2, 5), (3, 5)])
+def test_overlapped_averages_in_each_step_end_before_the_next_one(max_staleness: int, average_until: int) -> None:
+    """All averages are those of an engine that is on time; rounds of gossip may then be late again."""
+    schedule = Schedule(average_until=average_until)
+    late, on_time = (
+        solve(lambda: {"schedule": schedule, "overlap": True, "max_staleness": k}, num_steps=average_until)  # noqa: B023
+        for k in (max_staleness, 0)
+    )
+    torch.testing.assert_close(late, on_time, rtol=0, atol=0)
+    found = solve(lambda: {"schedule": schedule, "overlap": True, "max_staleness": max_staleness}, num_steps=20)
+    assert found.isfinite().all()
+
+
 def test_an_overlapped_average_is_no_common_beginning() -> None:
     choices = Choices(algorithm=DiLoCo(), schedule=Schedule(average_until=5))
     with pytest.raises(ValueError, match=r"average_until=5\) with overlap=True and DiLoCo.*; take delay"):
