@@ -38,7 +38,8 @@ class MuonAdamW(Optimizer):
 
     Raises:
         RuntimeError: torch is older than 2.9.
-        ValueError: the model has no matrices for Muon, or a name in `adamw` is a name of no matrix.
+        ValueError: the model has no matrices for Muon, or a name in `adamw` is a name of no matrix; (add_param_group)
+            the group does not say which of the two steps it.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=MuLoCo())
@@ -71,12 +72,32 @@ class MuonAdamW(Optimizer):
             {"params": rest, "kind": "AdamW", "betas": betas, "weight_decay": 0.0},
         ]
         groups[0]["adjust_lr_fn"] = adjust_lr_fn
+        self._parts: list[Optimizer] = []
         super().__init__([group for group in groups if group["params"]], {"lr": lr, "weight_decay": weight_decay})
         self._make_parts()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `torch.optim.Optimizer`; with kind="Muon" or kind="AdamW", and names of the parameters.
+
+        Settings that are left out are those of the first group of this kind.
+
+        Example:
+            >>> optimizer.add_param_group({"params": [("gate.weight", model.gate.weight)], "kind": "Muon"})
+        """
+        if (kind := param_group.get("kind")) not in ("Muon", "AdamW"):
+            raise ValueError(
+                f"MuonAdamW: got a group of parameters with kind={kind!r}, expected 'Muon', for hidden matrices, or "
+                "'AdamW'; add matrices and other tensors as two groups"
+            )
+        alike = next((group for group in self.param_groups if group["kind"] == kind), {})
+        settings = {name: value for name, value in alike.items() if name not in ("params", "param_names")}
+        super().add_param_group({**(settings if self._parts else {}), **param_group})
+        if self._parts:  # else the constructor adds its groups
+            self._make_parts()
+
     def _make_parts(self) -> None:
         """Make the two optimizers over the groups and the state of this one."""
-        self._parts: list[Optimizer] = []
+        self._parts = []
         for kind in (torch.optim.Muon, AdamW):
             if groups := [group for group in self.param_groups if group["kind"] == kind.__name__]:
                 part = kind([{**group, "params": list(group["params"])} for group in groups])

@@ -148,6 +148,28 @@ def test_the_split_can_be_named() -> None:
         MuonAdamW(nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3)))
 
 
+def test_parameters_that_are_trained_later_are_added_to_one_of_both() -> None:
+    model = Decoder()
+    for x in (model.gate.weight, model.norm.bias):
+        x.requires_grad_(False)
+    optimizer = MuonAdamW(model, lr=0.01, weight_decay=0.3)
+    train_step(model, optimizer)
+    before = values(model)
+    for kind, name in (("Muon", "gate.weight"), ("AdamW", "norm.bias")):
+        x = model.get_parameter(name).requires_grad_(True)
+        with pytest.raises(ValueError, match="with kind=None, expected 'Muon', for hidden matrices, or 'AdamW'"):
+            optimizer.add_param_group({"params": [(name, x)]})
+        optimizer.add_param_group({"params": [(name, x)], "kind": kind})
+    assert [group["kind"] for group in optimizer.param_groups] == ["Muon", "AdamW", "AdamW", "Muon", "AdamW"]
+    assert optimizer.param_groups[-1]["betas"] == (0.9, 0.95)
+    other, resumed = copy.deepcopy((model, optimizer))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train_step(model, optimizer)
+    train_step(other, resumed)
+    assert not any(map(torch.equal, values(model), before))
+    assert all(map(torch.equal, values(model), values(other)))
+
+
 def test_torch_without_muon_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(RuntimeError, match=r"MuonAdamW: got torch .*, expected 2.9 or later, which has torch.optim.Mu"):
