@@ -399,9 +399,9 @@ class GossipWrapper(OldNames, AveragingMixin):
     def _warn_of_no_round(self) -> None:
         local, stats = self._local, self._local.engine.stats
         has_peers = local.transport.world_size > 1 and local.node is None
-        if has_peers and local.engine.step >= _MANY_STEPS and not stats.num_rounds:
+        if has_peers and local.num_steps >= _MANY_STEPS and not stats.num_rounds:
             warnings.warn(
-                f"closed a {type(self).__name__} after {local.engine.step} steps without a round: ranks have trained "
+                f"closed a {type(self).__name__} after {local.num_steps} steps without a round: ranks have trained "
                 "alone; expected a period that is shorter than the run, such as a smaller sync_every=",
                 stacklevel=levels_to_user(),
             )

@@ -69,6 +69,7 @@ class LocalModel:
         around: the wrapper, or None when it was collected.
         is_averaged: whether the parameters are the average that `averaged()` lends.
         is_seen_current: whether this forward has found the vector current already, a walk over all tensors.
+        num_steps: the steps that were run here; steps before a checkpoint that was loaded do not count.
     """
 
     engine: Engine
@@ -80,6 +81,7 @@ class LocalModel:
     who: str = ""
     around: Callable[[], nn.Module | None]
     is_averaged = is_closed = is_seen_current = False
+    num_steps = 0
 
     def __init__(
         self,
@@ -126,6 +128,7 @@ class LocalModel:
         if self.debias is not None:
             self.debias.limits_steps = world.has_lost_peers
         step = engine.step
+        self.num_steps += 1
         try:
             self._round()
         except FloatingPointError:

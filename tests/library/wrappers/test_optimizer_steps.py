@@ -941,3 +941,21 @@ def test_a_run_that_is_shorter_than_the_period_of_its_rounds_is_named() -> None:
 
     with pytest.warns(UserWarning, match=r"after 20 steps without a round: .* smaller sync_every="):
         run_ranks(2, body)
+
+
+def test_steps_before_a_loaded_checkpoint_are_not_without_a_round() -> None:
+    """A wrapper that only evaluates a checkpoint trains nothing; warnings are errors here."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(mlp(), group, init_sync=True, algorithm=DiLoCo(5))
+        optimizer = sgd(wrapper)
+        for step in range(20):
+            train_step(wrapper, optimizer, group.rank(), step)
+        state = copy.deepcopy(wrapper.state_dict())
+        wrapper.close()
+        other = wrap(mlp(), group, init_sync=True, algorithm=DiLoCo(5))
+        other.load_state_dict(state)
+        other.eval()
+        other.close()
+
+    run_ranks(2, body)
