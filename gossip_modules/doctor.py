@@ -59,6 +59,7 @@ _COPY_BYTES, _NUM_COPIES = 1 << 26, 5
 _NUM_WARM, _MIN_STEPS, _STEPS_SECONDS = 2, 5, 5.0
 _QUANTILES = 9  # of the durations of the steps of a rank
 _NAME_BYTES = 64
+_HEAD_START = 5.0  # seconds for rank 0 to print, which may import more slowly
 _STAND_IN_BATCH, _STAND_IN_WIDTH = 32, 1024
 
 
@@ -140,11 +141,19 @@ def measure(transport: Transport, work: Workload, *, host: str) -> Measurements:
         host: a name that the ranks of one host have in common.
 
     Raises:
+        ValueError: models of ranks have different sizes.
         TimeoutError, ConnectionError: a rank is late or gone; the error names it.
     """
     n = transport.world_size
     names = _gathered(transport, _as_bytes(host), what="hosts")
     hosts = tuple(bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in names)
+    size = torch.tensor([work.num_bytes], device="cpu")
+    sizes = _gathered(transport, size, what="sizes of models").flatten().tolist()
+    if others := [rank for rank, size in enumerate(sizes) if size != sizes[0]]:
+        raise ValueError(
+            f"got a model of {sizes[0]} bytes on rank 0 and of {sizes[others[0]]} on rank {others[0]}, expected one "
+            "model on all ranks; make it without regard to the rank"
+        )
     round_trips, rates = _measure_links(transport, work) if n > 1 else ({}, {})
     _meet(transport, "start of the measurement of memory")
     memory = float(_gathered(transport, torch.tensor([_memory_byte_s(work)]).double(), what="speeds of memory").min())
@@ -485,6 +494,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         if rank in (None, "0"):  # options are equal on all ranks
             print(f"error: {error}", file=sys.stderr)
+        else:  # torchrun ends all ranks when the first one has failed
+            time.sleep(_HEAD_START)
         return 2
     try:
         text = _run(options, timeout)

@@ -89,6 +89,16 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert "rank 1 " in run_ranks(2, late)[0]
 
 
+def test_models_of_different_sizes_are_refused_on_all_ranks() -> None:
+    def uneven(group: dist.ProcessGroup) -> str:
+        transport = ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT)
+        with pytest.raises(ValueError, match="expected one model on all ranks") as caught:
+            doctor.measure(transport, GIVEN._replace(num_bytes=8 if group.rank() == 1 else 4), host="a")
+        return str(caught.value)
+
+    assert {said[:52] for said in run_ranks(3, uneven)} == {"got a model of 4 bytes on rank 0 and of 8 on rank 1,"}
+
+
 def make() -> tuple[nn.Module, Any]:
     """A model and its step, as a user would write them."""
     model = nn.Linear(8, 8)
@@ -164,6 +174,18 @@ def test_bad_options_are_one_line(arguments: str, expected: str, capsys: pytest.
     assert said.err.count("\n") == 1
     with pytest.raises(ValueError, match=f"^error: .*{expected}"):
         raise ValueError(said.err)
+
+
+def test_rank_0_tells_bad_options_before_the_others_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(doctor.time, "sleep", waits.append)
+    for rank, said in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert doctor.main(["--parameters", "0"]) == 2
+        assert capsys.readouterr().err.count("error: got --parameters 0") == said
+    assert waits == [doctor._HEAD_START]
 
 
 @pytest.mark.e2e
