@@ -43,7 +43,18 @@ class ContinuousMomentum:
         return {"momentum": self.difference}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of `state_dict()`; without one the momentum begins anew."""
-        loaded: Sequence[Tensor] = state.get("momentum", ())
-        for part, value in zip(self.difference, loaded or [torch.zeros(()) for _ in self.difference], strict=True):
+        """Load a state of `state_dict()`; without one the momentum begins anew.
+
+        Raises:
+            ValueError: the state is of other tensors.
+        """
+        loaded: Sequence[Tensor] = state.get("momentum", [torch.zeros_like(part) for part in self.difference])
+        found, own = ([part.numel() for part in parts] for parts in (loaded, self.difference))
+        if found != own:
+            raise ValueError(
+                f"got a continuous momentum of {found} elements, expected {own}: other tensors were trained when it "
+                "was saved; freeze the same parameters before you wrap the model, or load the model alone: "
+                "module.load_state_dict"
+            )
+        for part, value in zip(self.difference, loaded, strict=True):
             part.copy_(value)

@@ -92,6 +92,17 @@ def test_corrections_are_those_of_two_models() -> None:
         torch.testing.assert_close(momentum.difference[0], two - one, rtol=0, atol=1e-12)
 
 
+def test_a_momentum_of_other_tensors_is_refused() -> None:
+    momentum = ContinuousMomentum(FlatVector.over(torch.ones(3)), Cycle(4), 0)
+    for wrong in ([torch.zeros(1)], [torch.zeros(4)], [torch.zeros(3)] * 2, []):
+        with pytest.raises(
+            ValueError, match=r"got a continuous momentum of \[.*\] elements, expected \[3\]: other ten"
+        ):
+            momentum.load_state_dict({"momentum": wrong})
+    momentum.load_state_dict({})
+    assert not momentum.difference[0].any()
+
+
 def disagreement(rates: MomentumRates, *, until: float) -> float:
     """E mean_i (x_i - mean x)^2 at a time, exactly, for x = x' of independent unit variance and events of Poisson."""
     n = len(rates.interval)
