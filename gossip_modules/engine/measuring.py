@@ -63,6 +63,11 @@ class OverlapLimits:
     max_staleness: int = 0
     wire_dtype: torch.dtype | None = None
 
+    def allow(self, choice: OverlapChoice) -> bool:
+        """Whether a choice is within the limits, as a choice of another run may not be."""
+        is_allowed_wire = choice.wire_dtype is None or getattr(torch, choice.wire_dtype) is self.wire_dtype
+        return choice.max_staleness <= self.max_staleness and is_allowed_wire
+
     def choose(self, measured: Sequence[Sequence[float]]) -> OverlapChoice:
         """Return the choice for the measurements of all ranks.
 
@@ -160,11 +165,11 @@ class MeasuringEngine(SyncEngine):
         return engine
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Engine`; a state that was saved after the choice brings the choice along."""
+        """See `Engine`; a state that was saved after the choice brings the choice along, if it is within the limits."""
         super().load_state_dict(dict(state))
         self._forget()
-        if choice := state.get("choice"):
-            self.successor = self._engine_of(OverlapChoice(**choice))
+        if (saved := state.get("choice")) and self.limits.allow(choice := OverlapChoice(**saved)):
+            self.successor = self._engine_of(choice)
 
     def reset(self) -> None:
         """See `Engine`."""

@@ -90,7 +90,8 @@ def test_after_the_choice_a_run_has_the_bits_of_one_built_with_it(
     wire = {} if chosen[2] is None else {"wire_dtype": getattr(torch, chosen[2])}
 
     def body(group: dist.ProcessGroup) -> list[list[Tensor]]:
-        auto = Run(group, overlap="auto", **options).train(NUM_ROUNDS - 1)
+        own = {**options, **({"wire_dtype": "auto"} if wire else {})}
+        auto = Run(group, overlap="auto", **own).train(NUM_ROUNDS - 1)
         before = auto.state()
         assert (auto.model.overlap, auto.model.overlap_choice) == ("auto", None)
         auto.train(1)
@@ -98,15 +99,33 @@ def test_after_the_choice_a_run_has_the_bits_of_one_built_with_it(
         assert auto.model.comm_stats()["auto_round_seconds"] == 0.2
         state = auto.state()
         built = Run(group, state, overlap=chosen[0], **{**options, **wire})
-        resumed = Run(group, state, overlap="auto", **options)
+        resumed = Run(group, state, overlap="auto", **own)
         assert resumed.model.overlap_choice == auto.model.overlap_choice
-        early = Run(group, before, overlap="auto", **options)
+        early = Run(group, before, overlap="auto", **own)
         assert early.model.overlap_choice is None
         return [run.train(4).bits() for run in (auto, built, resumed)]
 
     for auto, built, resumed in run_ranks(2, body):
         assert all(map(torch.equal, auto, built))
         assert all(map(torch.equal, auto, resumed))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "options"),
+    [((True, 2, None), {"max_staleness": 1}), ((True, 0, "bfloat16"), {})],
+)
+def test_a_choice_beyond_the_limits_of_a_resumed_run_is_made_anew(
+    chosen: tuple[bool, int, str | None], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OverlapLimits, "choose", lambda *_: OverlapChoice(*chosen, 0.1, 0.2))
+
+    def body(group: dist.ProcessGroup) -> None:
+        state = Run(group, overlap="auto", max_staleness=2, wire_dtype="auto").train(NUM_ROUNDS).state()
+        resumed = Run(group, state, overlap="auto", **options)
+        assert resumed.model.overlap_choice is None
+        resumed.train(2).model.close()
+
+    run_ranks(2, body)
 
 
 def test_all_ranks_measure_and_choose_alike_and_one_logs(caplog: pytest.LogCaptureFixture) -> None:
