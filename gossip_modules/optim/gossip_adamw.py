@@ -48,11 +48,12 @@ class GossipAdamW(Optimizer):
     Args:
         params: parameters, or groups of them.
         lr: the learning rate.
-        betas: b1 and b2; b1^2 < b2.
+        betas: b1 and b2, between 0 and 1; b1^2 < b2.
         eps: added to the root.
         weight_decay: decoupled, as in AdamW.
         num_ranks: n, the ranks whose gradients all-reduce would average: `dist.get_world_size()`, or the number of
-            nodes with `nprocs_per_node=`. Change the entry `num_ranks` of the groups when ranks come or go.
+            nodes with `nprocs_per_node=`. Change the entry `num_ranks` of the groups when ranks come or go, and after
+            loading the state of a run on another number of ranks, which brings its own.
 
     Raises:
         ValueError: a setting out of range; (steps) sparse gradients; (load_state_dict) the state of another optimizer.
@@ -73,15 +74,24 @@ class GossipAdamW(Optimizer):
         *,
         num_ranks: int,
     ) -> None:
-        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-            raise ValueError(f"got num_ranks={num_ranks!r}, expected a whole number of at least 1; 1 is AdamW")
-        if not (all(0 <= beta < 1 for beta in betas) and betas[0] ** 2 < betas[1]):
-            raise ValueError(f"got betas={betas!r}, expected numbers from 0 to 1 with b1^2 < b2, such as (0.9, 0.95)")
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"got {name}={value!r}, expected a number of at least 0")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "num_ranks": num_ranks}
         super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `torch.optim.Optimizer`."""
+        group = {**self.defaults, **param_group}
+        num_ranks, betas = group["num_ranks"], group["betas"]
+        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+            raise ValueError(f"got num_ranks={num_ranks!r}, expected a whole number of at least 1; 1 is AdamW")
+        if not (len(betas) == 2 and all(0 < beta < 1 for beta in betas) and betas[0] ** 2 < betas[1]):
+            raise ValueError(
+                f"got betas={betas!r}, expected numbers between 0 and 1 with b1^2 < b2, such as (0.9, 0.95): with "
+                "b1 = 0 no average of the gradient tells its noise"
+            )
+        for name in ("lr", "eps", "weight_decay"):
+            if not 0 <= group[name] < math.inf:
+                raise ValueError(f"got {name}={group[name]!r}, expected a number of at least 0")
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -129,7 +139,7 @@ class GossipAdamW(Optimizer):
         m, v, s = ([self.state[each][name] for each in x] for name in _STATE)
         first, second = 1 - b1**t, (1 - kept) * (1 - b2**t)
         share = max(1 / group["num_ranks"], kept)
-        longest = first * (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2)) if b2 else first
+        longest = first * (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2))
         torch._foreach_lerp_(m, g, 1 - b1)
         torch._foreach_mul_(v, b2)
         torch._foreach_addcmul_(v, g, g, value=1 - b2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
+
+SCALES = ("match_rms_adamw", "original")
+"""The values of `adjust_lr_fn`."""
 
 
 class MuonAdamW(Optimizer):
@@ -38,8 +42,9 @@ class MuonAdamW(Optimizer):
 
     Raises:
         RuntimeError: torch is older than 2.9.
-        ValueError: the model has no matrices for Muon, or a name in `adamw` is a name of no matrix; (add_param_group)
-            the group does not say which of the two steps it.
+        ValueError: the model has no matrices for Muon, a name in `adamw` is a name of no matrix, a setting is out of
+            range, or parameters are in the place of the model; (add_param_group) the group does not say which of the
+            two steps it.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=MuLoCo())
@@ -62,6 +67,14 @@ class MuonAdamW(Optimizer):
             raise RuntimeError(
                 f"MuonAdamW: got torch {torch.__version__}, expected 2.9 or later, which has torch.optim.Muon; "
                 "`pip install -U torch`, or train by torch.optim.AdamW"
+            )
+        _check(model, adamw, lr=lr, muon_lr=lr if muon_lr is None else muon_lr, weight_decay=weight_decay)
+        if not (0 <= momentum < 1 and all(0 <= beta < 1 for beta in betas)):
+            raise ValueError(f"MuonAdamW: got momentum={momentum!r} and betas={betas!r}, expected numbers from 0 to 1")
+        if adjust_lr_fn not in SCALES or (adjust_lr_fn == "original" and muon_lr is None):
+            raise ValueError(
+                f"MuonAdamW: got adjust_lr_fn={adjust_lr_fn!r} and muon_lr={muon_lr!r}, expected one of "
+                f"{', '.join(map(repr, SCALES))}, and a muon_lr with 'original', such as muon_lr=0.02"
             )
         muon, others = split_parameters(model, adamw)
         is_matrix = [(name, p) for name, p in others if p.ndim >= 2]
@@ -121,6 +134,20 @@ class MuonAdamW(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._make_parts()
+
+
+def _check(model: object, adamw: object, **rates: float) -> None:
+    """Raise ValueError where arguments are of another kind, or out of range."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"MuonAdamW: got a {type(model).__name__}, expected the model, whose names and layers tell the matrices "
+            "of Muon; pass model in place of model.parameters()"
+        )
+    if isinstance(adamw, str):
+        raise ValueError(f"MuonAdamW: got adamw={adamw!r}, expected a list of names or patterns, such as [{adamw!r}]")
+    for name, value in rates.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"MuonAdamW: got {name}={value!r}, expected a number of at least 0")
 
 
 def split_parameters(

@@ -104,13 +104,16 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     ("options", "message"),
     [
         ({"num_ranks": 0}, "got num_ranks=0, expected a whole number of at least 1; 1 is AdamW"),
-        ({"betas": (0.9, 0.8)}, r"got betas=\(0.9, 0.8\), expected numbers from 0 to 1 with b1\^2 < b2"),
+        ({"betas": (0.9, 0.8)}, r"got betas=\(0.9, 0.8\), expected numbers between 0 and 1 with b1\^2 < b2"),
+        ({"betas": (0.0, 0.5)}, r"got betas=\(0.0, 0.5\), expected numbers between 0 and 1"),
         ({"weight_decay": -1.0}, "got weight_decay=-1.0, expected a number of at least 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GossipAdamW([start()], **{"num_ranks": 2, **options})
+    with pytest.raises(ValueError, match=message):  # in a group of its own
+        GossipAdamW([{"params": [start()], **options}], num_ranks=2)
 
 
 def test_sparse_gradients_are_refused() -> None:

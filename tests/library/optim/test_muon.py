@@ -170,6 +170,24 @@ def test_parameters_that_are_trained_later_are_added_to_one_of_both() -> None:
     assert all(map(torch.equal, values(model), values(other)))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adamw": "head.weight"}, r"got adamw='head.weight', expected a list .*, such as \['head.weight'\]"),
+        ({"lr": -1.0}, "got lr=-1.0, expected a number of at least 0"),
+        ({"weight_decay": -0.1}, "got weight_decay=-0.1, expected a number of at least 0"),
+        ({"momentum": 1.0}, "got momentum=1.0 and betas"),
+        ({"adjust_lr_fn": "match"}, "got adjust_lr_fn='match' and muon_lr=None, expected one of 'match_rms_adamw'"),
+        ({"adjust_lr_fn": "original"}, "and a muon_lr with 'original'"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MuonAdamW(Decoder(), **options)
+    with pytest.raises(ValueError, match="got a generator, expected the model"):
+        MuonAdamW(Decoder().parameters())  # type: ignore[arg-type]
+
+
 def test_torch_without_muon_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(RuntimeError, match=r"MuonAdamW: got torch .*, expected 2.9 or later, which has torch.optim.Mu"):

@@ -64,7 +64,7 @@ def test_a_task_trains_by_its_adam_or_by_sgd_with_momentum(
 def test_gossip_adamw_knows_how_many_gradients_all_reduce_would_average(
     options: Any, size: int, num_ranks: int
 ) -> None:
-    config = LanguageModelConfig(optimizer="gossip-adamw", **options)
+    config = LanguageModelConfig(optimizer="gossip-adamw", weight_decay=0.1, **options)
     task = SimpleNamespace(config=config, world=SimpleNamespace(size=size))
     optimizer = LanguageModelTask.make_optimizer(task, nn.Linear(2, 2))  # type: ignore[arg-type]
     assert type(optimizer).__name__ == config.optimizer_class == "GossipAdamW"
