@@ -418,8 +418,7 @@ class SyncEngine(LockstepEngine):
             if mixer is self._scheduled_average and not self._scheduled_average.has_failed:
                 self.gossiper.end_average()
                 if self._is_warm_up:
-                    self.gossiper.reset()
-                    self.gossiper.begin(x, step)
+                    self.gossiper.begin_anew(x, step)
         self.stats.wait_seconds += time.perf_counter() - start
         self.stats.record(0)
         self.gossiper.transport.traffic.mixed(0)

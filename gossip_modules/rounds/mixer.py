@@ -262,6 +262,11 @@ class Mixer(ABC):
         """Drop all state."""
         self.load_state_dict({})
 
+    def begin_anew(self, x: FlatVector, k: int) -> None:
+        """Drop all state, and begin with a model that is equal on all ranks; arguments as for `begin`."""
+        self.reset()
+        self.begin(x, k)
+
     def state_for_newcomer(self) -> dict[str, Any]:
         """Return the state for a joining worker, without links to peers."""
         return {}

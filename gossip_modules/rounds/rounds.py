@@ -438,6 +438,12 @@ class Rounds(Mixer):
         for driver in self.drivers:
             driver.load({})
 
+    def begin_anew(self, x: FlatVector, k: int) -> None:
+        """See `Mixer`; a rank that misses this begin takes the memory of another rank: [Note: One memory]."""
+        super().begin_anew(x, k)
+        for driver in self.drivers:
+            driver.stamps.taken = k
+
     def close(self) -> None:
         """See `Mixer`; keeps the state. Rounds in the thread may end by themselves, as other ranks wait for them."""
         if self._thread is not None:

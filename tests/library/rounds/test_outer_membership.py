@@ -116,12 +116,13 @@ class Worker(ScriptedWorker):
         self.notes: Notes | None = None
         self.loaded: tuple[dict[str, Any], Tensor] | None = None
         self.sick_at: tuple[int, ...] = ()  # steps
+        self.schedule = Schedule()
 
     def turn_to(self, mixing: MixingManager, transport: LinkTransport, *, is_first: bool) -> None:
         if is_first:
             gossiper: Any = mixer_of(self.outer, PushPull())
             gossiper.bind(mixing, transport)
-            self.engine = SyncEngine(gossiper, Schedule())
+            self.engine = SyncEngine(gossiper, self.schedule)
             self.notes = Notes(self.engine)
             if self.loaded is not None:
                 state, model = self.loaded
@@ -217,7 +218,11 @@ def deaf(worker: Worker) -> None:
 
 
 def four_three_four(
-    make: Callable[[], OuterMethod], die: Callable[[Worker], None], *, sick_at: tuple[int, ...] = ()
+    make: Callable[[], OuterMethod],
+    die: Callable[[Worker], None],
+    *,
+    sick_at: tuple[int, ...] = (),
+    schedule: Schedule = Schedule(),  # noqa: B008
 ) -> list[Worker]:
     """The workers of `GENERATIONS`, of which worker 2 is sick at some steps."""
     given: queue.Queue[tuple[dict[str, Any], Tensor]] = queue.Queue()
@@ -260,7 +265,7 @@ def four_three_four(
 
     def make_worker(name: int, store: dist.Store) -> Worker:
         worker = Worker(name, store, make())
-        worker.sick_at = sick_at if name == 2 else ()
+        worker.sick_at, worker.schedule = (sick_at if name == 2 else ()), schedule
         return worker
 
     return run_workers(bodies, make_worker)
@@ -373,6 +378,15 @@ def test_fragments_of_eager_updates_go_on_after_an_average_that_is_lost(die: Cal
     for worker in workers[2:]:
         assert worker.x.segments[0].isfinite().all()
         assert max(worker.seen) == LAST - 1
+
+
+@pytest.mark.parametrize("die", [within, at_the_end])
+def test_an_average_at_the_beginning_that_some_have_makes_one_anchor(die: Callable[[Worker], None]) -> None:
+    """The last average of the beginning is at step 8, in which worker 1 dies; the next generation is at step 11."""
+    workers = four_three_four(lambda: DiLoCo(H), die, schedule=Schedule(average_until=8))
+    for worker in workers[2:]:
+        for step in range(11 if worker.name < 4 else 18, LAST):
+            assert all(map(torch.equal, worker.seen[step], workers[0].seen[step])), (worker.name, step)
 
 
 def training(outer: OuterMethod, seen: dict[int, Any], last: list[int]) -> Callable[[ChaosWorker], None]:
