@@ -243,10 +243,12 @@ class Choices:
                 f"got overlap='auto' with {self.schedule}, expected a Schedule: the control may run too few rounds to "
                 "measure; pass overlap=True or False"
             )
-        if self._parts and isinstance(self._parts[0], Periodic):
+        if self._parts and isinstance(outer := self._parts[0], Periodic):
+            delay = "delay='auto'" if outer.averages_exactly else "delay=1, for example,"
+            remedy = "" if outer.delay else f" and pass {delay} to the algorithm"
             raise ValueError(
-                f"got overlap='auto' with {self.algorithm}, expected False: its rounds run under training for a number "
-                "of steps; leave overlap out and pass delay='auto' to the algorithm"
+                f"got overlap='auto' with {self.algorithm}, expected False: its delay is the number of steps for which "
+                f"rounds run under training; leave overlap out{remedy}"
             )
         if wire_limit is not None:
             replace(self, wire_dtype=wire_limit).mixer()  # raises where no wire rounds the messages
