@@ -156,7 +156,11 @@ def measure(transport: Transport, work: Workload, *, host: str) -> Measurements:
         )
     round_trips, rates = _measure_links(transport, work) if n > 1 else ({}, {})
     _meet(transport, "start of the measurement of memory")
-    memory = float(_gathered(transport, torch.tensor([_memory_byte_s(work)]).double(), what="speeds of memory").min())
+    memory = float(
+        _gathered(
+            transport, torch.tensor([_memory_byte_s(work)], dtype=torch.float64, device="cpu"), what="speeds of memory"
+        ).min()
+    )
     _meet(transport, "start of the measured steps")
     own = torch.tensor(_step_quantiles(work), dtype=torch.float64, device="cpu")
     steps = tuple(map(tuple, _gathered(transport, own, what="seconds of steps").tolist()))
@@ -313,10 +317,10 @@ def _made(text: str, compute: float | None) -> Workload:
 def _stand_in(parameters: int) -> Workload:
     """Linear layers of about so many parameters, and a step of SGD."""
     width = min(_STAND_IN_WIDTH, max(math.isqrt(parameters), 1))
-    layers = [nn.Linear(width, width, bias=False) for _ in range(max(round(parameters / width**2), 1))]
+    layers = [nn.Linear(width, width, bias=False, device=_CPU) for _ in range(max(round(parameters / width**2), 1))]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x = torch.randn(_STAND_IN_BATCH, width)
+    x = torch.randn(_STAND_IN_BATCH, width, device=_CPU)
 
     def step() -> None:
         optimizer.zero_grad()

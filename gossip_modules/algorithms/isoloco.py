@@ -28,6 +28,8 @@ class IsoLoCo(DiLoCo):
         phi <- phi - c (D + b m)
         x_i <- phi
 
+    Singular values that are zero but for rounding stay zero, as their singular vectors are arbitrary.
+
     The more workers there are, the more the average of their drifts shrinks the directions in which they differ. Equal
     singular values restore these directions. With orthogonalize="step" the rule applies to D + b m in place of D.
 
@@ -91,6 +93,8 @@ class IsoLoCo(DiLoCo):
 def equalize_(x: Vector, drift: Vector) -> None:
     """Replace the singular values of each matrix by their mean.
 
+    Values that are zero but for rounding stay zero: their singular vectors are arbitrary.
+
     Args:
         x: the model, whose layout has the matrices.
         drift: a vector like the model, mutated.
@@ -98,7 +102,8 @@ def equalize_(x: Vector, drift: Vector) -> None:
     with full_precision(x.device):
         for matrix in matrices_of(x, drift):
             u, s, vh = torch.linalg.svd(matrix.to(wide_dtype(matrix.device)), full_matrices=False)
-            matrix.copy_(s.mean() * u @ vh)
+            is_zero = s <= max(matrix.shape) * torch.finfo(s.dtype).eps * s[:1]
+            matrix.copy_(s.mean() * u.masked_fill(is_zero, 0.0) @ vh)
 
 
 def matrices_of(x: Vector, like: Vector) -> Iterator[Tensor]:

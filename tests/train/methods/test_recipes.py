@@ -320,9 +320,9 @@ def test_who_takes_its_steps_how() -> None:
         pace = make_pace(config.chosen, config, counter=counter, wrapper=wrapper, request=request, world=world)
         return type(pace).__name__
 
-    for recipe in set(METHODS) - {"adpsgd", "wagma", "dpwa"}:
+    for recipe in set(METHODS) - {"adpsgd", "a2cid2", "wagma", "dpwa"}:
         assert pace_of(recipe=recipe, nesterov=False) == "Lockstep"
-    assert pace_of(recipe="adpsgd") == pace_of(recipe="dpwa") == "SharedSteps"
+    assert pace_of(recipe="adpsgd") == pace_of(recipe="a2cid2") == pace_of(recipe="dpwa") == "SharedSteps"
     assert pace_of(recipe="wagma") == "SharedRounds"
     # Where ranks wait for each other in person none may stop alone.
     assert pace_of(algorithm="WAGMA(wait_avoiding=False)") == "Lockstep"
