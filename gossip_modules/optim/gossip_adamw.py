@@ -52,8 +52,8 @@ class GossipAdamW(Optimizer):
         eps: added to the root.
         weight_decay: decoupled, as in AdamW.
         num_ranks: n, the ranks whose gradients all-reduce would average: `dist.get_world_size()`, or the number of
-            nodes with `nprocs_per_node=`. Change the entry `num_ranks` of the groups when ranks come or go, and after
-            loading the state of a run on another number of ranks, which brings its own.
+            nodes with `nprocs_per_node=`. Change the entry `num_ranks` of the groups when ranks come or go. A loaded
+            state leaves it as it is.
 
     Raises:
         ValueError: a setting out of range; (steps) sparse gradients; (load_state_dict) the state of another optimizer.
@@ -118,7 +118,10 @@ class GossipAdamW(Optimizer):
                     f"GossipAdamW: got a state of {', '.join(map(str, state))}, expected step, {', '.join(_STATE)}: "
                     "another optimizer has it; leave it out, and the moments begin anew"
                 )
+        own = [group["num_ranks"] for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, num_ranks in zip(self.param_groups, own, strict=True):
+            group["num_ranks"] = num_ranks
 
     def _advance(self, x: Tensor) -> int:
         """Return the number of this step of a parameter."""

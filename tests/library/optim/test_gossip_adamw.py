@@ -88,9 +88,18 @@ def test_a_checkpoint_goes_on_to_the_bit() -> None:
     optimizer = GossipAdamW([x], num_ranks=4)
     run(optimizer, x, gradients(6))
     y = nn.Parameter(x.detach().clone())
-    other = GossipAdamW([y], num_ranks=2)
+    other = GossipAdamW([y], num_ranks=4)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert torch.equal(run(optimizer, x, gradients(5)), run(other, y, gradients(5)))
+
+
+def test_a_loaded_state_leaves_the_number_of_ranks() -> None:
+    x = start()
+    optimizer = GossipAdamW([x], lr=0.1, num_ranks=4)
+    run(optimizer, x, gradients(2))
+    other = GossipAdamW([start()], num_ranks=2)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert (other.param_groups[0]["num_ranks"], other.param_groups[0]["lr"]) == (2, 0.1)
 
 
 def test_the_state_of_another_optimizer_is_refused() -> None:
