@@ -40,8 +40,10 @@ class IsoLoCo(DiLoCo):
     Horoi, Thérien, Wolf, Belilovsky, "Can Model Merging Improve Aggregation in DiLoCo?", 2026, arXiv 2607.03011.
 
     Args:
-        sync_every, lr, momentum: as for `DiLoCo`; the defaults are the best of the paper for 178 million parameters and
-            8 workers.
+        sync_every: as for `DiLoCo`.
+        lr: as for `DiLoCo`; the default is the best of the paper for 178 million parameters and 8 workers, as are the
+            defaults of `sync_every` and `momentum`.
+        momentum: as for `DiLoCo`.
         orthogonalize: "drift" applies the rule before the momentum, "step" after it.
         fragments: 1, or lists of names: equal runs would cut matrices.
 

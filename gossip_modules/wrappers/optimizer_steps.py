@@ -223,6 +223,7 @@ class OptimizerSteps(Stepped):
         """See `Stepped`: a loop that steps another model leaves out no step of this one."""
         self._gradient.forget()
         if not self._is_watched and self._num_elsewhere < _MANY_ELSEWHERE and self._thread == threading.get_ident():
+            self._thread = 0  # the next forward sets it: other models may step between forwards of this one
             self._note_copy(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
