@@ -503,4 +503,4 @@ class Membership:
             return
         worker.has_stopped = True
         log.warning("job %s: an error ended the training of this worker, and the others go on without it", self.name)
-        worker.liveness.close()
+        worker.liveness.close(is_met=True)

@@ -28,6 +28,7 @@ _BEAT, _LEAVING = b"+", b"."
 _NUM_GAPS, _MIN_GAPS = 64, 8  # of one peer that are kept, and that a deadline needs
 _GRACE = 2  # intervals from the end of a connection to the report: the worker's last message may be on its way
 _LATE_SELF = 4  # intervals: a worker that was late itself does not judge others
+_MEETING_SECONDS = 1.0
 _MAX_BYTES = 4096  # that are read at once
 
 
@@ -156,8 +157,16 @@ class LivenessMonitor:
         peer = self._peers.get(worker)
         return self._floor if peer is None else peer.deadline
 
-    def close(self) -> None:
-        """End the thread and close all connections; idempotent."""
+    def close(self, *, is_met: bool = False) -> None:
+        """End the thread and close all connections; idempotent.
+
+        Args:
+            is_met: whether to wait before, for a second at most, until the workers that this one watches watch it too.
+                A worker that has never heard this one does not notice the end of its connection.
+        """
+        limit = time.monotonic() + _MEETING_SECONDS
+        while is_met and len(self._watchers) < len(self._peers) and time.monotonic() < limit:
+            self._is_closed.wait(self._interval / 5)
         self._is_closed.set()
         if self._thread is not threading.current_thread():
             self._thread.join(1.0)

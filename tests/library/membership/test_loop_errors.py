@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules import GossipDataParallel, Membership
+from gossip_modules.membership.liveness.monitor import LivenessMonitor
 from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, member_of, model_of
 
 __all__ = ["_no_thread_stays"]
@@ -74,6 +75,31 @@ def test_an_error_that_leaves_the_loop_lets_the_others_go_on(kind: type[BaseExce
     script.may_go_on.set()
     job.until(lambda: len(survivor.members) == 2 and script.step > 0, "it has joined again")
     assert [list(change.left.values()) for change in survivor.changes] == [[], ["its connection closed"], []]
+    job.end()
+    script.thread.join(SECONDS)
+    assert script.wrapper is not None
+    script.wrapper.close()
+    close([survivor])
+
+
+def test_an_error_is_known_also_to_a_worker_that_has_not_met_this_one_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new worker may fail before the others have connected with its liveness."""
+    connect, may_connect = LivenessMonitor._connect, threading.Event()
+
+    def late(self: LivenessMonitor, peer: Any) -> None:
+        if may_connect.is_set():
+            connect(self, peer)
+
+    monkeypatch.setattr(LivenessMonitor, "_connect", late)
+    job = Job(dist.HashStore(), min_workers=2)
+    survivor = survivor_of(job)
+    script = Script(job, RuntimeError)
+    job.until(lambda: len(survivor.members) == 2 and survivor.step > 1, "they train")
+    script.may_raise.set()
+    threading.Timer(0.2, may_connect.set).start()
+    job.until(lambda: len(survivor.members) == 1, "the other one goes on alone")
+    script.may_go_on.set()
+    job.until(lambda: len(survivor.members) == 2 and script.step > 0, "it has joined again")
     job.end()
     script.thread.join(SECONDS)
     assert script.wrapper is not None
