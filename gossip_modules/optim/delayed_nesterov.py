@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.optim import Optimizer
+from .base import StepOptimizer, check_count, check_numbers
 
 
-class DelayedNesterov(Optimizer):
+class DelayedNesterov(StepOptimizer):
     """Nesterov momentum that moves once for N gradients, while each gradient is applied at once.
 
     Where workers push their drifts to an anchor one by one, momentum in each step would amplify drifts that are stale.
@@ -40,6 +37,7 @@ class DelayedNesterov(Optimizer):
         ValueError: a setting is out of range.
 
     Example:
+        >>> import torch
         >>> anchor = [torch.zeros(3)]
         >>> optimizer = DelayedNesterov(anchor, num_delayed=2)
         >>> for drift in (torch.ones(3), torch.ones(3)):
@@ -49,18 +47,16 @@ class DelayedNesterov(Optimizer):
         tensor([-1.3300, -1.3300, -1.3300])
     """
 
+    moments = ("momentum", "delayed")
+
     def __init__(
         self, params: Any, lr: float = 0.7, *, momentum: float = 0.9, num_delayed: int = 1, spread: float = 0.0
     ) -> None:
-        if not 0 <= lr < math.inf:
-            raise ValueError(f"DelayedNesterov: got lr={lr!r}, expected a number of at least 0")
+        check_numbers("DelayedNesterov", lr=lr)
         if not 0 <= momentum < 1:
             raise ValueError(f"DelayedNesterov: got momentum={momentum!r}, expected 0 <= momentum < 1")
-        if isinstance(num_delayed, bool) or not isinstance(num_delayed, int) or num_delayed < 1:
-            raise ValueError(
-                f"DelayedNesterov: got num_delayed={num_delayed!r}, expected a whole number of at least 1, such as the "
-                "number of workers; 1 is Nesterov momentum"
-            )
+        remark = ", such as the number of workers; 1 is Nesterov momentum"
+        check_count("DelayedNesterov", "num_delayed", num_delayed, remark)
         if not 0 <= spread <= 1 / num_delayed:
             raise ValueError(
                 f"DelayedNesterov: got spread={spread!r} with num_delayed={num_delayed}, expected 0 <= spread <= "
@@ -68,26 +64,17 @@ class DelayedNesterov(Optimizer):
             )
         super().__init__(params, {"lr": lr, "momentum": momentum, "num_delayed": num_delayed, "spread": spread})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See `torch.optim.Optimizer`; one arrival."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
+        """See `StepOptimizer`; one arrival."""
         for group in self.param_groups:
             e, b, n, c = (group[name] for name in ("lr", "momentum", "num_delayed", "spread"))
             for phi in group["params"]:
                 if phi.grad is None:
                     continue
-                state = self.state[phi]
-                if not state:
-                    state.update(step=0, momentum=torch.zeros_like(phi), delayed=torch.zeros_like(phi))
+                state = self.advanced(phi, phi.grad)
                 m, d, share = state["momentum"], state["delayed"].add_(phi.grad), c
-                state["step"] += 1
                 if state["step"] % n == 0:
                     m.mul_(b).add_(d, alpha=1 / n)
                     d.zero_()
                     share = 1 - c * n + c
                 phi.add_(m, alpha=-e * share * b).add_(phi.grad, alpha=-e / n)
-        return loss

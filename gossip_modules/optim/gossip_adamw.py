@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-_STATE = ("exp_avg", "exp_avg_sq", "exp_sq_avg")
-"""The averages m of the gradient, v of its square, and s of the square of m."""
-
+from .base import StepOptimizer, check_count, check_numbers
 
 _CACHED = 65536
 """Elements of parameters that one kernel takes together on a processor, so that they stay in its cache."""
 
 
-class GossipAdamW(Optimizer):
+class GossipAdamW(StepOptimizer):
     """GossipAdamW: AdamW for ranks that step by their own gradients.
 
     All-reduce gives Adam the mean gradient of n ranks, and the second moment of the mean is a^2 + b^2 / n, where a is
@@ -62,6 +59,7 @@ class GossipAdamW(Optimizer):
         >>> optimizer = GossipAdamW(model.parameters(), lr=1e-3, num_ranks=8)
     """
 
+    moments = ("exp_avg", "exp_avg_sq", "exp_sq_avg")  # m, v and s
     is_elementwise = True  # the Lab may step all workers by one of these
 
     def __init__(
@@ -80,66 +78,39 @@ class GossipAdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer`."""
         group = {**self.defaults, **param_group}
-        num_ranks, betas = group["num_ranks"], group["betas"]
-        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-            raise ValueError(f"got num_ranks={num_ranks!r}, expected a whole number of at least 1; 1 is AdamW")
+        betas = group["betas"]
+        check_count("GossipAdamW", "num_ranks", group["num_ranks"], "; 1 is AdamW")
+        check_numbers("GossipAdamW", **{name: group[name] for name in ("lr", "eps", "weight_decay")})
         if not (len(betas) == 2 and all(0 < beta < 1 for beta in betas) and betas[0] ** 2 < betas[1]):
             raise ValueError(
-                f"got betas={betas!r}, expected numbers between 0 and 1 with b1^2 < b2, such as (0.9, 0.95): with "
-                "b1 = 0 no average of the gradient tells its noise"
+                f"GossipAdamW: got betas={betas!r}, expected numbers between 0 and 1 with b1^2 < b2, such as "
+                "(0.9, 0.95): with b1 = 0 no average of the gradient tells its noise"
             )
-        for name in ("lr", "eps", "weight_decay"):
-            if not 0 <= group[name] < math.inf:
-                raise ValueError(f"got {name}={group[name]!r}, expected a number of at least 0")
         super().add_param_group(param_group)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See `torch.optim.Optimizer`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
+        """See `StepOptimizer`."""
         for group in self.param_groups:
             alike: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)  # tensors that one kernel takes together
             for x in group["params"]:
                 if x.grad is not None:
-                    alike[x.device, x.dtype, self._advance(x)].append(x)
+                    alike[x.device, x.dtype, self.advanced(x, x.grad)["step"]].append(x)
             for (device, _, t), tensors in alike.items():
                 for part in _parts(tensors) if device.type == "cpu" else [tensors]:
                     self._step(part, t, group)
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`."""
-        for state in state_dict["state"].values():
-            if not {"step", *_STATE} <= state.keys():
-                raise ValueError(
-                    f"GossipAdamW: got a state of {', '.join(map(str, state))}, expected step, {', '.join(_STATE)}: "
-                    "another optimizer has it; leave it out, and the moments begin anew"
-                )
+        """See `StepOptimizer`."""
         own = [group["num_ranks"] for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, num_ranks in zip(self.param_groups, own, strict=True):
             group["num_ranks"] = num_ranks
 
-    def _advance(self, x: Tensor) -> int:
-        """Return the number of this step of a parameter."""
-        if x.grad is not None and x.grad.is_sparse:
-            raise ValueError(
-                "GossipAdamW: got a sparse gradient, expected a dense one; pass sparse=False to nn.Embedding"
-            )
-        state = self.state[x]
-        if not state:
-            state.update({name: torch.zeros_like(x) for name in _STATE}, step=0)
-        state["step"] += 1
-        return int(state["step"])
-
     def _step(self, x: list[Tensor], t: int, group: dict[str, Any]) -> None:
         """The law, for parameters that have taken equally many steps."""
         (b1, b2), lr, kept = group["betas"], group["lr"], (1 - group["betas"][0]) / (1 + group["betas"][0])
         g = [each.grad for each in x if each.grad is not None]
-        m, v, s = ([self.state[each][name] for each in x] for name in _STATE)
+        m, v, s = ([self.state[each][name] for each in x] for name in self.moments)
         first, second = 1 - b1**t, (1 - kept) * (1 - b2**t)
         share = max(1 / group["num_ranks"], kept)
         longest = first * (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,11 +11,13 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from .base import StepOptimizer, check_numbers
+
 SCALES = ("match_rms_adamw", "original")
 """The values of `adjust_lr_fn`."""
 
 
-class MuonAdamW(Optimizer):
+class MuonAdamW(StepOptimizer):
     """Muon steps the hidden matrices of a model, and AdamW its embeddings, heads and all tensors that are no matrices.
 
     One object has the state of both, so `state_dict`, learning-rate schedulers and GradScaler work as with any other
@@ -119,17 +120,11 @@ class MuonAdamW(Optimizer):
                 part.param_groups, part.state = groups, self.state
                 self._parts.append(part)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See `torch.optim.Optimizer`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
+        """See `StepOptimizer`."""
         for part in self._parts:
             # The step without the hooks of optimizers: both parts are one step of this optimizer.
             inspect.unwrap(type(part).step, stop=lambda step: not hasattr(step, "hooked"))(part)
-        return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -145,9 +140,7 @@ def _check(model: object, adamw: object, **rates: float) -> None:
         )
     if isinstance(adamw, str):
         raise ValueError(f"MuonAdamW: got adamw={adamw!r}, expected a list of names or patterns, such as [{adamw!r}]")
-    for name, value in rates.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"MuonAdamW: got {name}={value!r}, expected a number of at least 0")
+    check_numbers("MuonAdamW", **rates)
 
 
 def split_parameters(

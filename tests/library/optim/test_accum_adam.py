@@ -96,7 +96,7 @@ def test_the_state_of_another_law_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"accum_steps": 0}, "got accum_steps=0, expected a whole number of steps, at least 1; 1 is AdamW"),
+        ({"accum_steps": 0}, "got accum_steps=0, expected a whole number of at least 1; 1 is AdamW"),
         ({"betas": (0.9, 1.0)}, r"got betas=\(0.9, 1.0\), expected two numbers of at least 0 and below 1"),
         ({"lr": -1.0}, "got lr=-1.0, expected a number of at least 0"),
     ],
