@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 8 -m gossip_modules.doctor --model mine:make --json > doctor.json
 
 `mine:make` is a function in the file mine.py. It returns the model and a function without arguments that takes one
-training step of it: forward, backward and optimizer step, without communication. With --parameters the seconds of a
-step are those of --compute; without --compute a stand-in of linear layers is timed, on a batch of 32.
+training step of it: forward, backward and optimizer step, without communication. With --parameters, --compute gives
+the seconds of a step; without --compute a stand-in of linear layers is timed, on a batch of 32.
 
 Ranks measure round trip and bandwidth in pairs, the speed of their memory, and the step, all at once as in training.
 Then rank 0 plans with these numbers as `python -m gossip_modules.lab` does: small models on drawn digits take the steps

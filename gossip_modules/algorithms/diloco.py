@@ -136,7 +136,7 @@ class DiLoCo(OuterMethod):
 
     @property
     def needs_current(self) -> bool:  # type: ignore[override]
-        """See `Algorithm`; under overlap the tokens of the next step could be among those of the round."""
+        """See `Algorithm`; under overlap a round could count the tokens of the next step."""
         return self.counts_tokens
 
     @property

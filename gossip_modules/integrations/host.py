@@ -112,7 +112,7 @@ def read_own(read: Callable[[], dict[str, Any]], wrappers: Sequence[GossipWrappe
     Ranks compare their files with each other and with the wrappers before a host loads anything.
 
     Args:
-        read: returns the content of the file; raises FileNotFoundError where there is none.
+        read: returns the content of the file; raises FileNotFoundError if the file does not exist.
         wrappers: that are to be loaded.
         where: the file, for messages.
 

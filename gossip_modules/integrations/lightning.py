@@ -64,7 +64,7 @@ class GossipStrategy(_RankFiles, DDPStrategy):
     Args:
         gossip: the arguments of `GossipDataParallel` as a dict, or a function that wraps a module; see
             `gossip_modules.integrations.host.Gossip`.
-        kwargs: of Lightning's DDPStrategy, but for those of DistributedDataParallel.
+        kwargs: the arguments of Lightning's DDPStrategy, without the ones for DistributedDataParallel.
 
     Raises:
         ValueError: arguments of DistributedDataParallel, or a membership.
@@ -185,7 +185,7 @@ class GossipFabricStrategy(_RankFiles, FabricDDPStrategy):
     Args:
         gossip: the arguments of `GossipDataParallel` as a dict, or a function that wraps a module; see
             `gossip_modules.integrations.host.Gossip`.
-        kwargs: of Fabric's DDPStrategy, but for those of DistributedDataParallel.
+        kwargs: the arguments of Fabric's DDPStrategy, without the ones for DistributedDataParallel.
 
     Raises:
         ValueError: arguments of DistributedDataParallel, or a membership.
