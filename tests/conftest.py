@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.harness.processes import start_server
 from tests.harness.ranks import end_threads, forget_threads
 from tests.watchdog import Watchdog
 
@@ -22,14 +23,18 @@ if TYPE_CHECKING:
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep what imports and collection have made out of every pass of the garbage collector and of gc.get_referrers().
 
     These are 600,000 objects in a run of all tests, half a second for each full pass. run_ranks() makes one for each
     rank that fails, wrappers make one where their module seems to be taken, and Python makes some by itself.
+
+    Where tests start processes, the server of them starts here: see `start_server`.
     """
     gc.collect()
     gc.freeze()
+    if any(item.get_closest_marker("e2e") for item in session.items):
+        start_server()
 
 
 _stderr = pytest.StashKey[int]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import tempfile
 import time
@@ -32,6 +33,19 @@ class Outcome(NamedTuple):
     error: str = ""  # type and text of the exception that ended it; empty after a result or a signal
     seconds: float = float("nan")  # from start_clock() to that end
     exit_code: int | None = None  # negative: the signal; None: had to be killed
+
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def start_server() -> None:
+    """Start the server of forks, which imports PRELOADED meanwhile.
+
+    A process of Python has one such server, and the first code that asks for it says what the server imports. Code
+    under test asks for one with other imports; then each later process of the tests would import the rest by itself.
+    """
+    _context.set_forkserver_preload(PRELOADED)
+    multiprocessing.forkserver.ensure_running()
 
 
 _clock = time.monotonic()
@@ -65,15 +79,14 @@ def run_processes(
         backend: of the default group; with "nccl" rank i has GPU i. None: the body makes and ends the group itself.
         timeout: seconds for everything; a process that has not ended then is killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    start_server()
     deadline = time.monotonic() + timeout
     outcomes = [Outcome()] * world_size
     with tempfile.TemporaryDirectory() as folder:
         readers, processes = [], []
         for rank in range(world_size):
-            reader, writer = context.Pipe(duplex=False)
-            process = context.Process(target=_main, args=(rank, world_size, folder, backend, writer, body, args))
+            reader, writer = _context.Pipe(duplex=False)
+            process = _context.Process(target=_main, args=(rank, world_size, folder, backend, writer, body, args))
             process.start()
             writer.close()
             readers.append(reader)

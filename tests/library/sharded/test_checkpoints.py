@@ -62,8 +62,7 @@ def save(rank: int, folder: str) -> dict[str, list[Tensor]]:
     return {"model": left, "moments": moments, "buffers": [b.clone() for b in model.buffers()]}
 
 
-def load(rank: int, folder: str, num_shards: int) -> list[list[Tensor]]:
-    torch.set_num_threads(1)
+def load(folder: str, num_shards: int) -> list[list[Tensor]]:
     wrapper, optimizer, replica = made(7, num_shards, GossipDataParallel)
     dcp.load({"model": wrapper.checkpoint(optimizer)}, checkpoint_id=f"{folder}/GossipDataParallel", **ANY_WORLD)
     found = [parameters_of(wrapper.module), moments_of(optimizer)]
@@ -72,16 +71,19 @@ def load(rank: int, folder: str, num_shards: int) -> list[list[Tensor]]:
     return found
 
 
+def load_twice(rank: int, folder: str) -> list[list[list[Tensor]]]:
+    """Whole models; then one replica in two shards."""
+    torch.set_num_threads(1)
+    return [load(folder, num_shards) for num_shards in (1, 2)]
+
+
 def test_another_sharding_begins_with_the_average(tmp_path: Path) -> None:
     saved = [outcome.result for outcome in run_processes(4, save, str(tmp_path), timeout=100.0)]
     mean = [(x + y) / 2 for x, y in zip(saved[0]["model"], saved[2]["model"], strict=True)]
-    for processes, num_shards in ((2, 1), (2, 2)):  # whole models; one replica in two shards
-        for outcome in run_processes(processes, load, str(tmp_path), num_shards, timeout=100.0):
-            model, moments = outcome.result
-            torch.testing.assert_close(model, mean)
-            if num_shards == 2:
-                torch.testing.assert_close(
-                    moments, [(x + y) / 2 for x, y in zip(saved[0]["moments"], saved[2]["moments"], strict=True)]
-                )
-            else:
-                assert not moments, "the optimizers of other shards begin anew"
+    for outcome in run_processes(2, load_twice, str(tmp_path), timeout=100.0):
+        (model, begun), (shards, moments) = outcome.result
+        torch.testing.assert_close(model, mean)
+        assert not begun, "the optimizers of other shards begin anew"
+        torch.testing.assert_close(shards, mean)
+        expected = [(x + y) / 2 for x, y in zip(saved[0]["moments"], saved[2]["moments"], strict=True)]
+        torch.testing.assert_close(moments, expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -315,7 +314,13 @@ def check_replica(rank: int) -> None:
         wrapper.close()
 
 
-@pytest.mark.parametrize("check", [check_loops, check_wrappers, check_replica])
-def test_of_sharded_replicas(check: Callable[[int], None]) -> None:
-    for outcome in run_processes(4, check, expect_result=False, timeout=100.0):
+def check_all(rank: int) -> None:
+    """All checks in one start of four processes, whose imports take long."""
+    check_loops(rank)
+    check_wrappers(rank)
+    check_replica(rank)
+
+
+def test_of_sharded_replicas() -> None:
+    for outcome in run_processes(4, check_all, expect_result=False, timeout=100.0):
         assert not outcome.error, outcome.error
