@@ -13,7 +13,6 @@ from .clock import Compute, LinkSpec, Network
 from .comparison import LabJoin as Join
 from .comparison import LabKill as Kill
 from .comparison import Result, compare
-from .control import ControlRates
 from .plan import LabPlan, Setting
 from .planner import Advice, Prediction, advise, best, simulate, tune
 from .tasks import Consensus, Digits, LabTask, Problem
@@ -22,7 +21,6 @@ __all__ = [
     "Advice",
     "Compute",
     "Consensus",
-    "ControlRates",
     "Digits",
     "Join",
     "Kill",

@@ -32,7 +32,6 @@ from ..registry import METHODS
 from ..schedule import Schedule
 from .clock import Compute, Network
 from .comparison import show
-from .control import ControlRates
 from .plan import LabPlan, Setting, check
 from .planner import MAX_STEPS, advise, as_table, simulate, tune
 from .tasks import PROBLEMS, Digits
@@ -83,8 +82,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--peers", type=whole, help="peers per round (default: one, on graphs that never change all)")
     schedule = text_of(SCHEDULES, lambda text: Schedule(int(text)))
     add("--schedule", type=schedule, default=Schedule(), help="Schedule(...) or ConsensusControl(...)")
-    rates = text_of({"ControlRates": ControlRates}, lambda text: ControlRates(float(text)))
-    add("--control-rates", type=rates, help="rounds per step under control, or ControlRates(...), as measured")
     problem = text_of(PROBLEMS, lambda text: read(text, PROBLEMS, option="problem"))
     add("--problem", type=problem, help="Digits(...) or Consensus(...) (default Digits)")
     add("--target", type=float, help="of the error (default: the problem's own)")
@@ -109,10 +106,7 @@ def _run(arguments: Sequence[str] | None) -> str:
     setting = Setting(n, options.parameters, options.compute, options.network, seed=options.seed)
     problem = options.problem or Digits(seed=options.seed)
     target = problem.target if options.target is None else options.target
-    plans = [
-        LabPlan.of(text, schedule=options.schedule, control_rates=options.control_rates, peers_per_itr=options.peers)
-        for text in texts
-    ]
+    plans = [LabPlan.of(text, schedule=options.schedule, peers_per_itr=options.peers) for text in texts]
     resolved = [plan.resolved(n) for plan in plans]
     if twice := [text for text, plan in zip(texts, resolved) if resolved.count(plan) > 1]:
         raise ValueError(f"got methods {' and '.join(twice)}, which are the same, expected each once; leave one out")

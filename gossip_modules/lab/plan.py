@@ -38,7 +38,7 @@ from ..rounds.stacked import Stacked
 from ..schedule import Schedule
 from .asynchronous import Bilateral, Groups, OwnPace, Pull
 from .clock import BucketClock, Clock, Compute, MessageCost, Network, OverlapClock, WorkerLinks, check
-from .control import ControlledGossip, ControlRates
+from .control import ControlledGossip
 from .models import Models
 
 MAX_DENSE_RANKS = 512
@@ -62,7 +62,7 @@ CODE_PASSES: Mapping[type[Any], tuple[float, float]] = {
     Moniqua: (0.0, 4.0),
     PowerGossip: (-1.0, 3.0),  # a worker does not hear itself
 }
-"""Encoding and decoding, in the time of a pass over the model: measured, see benchmarks/compression.py."""
+"""Encoding and decoding, in the time of a pass over the model: measured, see docs/benchmarks/compression.md."""
 UNKNOWN_PASSES = (10.0, 4.0)
 _MEMORY_PASSES = 3.0  # of error feedback or public copies, beside the code itself
 _OUTER_PASSES = 10.0  # the drift, the outer optimizer with a momentum, and the new model: measured on a cluster
@@ -123,14 +123,9 @@ class LabPlan:
         code: the short name of the compressor, if there is one; "": the default of the method.
         peers_per_itr: peers per round, or a schedule of it; None: all neighbours on static graphs, one on others.
         schedule: which step gossips and which averages over all; or a `ConsensusControl`, of methods that take one.
-        control_rates: how often workers communicate under the control, as measured on your model. None: as often as the
-            control finds necessary on the models that are trained.
         overlap: whether a round takes effect one step later, under the compute.
         is_recipe: whether the recipe chose the settings, so that other settings may be tried.
         is_text: whether a text names the method, so that its draws take the seed of the setting.
-
-    Raises:
-        ValueError: rates without a control.
 
     >>> LabPlan.of("choco:hypercube:topk").name
     'choco with topk on hypercube'
@@ -143,17 +138,9 @@ class LabPlan:
     code: str = ""
     peers_per_itr: int | Mapping[int, int] | None = None
     schedule: Schedule | ConsensusControl = field(default_factory=Schedule)
-    control_rates: ControlRates | None = None
     overlap: bool = False
     is_recipe: bool = True
     is_text: bool = True
-
-    def __post_init__(self) -> None:
-        if self.control_rates is not None and not isinstance(self.schedule, ConsensusControl):
-            raise ValueError(
-                f"got control_rates={self.control_rates} with {self.schedule}, expected none: they say how often "
-                "workers communicate under a ConsensusControl; give schedule=ConsensusControl(target=2.0)"
-            )
 
     @classmethod
     def of(cls, what: Any, **others: Any) -> LabPlan:
@@ -406,11 +393,10 @@ class PlanRun:
         """Return D-PSGD, SGP or Overlap SGP, or MATCHA: gossip of the models themselves, also under a control.
 
         Raises:
-            ValueError: the target of the control is in units of updates, but there are no updates, and no rates.
+            ValueError: the target of the control is in units of updates, but there are no updates.
         """
         arguments, plan = self.plan.chosen.arguments, self.plan
-        schedule, rates = plan.schedule, plan.control_rates
-        overlap = plan.overlap or bool(arguments.get("overlap"))
+        schedule, overlap = plan.schedule, plan.overlap or bool(arguments.get("overlap"))
         if plan.method.name == "matcha":
             schedule, mixing = self.schedule, self.matcha_weights()
         else:
@@ -418,12 +404,12 @@ class PlanRun:
         clock = (OverlapClock if overlap else Clock)(*self.cluster)
         if not isinstance(schedule, ConsensusControl):
             return Running(Stacked(DPSGD(), mixing, overlap=overlap), clock, schedule)
-        if rates is None and schedule.is_relative and not self.models.learns:
+        if schedule.is_relative and not self.models.learns:
             raise ValueError(
                 f"got schedule={schedule} for a problem in which workers agree and learn nothing, expected "
                 "is_relative=False: there are no updates whose size the target could be in; take the problem digits"
             )
-        return Running(ControlledGossip(mixing, schedule, rates, overlap=overlap), clock)
+        return Running(ControlledGossip(mixing, schedule, overlap=overlap), clock)
 
     def matcha_weights(self) -> MixingManager:
         """Return the weights of MATCHA's matchings."""

@@ -18,7 +18,6 @@ from ..registry import METHODS
 from ..schedule import Schedule
 from ..wrappers.choices import written
 from .comparison import LabTraining
-from .control import ControlRates
 from .plan import CODES, LabPlan, Setting
 from .tasks import Digits, Problem
 
@@ -54,7 +53,7 @@ class Prediction:
             waiting.
         disagreement, max_disagreement: of the workers' models at the end, see `Problem`, and the limit of agreement.
         is_overlapped: whether messages travel while workers compute.
-        control_rates: how often workers communicated, if a `ConsensusControl` decides that.
+        control_rates: rounds and exact averages per step, if a `ConsensusControl` decides them.
     """
 
     plan: LabPlan
@@ -68,7 +67,7 @@ class Prediction:
     disagreement: float
     max_disagreement: float
     is_overlapped: bool = False
-    control_rates: ControlRates | None = None
+    control_rates: tuple[float, float] | None = None
 
     @property
     def has_reached(self) -> bool:
@@ -168,7 +167,7 @@ def _predict(
         disagreement=problem.disagreement(z),
         max_disagreement=problem.max_disagreement,
         is_overlapped=method.clock.is_overlapped,
-        control_rates=getattr(method.driver, "control_rates", None),
+        control_rates=getattr(method.driver, "rates", None),
     )
 
 
@@ -305,9 +304,9 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
         sentences.append(f"It was simulated with {chosen.settings}.")
     if (rates := chosen.control_rates) is not None:
         sentences.append(
-            f"Under control {rates.rounds_per_step:.0%} of the steps had a round, and {rates.averages_per_step:.0%} an "
-            "exact average. On your model it may be more or less often: give the counts that comm_stats() of some "
-            'hundred steps has, as --control-rates "ControlRates(...)".'
+            f"Under control {rates[0]:.0%} of the steps had a round, and {rates[1]:.0%} an exact average. On your "
+            "model it may be more or less often: give the counts that comm_stats() of some hundred steps has as a "
+            'schedule, such as --schedule "Schedule(gossip_every=5, average_every=16)".'
         )
     if chosen.plan.method.name in METHODS:
         launch = f"torchrun --standalone --nproc-per-node {setting.world_size} -m train.gossip_sgd"
@@ -358,7 +357,7 @@ def as_table(predictions: Sequence[Prediction]) -> str:
 def _row(prediction: Prediction) -> tuple[str, ...]:
     notes = [prediction.settings] if prediction.settings else []
     if (rates := prediction.control_rates) is not None:
-        notes.append(f"{rates.rounds_per_step:.2f} rounds and {rates.averages_per_step:.2f} averages per step")
+        notes.append("{:.2f} rounds and {:.2f} averages per step".format(*rates))
     if not prediction.has_reached:
         notes.append(f"not reached: {prediction.error:.3g}")
     elif not prediction.has_agreed:

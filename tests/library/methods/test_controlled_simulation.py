@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,18 +11,16 @@ import torch
 from torch import Tensor
 
 from gossip_modules import ConsensusControl, RingGraph
-from gossip_modules.consensus_control import ControlLaw
-from gossip_modules.graph_manager import CompleteGraph
-from gossip_modules.lab import Consensus, ControlRates, Digits, LabPlan, Setting, advise, simulate, tune
+from gossip_modules.lab import Consensus, Digits, LabPlan, Setting, advise, simulate, tune
 from gossip_modules.lab.__main__ import main
 from gossip_modules.lab.clock import Clock, ControlledRound
-from gossip_modules.lab.control import ControlledGossip, RateLaw
+from gossip_modules.lab.control import ControlledGossip
 from gossip_modules.lab.planner import recipe_options
 from gossip_modules.methods import METHODS
 from gossip_modules.methods.wrapping import schedule_of
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.rounds.rows import StackedMixing
-from gossip_modules.schedule import Action, Schedule
+from gossip_modules.schedule import Schedule
 from tests.harness.ranks import run_ranks
 from tests.library.engine.test_controlled import LR, targets, train
 from tests.library.lab.simulations import CLUSTER, LINKS, UNEVEN, Rounds, irregular, made, workers
@@ -69,19 +66,11 @@ def test_steps_and_bytes_are_those_of_ranks_on_threads(name: str, overlap: bool)
         real = torch.stack([each[0][step] for each in ranks])
         torch.testing.assert_close(points[step], real, rtol=0, atol=1e-12)
     stats = ranks[0][1][-1]
-    assert isinstance(driver.law, ControlLaw)
     assert {name: driver.law.stats()[name] for name in COUNTERS} == {name: stats[name] for name in COUNTERS}
     assert stats["num_skipped_steps"] + stats["num_added_rounds"] > 0
     assert method.sent_bytes == stats["bytes_sent"]
-    rates = ControlRates.measured(stats)
-    assert driver.control_rates == rates
-
-    # The same rates give the same bytes, whatever the models do.
-    plan = LabPlan.of("dpsgd:ring", schedule=replace(control, target=1e9), control_rates=rates)
-    again, driver, _ = simulated(plan, small(n))
-    assert isinstance(driver.law, RateLaw)
-    assert driver.control_rates == rates
-    assert again.sent_bytes == stats["bytes_sent"]
+    rounds, averages = (stats[name] / NUM_STEPS for name in ("num_rounds", "num_averages"))
+    assert driver.rates == (rounds, averages)
 
 
 def test_a_step_under_control_takes_what_its_parts_take() -> None:
@@ -113,7 +102,7 @@ def test_a_tight_target_communicates_more_than_a_loose_one() -> None:
         rates.append(simulate(plan, CLUSTER, Digits(), target=1e-9, max_steps=60).control_rates)
     assert rates[0] is not None
     assert rates[1] is not None
-    assert rates[0].rounds_per_step > 2 * rates[1].rounds_per_step
+    assert rates[0][0] > 2 * rates[1][0]
 
 
 def test_methods_that_say_themselves_when_they_communicate_stay_as_they_are() -> None:
@@ -147,62 +136,7 @@ def test_a_target_in_updates_needs_updates() -> None:
     with pytest.raises(ValueError, match=r"for a problem in which workers agree and learn nothing, expected is_rel"):
         simulate(plan, CLUSTER, Consensus())
     absolute = replace(plan, schedule=ConsensusControl(2.0, is_relative=False))
-    for each in (absolute, replace(plan, control_rates=ControlRates(0.5))):
-        assert simulate(each, CLUSTER, Consensus()).has_reached
-
-
-# Rates.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"rounds_per_step": 0.0}, "got rounds_per_step=0.0, expected above 0 and at most 1"),
-        ({"rounds_per_step": 1.5}, "got rounds_per_step=1.5, expected above 0 and at most 1"),
-        (
-            {"rounds_per_step": 0.2, "averages_per_step": 0.3},
-            "got averages_per_step=0.3, expected at least 0 and no more than rounds_per_step=0.2",
-        ),
-        ({"rounds_per_step": 0.2, "added_rounds_per_step": -1}, "got added_rounds_per_step=-1, expected a number of"),
-    ],
-)
-def test_rates_that_cannot_be(arguments: dict[str, float], expected: str) -> None:
-    with pytest.raises(ValueError, match=expected):
-        ControlRates(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("stats", "expected"),
-    [
-        ({"num_rounds": 3}, "got stats without num_skipped_steps, num_averages, num_added_rounds, expected comm_stats"),
-        (dict.fromkeys(("num_rounds", *COUNTERS), 0), "got stats of a run without a round, expected some hundred"),
-    ],
-)
-def test_stats_that_tell_no_rates(stats: Mapping[str, float], expected: str) -> None:
-    with pytest.raises(ValueError, match=expected):
-        ControlRates.measured(stats)
-
-
-def test_rates_go_with_a_control_that_has_them() -> None:
-    rates = ControlRates(0.5, 0.1)
-    with pytest.raises(ValueError, match=r"got control_rates=.* with Schedule\(.*\), expected none"):
-        LabPlan.of("dpsgd", control_rates=rates)
-    exact = LabPlan.of("dpsgd", schedule=ConsensusControl(2.0, average_every=1), control_rates=rates)
-    with pytest.raises(ValueError, match=r"with average_every=1, expected rounds_per_step alone"):
-        made(exact, CLUSTER)
-    made(replace(exact, control_rates=ControlRates(0.5)), CLUSTER)
-
-
-def test_rates_are_kept_over_any_number_of_steps() -> None:
-    """In k steps ceil(k r) rounds begin, the first in the first step; averages and added rounds come late."""
-    rates = ControlRates(7 / 30, 2 / 30, 11 / 30)
-    control, x = ConsensusControl(2.0, remedy="rounds"), torch.zeros(3, 2)
-    driver = ControlledGossip(default_mixing(CompleteGraph(3), push_sum=False), control, rates)
-    driver.step(x, 0, Action.GOSSIP)
-    assert driver.control_rates == ControlRates(1.0, 0.0, 1.0)
-    for step in range(1, 30):
-        driver.step(x, step, Action.GOSSIP)
-    assert driver.control_rates == rates
+    assert simulate(absolute, CLUSTER, Consensus()).has_reached
 
 
 # What is proposed.
@@ -238,10 +172,7 @@ def test_tuning_proposes_control_where_that_is_fastest(monkeypatch: pytest.Monke
 def test_the_command_line_controls(capsys: pytest.CaptureFixture[str]) -> None:
     control = ["--schedule", "ConsensusControl(2)"]
     arguments = ["--world-size", "4", "--max-steps", "8", *control, "--methods"]
-    rates = ["--control-rates", "ControlRates(0.5, averages_per_step=0.25)"]
-    assert main([*arguments, "ar", "dpsgd:ring", *rates]) == 0
-    assert "rounds and 0.22 averages per step" in capsys.readouterr().out  # 2 of 9 forwards
-    assert main(["--world-size", "4", "--methods", "dpsgd", *rates]) == 2
-    assert "expected none: they say how often workers communicate under a ConsensusC" in capsys.readouterr().err
+    assert main([*arguments, "ar", "dpsgd:ring"]) == 0
+    assert "averages per step" in capsys.readouterr().out
     assert main([*arguments, "choco"]) == 2
     assert "or leave the control out" in capsys.readouterr().err
