@@ -49,6 +49,7 @@ from .registry import METHODS
 from .transport.base import Transport
 from .transport.connect import connect
 from .transport.deadline import as_timeout
+from .transport.process_group import ProcessGroupTransport
 
 _CPU = torch.device("cpu")
 _MAX_COMPLETE = 8  # ranks; of more, each one measures the links to ranks at distances 1, 2, 4, ...
@@ -102,9 +103,8 @@ class Measurements:
     def places(self) -> Mapping[str, list[Edge]]:
         """The measured pairs inside hosts, and between hosts; without empty entries."""
         found: dict[str, list[Edge]] = {}
-        for u, v in self.rates:
-            place = "inside hosts" if self.hosts[u] == self.hosts[v] else "between hosts"
-            found.setdefault(place, []).append((u, v))
+        for pair in self.rates:
+            found.setdefault(self._place(*pair), []).append(pair)
         return dict(sorted(found.items(), reverse=True))
 
     def compute(self) -> Compute:
@@ -115,14 +115,17 @@ class Measurements:
         """The measured links; a pair that was not measured has the median of the pairs inside, or between, hosts."""
         medians = {place: self._link(pairs) for place, pairs in self.places.items()}
         every = self._link(list(self.rates))
-        n = len(self.hosts)
-        rows = [[every] * n for _ in range(n)]
-        for u in range(n):
-            for v in range(n):
-                pair = (min(u, v), max(u, v))
-                place = "inside hosts" if self.hosts[u] == self.hosts[v] else "between hosts"
-                rows[u][v] = self._link([pair]) if pair in self.rates else medians.get(place, every)
-        return Network(rows, (1,) * n, memory_byte_s=self.memory_byte_s)
+
+        def link(u: int, v: int) -> LinkSpec:
+            pair = min(u, v), max(u, v)
+            return self._link([pair]) if pair in self.rates else medians.get(self._place(u, v), every)
+
+        ranks = range(len(self.hosts))
+        rows = [[link(u, v) for v in ranks] for u in ranks]
+        return Network(rows, (1,) * len(ranks), memory_byte_s=self.memory_byte_s)
+
+    def _place(self, u: int, v: int) -> str:
+        return "inside hosts" if self.hosts[u] == self.hosts[v] else "between hosts"
 
     def _link(self, pairs: Sequence[Edge]) -> LinkSpec:
         rate = statistics.median(self.rates[pair] for pair in pairs)
@@ -132,7 +135,7 @@ class Measurements:
 # Measurements.
 
 
-def measure(transport: Transport, work: Workload, *, host: str) -> Measurements:
+def measure(transport: ProcessGroupTransport, work: Workload, *, host: str) -> Measurements:
     """Measure; collective.
 
     Args:
@@ -145,7 +148,8 @@ def measure(transport: Transport, work: Workload, *, host: str) -> Measurements:
         TimeoutError, ConnectionError: a rank is late or gone; the error names it.
     """
     n = transport.world_size
-    names = _gathered(transport, _as_bytes(host), what="hosts")
+    padded = host.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+    names = _gathered(transport, torch.frombuffer(bytearray(padded), dtype=torch.uint8), what="hosts")
     hosts = tuple(bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in names)
     size = torch.tensor([work.num_bytes], device="cpu")
     sizes = _gathered(transport, size, what="sizes of models").flatten().tolist()
@@ -155,13 +159,10 @@ def measure(transport: Transport, work: Workload, *, host: str) -> Measurements:
             "model on all ranks; make it without regard to the rank"
         )
     round_trips, rates = _measure_links(transport, work) if n > 1 else ({}, {})
-    _meet(transport, "start of the measurement of memory")
-    memory = float(
-        _gathered(
-            transport, torch.tensor([_memory_byte_s(work)], dtype=torch.float64, device="cpu"), what="speeds of memory"
-        ).min()
-    )
-    _meet(transport, "start of the measured steps")
+    transport.barrier(what="start of the measurement of memory")
+    speed = torch.tensor([_memory_byte_s(work)], dtype=torch.float64, device="cpu")
+    memory = float(_gathered(transport, speed, what="speeds of memory").min())
+    transport.barrier(what="start of the measured steps")
     own = torch.tensor(_step_quantiles(work), dtype=torch.float64, device="cpu")
     steps = tuple(map(tuple, _gathered(transport, own, what="seconds of steps").tolist()))
     return Measurements(hosts, round_trips, rates, steps, memory)
@@ -221,8 +222,9 @@ def _step_quantiles(work: Workload) -> list[float]:
         _called(work.step, f"the training step of {work.name}")
         wait_for_queue(work.device)
         seconds.append(time.perf_counter() - start)
-    ordered = sorted(seconds[_NUM_WARM:])
-    return [ordered[round(k * (len(ordered) - 1) / (_QUANTILES - 1))] for k in range(_QUANTILES)]
+    shares = torch.linspace(0, 1, _QUANTILES, dtype=torch.float64, device=_CPU)
+    counted = torch.tensor(seconds[_NUM_WARM:], dtype=torch.float64, device=_CPU)
+    return counted.quantile(shares, interpolation="nearest").tolist()
 
 
 def _gathered(transport: Transport, own: Tensor, *, what: str) -> Tensor:
@@ -230,15 +232,6 @@ def _gathered(transport: Transport, own: Tensor, *, what: str) -> Tensor:
     rows = own.new_empty(transport.world_size * own.numel())
     transport.all_gather(rows, own, what=what)
     return rows.view(transport.world_size, -1)
-
-
-def _meet(transport: Transport, what: str) -> None:
-    transport.all_reduce(torch.zeros(1, device="cpu"), what=what)
-
-
-def _as_bytes(text: str) -> Tensor:
-    padded = text.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-    return torch.frombuffer(bytearray(padded), dtype=torch.uint8)
 
 
 # The model.
@@ -337,9 +330,9 @@ def _stand_in(parameters: int) -> Workload:
 class Forecast(NamedTuple):
     """What each method would cost, and which one to choose; the methods that were left out, and why."""
 
-    predictions: list[Prediction]
-    advice: Advice | None
-    left_out: list[str]
+    predictions: Sequence[Prediction] = ()
+    advice: Advice | None = None
+    left_out: Sequence[str] = ()
 
 
 def plan(measured: Measurements, work: Workload, methods: Sequence[str], *, seconds: float) -> Forecast:
@@ -367,10 +360,10 @@ def plan(measured: Measurements, work: Workload, methods: Sequence[str], *, seco
     return Forecast(predictions, advise(predictions, setting) if predictions else None, left_out)
 
 
-def as_text(measured: Measurements, work: Workload, found: Forecast | None) -> str:
+def as_text(measured: Measurements, work: Workload, found: Forecast) -> str:
     """The measurements and the plan, for people."""
-    n = len(measured.hosts)
-    place = f"{_counted(n, 'rank')} on {_counted(len(set(measured.hosts)), 'host')}"
+    n, num_hosts = len(measured.hosts), len(set(measured.hosts))
+    place = f"{n} rank{'s' * (n > 1)} on {num_hosts} host{'s' * (num_hosts > 1)}"
     lines = [f"{place}; model: {work.name}, {work.num_bytes / 1e6:.4g} MB on {work.device}"]
     lines += ["", f"{'links':<14} {'pairs':>5} {'round trip, ms':>15} {'Gbit/s':>8}   slowest"]
     for place, pairs in measured.places.items():
@@ -388,7 +381,7 @@ def as_text(measured: Measurements, work: Workload, found: Forecast | None) -> s
         f"memory: {measured.memory_byte_s / 1e9:.3g} GB/s read or written by each rank while all do",
         "",
     ]
-    if found is None:
+    if n == 1:
         alone = "One process has no links to measure, and nothing to plan. Start several processes with torchrun."
         return "\n".join([lines[0], *lines[-3:], alone])
     lines += [as_table(found.predictions), ""] if found.predictions else []
@@ -401,11 +394,7 @@ def as_text(measured: Measurements, work: Workload, found: Forecast | None) -> s
     return "\n".join(lines)
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
-
-
-def as_json(measured: Measurements, work: Workload, found: Forecast | None) -> str:
+def as_json(measured: Measurements, work: Workload, found: Forecast) -> str:
     """The measurements and the plan, as one JSON object."""
     pairs = [
         {"ranks": list(pair), "round_trip_s": measured.round_trips[pair], "bit_s": measured.rates[pair]}
@@ -422,9 +411,9 @@ def as_json(measured: Measurements, work: Workload, found: Forecast | None) -> s
             "waiting_share": prediction.waiting_share,
             "agrees": prediction.has_agreed,
         }
-        for prediction in (found.predictions if found else ())
+        for prediction in found.predictions
     ]
-    best = found.advice.best if found and found.advice else None
+    advice = found.advice or Advice(None, ())
     return json.dumps(
         {
             "world_size": len(measured.hosts),
@@ -436,9 +425,9 @@ def as_json(measured: Measurements, work: Workload, found: Forecast | None) -> s
             "step_s": measured.steps,
             "memory_byte_s": measured.memory_byte_s,
             "methods": methods,
-            "best": None if best is None else best.plan.label,
-            "advice": list(found.advice.sentences) if found and found.advice else [],
-            "left_out": found.left_out if found else [],
+            "best": None if advice.best is None else advice.best.plan.label,
+            "advice": advice.sentences,
+            "left_out": found.left_out,
         }
     )
 
@@ -468,7 +457,7 @@ def _run(options: argparse.Namespace, timeout: timedelta) -> str:
     if "RANK" not in os.environ:
         work = workload(*given)
         measured = Measurements((host,), {}, {}, (tuple(_step_quantiles(work)),), _memory_byte_s(work))
-        return (as_json if options.json else as_text)(measured, work, None)
+        return (as_json if options.json else as_text)(measured, work, Forecast())
     # Before the model is made, so that errors name a rank that makes its model slowly, or fails.
     dist.init_process_group(None if torch.accelerator.is_available() else "gloo", timeout=timeout)
     try:
@@ -482,7 +471,7 @@ def _run(options: argparse.Namespace, timeout: timedelta) -> str:
         dist.destroy_process_group()
     if os.environ["RANK"] != "0":
         return ""
-    found = None
+    found = Forecast()
     if len(measured.hosts) > 1:
         found = plan(measured, work, options.methods or list(METHODS), seconds=options.seconds)
     return (as_json if options.json else as_text)(measured, work, found)
