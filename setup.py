@@ -89,7 +89,7 @@ setup(
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.6", "mkdocstrings>=0.28", "mkdocstrings-python>=1.16"],
         "dev": ["mypy>=1.14", "ruff>=0.9", "types-PyYAML>=6.0"],
         "bench": BENCH,
-        "cluster": [*BENCH, "fairscale>=0.4.13", "hivemind>=1.1.12", "torchft>=0.2.0"],
+        "cluster": [*BENCH, "torchft>=0.2.0"],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -166,8 +166,6 @@ OTHERS: Mapping[str, ClusterMethod] = {
     "torchft-diloco": ClusterMethod(
         f"torchft DiLoCo, period {peers.PERIOD}", peers.torchft_diloco, peers.PERIOD, is_alone=True
     ),
-    "hivemind": ClusterMethod("hivemind averager", peers.Hivemind, is_alone=True),
-    "slowmo": ClusterMethod("fairscale SlowMo on SGP", peers.FairscaleSlowMo, is_alone=True),
 }
 CLUSTER_METHODS: Mapping[str, ClusterMethod] = {
     BOUND: ClusterMethod("no communication", _plain(Loop)),

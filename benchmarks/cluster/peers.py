@@ -6,7 +6,6 @@ missing, or does not run, raises there: a row of the table says so.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -165,75 +164,3 @@ def torchft_diloco(model: nn.Module, place: Place) -> Loop:
         return DiLoCo(replica.manager, [m], inner, outer, sync_every=PERIOD, pin_memory=False)
 
     return _TorchFT(model, momentum_sgd, enter, replica)
-
-
-class Hivemind(Loop):
-    """The parameters are averaged over all ranks after every PERIOD-th step, by the process of hivemind's averager."""
-
-    def __init__(self, model: nn.Module, place: Place) -> None:
-        import hivemind
-
-        super().__init__(model, momentum_sgd)
-        multiprocessing.set_start_method("fork", force=True)  # its processes cannot be pickled
-        listen = [f"/ip4/{place.addresses[place.rank]}/tcp/0"]
-        first = [] if place.rank == 0 else place.store.get("hivemind").decode().split()
-        self._dht = hivemind.DHT(host_maddrs=listen, initial_peers=first, start=True)
-        if place.rank == 0:
-            place.store.set("hivemind", " ".join(str(address) for address in self._dht.get_visible_maddrs()))
-        self._averager = hivemind.DecentralizedAverager(
-            [p.detach().clone() for p in model.parameters()],
-            self._dht,
-            prefix="cluster",
-            target_group_size=place.world_size,
-            min_group_size=place.world_size,
-            min_matchmaking_time=1.0,
-            start=True,
-        )
-        self._timeout = place.timeout.total_seconds()
-        self._num_steps = 0
-
-    def step(self, loss: Loss) -> None:
-        """See `Loop`."""
-        super().step(loss)
-        self._num_steps += 1
-        if self._num_steps % PERIOD:
-            return
-        parameters: list[torch.Tensor] = list(self.model.parameters())
-        with torch.no_grad():
-            with self._averager.get_tensors() as tensors:
-                torch._foreach_copy_(list(tensors), parameters)
-            if self._averager.step(timeout=self._timeout) is None:
-                raise TimeoutError(f"hivemind found no group in {self._timeout:.0f} s")
-            with self._averager.get_tensors() as tensors:
-                torch._foreach_copy_(parameters, list(tensors))
-
-    def close(self) -> None:
-        """See `Loop`."""
-        self._averager.shutdown()
-        self._dht.shutdown()
-
-
-class FairscaleSlowMo(Loop):
-    """fairscale's wrapper: SGP between the averages of slow momentum; its SGP is the ancestor's."""
-
-    def __init__(self, model: nn.Module, place: Place) -> None:
-        from fairscale.experimental.nn.data_parallel import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
-
-        super().__init__(model, momentum_sgd)
-        self.slowmo = SlowMoDistributedDataParallel(
-            model,
-            nprocs_per_node=1,
-            slowmo_base_algorithm=SlowMoBaseAlgorithm.SGP,
-            slowmo_num_shards=1,
-            use_streams=False,
-            comm_device=torch.device("cpu"),
-        )
-        self.model = self.slowmo
-
-    def step(self, loss: Loss) -> None:
-        """See `Loop`."""
-        super().step(loss)
-        self.slowmo.perform_slowmo(self.optimizer)
-
-    def close(self) -> None:
-        """Nothing to end."""

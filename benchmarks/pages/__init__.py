@@ -17,43 +17,21 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.pages.algorithms import ALGORITHMS
-from benchmarks.pages.base import LAST_WITH_SCRIPTS, Page
-from benchmarks.pages.control import CONTROL
+from benchmarks.pages.base import Page
+from benchmarks.pages.finished import FINISHED
 from benchmarks.pages.gap import GAP
 from benchmarks.pages.hosts import HOSTS
 from benchmarks.pages.membership import MEMBERSHIP
-from benchmarks.pages.time_to_loss import TIME_TO_LOSS
 from benchmarks.pages.training import TRAINING
-from benchmarks.pages.uneven import UNEVEN
 from benchmarks.record import DTYPES, RESULTS, ROOT
 
-LISTED: Mapping[str, Page] = {
-    **GAP,
-    **ALGORITHMS,
-    **MEMBERSHIP,
-    **TRAINING,
-    **CONTROL,
-    **UNEVEN,
-    **HOSTS,
-    **TIME_TO_LOSS,
-}
+PAGES: Mapping[str, Page] = {**GAP, **ALGORITHMS, **MEMBERSHIP, **TRAINING, **HOSTS, **FINISHED}
 """By the name of the file, in the order of the index."""
 
 
 NOT_IN_HISTORY = frozenset({"c382ff5ef7", "5bef199f44", "7ec9a98290", "bb0e4d0be7"})
 """Commits that rows name, of branches that were rebased."""
 
-
-def measured(listed: Mapping[str, Page], folder: Path) -> dict[str, Page]:
-    """Without the pages that may be missing, of which a CSV file is not in the folder."""
-    return {
-        name: own
-        for name, own in listed.items()
-        if not own.may_be_missing or all((folder / csv).is_file() for csv in (own.csv, *own.also))
-    }
-
-
-PAGES = measured(LISTED, RESULTS)
 DOCS = ROOT / "docs" / "benchmarks"
 MADE = "<!-- Written by `python -m benchmarks.pages` from benchmarks/results/{csv}: change that, not this. -->"
 
@@ -62,11 +40,7 @@ def page(name: str) -> str:
     """The text of a page, from its CSV file."""
     own = PAGES[name]
     rows = pd.read_csv(RESULTS / own.csv, dtype=DTYPES)
-    if own.render:
-        figures = own.render(rows)
-    else:
-        parts = [sources(rows), *([own.summary(rows)] if own.summary else []), table(rows, own.columns)]
-        figures = "\n\n".join(parts) + "\n"
+    figures = own.render(rows) if own.render else f"{sources(rows)}\n\n{table(rows, own.columns)}\n"
     texts = [f"# {own.title}", MADE.format(csv=own.csv), own.text, *remarks(own, rows)]
     return "\n\n".join([*texts, figures])
 
@@ -76,8 +50,7 @@ def remarks(own: Page, rows: pd.DataFrame) -> list[str]:
     found = []
     if own.script:
         found.append(
-            f"The study is finished, and its script is not in the tree any more: `git show {LAST_WITH_SCRIPTS}:"
-            f"{own.script}` prints it."
+            f"The study is finished, and its script is not in the tree any more: `git show {own.script}` prints it."
         )
     if lost := sorted(NOT_IN_HISTORY & {commit.rstrip("+") for commit in rows["commit"]}):
         found.append(
@@ -134,15 +107,15 @@ def _cell(value: Any, form: str) -> str:
 
 
 def texts() -> dict[Path, str]:
-    """All pages by their file."""
-    return {DOCS / "index.md": index(), **{DOCS / f"{name}.md": page(name) for name in PAGES}}
+    """All pages but those of FINISHED, by their file."""
+    return {DOCS / "index.md": index(), **{DOCS / f"{name}.md": page(name) for name in PAGES if name not in FINISHED}}
 
 
 def stale() -> list[Path]:
     """Files that are not what the CSV files say, and pages that no CSV file makes."""
     wanted = texts()
     wrong = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    return [*wrong, *(path for path in sorted(DOCS.glob("*.md")) if path not in wanted)]
+    return [*wrong, *(path for path in sorted(DOCS.glob("*.md")) if path not in wanted and path.stem not in FINISHED)]
 
 
 def main() -> int:

@@ -34,7 +34,7 @@ memory over all of it. Times are the least of the repeats, on a machine that did
             "metropolis_mixing_ms": ("Metropolis mixing, ms", ".3f"),
             "peak_bytes": ("peak, bytes", ",d"),
         },
-        script="benchmarks/graph_scaling.py",
+        script="bb6c722:benchmarks/graph_scaling.py",
     ),
     "default_graphs": Page(
         "Graphs for numbers of ranks that are no powers of two",
@@ -60,7 +60,7 @@ every step (the distance of all models from the mean, for the worst steps of len
             "noise": ("noise", ".2f"),
             "drift": ("drift", ".2f"),
         },
-        script="benchmarks/default_graphs.py",
+        script="bb6c722:benchmarks/default_graphs.py",
     ),
     "matcha_planning": Page(
         "Planning MATCHA",
@@ -84,7 +84,7 @@ work too.""",
             "joint_seconds": ("joint, s", ".2f"),
             "joint_rho": ("joint rho", ".5f"),
         },
-        script="benchmarks/matcha_planning.py",
+        script="bb6c722:benchmarks/matcha_planning.py",
     ),
     "compression": Page(
         "What compression costs and saves",
@@ -96,6 +96,7 @@ divided by encoding plus decoding: compressing pays where that is above 1. Times
 processor time of one thread; other work on the machine shares its caches and memory, and can make
 them longer and the ratios smaller.""",
         _CODES,
+        script="cb643b0e:benchmarks/compression.py",
     ),
     "compression_gpu": Page(
         "What compression costs and saves on a GPU",
@@ -104,7 +105,7 @@ them longer and the ratios smaller.""",
 As [on a CPU](compression.md), with the vector and the model on a GPU; times end when the GPU has done the work. The
 commit was given by hand, since the machine had a copy of the files without git.""",
         _CODES,
-        may_be_missing=True,
+        script="cb643b0e:benchmarks/compression.py",
     ),
     "consensus": Page(
         "Agreement in steps and in bits",
@@ -121,6 +122,7 @@ method is that of plain gossip on this ring. These figures do not depend on how 
             "steps_to_0.0001": ("steps to 0.0001", "d"),
             "megabits_to_0.0001": ("Mbit", ".2f"),
         },
+        script="cb643b0e:benchmarks/consensus.py",
     ),
     "lab": Page(
         "Time of a worker and step in the Lab",
@@ -135,6 +137,7 @@ Milliseconds are those of the processor, of one worker and step.""",
             "parameters": ("parameters", ",d"),
             "milliseconds": ("ms per worker and step", ".2f"),
         },
+        script="cb643b0e:benchmarks/lab.py",
     ),
     "gpu": Page(
         "One GPU: bandwidth, overhead, overlap, memory and the Lab",
@@ -156,7 +159,6 @@ in one process. A row with the figure "error" is a section that failed.""",
             "reference": ("to", "s"),
             "gpu": ("GPU", "s"),
         },
-        may_be_missing=True,
     ),
     "simulator": Page(
         "What the simulator predicts for 1,024 workers",
@@ -180,5 +182,6 @@ agree they are not one model, and the method is not advised.""",
             "disagreement": ("disagreement", ".3f"),
             "agreed": ("agree", "s"),
         },
+        script="cb643b0e:benchmarks/simulator.py",
     ),
 }

@@ -118,7 +118,6 @@ above all-reduce. At 0.1 Gbit/s no method that sends a model in float32 per step
 before SGP there, and local SGD takes half of its time.""",
         render=default,
         also=("gap.csv",),
-        may_be_missing=True,
     ),
     "gap": Page(
         "What separates gossip from all-reduce",
@@ -164,5 +163,6 @@ bound L" and "with m'^2 in place of s'" were measured with the optimizer in `git
 `GossipAdamW` was tried at two rates only, the best ones of this form. The GPU was lent for minutes: changes with
 fewer than three seeds ended for time, and changes whose tuning did are left out.""",
         render=tables,
+        script="cb643b0e:benchmarks/gap.py",
     ),
 }

@@ -31,6 +31,5 @@ point is 3.6 images.""",
             "accuracy": ("accuracy", ".1%"),
             "load": ("load", ".1f"),
         },
-        may_be_missing=True,
     )
 }

@@ -86,7 +86,7 @@ share the cores.""",
             "slowest_serving_ms": ("slowest while giving", ".1f"),
             "ratio": ("by the median", ".2f"),
         },
-        script="benchmarks/elastic/joins.py",
+        script="bb6c722:benchmarks/elastic/joins.py",
     ),
     "elastic_scale": Page(
         "How long 8, 16 and 32 workers take",

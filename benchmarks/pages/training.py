@@ -113,7 +113,7 @@ run.** DiLoCo and Eager DiLoCo learn more with 0.5, and local SGD, which has non
             "frequencies_bits_per_byte": ("by frequencies", ".3f"),
             "sent_megabytes": ("MB sent per rank", ".1f"),
         },
-        script="benchmarks/language_model.py",
+        script="bb6c722:benchmarks/language_model.py",
     ),
     "outer_steps": Page(
         "What outer steps add to a step",
@@ -140,7 +140,7 @@ below the target, and DiLoCo with a fused optimizer.""",
             "ratio_low": ("from", ".3f"),
             "ratio_high": ("to", ".3f"),
         },
-        script="benchmarks/outer_steps.py",
+        script="bb6c722:benchmarks/outer_steps.py",
     ),
     "restart": Page(
         "Killed and resumed",
@@ -156,7 +156,7 @@ kill to the line that says from which step the run goes on, and to the first epo
             "seconds_to_resume": ("to resume, s", ".1f"),
             "seconds_to_new_epoch": ("to a new epoch, s", ".1f"),
         },
-        script="benchmarks/restart.py",
+        script="bb6c722:benchmarks/restart.py",
     ),
     "faults": Page(
         "Killed, stopped and failing ranks",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import gossip_modules
-from benchmarks.pages import LISTED
+from benchmarks import pages
 from tests.harness.pages import RANKS, ROOT, scripts, snippets
 from tests.harness.scripts import script_outputs
 
@@ -66,11 +66,11 @@ def test_pages_name_files_that_exist() -> None:
         (page.relative_to(ROOT).as_posix(), path)
         for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
         for path in re.findall(
-            r"(?<![/\w.(])(?:gossip_modules|train|tests|docs|benchmarks|visualization|job_scripts|examples)/[\w/.]*\w",
+            r"(?<![/\w.(:])(?:gossip_modules|train|tests|docs|benchmarks|visualization|job_scripts|examples)/[\w/.]*\w",
             page.read_text(encoding="utf-8"),
         )
     }
-    studies = {own.script for own in LISTED.values()}
+    studies = {own.script.partition(":")[2] for own in pages.PAGES.values()}
     assert sorted((page, path) for page, path in named if not ((ROOT / path).exists() or path in studies)) == []
 
 

@@ -16,7 +16,7 @@ COMMANDS = (
     *(f"train.{name}" for name in ("gossip_sgd", "translate", "translate_text", "language_model", "compare")),
     "train.consensus",
     *(f"visualization.{name}" for name in ("plot", "report", "spectra", "topology", "curves", "cluster")),
-    *(f"visualization.{name}" for name in ("accuracy_bytes", "compare", "consensus", "matcha")),
+    *(f"visualization.{name}" for name in ("compare", "consensus", "matcha")),
     "gossip_modules.lab.__main__",
 )
 

@@ -15,8 +15,7 @@ from visualization.command import command
 @pytest.mark.parametrize(
     ("name", "num_files"),
     [
-        *[("accuracy_bytes", 1), ("cluster", 1), ("consensus", 1), ("curves", 1), ("matcha", 1), ("plot", 1)],
-        ("report", 1),
+        *[("cluster", 1), ("consensus", 1), ("curves", 1), ("matcha", 1), ("plot", 1), ("report", 1)],
     ],
 )
 @pytest.mark.parametrize("content", [None, "", "something,else\n1,2\n"])

@@ -1,4 +1,4 @@
-"""The pictures of consensus and of accuracy against bytes, drawn from CSV files alone."""
+"""The picture of consensus, drawn from a CSV file alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from PIL import Image
 
-from visualization import accuracy_bytes, consensus
+from visualization import consensus
 
 
 def points(method: str, step_size: float, rate: float, *, steps: int = 6, diverged: bool = False) -> pd.DataFrame:
@@ -70,46 +69,8 @@ def test_runs_without_a_point_after_the_start_are_named(tmp_path: Path, figures:
     assert [np.asarray(line.get_xydata()).shape for line in lines] == [(0, 2), (0, 2)]
 
 
-def test_accuracy_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: list[Figure]) -> None:
-    csv = tmp_path / "accuracy_bytes.csv"
-    pd.DataFrame(
-        {
-            "title": ["D-PSGD", "D-PSGD", "CHOCO"],
-            "accuracy_percent": [60.0, 61.0, 58.0],
-            "sent_megabytes": [90.0, 90.0, 3.0],
-        }
-    ).to_csv(csv, index=False)
-    monkeypatch.setattr(sys, "argv", ["accuracy_bytes", str(csv), "--output", str(tmp_path / "a.png")])
-    accuracy_bytes.main()
-    with Image.open(tmp_path / "a.png") as image:
-        assert image.width >= 1000
-    (axis,) = figures[0].axes
-    drawn = {}
-    for container in axis.containers:
-        assert isinstance(container, ErrorbarContainer)
-        point, _, bars = container.lines
-        assert point is not None
-        ((x, y),) = np.asarray(point.get_xydata()).tolist()
-        low, high = np.asarray(bars[0].get_paths()[0].vertices)[:, 1].tolist()
-        drawn[container.get_label()] = (x, y, low, high)
-    assert drawn == {"D-PSGD": (90.0, 60.5, 60.0, 61.0), "CHOCO": (3.0, 58.0, 58.0, 58.0)}
-    assert axis.get_xlabel() == "sent per worker in training [MB, log scale]"
-    assert axis.get_ylim() == (50, 70)
-
-
-def test_accuracy_of_one_method_has_a_plain_axis(tmp_path: Path, figures: list[Figure]) -> None:
-    row = {"title": ["D-PSGD"], "accuracy_percent": [98.0], "sent_megabytes": [120.0]}
-    pd.DataFrame(row).to_csv(tmp_path / "a.csv", index=False)
-    accuracy_bytes.draw(tmp_path / "a.csv", tmp_path / "a.png")
-    (axis,) = figures[0].axes
-    assert axis.get_xscale() == "linear"
-    assert (axis.get_xlim()[0], axis.get_ylim()) == (0, (90, 100))
-
-
-@pytest.mark.parametrize("module", [consensus, accuracy_bytes])
-def test_another_csv_is_named(tmp_path: Path, module: object) -> None:
-    draw = module.draw  # type: ignore[attr-defined]
+def test_another_csv_is_named(tmp_path: Path) -> None:
     csv = tmp_path / "x.csv"
     csv.write_text("step,error\n1,2\n")
-    with pytest.raises(ValueError, match=r"got .*x.csv without .*, expected a CSV of (train|benchmarks)/"):
-        draw(csv, tmp_path / "x.png")
+    with pytest.raises(ValueError, match=r"got .*x.csv without .*, expected a CSV of train/"):
+        consensus.draw(csv, tmp_path / "x.png")

@@ -78,7 +78,7 @@ def example_rows() -> pd.DataFrame:
             slower = [factor * x for x in (55.0, 58.0, 400.0)]
             rows += rows_of(key("sgp", repeat, hosts), [answer(*steps), answer(*slower)], rate=1e9)
             rows += rows_of(key("local", repeat, hosts), [answer(21.0, **local)] * 2, rate=1e9)
-    rows.append(failed_row(key("hivemind"), "rank 1: hivemind is not installed: make cluster-venv"))
+    rows.append(failed_row(key("torchft-local"), "rank 1: torchft is not installed: make cluster-venv"))
     return frame(rows)
 
 
@@ -221,19 +221,19 @@ def test_table_of_medians() -> None:
     assert (sgp["step_ms"], sgp["low_ms"], sgp["high_ms"]) == (120.0, 60.0, 540.0)
     assert sgp["num_repeats"] == 3
     assert sgp["extra_cpu_ms"] == pytest.approx(8.0)
-    assert "hivemind" not in {method for _, method in table.index}
+    assert "torchft-local" not in {method for _, method in table.index}
     text = markdown(example_rows())
     assert text.count("### ") == 2
     assert "| SGP, one-peer exponential | 120 | 60-540 | " in text
-    assert "| hivemind averager | rank 1: hivemind is not installed: make cluster-venv |" in text
+    assert "| torchft LocalSGD, period 4 | rank 1: torchft is not installed: make cluster-venv |" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in rows} == {18}
     assert text.index("no communication") < text.index("SGP, one-peer")  # the fastest first
 
 
 def test_a_table_of_failures_only() -> None:
-    text = markdown(frame([failed_row(key("slowmo"), "x | y" * 100)]))
-    assert "| fairscale SlowMo on SGP | x / yx" in text
+    text = markdown(frame([failed_row(key("diloco"), "x | y" * 100)]))
+    assert "| DiLoCo, period 4 | x / yx" in text
     assert all(len(line) < 250 for line in text.splitlines())
 
 
@@ -247,7 +247,7 @@ def test_pictures(tmp_path: Path, figures: list[Figure]) -> None:
     widths = [cast(Rectangle, bar).get_width() for bar in steps.patches]
     assert widths[:2] == [20.0, 20.0]
     assert 30.0 in widths
-    frame([failed_row(key("slowmo"), "no")]).to_csv(csv, index=False)
+    frame([failed_row(key("diloco"), "no")]).to_csv(csv, index=False)
     assert draw(csv, tmp_path) == []
 
 
@@ -355,7 +355,7 @@ def test_links() -> None:
 
 
 def test_errors_fit_into_a_row() -> None:
-    assert last_line(ModuleNotFoundError("no", name="hivemind")) == "hivemind is not installed: make cluster-venv"
+    assert last_line(ModuleNotFoundError("no", name="torchft")) == "torchft is not installed: make cluster-venv"
     assert last_line(RuntimeError("first\n last \n")) == "RuntimeError: last"
     assert last_line(AssertionError()) == "AssertionError: "
 
@@ -561,7 +561,7 @@ def test_a_fleet_is_renewed_where_it_must(monkeypatch: pytest.MonkeyPatch, tmp_p
     with closing(Fleet(cast(Any, None), tmp_path)) as fleet:
         first = fleet.run(job("ddp"))
         assert fleet.run(job("sgp")) == first, "the same processes"
-        assert fleet.run(job("hivemind")) != first, "wants to be alone"
+        assert fleet.run(job("torchft-local")) != first, "wants to be alone"
         assert not alive
         fleet.run(job("ddp"))
         with pytest.raises(TrialError, match="as told"):

@@ -43,7 +43,7 @@ class Cells:
         assert self.network is not None
         assert self.network.links is not None
         self.trials.append((trial.method, self.network.links.rate))
-        if trial.method == "hivemind":
+        if trial.method == "torchft-local":
             raise TrialError("rank 1: no luck")
         return [answer(50.0), answer(60.0)]
 
@@ -70,12 +70,12 @@ def test_trials_are_resumed(tmp_path: Path, trials: list[tuple[str, float]]) -> 
     assert rows[["commit", "machine", "command", "date", "seed"]].notna().all(axis=None)
     assert Cluster(methods=("ddp", "sgp"), repeats=2, **shared).main() == 0
     assert len(trials) == 8, "all are there"
-    assert Cluster(methods=("ddp", "hivemind"), repeats=1, **shared).main() == 0
-    assert trials[8:] == [("hivemind", 1e8), ("hivemind", 1e9)]
+    assert Cluster(methods=("ddp", "torchft-local"), repeats=1, **shared).main() == 0
+    assert trials[8:] == [("torchft-local", 1e8), ("torchft-local", 1e9)]
     assert pd.read_csv(output)["error"].dropna().tolist() == ["rank 1: no luck"] * 2
-    assert Cluster(methods=("ddp", "hivemind"), repeats=1, straggle_chance=0.1, **shared).main() == 0
+    assert Cluster(methods=("ddp", "torchft-local"), repeats=1, straggle_chance=0.1, **shared).main() == 0
     assert len(trials) == 14, "with stragglers they are other trials"
-    assert Cluster(methods=("ddp", "hivemind"), repeats=1, steps=24, **shared).main() == 0
+    assert Cluster(methods=("ddp", "torchft-local"), repeats=1, steps=24, **shared).main() == 0
     assert len(trials) == 18, "with other steps too"
     assert set(pd.read_csv(tmp_path / "out" / "cluster.csv")["planned_steps"]) == {24}
     assert set(pd.read_csv(output)["planned_steps"]) == {12, 24}
@@ -89,7 +89,7 @@ def test_the_table_is_of_all_pieces(
 ) -> None:
     clock = count(step=60)  # a minute from one look at it to the next
     monkeypatch.setattr("benchmarks.cluster.__main__.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    methods = ("ddp", "sgp", "hivemind")
+    methods = ("ddp", "sgp", "torchft-local")
     whole = Cluster(methods=methods, hosts=(2,), rates=(1.0, 0.1), repeats=1, out=tmp_path / "whole")
     assert whole.main() == 0
     table = (tmp_path / "whole" / "cluster.md").read_text()
