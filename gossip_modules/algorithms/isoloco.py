@@ -95,7 +95,8 @@ class IsoLoCo(DiLoCo):
 def equalize_(x: Vector, drift: Vector) -> None:
     """Replace the singular values of each matrix by their mean.
 
-    Values that are zero but for rounding stay zero: their singular vectors are arbitrary.
+    Values that are zero but for rounding stay zero: their singular vectors are arbitrary. A matrix with infinities or
+    NaN, which has no singular values, stays as it is.
 
     Args:
         x: the model, whose layout has the matrices.
@@ -103,6 +104,8 @@ def equalize_(x: Vector, drift: Vector) -> None:
     """
     with full_precision(x.device):
         for matrix in matrices_of(x, drift):
+            if not bool(matrix.isfinite().all()):
+                continue
             u, s, vh = torch.linalg.svd(matrix.to(wide_dtype(matrix.device)), full_matrices=False)
             is_zero = s <= max(matrix.shape) * torch.finfo(s.dtype).eps * s[:1]
             matrix.copy_(s.mean() * u.masked_fill(is_zero, 0.0) @ vh)

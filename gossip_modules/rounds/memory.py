@@ -203,7 +203,10 @@ class Memory:
         return [torch.zeros_like(x, dtype=wide(x.dtype)) for x in self._model.parts]
 
     def scratch(self, name: str = "sent") -> Vector:
-        """Return a vector whose values are undefined at the beginning of a round. `Mix` accepts it."""
+        """Return a vector for one round, which `Mix` and `Average` accept.
+
+        Its values are undefined at the beginning of a round, and after an average of it that was lost.
+        """
         if name not in self._scratch:
             x = self._model
             if x.flat is None:
@@ -262,20 +265,21 @@ class Memory:
             if theirs not in (None, places):
                 loaded.optimizers[name] = places, carried_state([(theirs, state)], places, self.zeros())
 
-    def carry(self, x: Vector, old: Sequence[Memory]) -> None:
+    def carry(self, x: Vector, old: Sequence[Memory], p: int) -> None:
         """Begin again with the tensors of x, and copy the values that other memories hold for them, after a new cut.
 
         Args:
             x: the vector.
             old: the memories of all fragments before; together they have each of their tensors once.
+            p: the number of this fragment, whose counts go on.
         """
         self.reset()
         self.fit(x)
-        self.num_rounds, self.units = old[0].num_rounds, RateUnits(old[0].units.rates)
-        self.numbers = dict(old[0].numbers)
+        self.num_rounds, self.units = old[p].num_rounds, RateUnits(old[p].units.rates)
+        self.numbers = dict(old[p].numbers)
         self._carry_vectors(old)
-        if inner := [memory.inner for memory in old if memory.inner.layout is not None]:
-            self.inner.carry(x, inner)
+        if any(memory.inner.layout is not None for memory in old):
+            self.inner.carry(x, [memory.inner for memory in old], p)
 
     def _carry_vectors(self, old: Sequence[Memory]) -> None:
         places = places_of(self.layout)

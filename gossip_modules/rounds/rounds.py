@@ -353,8 +353,8 @@ class Rounds(Mixer):
         if new and self.algorithm.has_equal_memory:
             self.drivers[0].average_(new, x)
         old = [copy.copy(driver.memory) for driver in self.drivers]
-        for fragment, driver in zip(self._fragments, self.drivers, strict=True):
-            driver.memory.carry(Vector.of(fragment.read(x, self._device_of(x))), old)
+        for p, (fragment, driver) in enumerate(zip(self._fragments, self.drivers, strict=True)):
+            driver.memory.carry(Vector.of(fragment.read(x, self._device_of(x))), old, p)
         return bool(new)
 
     # State.

@@ -50,6 +50,10 @@ def test_golden_value() -> None:
     equalize_(x, x)
     expected = torch.tensor([[4.0, -2.0], [2.0, 4.0]], dtype=torch.float64)
     torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        model.weight[0, 0] = float("nan")  # which on_nonfinite="spread" lets through
+    equalize_(x, x)
+    torch.testing.assert_close(model.weight[0].isnan(), torch.tensor([True, False]))
 
 
 @pytest.mark.parametrize("orthogonalize", ["drift", "step"])

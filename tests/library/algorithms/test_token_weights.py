@@ -12,8 +12,10 @@ from torch import Tensor
 from gossip_modules import DiLoCo, GossipDataParallel, Membership, NoLoCo, StreamingDiLoCo, TopK, gossip
 from gossip_modules.graph_manager import CompleteGraph
 from gossip_modules.mixing_manager import UniformMixing
+from tests.harness.problems import mlp
 from tests.harness.quadratics import START, Point, descended, plain_sgd, solve, train_rows
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import run_ranks, solo_group
+from tests.library.rounds.memories import drivers_of
 
 
 def train(
@@ -72,6 +74,26 @@ def test_a_rank_without_tokens_has_no_weight_and_fragments_count_for_themselves(
     x = torch.full((3,), START, dtype=torch.float64)
     s = descended(x, 5)
     torch.testing.assert_close(found, s[1] + descended(s, 2) - s, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*other tensors are trained than before")
+def test_fragments_keep_their_own_counts_when_a_layer_is_frozen() -> None:
+    def counts(freezes: bool) -> list[dict[str, float]]:
+        model = mlp()
+        outer = StreamingDiLoCo(6, fragments=[["0"], ["2"]], weighted_by="tokens")
+        wrapper = GossipDataParallel(model, process_group=solo_group(), algorithm=outer)
+        for k in range(11):
+            wrapper(torch.ones(1, 3)).sum().backward()
+            wrapper.count_tokens(k)
+            if freezes and k == 6:
+                model[0].bias.requires_grad_(False)  # type: ignore[index]
+        found = [dict(driver.memory.numbers) for driver in drivers_of(wrapper)]
+        wrapper.close()
+        return found
+
+    expected = counts(False)
+    assert expected[0] != expected[1]
+    assert counts(True) == expected
 
 
 def test_what_does_not_fit_is_refused() -> None:
