@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -245,10 +245,16 @@ class FlatBuffer:
             and id(slot.owner) in owners
         ]
 
-    def candidates(self, *, kept: Sequence[Slot] = ()) -> list[Slot]:
-        """What `attach` would make views of a vector: the tensors that are trained now, and `kept` ones."""
+    def candidates(self, *, kept: Sequence[Slot] = (), frozen: Collection[str] = ()) -> list[Slot]:
+        """What `attach` would make views of a vector: the tensors that are trained now, and others.
+
+        Args:
+            kept: others that are in the vector.
+            frozen: the names of others in the module.
+        """
         order = self._order() if kept else {}
-        return in_order(sorted((*self._trained_tensors(), *kept), key=lambda slot: order.get(slot.name, len(order))))
+        chosen = (*self._trained_tensors(frozen), *kept)
+        return in_order(sorted(chosen, key=lambda slot: order.get(slot.name, len(order))))
 
     def attach(self, slots: list[Slot] | None = None) -> None:
         """Choose which tensors are trained, and make them views of a new vector, keeping their values and strides.
@@ -302,7 +308,8 @@ class FlatBuffer:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_views": []}  # a copy's tensors are no views; attach() makes them so
 
-    def _trained_tensors(self) -> Iterator[Slot]:
+    def _trained_tensors(self, frozen: Collection[str] = ()) -> Iterator[Slot]:
+        """The tensors that travel, and frozen parameters with these names."""
         self._shards = Shards(self.module)
         self._shards.reshard()
         shards = self._shards.of(self.module)
@@ -315,7 +322,8 @@ class FlatBuffer:
                     if tensor is None or id(tensor) in seen:
                         continue
                     is_statistic = not is_parameter and self.selection.averages(owner, attribute, name)
-                    if tensor.requires_grad if is_parameter else is_statistic and name not in self._excluded:
+                    is_trained = tensor.requires_grad or name in frozen
+                    if is_trained if is_parameter else is_statistic and name not in self._excluded:
                         seen.add(id(tensor))
                         yield Slot(owner, attribute, name, tensor, is_parameter, shards.get(id(tensor)))
 

@@ -313,12 +313,14 @@ class LocalModel:
     def state_dict(self) -> dict[str, Any]:
         """The place of this rank, the state of the engine, and the position in the loop; nothing is in flight."""
         place = {} if self.place is None else dict(zip(("rank", "world_size"), self.place, strict=True))
-        return {**self.steps.state_dict(), "engine": self.engine.state_dict(), **self.copies.state_dict(), **place}
+        parts = {**self.steps.state_dict(), **self.copies.state_dict(), **self.travelling.saved(self)}
+        return {**parts, "engine": self.engine.state_dict(), **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict()` gave; an empty one starts anew."""
         if state:
             self.steps.load_state_dict(state)
+            self.travelling.load_saved(self, state)
             self.engine.load_state_dict(state["engine"])
             if self.engine.successor is not None:
                 self._succeed(self.engine.successor)

@@ -63,6 +63,28 @@ class Travelling:
         """Go on from the state of a donor."""
         self.frozen_at, self.agreed, self._is_first = state["frozen_at"], set(state["agreed"]), state["is_first"]
 
+    def saved(self, local: Any) -> dict[str, Any]:
+        """Return the frozen tensors that have not left the vector yet, for the checkpoint of a `LocalModel`."""
+        frozen = [slot.name for slot in local.buffer.frozen()]
+        at = self.frozen_at if local.buffer.is_complete() else local.engine.t
+        return {"frozen": frozen, "frozen_at": at} if frozen and at is not None else {}
+
+    def load_saved(self, local: Any, state: Mapping[str, Any]) -> None:
+        """Let frozen tensors leave the vector in the round in which they would have left without the checkpoint.
+
+        The model may have been wrapped with these tensors frozen already, so that they are not in the vector. All ranks
+        compare their vectors in the next step.
+        """
+        buffer, frozen = local.buffer, state.get("frozen", ())
+        if not frozen or local.engine.is_asynchronous:
+            return
+        agreed, slots = buffer.agreed, buffer.candidates(frozen=frozen)
+        if [slot.signature() for slot in slots] != buffer.signature():
+            buffer.attach(slots)
+        buffer.keep()
+        buffer.agree(agreed)
+        self.frozen_at = state["frozen_at"]
+
     def watch(self, local: Any) -> None:
         """Let ranks that change and ranks that do not find each other over the transport."""
         transport = local.transport

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -235,6 +236,38 @@ def test_what_is_frozen_on_all_ranks_is_averaged_exactly(method: str) -> None:
         assert torch.equal(seen[-1], results[0][0][-1])
         assert torch.equal(saved, results[0][1])
         assert torch.equal(end, seen[-1])
+
+
+@STARTS_ANEW
+@pytest.mark.parametrize("method", ["SGP", "Local SGD", "DiLoCo"])
+@pytest.mark.parametrize("first", ["wrap", "freeze"])
+def test_a_resumed_run_averages_what_was_frozen_before_its_checkpoint(method: str, first: str) -> None:
+    """Also where the layer was frozen before the model was wrapped, as scripts do that freeze it from some step on."""
+
+    def body(group: dist.ProcessGroup) -> list[Tensor]:
+        trainer = Trainer(group, layers(), **METHODS[method]())
+        trainer.step(5)
+        trainer.model[0].requires_grad_(False)  # type: ignore[index]
+        trainer.step()
+        state, steps = copy.deepcopy(trainer.wrapper.state_dict()), trainer._generator.get_state()
+        own = flat(trainer.model[0])  # type: ignore[index]
+        trainer.step(8)
+        trainer.wrapper.close()
+        model = layers()
+        if first == "freeze":
+            model[0].requires_grad_(False)
+        resumed = Trainer(group, model, **METHODS[method]())
+        model[0].requires_grad_(False)
+        resumed.wrapper.load_state_dict(state)
+        resumed._generator.set_state(steps)
+        resumed.step(8)
+        resumed.wrapper.close()
+        assert torch.equal(flat(model), flat(trainer.model))
+        return [own, flat(model[0])]
+
+    (own, end), (other, same) = run_ranks(2, body)
+    assert torch.equal(own, other) is (method == "SGP")  # on two ranks a round makes models equal
+    assert torch.equal(end, same)
 
 
 def test_the_average_of_what_leaves_is_that_of_push_sum() -> None:
