@@ -30,6 +30,7 @@ _GRACE = 2  # intervals from the end of a connection to the report: the worker's
 _LATE_SELF = 4  # intervals: a worker that was late itself does not judge others
 _MEETING_SECONDS = 1.0
 _MAX_BYTES = 4096  # that are read at once
+_JUDGE_EVERY = 8  # own heartbeats from one computation of the deadlines to the next
 
 
 @dataclass(eq=False)
@@ -76,6 +77,10 @@ class LivenessMonitor:
     heard is never silent: then only the timeout of its links is left.
 
     The connection closes when the process ends. A worker that leaves in order announces it there, and is not reported.
+
+    [Note: quiet reading] A thread that wakes for each heartbeat of each peer takes part of a core from training. So the
+    thread reads heartbeats when it sends its own, and the kernel wakes it only for many bytes or the end of a
+    connection (SO_RCVLOWAT).
 
     [Note: forked children] The connections of Gloo are inherited by processes that are forked, such as the workers of a
     DataLoader, and stay open until the last of these has ended. These connections are closed in the child, so that they
@@ -136,7 +141,7 @@ class LivenessMonitor:
             admit=self._greet,
             close=self._disconnect,
         )
-        self._last_beat = time.monotonic()
+        self._last_beat, self._num_beats = time.monotonic(), 0
         self._is_closed = threading.Event()
         _all.add(self)
         self._thread = threading.Thread(target=self._run, name="gossip-liveness", daemon=True)
@@ -208,6 +213,8 @@ class LivenessMonitor:
     def _turn(self) -> None:
         for key, _ in self._selector.select(max(self._next_turn() - time.monotonic(), 0.0)):
             key.data()
+        for peer in [peer for peer in self._connected if len(peer.received) == PACKET.size]:
+            self._read(peer)  # [Note: quiet reading]
         now = time.monotonic()
         if now - self._last_beat >= self._interval:
             late_by, self._last_beat = now - self._last_beat - self._interval, now
@@ -233,7 +240,9 @@ class LivenessMonitor:
             for peer in peers.values():
                 if late_by > _LATE_SELF * self._interval:  # this process stood still: others may have sent meanwhile
                     peer.last = now
-                peer.deadline = self._deadline(peer.gaps)
+                if not self._num_beats % _JUDGE_EVERY:
+                    peer.deadline = self._deadline(peer.gaps)
+        self._num_beats += 1
         for watcher in self._watchers:
             _send(watcher.socket, _BEAT)
         if self._listener.is_due():
@@ -277,6 +286,8 @@ class LivenessMonitor:
         is_greeting = is_packet(peer.received, peer.greeting)
         if is_greeting and not had_greeting:
             self.has_met = peer.was_greeted = True
+            with contextlib.suppress(OSError):  # Windows has no such option, and wakes for each heartbeat
+                peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _MAX_BYTES)
             _send(peer.socket, peer.contact.packet(Packet.WATCH, self._job))
         if is_greeting and beats:
             self._note_beat(peer, now)
