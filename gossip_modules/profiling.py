@@ -6,7 +6,8 @@ import contextlib
 
 import torch
 
-_Span = torch._C._profiler._RecordFunctionFast
+Span = torch._C._profiler._RecordFunctionFast
+"""As `span`, for code that is never compiled: called with the name, and a list of details."""
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -17,4 +18,4 @@ def span(name: str, detail: str = "") -> contextlib.AbstractContextManager[objec
         name: of the span.
         detail: shown with `record_shapes=True`, such as "t=3".
     """
-    return contextlib.nullcontext() if _is_compiling() else _Span(name, [detail])
+    return contextlib.nullcontext() if _is_compiling() else Span(name, [detail])

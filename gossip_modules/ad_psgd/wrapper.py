@@ -151,7 +151,7 @@ class BilatGossipDataParallel(GossipWrapper):
             described = weights = choose(local.place[1])
         options = {"graph": described.graph, "mixing": described, "on_nonfinite": check_policy(on_nonfinite)}
         options |= {"continuous_momentum": True} if continuous_momentum else {}
-        options |= {"gossip_buffers, ignore": (self._selection.gossip_buffers, self._selection.ignore), **flags}
+        options |= {"gossip_buffers, ignore": (local.selection.gossip_buffers, local.selection.ignore), **flags}
         local.description = {name: str(value) for name, value in options.items()}
         if membership is None:
             local.description["init_sync"] = str(init_sync)
@@ -195,7 +195,7 @@ class BilatGossipDataParallel(GossipWrapper):
             engine.check(self._local.vector)
 
     def _meet(self, what: str) -> None:
-        self._averager.transport.all_reduce(torch.zeros(1, device="cpu"), what=what)
+        self._local.averager.transport.all_reduce(torch.zeros(1, device="cpu"), what=what)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._local.engine.withdraw()  # an exchange with the old model would undo the load

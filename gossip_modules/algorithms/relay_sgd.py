@@ -81,9 +81,7 @@ class RelaySGD(Algorithm):
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
         n, relay = v.num_ranks, m.cached("relay", lambda: Relay(v))
-        links = {
-            j: m.link(j, partial(relay.zeros, j), unpack=partial(relay.unpack, j), generation="reset") for j in v.peers
-        }
+        links = {j: m.link(j, partial(relay.zeros, j), generation="reset") for j in v.peers}
         received = {j: relay.fields(j, link["received"]) for j, link in links.items()}
         messages = {j: v.message(relay.sizes(j), key=j) for j in v.peers}
         for tree, neighbours in enumerate(relay.neighbours):
@@ -143,16 +141,6 @@ class Relay:
     def fields(self, peer: int, message: Tensor) -> Sequence[Tensor]:
         """Return the fields of a message from this peer; they share memory with its bytes."""
         return MessageBuffer(self.sizes(peer), message).fields
-
-    def unpack(self, peer: int, message: Tensor) -> dict[str, Any]:
-        """Make the state of a link from a message of 0.1.0, whose fields contained parameters and buffers."""
-        numels = [last - first for tree in self._trees(peer) for first, last in [*self._places(tree), (0, 1)]]
-        dtypes = [dtype for dtype, _ in self.sizes(peer)]
-        before = MessageBuffer(list(zip(dtypes, numels, strict=True)), message)
-        link = self.zeros(peer)
-        for field, old in zip(self.fields(peer, link["received"]), before.fields, strict=True):
-            field.copy_(old[: field.numel()])
-        return link
 
     def of(self, fields: Sequence[Tensor], peer: int, tree: int) -> Sequence[Tensor]:
         """Return the fields of a message that belong to this tree; the last field is the count, float64 [1]."""

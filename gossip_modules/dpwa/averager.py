@@ -12,7 +12,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..old_calls import foreign_arguments
-from ..wrappers.averaging import AveragingMixin
+from ..wrappers.averaging import AveragedModel, AveragingMixin
 from ..wrappers.composition import check_inside, hold, let_go
 from ..wrappers.weights.copies import WeightCopies
 from .average_on_demand import AverageOnDemand
@@ -24,7 +24,6 @@ class PairwiseWorker(AveragingMixin):
     """A model that is served at an address, and whose peers may change."""
 
     _engine: PairwiseEngine
-    _averager: AverageOnDemand
 
     @property
     def address(self) -> str:
@@ -62,15 +61,71 @@ class PairwiseWorker(AveragingMixin):
         statistics = self._engine.statistics()
         return {**statistics, **super().comm_stats()}
 
-    def _forget_models(self) -> None:
-        self._engine.forget_models()
-
     def _round_stats(self) -> dict[str, float]:
         return self._engine.round_stats()
 
     @property
     def _bytes_sent(self) -> int:
-        return int(self._engine.statistics()["bytes_sent"]) + self._averager.num_bytes_sent
+        averager: Any = self._local.averager
+        return int(self._engine.statistics()["bytes_sent"] + averager.num_bytes_sent)
+
+
+class ServedModel(AveragedModel):
+    """The model of a `PairwiseAverager`, which peers fetch.
+
+    Args:
+        buffer: has the parameters.
+        engine: serves them, and merges the models of peers.
+        averager: see `AveragedModel`.
+    """
+
+    averager: AverageOnDemand
+
+    def __init__(self, buffer: FlatBuffer, engine: PairwiseEngine, averager: AverageOnDemand) -> None:
+        self.buffer, self.engine, self.averager = buffer, engine, averager
+        self.copies: WeightCopies = WeightCopies(buffer, name=PairwiseAverager.__name__)
+
+    @property
+    def selection(self) -> Selection:
+        """See `AveragedModel`."""
+        return self.buffer.selection
+
+    @property
+    def trained(self) -> Sequence[Tensor]:
+        """See `AveragedModel`."""
+        return self.buffer.parameters
+
+    def attached(self) -> FlatVector:
+        """The vector, whose views the tensors of the module are."""
+        if not self.buffer.is_attached():
+            self.buffer.attach()
+        return self.buffer.vector
+
+    @torch.no_grad()
+    def merge(self) -> bool:
+        """Wait for the fetch that is under way, and merge it; returns whether the model was changed."""
+        is_written = self.engine.flush(self.attached())
+        if is_written:
+            self.buffer.written()
+        return is_written
+
+    def flush(self) -> None:
+        """Merge a fetch that is under way."""
+        if self.engine.is_in_flight and not self.is_averaged:
+            self.merge()
+
+    def read(self) -> FlatVector:
+        """See `AveragedModel`."""
+        self.flush()
+        return self.attached()
+
+    def write(self, vector: FlatVector) -> None:
+        """See `AveragedModel`."""
+        self.buffer.written()
+
+    def forget_models(self) -> None:
+        """See `AveragedModel`."""
+        self.engine.forget_models()
 
 
 class PairwiseAverager(PairwiseWorker):
@@ -111,10 +166,10 @@ class PairwiseAverager(PairwiseWorker):
     ) -> None:
         check_inside(module, wrapper=type(self).__name__)
         self.module = module
-        self._buffer = FlatBuffer(module, selection=Selection(gossip_buffers, ignore))
-        self._copies: WeightCopies = WeightCopies(self._buffer, name=type(self).__name__)
-        self._engine = PairwiseEngine(self._buffer, config, init_from_peers=init_from_peers)
-        self._averager = AverageOnDemand(self._buffer.vector.raw.device, config.time_to_average)
+        buffer = FlatBuffer(module, selection=Selection(gossip_buffers, ignore))
+        self._engine = PairwiseEngine(buffer, config, init_from_peers=init_from_peers)
+        averager = AverageOnDemand(buffer.vector.raw.device, config.time_to_average)
+        self._local: ServedModel = ServedModel(buffer, self._engine, averager)
         hold(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +187,7 @@ class PairwiseAverager(PairwiseWorker):
         if loss is not None:
             self._engine.report_loss(loss)
         with torch.no_grad():
-            self._engine.publish(self._read_attached())
+            self._engine.publish(self._local.attached())
 
     def update_wait(self, loss: float | None = None) -> bool:
         """After a batch: wait for the fetch, for `timeout` at most since it began, and merge it.
@@ -145,23 +200,18 @@ class PairwiseAverager(PairwiseWorker):
         """
         if loss is not None:
             self._engine.report_loss(loss)
-        with torch.no_grad():
-            is_written = self._engine.flush(self._read_attached())
-        if is_written:
-            self._buffer.written()
-        return is_written
+        return self._local.merge()
 
     def flush(self) -> None:
         """See `AveragingMixin`."""
-        if self._engine.is_in_flight and not self._is_averaged:
-            self.update_wait()
+        self._local.flush()
 
     def close(self) -> None:
         """See `AveragingMixin`. A fetch that is under way is given up, not waited for."""
         let_go(self)
-        self._copies.close()
+        self._local.copies.close()
         self._engine.close()
-        self._averager.close()
+        self._local.averager.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Clock, loss, scores and generators, without the module, after a flush: plain values."""
@@ -174,23 +224,3 @@ class PairwiseAverager(PairwiseWorker):
         A fetch that is under way is dropped, and peers get no model until the next `update_send`.
         """
         self._engine.load_state_dict(state)
-
-    @property
-    def _selection(self) -> Selection:
-        return self._buffer.selection
-
-    @property
-    def _trained(self) -> Sequence[Tensor]:
-        return self._buffer.parameters
-
-    def _read_attached(self) -> FlatVector:
-        if not self._buffer.is_attached():
-            self._buffer.attach()
-        return self._buffer.vector
-
-    def _read(self) -> FlatVector:
-        self.flush()
-        return self._read_attached()
-
-    def _write(self, vector: FlatVector) -> None:
-        self._buffer.written()

@@ -9,7 +9,6 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..flat.selection import Selection
@@ -17,7 +16,6 @@ from ..old_calls import foreign_arguments
 from ..wrappers.base import GossipWrapper
 from ..wrappers.composition import check_whole
 from ..wrappers.other_names import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
-from ..wrappers.state import Place
 from .average_on_demand import AverageOnDemand
 from .averager import PairwiseWorker
 from .config import CURVE_ARGUMENTS, DEFAULT_INTERPOLATION, DEFAULT_MAX_DISTANCE, DEFAULT_TIMEOUT, PairwiseConfig
@@ -164,18 +162,13 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
                 self._engine.republish(local.buffer.vector)
         return self
 
-    @property
-    def _place(self) -> Place:
-        """See `AveragingMixin`: before the first average too."""
-        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
     def close(self) -> None:
         """See `AveragingMixin`. A fetch that is under way is given up, not waited for."""
         self._engine.close()
         super().close()
 
     def _release(self) -> None:
-        self._averager.close()
+        self._local.averager.close()
 
     def report_loss(self, loss: float) -> None:
         """The loss of the last batch, which peers merge by, and `divergence_threshold`; call it after every batch."""

@@ -14,9 +14,8 @@ from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
-from ..profiling import span
+from ..profiling import Span
 from ..rounds.mixer import GlobalAverage, Mixer, NonfiniteRound
-from ..rounds.old_checkpoints import converted
 from ..schedule import Action, Schedule
 from ..transport.base import Transport
 from ..transport.state_tree import copied
@@ -268,7 +267,6 @@ class LockstepEngine(Engine):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`."""
-        state = converted(state)
         super().load_state_dict(state)
         self.step = state["step"]
         self.gossiper.load_state_dict(state["gossiper"])
@@ -358,7 +356,7 @@ class LockstepEngine(Engine):
         action = self.schedule.action(step)
         self._is_warm_up = action is Action.WARM_UP
         if action is Action.GOSSIP:
-            return self.gossiper if self.gossiper.is_due(step) else None
+            return self.gossiper if self.gossiper.is_plain or self.gossiper.is_due(step) else None
         return None if action is Action.SKIP else self._scheduled_average
 
     def _recover(self, mixer: Mixer | None, x: FlatVector) -> None:
@@ -401,14 +399,14 @@ class SyncEngine(LockstepEngine):
         """See `Engine`."""
         start, step, mixer = time.perf_counter(), self.step, self._next_mixer()
         self._look(mixer, x)
-        has_changed = self.gossiper.begin(x, step)
+        has_changed = False if self.gossiper.is_plain else self.gossiper.begin(x, step)
         if mixer is self._scheduled_average:  # no round may be in flight during an average over all ranks
             has_changed |= self.gossiper.flush(x)
         if mixer is None:
             if has_changed:
                 self.stats.wait_seconds += time.perf_counter() - start
             return has_changed
-        with span("gossip.round", f"t={self.t}"):
+        with Span("gossip.round", [f"t={self.t}"]):
             if self.on_nonfinite == "skip" and not self.gossiper.can_recover:
                 self._mix_if_finite(mixer, x)
             else:
@@ -449,82 +447,3 @@ class SyncEngine(LockstepEngine):
 
     def _agree_finite(self, is_finite: bool) -> bool:
         return self.agree_finite(is_finite)  # read at each call, since a node replaces it
-
-
-_FOLLOWS = "process that follows "
-
-
-class FollowingEngine(LockstepEngine):
-    """The engine of the other processes of a node; the engine of the first process runs the rounds of all.
-
-    It runs no rounds. `follow` copies the counters of the first process. The state from round to round (an anchor,
-    corrections, links) is not here, so the state of this engine has counters only. If the first process has more state,
-    this one has another name in checkpoints, and only a `FollowingEngine` loads it.
-
-    Args:
-        engine: an engine as the first process has it, made here so that its constructor checks the arguments. It runs
-            no rounds.
-    """
-
-    def __init__(self, engine: LockstepEngine) -> None:
-        super().__init__(engine.gossiper, engine.schedule, on_nonfinite=engine.on_nonfinite)
-        self._engine, self._followed = engine, engine.state_name
-        self._is_in_flight = False
-
-    @property
-    def is_in_flight(self) -> bool:
-        """See `Engine`: whether the engine of the first process has a round in flight."""
-        return self._is_in_flight
-
-    @property
-    def state_name(self) -> str:
-        """See `Engine`."""
-        name, whole = super().state_name, self.gossiper.state_dict()
-        return name if self._followed == name and not whole else f"{_FOLLOWS}{self.gossiper}"
-
-    def follow(self, progress: Sequence[float]) -> None:
-        """Copy the counters that `LockstepEngine.progress` returned on the first process."""
-        t, step, is_in_flight, wait_seconds, *counts = progress
-        self.t, self.step, self._is_in_flight = int(t), int(step), bool(is_in_flight)
-        self.stats = EngineStats(wait_seconds, *map(int, counts))
-
-    def round(self, x: FlatVector) -> bool:
-        """See `Engine`; only the first process may call it."""
-        raise AssertionError("a process that follows another one runs no rounds of its own")
-
-    def flush(self, x: FlatVector) -> bool:
-        """See `Engine`; the engine of the first process applies the round in flight."""
-        self._is_in_flight = False
-        return False
-
-    def shared(self, x: FlatVector) -> Sequence[Tensor]:
-        """See `LockstepEngine`; returns the memory to receive into."""
-        return self._engine.shared(x)
-
-    def take_shared(self, x: FlatVector) -> None:
-        """See `LockstepEngine`."""
-        self._engine.take_shared(x)
-
-    def close(self) -> None:
-        """See `Engine`."""
-        self._engine.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Engine`; contains the counters only."""
-        return {**super().state_dict(), "gossiper": {}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Engine`; also loads the counters from a state of the first process."""
-        state = converted(state)
-        name = str(state.get("engine"))
-        is_known = name == self._followed or name.startswith(_FOLLOWS)
-        Engine.load_state_dict(self, {**state, "engine": self.state_name} if is_known else state)
-        self.step, self._is_in_flight = state["step"], False
-
-    def reset(self) -> None:
-        """See `Engine`."""
-        self.t, self.step, self._is_in_flight = 0, 0, False
-
-    def forget_models(self) -> None:
-        """See `Engine`; the engine that was made here may write the momentum of the optimizer."""
-        self._engine.forget_models()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ _TRACING = (
     torch._C._TorchDispatchModeKey.FUNCTIONAL,
 )
 _is_compiling = torch.compiler.is_dynamo_compiling
+_compiler_of_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _functorch_interpreter = torch._C._functorch.peek_interpreter_stack
 _is_tracing = torch._C._is_tracing
 _num_modes = torch._C._len_torch_dispatch_stack
@@ -65,7 +67,17 @@ def refuse_scripting(name: str, remedy: str) -> NoReturn:
 
 
 def not_compiled(function: _F) -> _F:
-    """A decorator: torch.compiler.disable(reason=...), which loads torch._dynamo (seconds) only when first called."""
+    """A decorator: torch.compiler.disable(reason=...), which takes effect, and microseconds, only under a compiler.
+
+    It loads torch._dynamo (seconds) when it is first needed.
+    """
     disabled: Any = torch._disable_dynamo(function)
     disabled._torchdynamo_disable, disabled._torchdynamo_disable_msg = True, _REMEDY
-    return disabled
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _is_compiling() or _compiler_of_frames() is not None:
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast("_F", call)

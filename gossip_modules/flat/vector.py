@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..devices import wide_dtype
-from .layout import CHUNK_BYTES, FlatLayout, Segment, TensorSpec
+from .layout import CHUNK_BYTES, FlatLayout, Segment, TensorSpec, align
 
 CACHED_BYTES = 1 << 18  # of each of two vectors, per thread: a chunk that is gone over twice, then from cache
 _segments, _weight = attrgetter("segments"), attrgetter("push_sum_weight")
@@ -31,7 +31,12 @@ class FlatVector:
         raw: uint8 [layout.num_bytes], contiguous; shared, not copied.
         push_sum_weight: float64 [1] on the device of `raw`, float32 if the device has no float64; shared. A new
             weight of one by default.
+
+    Attributes:
+        message: uint8, `raw` and the weight behind it, where they are one piece of memory, as in `zeros`; else None.
     """
+
+    message: Tensor | None = None
 
     def __init__(self, layout: FlatLayout, raw: Tensor, push_sum_weight: Tensor | None = None) -> None:
         self.layout = layout
@@ -47,8 +52,13 @@ class FlatVector:
 
     @classmethod
     def zeros(cls, layout: FlatLayout, device: torch.device) -> FlatVector:
-        """A new vector of zeros with weight one."""
-        return cls(layout, torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device))
+        """A new vector of zeros with weight one, which has a `message`."""
+        dtype = wide_dtype(device)
+        start = align(layout.num_bytes, dtype.itemsize)
+        message = torch.zeros(start + dtype.itemsize, dtype=torch.uint8, device=device)
+        vector = cls(layout, message[: layout.num_bytes], message[start:].view(dtype).fill_(1.0))
+        vector.message = message
+        return vector
 
     @classmethod
     def over(cls, x: Tensor) -> FlatVector:

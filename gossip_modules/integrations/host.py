@@ -131,7 +131,7 @@ def read_own(read: Callable[[], dict[str, Any]], wrappers: Sequence[GossipWrappe
     except Exception as error:  # noqa: BLE001 (a file may be anything)
         found, damage = "damaged", error
     for wrapper in wrappers[:1]:
-        transport = getattr(wrapper._averager, "transport", None)  # none with a membership
+        transport = getattr(wrapper._local.averager, "transport", None)  # none with a membership
         if isinstance(transport, ProcessGroupTransport):
             remedy = "give every rank the folder with the files of all ranks"
             check_agreement(transport, {"the file of the rank": found}, what="comparing checkpoints", remedy=remedy)

@@ -64,6 +64,7 @@ class LinkTransport(PointToPoint):
             backend=whole.backend,
             use=whole._use,
         )
+        self.waiting = whole.waiting  # which the board of `whole` looks at
         self._on_lost = on_lost
         self.on_broken: Callable[[], None] | None = None
         self._is_whole_broken = False

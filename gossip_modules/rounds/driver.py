@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,43 +27,16 @@ from .requests import (
     Gather,
     Inner,
     Mix,
+    OpenRound,
     Request,
     Round,
     RoundLost,
     Share,
     Vectors,
+    next_request,
 )
 from .stamps import Stamps
 from .vector import SentVector, Vector
-
-
-@dataclass
-class OpenRound:
-    """A round that has begun.
-
-    Attributes:
-        v: the argument of `Algorithm.round`.
-        k: the number of optimizer steps before the round.
-        averages: whether the round averages exactly over all ranks.
-        generator: the round.
-        request: the request to answer next; None: the round has ended.
-        reply: the reply to the first request of a round that has departed.
-    """
-
-    v: Vectors
-    k: int
-    averages: bool
-    generator: Round
-    request: Request | None = None
-    reply: Any = None
-
-
-def next_request(generator: Round, reply: object) -> Request | None:
-    """Send a reply into a round, or throw `RoundLost`, and return its next request; None: the round has ended."""
-    try:
-        return generator.throw(RoundLost()) if reply is RoundLost else generator.send(reply)
-    except StopIteration:
-        return None
 
 
 class Driver:

@@ -29,7 +29,7 @@ class Loaded:
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        names = ("vectors", "optimizers", "links", "policies", "places", "weights", "has_buffers", "joins")
+        names = ("vectors", "optimizers", "links", "policies", "places", "weights", "joins")
         state = copy.deepcopy({name: state[name] for name in names if name in state})
         self.vectors: dict[str, Sequence[Tensor]] = state.get("vectors", {})
         self.links: dict[int, Any] = state.get("links", {})
@@ -39,7 +39,6 @@ class Loaded:
         self.optimizers: dict[str, tuple[Places | None, Mapping[str, Any]]] = {
             name: (self.places, optimizer) for name, optimizer in state.get("optimizers", {}).items()
         }
-        self._has_buffers = state.get("has_buffers", False)
         self._joins = state.get("joins", False)
 
     def copy_to(self, name: str, parts: Sequence[Tensor], places: Places | None) -> None:
@@ -60,8 +59,6 @@ class Loaded:
         if self.places is not None and (self._joins or sizes_of(places).items() <= sizes_of(self.places).items()):
             carry(runs(self.places, state), runs(places, parts))
             return
-        if self._has_buffers and len(state) == len(parts):  # vectors of 0.1.0 end in buffers
-            state = [x[: part.numel()] for x, part in zip(state, parts, strict=True)]
         theirs, mine = ([x for x in side if x.numel()] for side in (state, parts))
         found, own = [x.numel() for x in theirs], [x.numel() for x in mine]
         if found != own or self.places is not None:

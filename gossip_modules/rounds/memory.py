@@ -161,7 +161,6 @@ class Memory:
         peer: int,
         make: Callable[[], dict[str, Any]],
         *,
-        unpack: Callable[[Tensor], dict[str, Any]] | None = None,
         generation: Literal["keep", "reset"] = "keep",
     ) -> dict[str, Any]:
         """Return the state of the link to a peer; the first call creates it. Both ends of a link restart together.
@@ -169,14 +168,12 @@ class Memory:
         Args:
             peer: the rank at the other end.
             make: returns the first state: numbers, tensors and lists of tensors, by name. Tensors keep their shapes.
-            unpack: converts the bytes in a checkpoint of version 0.1.0.
             generation: whether links restart when workers have joined or left, equal for all links.
         """
         self._has_passing_links = generation == "reset"
         if peer not in self._links:
             link = make()
             if (state := self._loaded.links.pop(peer, None)) is not None:
-                state = unpack(state) if isinstance(state, Tensor) and unpack is not None else state
                 _check_link(link, state)
                 link = state
             self._links[peer] = link

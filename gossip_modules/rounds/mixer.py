@@ -70,6 +70,9 @@ class Mixer(ABC):
         """Whether the push-sum weight w may differ from one, so that the estimate is x / w."""
         return False
 
+    is_plain: bool = False
+    """Whether a round is due in each step and needs no preparation, so that `is_due` and `begin` need not be called."""
+
     keeps_models: bool = False
     """Whether the mixer keeps models of peers from round to round. It excludes overlap and exact averages in between.
     """

@@ -48,6 +48,7 @@ class PushPull(Mixer):
         >>> mean = mixer.average(torch.randn(10), num_rounds=50)
     """
 
+    is_plain = True
     sends_shares: bool = False  # whether columns of W sum to one instead of rows: [Note: lost peers] of `Neighbours`
     received: Sequence[FlatVector] = ()  # the messages of the in-peers, in the order of the in-peers
 
@@ -143,11 +144,17 @@ class PushPull(Mixer):
         while len(self._inbox) < len(in_peers):
             self._inbox.append(sent.like())
         self.received = self._inbox[: len(in_peers)]
-        message, *inbox = [
-            (*(chunk.raw for chunk in self.chunks(v)), *([v.push_sum_weight] if self._sends_weight else []))
-            for v in (sent, *self.received)
-        ]
+        message, *inbox = [self._pieces(v, is_one=sent.message is not None) for v in (sent, *self.received)]
         return dict.fromkeys(self._row.out_peers, message), dict(zip(in_peers, inbox, strict=True))
+
+    def _pieces(self, v: FlatVector, *, is_one: bool) -> Sequence[Tensor]:
+        """The chunks of a vector as they are sent; is_one: the push-sum weight is behind the last one, else alone."""
+        pieces = [chunk.raw for chunk in self.chunks(v)]
+        if self._sends_weight and is_one and v.message is not None:
+            pieces[-1] = v.message[v.layout.num_bytes - len(pieces[-1]) :]
+        elif self._sends_weight:
+            pieces.append(v.push_sum_weight)
+        return pieces
 
     def _decode(self, s: FlatVector, *, is_difference: bool) -> float:
         """x_i <- W_ii x_i + sum_j W_ij x_j; buffers may have other weights. See also [Note: narrow wire].

@@ -192,3 +192,32 @@ class Vectors:
     def weight_of(self, peer: int) -> float:
         """Return W_ij(t), the weight that this rank gives to the message of a peer."""
         return self.mail.weight_of(peer)
+
+
+@dataclass
+class OpenRound:
+    """A round that has begun.
+
+    Attributes:
+        v: the argument of `Algorithm.round`.
+        k: the number of optimizer steps before the round.
+        averages: whether the round averages exactly over all ranks.
+        generator: the round.
+        request: the request to answer next; None: the round has ended.
+        reply: the reply to the first request of a round that has departed.
+    """
+
+    v: Vectors
+    k: int
+    averages: bool
+    generator: Round
+    request: Request | None = None
+    reply: Any = None
+
+
+def next_request(generator: Round, reply: object) -> Request | None:
+    """Send a reply into a round, or throw `RoundLost`, and return its next request; None: the round has ended."""
+    try:
+        return generator.throw(RoundLost()) if reply is RoundLost else generator.send(reply)
+    except StopIteration:
+        return None

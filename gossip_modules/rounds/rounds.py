@@ -23,7 +23,6 @@ from .agreed_delay import AgreedDelay
 from .algorithm import Algorithm
 from .driver import Driver
 from .mixer import Mixer
-from .old_checkpoints import renewed
 from .optimizer_watch import OptimizerWatch
 from .periodic import Fragment, Periodic, check_names, cut
 from .runs import layout_of, places_of, tensors_beyond
@@ -316,7 +315,8 @@ class Rounds(Mixer):
         """A context with fragment p of x, on the device of the memory; changes are written back to x."""
         device = self._device_of(x)
         part = x if len(self.drivers) == 1 and device == x.raw.device else self._fragments[p].read(x, device)
-        part.push_sum_weight = x.push_sum_weight
+        if part is not x:
+            part.push_sum_weight, part.message = x.push_sum_weight, None
         yield part
         if part is not x:
             self._fragments[p].write(part, x)
@@ -410,12 +410,11 @@ class Rounds(Mixer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Mixer`. Under a membership some vectors restart: see [Note: Sums over workers] of `Memory`."""
-        names = [part.name for part in self.algorithm.parts]
-        states = [renewed(each, names) for each in state.get("fragments", [state])]
-        if any(each.get("algorithm") != names[0] for each in states):
+        name, states = self.algorithm.parts[0].name, state.get("fragments", [state])
+        if any(each.get("algorithm") != name for each in states):
             raise ValueError(
                 f"got the state of {states[0].get('algorithm', 'another algorithm')}, expected the state of "
-                f"{names[0]}; wrap as for the saved model, or load the model alone: module.load_state_dict"
+                f"{name}; wrap as for the saved model, or load the model alone: module.load_state_dict"
             )
         if len(states) != len(self.drivers):
             raise ValueError(

@@ -15,10 +15,9 @@ from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..schedule import Action
 from .algorithm import Algorithm
-from .driver import next_request
 from .memory import Memory
 from .periodic import Periodic
-from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors
+from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors, next_request
 from .rows import RowMail, Rows, StackedMail, StackedMixing, arrived
 from .vector import SentVector, Vector
 

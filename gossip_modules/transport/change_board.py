@@ -52,6 +52,7 @@ class ChangeBoard:
         step: the training step that comes next: a rank inside a round of step k gives k + 1.
         tensors: of this rank, one text for each.
         end_waits: a bound method that closes the connections of this rank; called by the thread that looks.
+        waiting: the threads of this rank that wait for messages, each with the time (`time.monotonic()`) since when.
     """
 
     def __init__(
@@ -63,13 +64,15 @@ class ChangeBoard:
         step: Callable[[], int],
         tensors: Callable[[], list[str]],
         end_waits: Callable[[], None],
+        waiting: Mapping[int, float],
     ) -> None:
         self._records, self._rank, self._names = records, rank, names
         self._step, self._tensors = step, tensors
         self._end_waits = weakref.WeakMethod(end_waits)  # of the transport, which has the board
         self._announced = _Place(-1, True, [])
         self._places: dict[int, _Place] = {}
-        self._waits: dict[int, list[float]] = {}  # by thread: when a wait began, and when to look
+        self._waiting = waiting
+        self._looks: dict[tuple[int, float], float] = {}  # when to look into a wait again
         self._difference = ""
         self._closed = threading.Event()
         arguments = weakref.ref(self), self._closed
@@ -84,21 +87,12 @@ class ChangeBoard:
 
     # The rank that waits.
 
-    def begin_wait(self) -> None:
-        """The calling thread waits for a message from now on."""
-        now = time.monotonic()
-        self._waits[threading.get_ident()] = [now, now + _LOOK_SECONDS]
-
-    def end_wait(self) -> None:
-        """The calling thread waits no more."""
-        self._waits.pop(threading.get_ident(), None)
-
     def look(self) -> None:
         """End the waits of this rank where another one has changed and this one has not; where a wait lasts."""
         now = time.monotonic()
-        late = [wait for wait in tuple(self._waits.values()) if now >= wait[1]]
-        for wait in late:
-            wait[1] = now + (now - wait[0])
+        looks = {wait: self._looks.get(wait, wait[1] + _LOOK_SECONDS) for wait in tuple(self._waiting.items())}
+        late = [wait for wait, at in looks.items() if now >= at]
+        self._looks = looks | {wait: now + (now - wait[1]) for wait in late}
         if late and not self._difference and self._passed_by(self._read()) is not None:
             self._compare()
 

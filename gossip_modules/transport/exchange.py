@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
+from queue import SimpleQueue
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -117,6 +116,7 @@ class InTurn:
         self.closed: Set[int | None] = frozenset()
         self.present = 0
         self.seconds: dict[int | None, float] = {}
+        self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
 
     @property
     def peer(self) -> int | None:
@@ -127,7 +127,23 @@ class InTurn:
         """Let the wait end with the present message, if it is of one of these peers; returns whether it is."""
         with self._lock:
             self._is_given_up |= peers is None or self.peer in peers
-            return self._is_given_up
+        if self._is_given_up:
+            why = "the wait was given up, since its connection was closed by this process"
+            self._ends.put(RuntimeError(why))
+        return self._is_given_up
+
+    def run(self, timeout: timedelta) -> None:
+        """As `wait`, in another thread, for the caller of `join`."""
+        try:
+            self.wait(timeout)
+        except BaseException as error:  # noqa: BLE001 (`join` raises it)
+            self._ends.put(error)
+        else:
+            self._ends.put(None)
+
+    def join(self) -> BaseException | None:
+        """Wait until `run` has ended, or until the wait is given up; returns the error."""
+        return self._ends.get()
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait for all messages.
@@ -168,7 +184,7 @@ class Waits:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[CallThread] = []
-        self._under_way: dict[Future[None], InTurn] = {}
+        self._under_way: set[InTurn] = set()
         self._given_up: set[int | None] = set()
         self._is_closed = False
 
@@ -188,22 +204,23 @@ class Waits:
             is_over, turn.closed = self._is_closed, self._given_up
             if not is_over:
                 thread = self._idle.pop() if self._idle else CallThread("gossip-wait")
-                future = thread.submit(partial(turn.wait, timeout))
-                self._under_way[future] = turn
+                self._under_way.add(turn)
+                thread.post(partial(turn.run, timeout))
         if is_over:  # the connections are closed: the operation is done already, or never will be
             turn.wait(_AT_ONCE)
             return
-        future.exception()  # an interrupt leaves the wait under way
+        error = turn.join()  # an interrupt leaves the wait under way
         with self._lock:
-            if future in self._under_way:
-                del self._under_way[future]
+            if turn in self._under_way:
+                self._under_way.remove(turn)
                 self._idle.append(thread)
             else:  # it was given up
                 thread.end()
         try:
-            future.result()
+            if error is not None:
+                raise error
         finally:
-            del future  # its error holds this frame, and so the caller's objects
+            del error  # it holds this frame, and so the caller's objects
 
     def give_up(self, *of: int) -> None:
         """End the waits for these peers, present and future, with an error; from any thread.
@@ -212,12 +229,12 @@ class Waits:
         """
         with self._lock:
             self._given_up.update(of)
-            self._end([future for future, turn in self._under_way.items() if turn.give_up(of)])
+            self._under_way -= {turn for turn in self._under_way if turn.give_up(of)}
 
     def under_way(self) -> set[int]:
         """The peers that are waited for now."""
         with self._lock:
-            return {turn.peer for turn in self._under_way.values() if turn.peer is not None}
+            return {turn.peer for turn in self._under_way if turn.peer is not None}
 
     @property
     def is_waiting(self) -> bool:
@@ -228,17 +245,10 @@ class Waits:
         """End all waits, and the threads. Idempotent."""
         with self._lock:
             self._is_closed = True
-            self._end([future for future, turn in self._under_way.items() if turn.give_up()])
+            self._under_way -= {turn for turn in self._under_way if turn.give_up()}
             for thread in self._idle:
                 thread.end()
             self._idle.clear()
-
-    def _end(self, waits: Iterable[Future[None]]) -> None:
-        why = "the wait was given up, since its connection was closed by this process"
-        for future in waits:
-            del self._under_way[future]
-            with suppress(InvalidStateError):  # it has just ended
-                future.set_exception(RuntimeError(why))
 
 
 class _Work(NamedTuple):
@@ -256,7 +266,7 @@ class PendingExchange:
     Args:
         link: whose messages these are.
         num_chunks: the most tensors that a peer gets or gives.
-        num_received: the bytes that each peer sends.
+        num_sent, num_received: the bytes that each peer gets and gives.
         tag: of the round.
         what: names it in errors.
 
@@ -265,10 +275,17 @@ class PendingExchange:
     """
 
     def __init__(
-        self, link: PointToPoint, num_chunks: int, *, num_received: Mapping[int, int], tag: int, what: str
+        self,
+        link: PointToPoint,
+        num_chunks: int,
+        *,
+        num_sent: Mapping[int, int],
+        num_received: Mapping[int, int],
+        tag: int,
+        what: str,
     ) -> None:
         self.link, self.num_chunks, self.tag, self.what = link, num_chunks, tag, what
-        self._num_received = num_received
+        self._num_sent, self._num_received = num_sent, num_received
         self.lost: frozenset[int] = frozenset()
         self._works: list[list[_Work]] = [[] for _ in range(num_chunks)]
         self._staged: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_chunks)]
@@ -350,7 +367,7 @@ class PendingExchange:
             arrived = self._num_received
             if self.lost:
                 arrived = {peer: number for peer, number in arrived.items() if peer not in self.lost}
-            link.traffic.arrived(arrived, self._waited)
+            link.traffic.arrived(arrived, self._waited, sent=self._num_sent)
 
     def _fail(
         self,
@@ -409,6 +426,7 @@ class PointToPoint(ABC):
         self.device, self.timeout, self.backend = device, timeout, backend
         self.num_bytes_sent, self.traffic = 0, PeerTraffic()
         self.routes: dict[int, tuple[dist.ProcessGroup, int]] = {}  # by peer, as `route` has given them; until `close`
+        self.waiting: dict[int, float] = {}  # the threads that wait for messages, and since when: for `ChangeBoard`
         self._use, self._staging = use, Staging(device)
 
     @abstractmethod
@@ -424,9 +442,8 @@ class PointToPoint(ABC):
 
         On NCCL: when the current stream is ordered after it; the group's watchdog has the timeout.
         """
-        board = self.board
-        if board is not None:
-            board.begin_wait()
+        thread = threading.get_ident()
+        self.waiting[thread] = time.monotonic()
         try:
             if self.waits is not None:
                 self.waits.wait(work, timeout)
@@ -435,8 +452,7 @@ class PointToPoint(ABC):
             else:
                 work.wait(timeout)
         finally:
-            if board is not None:
-                board.end_wait()
+            del self.waiting[thread]
 
     @abstractmethod
     def close_connections(self) -> None:
@@ -472,14 +488,16 @@ class PointToPoint(ABC):
             self._staging.synchronize()
         self._use.is_active = True
         due = {peer: sum(map(_num_bytes, xs)) for peer, xs in inbox.items()}
-        exchange = PendingExchange(self, num_chunks, num_received=due, tag=tag, what=what or f"round {tag}")
+        total = {peer: sum(map(_num_bytes, xs)) for peer, xs in sends.items()}
+        exchange = PendingExchange(
+            self, num_chunks, num_sent=total, num_received=due, tag=tag, what=what or f"round {tag}"
+        )
         exchange.lost = lost
         for peer, xs in inbox.items():
             for k, x in enumerate(xs):
                 exchange.post(k, peer, x, total_bytes=due[peer], is_send=False)
                 if is_staged and x is not recvs[peer][k]:
                     exchange.copy_back(k, recvs[peer][k], x)
-        total = {peer: sum(map(_num_bytes, xs)) for peer, xs in sends.items()}
         for k in range(num_chunks):
             if fill is not None:
                 fill(k)
@@ -490,7 +508,6 @@ class PointToPoint(ABC):
             for peer, x in outbox.items():
                 exchange.post(k, peer, x, total_bytes=total[peer], is_send=True)
         self.num_bytes_sent += sum(total.values())
-        self.traffic.sent(total)
         exchange.begin()
         return exchange
 

@@ -341,6 +341,7 @@ class ProcessGroupTransport(PointToPoint):
                 step=step,
                 tensors=tensors,
                 end_waits=end_waits or self.close_connections,
+                waiting=self.waiting,
             )
 
     def close_connections(self) -> None:

@@ -21,7 +21,7 @@ _EXIT_SECONDS = 1.0
 _AT_ONCE = timedelta(milliseconds=1)
 _NUM_WAITS = 10  # a round has at most so many waits; each ends at the timeout of the transport and names its peer
 _LOOK_SECONDS = 1.0
-_Calls: TypeAlias = "SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
+_Calls: TypeAlias = "SimpleQueue[tuple[Callable[[], Any], Future[Any] | None] | None]"
 
 
 def start(body: Callable[..., object], *arguments: Any, name: str) -> threading.Thread:
@@ -68,11 +68,18 @@ class CallThread:
         Raises:
             RuntimeError: the thread is closed, so nothing would make the call.
         """
+        future = Future() if future is None else future
+        self._put(call, future)
+        return future
+
+    def post(self, call: Callable[[], object]) -> None:
+        """As `submit`, for a call that raises nothing and reports its end itself; a future takes longer to make."""
+        self._put(call, None)
+
+    def _put(self, call: Callable[[], object], future: Future[Any] | None) -> None:
         if not self._end.alive:
             raise RuntimeError(f"got a job for the thread {self.thread.name} after its close(), expected none")
-        future = Future() if future is None else future
         self._calls.put((call, future))
-        return future
 
     def result(self, future: Future[T], *, what: Callable[[], str], timeout: timedelta) -> T:
         """Wait for a submitted call that waits for peers. Returns its result, or raises its exception.
@@ -114,10 +121,13 @@ def _make_calls(calls: _Calls) -> None:
         call, future = item
         with suppress(InvalidStateError):  # nobody waits for the call any more
             try:
-                if not future.done():
+                if future is None:
+                    call()
+                elif not future.done():
                     future.set_result(call())
             except BaseException as error:  # noqa: BLE001 (the future raises it)
-                future.set_exception(error)
+                if future is not None:
+                    future.set_exception(error)
         del item, call, future  # the objects of a call that is over must not live until the next one
 
 

@@ -7,11 +7,12 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Peer = TypeVar("Peer", int, str)
 
 _NUM_WAITS = 64  # of each peer that are remembered
+_NOTHING: Mapping[Any, int] = {}
 
 
 @dataclass(slots=True)
@@ -38,20 +39,19 @@ class PeerTraffic:
         """A copy of a transport has sent nothing."""
         return PeerTraffic()
 
-    def sent(self, num_bytes: Mapping[int, int]) -> None:
-        """Count bytes that are on their way to these peers."""
-        with self._lock:
-            for peer, number in num_bytes.items():
-                self._counts[peer].num_sent += number
-
-    def arrived(self, num_bytes: Mapping[Peer, int], seconds: Mapping[Peer, float]) -> None:
+    def arrived(
+        self, num_bytes: Mapping[Peer, int], seconds: Mapping[Peer, float], *, sent: Mapping[Peer, int] = _NOTHING
+    ) -> None:
         """Count an exchange that is complete. A round may have several.
 
         Args:
             num_bytes: the bytes that these peers have sent.
             seconds: the waits for these peers.
+            sent: the bytes that these peers were sent.
         """
         with self._lock:
+            for peer, number in sent.items():
+                self._counts[peer].num_sent += number
             for peer, number in num_bytes.items():
                 self._counts[peer].num_received += number
             self._heard.update(num_bytes)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,11 +28,12 @@ from ..transport.connect import CPU, connect
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..transport.state_tree import copied
 from .arguments import as_timeout, check_flags, check_process_group, group_of
-from .averaging import AveragingMixin
+from .averaging import AveragedModel, AveragingMixin
 from .base import GossipWrapper
 from .checkpoint import Checkpoint
 from .composition import check_inside, hold, let_go
 from .gradient_group import NamedReplica, leaving_alone
+from .gradient_watch import weakly
 from .other_names import ALL_REDUCE_ARGUMENTS, DDP_ARGUMENTS, OldNames
 from .participant import Participant, check_links
 from .state import check_prefix
@@ -44,6 +44,34 @@ _GOSSIP_ARGUMENTS: ForeignArguments = {
 
 
 _PARTS = 16  # of the parameters, of which each step looks at one: a pass over all would take 5 % of a step
+
+
+class PackedModel(AveragedModel):
+    """A module whose tensors stay where they are: averages work on a packed copy of them.
+
+    Args:
+        module, selection, averager: see `AveragedModel`.
+    """
+
+    selection: Selection = Selection()
+
+    def __init__(self, module: nn.Module, selection: Selection, averager: GlobalAverage) -> None:
+        self.module, self.selection, self.averager = module, selection, averager
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """See `AveragedModel`."""
+        ignored = self.selection.ignored_ids(self.module)
+        return [p for p in self.module.parameters() if p.requires_grad and id(p) not in ignored]
+
+    def read(self) -> FlatVector:
+        """See `AveragedModel`."""
+        buffers = self.selection.averaged(self.module).values()
+        return FlatVector.pack([*self.trained, *buffers], num_buffers=len(buffers))
+
+    def write(self, vector: FlatVector) -> None:
+        """See `AveragedModel`."""
+        vector.unpack_to([*self.trained, *self.selection.averaged(self.module).values()])
 
 
 class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
@@ -103,15 +131,14 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
         elif group is None and dist.is_initialized():
             group = dist.group.WORLD
         transport = self._transport = connect(group, module_device=device, timeout=as_timeout(timeout))
-        self._averager = GlobalAverage(transport)
-        self.__dict__["_chosen"] = Selection(ignore=ignore)  # before nn.Module has its own
-        self._chosen.check(module)
-        with leaving_alone(module, self._chosen):
+        local = self._local = PackedModel(module, Selection(ignore=ignore), GlobalAverage(transport))
+        local.selection.check(module)
+        with leaving_alone(module, local.selection):
             options = {"gradient_as_bucket_view": True, **ddp_options}
             super().__init__(module, transport, what="making an AllReduceDataParallel", **options)
         n = dist.get_world_size(self.process_group)
         # The parameters whose gradients are reduced, as they are now for good.
-        self._reduced = sorted(self._trained, key=Tensor.numel)
+        self._reduced = sorted(local.trained, key=Tensor.numel)
         num_bytes = sum(p.numel() * p.element_size() for p in self._reduced)
         self._bytes_per_step = 2 * (n - 1) * num_bytes // n
         self._num_steps = 0
@@ -140,13 +167,10 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
 
     def checkpoint(self, *optimizers: Optimizer) -> Checkpoint:
         """See `GossipDataParallel.checkpoint`."""
-        return Checkpoint(self, self, optimizers)
+        return Checkpoint(self, self, self._local, optimizers)
 
     def flush(self) -> None:
         """Nothing is ever in flight after a backward."""
-
-    def _forget_models(self) -> None:
-        """Nothing is kept of other models."""
 
     def close(self) -> None:
         """Give back what averages need; a script that trains on still averages gradients."""
@@ -164,22 +188,6 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
     @property
     def _bytes_sent(self) -> int:
         return self._num_steps * self._bytes_per_step + self._transport.num_bytes_sent
-
-    @property
-    def _selection(self) -> Selection:
-        return self._chosen
-
-    @property
-    def _trained(self) -> list[Tensor]:
-        ignored = self._selection.ignored_ids(self.module)
-        return [p for p in self.module.parameters() if p.requires_grad and id(p) not in ignored]
-
-    def _read(self) -> FlatVector:
-        buffers = self._selection.averaged(self.module).values()
-        return FlatVector.pack([*self._trained, *buffers], num_buffers=len(buffers))
-
-    def _write(self, vector: FlatVector) -> None:
-        vector.unpack_to([*self._trained, *self._selection.averaged(self.module).values()])
 
 
 @AllReduceDataParallel.register
@@ -234,7 +242,7 @@ class ElasticAllReduce(GossipWrapper):
         super().__init__(module, selection=Selection(broadcast_buffers, ignore), gossip_in_eval_mode=True)
         local = self._local
         local.name = AllReduceDataParallel.__name__
-        local.description = {"on_nonfinite": on_nonfinite, "selection": str(self._selection)}
+        local.description = {"on_nonfinite": on_nonfinite, "selection": str(local.selection)}
         local.world = Participant(local, membership, lambda n: n, peers=_watched, has_links=False)
         self._handle: torch.utils.hooks.RemovableHandle | None = None
         self._is_synced = False  # the last training forward was outside no_sync()
@@ -248,10 +256,10 @@ class ElasticAllReduce(GossipWrapper):
         if self._handle is None or not is_current:
             if self._handle is not None:
                 self._handle.remove()
-            watched = [parameter for parameter in self._trained if parameter.requires_grad]
-            self._handle = register_multi_grad_hook(watched, _weakly(self._note_backward), mode="any")
+            watched = [parameter for parameter in self._local.trained if parameter.requires_grad]
+            self._handle = register_multi_grad_hook(watched, weakly(self._note_backward), mode="any")
 
-    def _note_backward(self) -> None:
+    def _note_backward(self, gradient: Tensor) -> None:
         """A backward has computed a first gradient; averages follow at its end."""
         if self._is_synced and not (self._local.is_closed or self._local.is_averaged):
             torch.autograd.Variable._execution_engine.queue_callback(self._average_gradients)
@@ -260,7 +268,7 @@ class ElasticAllReduce(GossipWrapper):
         engine, world = self._local.engine, self._local.world
         assert isinstance(engine, GradientEngine)
         assert isinstance(world, Participant)
-        if not engine.average(self._trained):
+        if not engine.average(self._local.trained):
             name, step = world.membership.name, engine.step - 1
             log.warning("job %s: step %d is lost: a worker failed while gradients were averaged", name, step)
 
@@ -287,17 +295,6 @@ def _watched(world_size: int, rank: int) -> set[int]:
     """The ranks at distances 1, 2, 4, ..., which this one watches: a few neighbours that die at once are all seen."""
     distances = [1 << k for k in range((world_size - 1).bit_length())]
     return {(rank + sign * distance) % world_size for distance in distances for sign in (-1, 1)} - {rank}
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[Tensor], None]:
-    """The bound method, for the hook of a tensor, which is not to keep its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(gradient: Tensor) -> None:
-        if (found := reference()) is not None:
-            found()
-
-    return call
 
 
 def _check_policy(on_nonfinite: str) -> None:

@@ -3,28 +3,89 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..devices import wide_dtype
-from ..flat.kept_buffers import KeptBuffers, take_from_first
+from ..flat.kept_buffers import KeptBuffers
 from ..flat.selection import Selection
 from ..flat.sharded import gathered, local_of
 from ..flat.vector import FlatVector
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.process_group import ProcessGroupTransport, calling
-from ..transport.state_tree import copied
-from .state import KEY, Place, take_place
+from .state import Place
 from .weights.copies import WeightCopies
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class AveragedModel(ABC):
+    """The model of one rank, as `AveragingMixin` reads and writes it.
+
+    Attributes:
+        averager: the exact average over the ranks.
+        copies: of the parameters, in the state of optimizers.
+        node: the processes that share this model, if there are several: a `Node`.
+        is_averaged: whether the parameters are the average that `averaged()` lends.
+    """
+
+    averager: GlobalAverage
+    copies: WeightCopies | None = None
+    node: Any = None
+    is_averaged = False
+
+    @property
+    @abstractmethod
+    def selection(self) -> Selection:
+        """The tensors that are averaged, and those that stay local."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> Sequence[Tensor]:
+        """The trained parameters of the module."""
+
+    @abstractmethod
+    def read(self) -> FlatVector:
+        """The trained tensors (numerators, with their weight), nothing in flight: live storage or a packed copy."""
+
+    @abstractmethod
+    def write(self, vector: FlatVector) -> None:
+        """The trained tensors <- the estimate of a vector that `read` gave. Always follows `read`."""
+
+    def forget_models(self) -> None:
+        """Start anew all that is kept of other models."""
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that average."""
+        return self.averager.transport.rank
+
+    @property
+    def state_place(self) -> Place:
+        """The rank that the state belongs to, and the number of ranks; None with a membership, whose workers change."""
+        return self.averager.transport.rank, self.averager.transport.world_size
+
+    def sum_over_ranks(self, x: Tensor) -> None:
+        """x <- its sum over the ranks, in place."""
+        self.averager.transport.all_reduce(x, what="the buffers of rank 0")
+        if self.node is not None:  # whose processes sum with the processes of the same place in other nodes
+            self.node.share_buffers([x])
+
+
+@contextlib.contextmanager
+def calling_as(name: str) -> Iterator[None]:
+    """Inside, errors of collectives name this method: a rank that did not call it is the usual cause."""
+    token = calling.set(calling.get() or name)
+    try:
+        yield
+    finally:
+        calling.reset(token)
 
 
 class AveragingMixin(ABC):
@@ -35,10 +96,8 @@ class AveragingMixin(ABC):
     """
 
     module: nn.Module  # without the wrapper
-    _averager: GlobalAverage
-    _copies: WeightCopies | None = None  # of the parameters, in the state of optimizers
+    _local: AveragedModel
     _last_consensus_distance: float = float("nan")
-    _is_averaged: bool = False  # inside averaged()
 
     @abstractmethod
     def flush(self) -> None:
@@ -52,49 +111,17 @@ class AveragingMixin(ABC):
     def close(self) -> None:
         """Flush, end threads, stop gossiping; idempotent. The module stays usable, and may be wrapped again."""
 
-    @abstractmethod
-    def _read(self) -> FlatVector:
-        """The trained tensors (numerators, with their weight), nothing in flight: live storage or a packed copy."""
-
-    @abstractmethod
-    def _write(self, vector: FlatVector) -> None:
-        """The trained tensors <- the estimate of a vector that `_read` gave. Always follows `_read`."""
-
-    @property
-    @abstractmethod
-    def _selection(self) -> Selection:
-        """The tensors that are averaged, and those that stay local."""
-
-    @property
-    @abstractmethod
-    def _trained(self) -> Sequence[Tensor]:
-        """The trained parameters of the module."""
-
     @property
     def _bytes_sent(self) -> int:
         """The payload that this rank has sent."""
-        return self._averager.transport.num_bytes_sent
-
-    @property
-    def _rank(self) -> int:
-        """This rank among those that average."""
-        return self._averager.transport.rank
+        return self._local.averager.transport.num_bytes_sent
 
     @property
     def worker(self) -> str:
         """The name of this worker in statistics: its global rank; with a membership the number of the worker, which
         it keeps when others join or die, and in a node ".<local rank>" after it; the name of a worker of dpwa."""
-        transport = self._averager.transport
+        transport = self._local.averager.transport
         return str(transport.names[transport.rank])
-
-    @contextlib.contextmanager
-    def _calling(self, name: str) -> Iterator[None]:
-        """Inside, errors of collectives name this method: a rank that did not call it is the usual cause."""
-        token = calling.set(calling.get() or name)
-        try:
-            yield
-        finally:
-            calling.reset(token)
 
     def average_(self) -> None:
         """Every rank's parameters and running statistics <- their exact average over all ranks; collective.
@@ -107,42 +134,25 @@ class AveragingMixin(ABC):
         step. With `EagerDiLoCo` the part of a drift that is under way still takes ranks apart until all have it.
         """
         self._average()
-        with self._calling("average_()"):
-            self._average_kept(KeptBuffers(self.module, self._selection))
-        if not self._is_averaged:  # inside averaged() the models come back
-            self._forget_models()
-
-    @abstractmethod
-    def _forget_models(self) -> None:
-        """Start anew all that is kept of other models."""
+        with calling_as("average_()"):
+            self._average_kept(KeptBuffers(self.module, self._local.selection))
+        if not self._local.is_averaged:  # inside averaged() the models come back
+            self._local.forget_models()
 
     def _average(self) -> None:
         """As `average_`, for a while: nothing starts anew."""
-        with self._calling("average_()"):
+        with calling_as("average_()"):
             self.settle()
-            vector = self._read()
+            vector = self._local.read()
             with torch.no_grad():
-                self._averager.mix(vector, 0)
-            self._write(vector)
+                self._local.averager.mix(vector, 0)
+            self._local.write(vector)
 
     def _average_kept(self, kept: KeptBuffers) -> None:
         """The buffers that are no averages <- their values in the averaged model; after `_average`."""
-        transport, device = self._averager.transport, self._trained[0].device
-        kept.average_(self._sum_over_ranks, rank=transport.rank, world_size=transport.world_size, device=device)
-
-    def _sum_over_ranks(self, x: Tensor) -> None:
-        self._averager.transport.all_reduce(x, what="the buffers of rank 0")
-
-    def _share_in_replica(self, tensors: Sequence[Tensor]) -> None:
-        """Tensors <- their values in the first process that holds this replica, in place."""
-
-    def _sum_over_shards(self, x: Tensor) -> None:
-        """x <- its sum over the processes that hold one replica in shards, in place."""
-
-    @property
-    def _is_first_shard(self) -> bool:
-        """Whether this process is the first one that holds this replica."""
-        return True
+        local, transport = self._local, self._local.averager.transport
+        n, device = transport.world_size, local.trained[0].device
+        kept.average_(local.sum_over_ranks, rank=transport.rank, world_size=n, device=device)
 
     def average_optimizer_state(self, optimizer: torch.optim.Optimizer, *, names: Sequence[str] | None = None) -> None:
         """The state of every rank's optimizer <- its exact average over all ranks; collective.
@@ -171,29 +181,29 @@ class AveragingMixin(ABC):
             >>> if step % 60 == 0:
             ...     model.average_optimizer_state(optimizer, names=("exp_avg_sq",))
         """
-        transport = getattr(self._averager, "transport", None)
+        local, transport = self._local, getattr(self._local.averager, "transport", None)
         if not isinstance(transport, ProcessGroupTransport):
             raise ValueError(
                 f"got average_optimizer_state() of a {type(self).__name__} without a process group, expected a wrapper "
                 "whose ranks train in lockstep, without a membership; keep the state of each rank"
             )
-        wanted, ignored = _names_of(names), self._selection.ignored_ids(self.module)
+        wanted, ignored = _names_of(names), local.selection.ignored_ids(self.module)
         state = list(_state_like_parameters(optimizer, names=wanted, ignored=ignored))
-        with self._calling("average_optimizer_state()"), torch.no_grad():
+        with calling_as("average_optimizer_state()"), torch.no_grad():
             self.settle()  # a round in flight may have collectives of its own
-            if self._copies is not None:
-                self._copies.catch_up(optimizer)
+            if local.copies is not None:
+                local.copies.catch_up(optimizer)
             listing = [f"{k}.{name} {tuple(x.shape)} {x.dtype}" for k, name, x in state]
             given = [repr(names if wanted is None else wanted)]
             check_agreement(transport, {"optimizer state": listing, "names": given})
             _check_names(optimizer, names, wanted)  # after ranks have agreed, so that all raise
             if state:
                 tensors = [local_of(x) for _, _, x in state]
-                vector = FlatVector.pack(tensors, device=self._trained[0].device)
-                self._averager.mix(vector, 0)
+                vector = FlatVector.pack(tensors, device=local.trained[0].device)
+                local.averager.mix(vector, 0)
                 vector.unpack_to(tensors)
-                if self._copies is not None:
-                    self._copies.averaged(optimizer, {name for _, name, _ in state})
+                if local.copies is not None:
+                    local.copies.averaged(optimizer, {name for _, name, _ in state})
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Self]:
@@ -207,22 +217,22 @@ class AveragingMixin(ABC):
             >>> with model.averaged():
             ...     accuracy = evaluate(model)
         """
-        with self._calling("averaged()"):
+        with calling_as("averaged()"):
             self.settle()
-            saved = self._read().clone()
+            saved = self._local.read().clone()
             self._average()
-        was_averaged, self._is_averaged = self._is_averaged, True
-        kept = KeptBuffers(self.module, self._selection)
+        was_averaged, self._local.is_averaged = self._local.is_averaged, True
+        kept = KeptBuffers(self.module, self._local.selection)
         try:
-            with self._calling("averaged()"):
+            with calling_as("averaged()"):
                 self._average_kept(kept)
             yield self
         finally:
-            vector = self._read()
-            self._is_averaged = was_averaged
+            vector = self._local.read()
+            self._local.is_averaged = was_averaged
             vector.copy_(saved)
             kept.restore()
-            self._write(vector)
+            self._local.write(vector)
 
     def averaged_state_dict(self, *, rank0_only: bool = True, cpu: bool = True, full: bool = False) -> dict[str, Any]:
         """The state dict of the averaged model, under the names of the bare module: to save a trained model.
@@ -244,88 +254,31 @@ class AveragingMixin(ABC):
             >>> if rank == 0:
             ...     torch.save(state, "model.pt")
         """
-        with self._calling("averaged_state_dict()"), self.averaged():
-            if rank0_only and self._rank != 0:
+        with calling_as("averaged_state_dict()"), self.averaged():
+            node = self._local.node
+            if rank0_only and self._local.rank != 0:
                 return {}
             state = self.module.state_dict()
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     value = gathered(value.detach()) if full else value.detach()
                     state[name] = value.to("cpu" if cpu else value.device, copy=True)
-            return {} if rank0_only and full and not self._is_first_shard else state
-
-    # For `Checkpoint`.
-
-    @property
-    def _place(self) -> Place:
-        """The rank that the state belongs to, and the number of ranks; None with a membership, whose workers change."""
-        return self._averager.transport.rank, self._averager.transport.world_size
-
-    @property
-    def _shard(self) -> tuple[int, int] | None:
-        """The number of the shards that this process holds, and the number of processes of a replica; None: all."""
-        return None
-
-    def _begin_anew(self) -> None:
-        """Keep nothing of the models from before."""
-
-    @torch.no_grad()
-    def _common_state(self, optimizers: Any) -> tuple[dict[str, Any], Any]:
-        """`averaged_state_dict` and the average of states of optimizers, both equal on all ranks; collective.
-
-        Tensors that no average exists of, such as ignored ones, are those of rank 0. The optimizers are None where
-        ranks have state of other names or shapes, and this rank's own with a membership.
-        """
-        state = self.averaged_state_dict(rank0_only=False, cpu=self._shard is None)
-        take_place(state, "", {}, None)
-        getattr(state, "_metadata", {}).get("", {}).pop(KEY, None)
-        with self._calling("checkpoint()"):
-            device = self._trained[0].device
-            averaged = {id(x) for x in (*self._trained, *self._selection.averaged(self.module).values())}
-            averaged |= {id(x) for x in self._selection.copied(self.module).values()}
-            names = {name for name, x in self.module.named_parameters(remove_duplicate=False) if id(x) in averaged}
-            names |= {name for name, x in self.module.named_buffers(remove_duplicate=False) if id(x) in averaged}
-            left = [x for name, x in state.items() if name not in names and isinstance(x, Tensor)]
-            if others := [local_of(x) for x in left]:
-                take_from_first(others, self._sum_over_ranks, rank=self._averager.transport.rank, device=device)
-            return state, optimizers if self._place is None else self._average_states(copied(optimizers), device)
-
-    def _average_states(self, states: Any, device: torch.device) -> Any:
-        """The states of optimizers with the averages of their tensors, in place; None: see `_common_state`."""
-        of_all = [_floats(of) for state in states for of in state["state"].values()]
-        tensors = [local_of(x) for of in of_all for name, x in of if name != "step"]
-        listing = [f"{list(of)}" for state in states for of in state["state"].values()]
-        listing += [f"{tuple(x.shape)} {x.dtype}" for x in tensors]
-        if len(set(self._digests_of("\n".join(listing), device))) > 1:
-            return None
-        if tensors:
-            vector = FlatVector.pack(tensors, device=device)
-            self._averager.mix(vector, 0)
-            vector.unpack_to(tensors)
-        return states
-
-    def _digests_of(self, text: str, device: torch.device) -> list[int]:
-        """A digest of the text of each rank; collective."""
-        transport = self._averager.transport
-        digests = torch.zeros(transport.world_size, dtype=torch.int64, device=device)
-        digests[transport.rank] = zlib.crc32(text.encode())
-        self._sum_over_ranks(digests)
-        found: list[int] = digests.tolist()
-        return found
+            return {} if rank0_only and full and node is not None and node.control.rank else state
 
     def consensus_distance(self) -> float:
         """sqrt(mean_i ||z_i - mean_j x_j||^2) over the parameters, z_i = x_i / w_i; collective, costs one copy."""
-        with self._calling("consensus_distance()"):
+        with calling_as("consensus_distance()"):
             self.settle()
-            vector = self._read()
+            local, transport = self._local, self._local.averager.transport
+            vector = local.read()
             mean = vector.clone()
-            self._averager.mix(mean, 0)
-            self._write(vector)
+            local.averager.mix(mean, 0)
+            local.write(vector)
             squared = torch.zeros(1, dtype=wide_dtype(vector.raw.device), device="cpu")
             for x, y in zip(vector.parameters, mean.parameters, strict=True):
                 squared += torch.linalg.vector_norm(y.sub_(x), dtype=squared.dtype).cpu() ** 2
-            self._sum_over_shards(squared)
-            transport = self._averager.transport
+            if local.node is not None:
+                local.node.sum_over_shards(squared)
             squared = squared.to(vector.raw.device)
             transport.all_reduce(squared, what="the squares of all ranks")
         self._last_consensus_distance = float(squared.item() / transport.world_size) ** 0.5
@@ -358,11 +311,6 @@ class AveragingMixin(ABC):
     @abstractmethod
     def _round_stats(self) -> dict[str, float]:
         """The counters of rounds: see `Engine.round_stats`."""
-
-
-def _floats(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors in the state of one parameter, by name."""
-    return ((name, x) for name, x in state.items() if isinstance(x, Tensor) and x.is_floating_point())
 
 
 def _names_of(names: object) -> list[str] | None:

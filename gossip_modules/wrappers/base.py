@@ -7,11 +7,12 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..engine.background import close_in_thread
@@ -19,7 +20,6 @@ from ..engine.engine import Engine, IdleEngine
 from ..flat.selection import Selection
 from ..flat.sharded import local_of
 from ..flat.transformed import call_plain, is_transformed, not_compiled, refuse_scripting
-from ..flat.vector import FlatVector
 from ..old_calls import levels_to_user
 from ..profiling import span
 from ..rounds.mixer import GlobalAverage
@@ -50,7 +50,6 @@ from .state import (
     take_place,
     warn_stateless,
 )
-from .weights.copies import WeightCopies
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -84,6 +83,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         ValueError: the module is wrapped or sharded by another tool, or has nothing to train.
     """
 
+    _local: LocalModel
     _foreign_attributes: ClassVar[Mapping[str, str]] = {**DDP_ATTRIBUTES, **MISSING}
     _join_config: Any = SimpleNamespace(enable=False)  # of `Joinable`, where a wrapper is one
 
@@ -106,7 +106,6 @@ class GossipWrapper(OldNames, AveragingMixin):
         self._is_checked = False  # for other tools around it
         self._has_trained = False
         self._has_warned = False  # of training after close()
-        self._trains = False  # in this forward
         options: dict[str, Any] = {"selection": selection, "rounds": rounds, "num_shards": num_shards}
         self._local = LocalModel(module, name=name, run=self._round_after_step, **options)
         self._local.around = weakref.ref(self)
@@ -144,7 +143,7 @@ class GossipWrapper(OldNames, AveragingMixin):
             RuntimeError, TimeoutError, ConnectionError: see `connect`.
         """
         check_flags(init_sync=init_sync)
-        buffer, selection = self._local.buffer, self._selection
+        buffer, selection = self._local.buffer, self._local.selection
         about = {"version of gossip_modules": __version__, "wrapper": type(self).__name__, "rounds": self.rounds}
         description = {**about, **self._local.description}
         is_sharded = check_sharding(self.module, links.process_group)
@@ -181,10 +180,10 @@ class GossipWrapper(OldNames, AveragingMixin):
         if is_transformed() or type(args) is not tuple:  # a symbol of torch.fx
             return call_plain(module, args, kwargs, wrapper=type(self).__name__)
         local = self._local
-        self._before_forward()
+        is_training = self._before_forward()
         # The node's replica averages gradients and shares buffers, so all its processes must call it: in training
         # only, and not after close().
-        if local.node is not None and self._trains and not local.is_closed:
+        if local.node is not None and is_training and not local.is_closed:
             module = local.node.replica
         with span(f"{type(self).__name__}.forward"):
             out = module(*args, **kwargs)
@@ -192,21 +191,21 @@ class GossipWrapper(OldNames, AveragingMixin):
         return out
 
     @not_compiled
-    def _before_forward(self) -> None:
-        """[Note: One step is one round]"""
+    def _before_forward(self) -> bool:
+        """[Note: One step is one round]; returns whether the forward is a training forward."""
         local = self._local
         buffer = local.buffer
         local.to_estimate()  # [Note: a step that raises]; else it does nothing
-        self._trains = torch.is_grad_enabled() and (buffer.module.training or self.gossip_in_eval_mode)
-        if self._trains and not self._is_checked:
+        is_training = torch.is_grad_enabled() and (buffer.module.training or self.gossip_in_eval_mode)
+        if is_training and not self._is_checked:
             self._check_surroundings()
         # A model that is frozen for a while, like a GAN's critic, is not trained.
-        is_current = self._trains and buffer.is_current()
-        self._trains = self._trains and (is_current or buffer.is_trained())
+        is_current = is_training and buffer.is_current()
+        is_training = is_training and (is_current or buffer.is_trained())
         if local.is_closed:
-            if self._trains and not self._has_warned:
+            if is_training and not self._has_warned:
                 self._warn_alone()
-        elif not self._trains:
+        elif not is_training:
             self._evaluate()
         elif torch._C._current_graph_task_id() == -1:
             self._train(is_current=is_current)
@@ -215,10 +214,12 @@ class GossipWrapper(OldNames, AveragingMixin):
                 "got a training forward inside a backward and none before it, expected rounds to run in the "
                 "forward; checkpoint parts of the module, or pass use_reentrant=False"
             )
+        return is_training
 
     def _train(self, *, is_current: bool) -> None:
         """A training forward begins."""
-        self._has_trained = True
+        if not self._has_trained:  # nn.Module takes long to set an attribute
+            self._has_trained = True
         local = self._local
         if local.is_averaged:
             return
@@ -270,7 +271,7 @@ class GossipWrapper(OldNames, AveragingMixin):
                 f"got gossip_step() of a {name} inside a backward, which reads the parameters that a round writes; "
                 "expected it after the backward, or before the forward"
             )
-        if self._is_averaged:
+        if self._local.is_averaged:
             raise RuntimeError(
                 f"got gossip_step() of a {name} inside averaged(), after which each rank goes on from its own model; "
                 "expected it outside"
@@ -290,7 +291,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         if not self._is_checked:
             check_outside(self, was_sharded=self._local.buffer.is_sharded)
             node = self._local.node
-            check_optimizers(self, self._trained[0], equal_ranks=() if node is None else node.equal_ranks)
+            check_optimizers(self, self._local.trained[0], equal_ranks=() if node is None else node.equal_ranks)
             self._is_checked = True
 
     # Forwards and changes outside of steady training.
@@ -510,25 +511,14 @@ class GossipWrapper(OldNames, AveragingMixin):
             >>> dcp.save({"model": model.checkpoint(optimizer)}, checkpoint_id=folder)
             >>> dcp.load({"model": model.checkpoint(optimizer)}, checkpoint_id=folder)
         """
-        return Checkpoint(self, self, optimizers, lost=self._memory)
+        return self.checkpoint_of(self, optimizers)
 
-    @property
-    def _memory(self) -> str:
-        """What another number of ranks cannot take over."""
+    def checkpoint_of(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Checkpoint:
+        """As `checkpoint`, of the model: this wrapper, or the module of `gossip()` that is in it."""
         algorithm = self._local.description.get("algorithm", type(self).__name__)
-        return f"the counters of rounds, push-sum weights and the memory of {algorithm}"
-
-    @property
-    def _place(self) -> Place:
-        return None if self._local.world.changes else self.own_place or super()._place
-
-    @property
-    def _shard(self) -> tuple[int, int] | None:
-        node = self._local.node
-        return None if node is None or not node.is_sharded else (node.local_rank, node.control.world_size)
-
-    def _begin_anew(self) -> None:
-        self.set_extra_state(None)
+        lost = f"the counters of rounds, push-sum weights and the memory of {algorithm}"
+        begin_anew = partial(self.set_extra_state, None)
+        return Checkpoint(model, self, self._local, optimizers, begin_anew=begin_anew, lost=lost)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """`.to()`, `.half()` and their like: corrections in flight belong to the old dtype and device."""
@@ -565,69 +555,8 @@ class GossipWrapper(OldNames, AveragingMixin):
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_scripting(type(self).__name__, "use torch.jit.script(model.module)")
 
-    # The vector, as `AveragingMixin` reads and writes it.
-
-    @property
-    def _averager(self) -> GlobalAverage:  # type: ignore[override]
-        return self._local.averager
-
-    @property
-    def _copies(self) -> WeightCopies:  # type: ignore[override]
-        return self._local.copies
-
-    @property
-    def _selection(self) -> Selection:
-        return self._local.buffer.selection
-
-    @property
-    def _trained(self) -> Sequence[Tensor]:
-        return self._local.buffer.parameters
-
-    @property
-    def _is_averaged(self) -> bool:
-        return self._local.is_averaged
-
-    @_is_averaged.setter
-    def _is_averaged(self, value: bool) -> None:
-        self._local.is_averaged = value
-
-    def _read(self) -> FlatVector:
-        self.flush()
-        self._local.share_buffers()
-        self._local.to_numerator()
-        return self._local.buffer.vector
-
-    def _write(self, vector: FlatVector) -> None:
-        self._local.to_estimate()
-        self._local.steps.written()
-
-    def _forget_models(self) -> None:
-        self._local.engine.forget_models()
-
     def _round_stats(self) -> dict[str, float]:
         return self._local.engine.round_stats()
-
-    def _sum_over_ranks(self, x: Tensor) -> None:
-        super()._sum_over_ranks(x)
-        if self._local.node is not None:  # whose processes sum with the processes of the same place in other nodes
-            self._local.node.share_buffers([x])
-
-    def _share_in_replica(self, tensors: Sequence[Tensor]) -> None:
-        if (node := self._local.node) is not None and node.is_sharded:
-            node.share_buffers(tensors)
-
-    def _sum_over_shards(self, x: Tensor) -> None:
-        if self._local.node is not None:
-            self._local.node.sum_over_shards(x)
-
-    @property
-    def _is_first_shard(self) -> bool:
-        node = self._local.node
-        return node is None or node.control.rank == 0
-
-    @property
-    def _rank(self) -> int:
-        return super()._rank if self._local.place is None else self._local.place[0]
 
 
 def close_when_collected(wrapper: object, engine: Engine) -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..flat.kept_buffers import take_from_first
 from ..flat.sharded import Shard, is_cut, is_sharded, local_of
+from ..flat.vector import FlatVector
 from ..transport.state_tree import copied
-from .state import KEY, Place, WholeState, fingerprint, plain
-
-if TYPE_CHECKING:
-    from .averaging import AveragingMixin
+from .averaging import AveragedModel, AveragingMixin, calling_as
+from .state import KEY, Place, WholeState, fingerprint, plain, take_place
 
 _log = logging.getLogger("gossip_modules.checkpoint")
 _OWN = "memory (of other ranks or shards: pass planner=DefaultLoadPlanner(allow_partial_load=True))"
@@ -49,12 +50,21 @@ class Checkpoint:
     Args:
         model: the wrapper, or the module of `gossip()`.
         wrapper: the wrapper.
+        local: its model.
         optimizers: of this rank, over the parameters of the model.
+        begin_anew: lets the wrapper keep nothing of the models from before.
         lost: the names of the state that another number of ranks begins anew, for the warning.
     """
 
     def __init__(
-        self, model: nn.Module, wrapper: AveragingMixin, optimizers: Sequence[Optimizer], *, lost: str = ""
+        self,
+        model: nn.Module,
+        wrapper: AveragingMixin,
+        local: AveragedModel,
+        optimizers: Sequence[Optimizer],
+        *,
+        begin_anew: Callable[[], None] = lambda: None,
+        lost: str = "",
     ) -> None:
         for optimizer in optimizers:
             if not callable(getattr(optimizer, "load_state_dict", None)):
@@ -63,6 +73,7 @@ class Checkpoint:
                     "save what is equal on all ranks, such as a scheduler, beside the checkpoint"
                 )
         self._model, self._wrapper, self._optimizers, self._lost = model, wrapper, optimizers, lost
+        self._local, self._begin_anew = local, begin_anew
         self._prefix = "" if wrapper.module is model else "module."
 
     @torch.no_grad()
@@ -75,10 +86,11 @@ class Checkpoint:
         Raises:
             TimeoutError, ConnectionError: a rank did not call it, or is gone; names it.
         """
-        average, optimizers = self._wrapper._common_state([each.state_dict() for each in self._optimizers])
-        place, own = self._wrapper._place, self._own_state()
+        average, optimizers = self._common_state([each.state_dict() for each in self._optimizers])
+        place, own = self._local.state_place, self._own_state()
         model = {name: copied(own[self._prefix + name], saved) for name in average} if place is not None else {}
-        self._wrapper._share_in_replica([x for x in model.values() if isinstance(x, Tensor) and not is_cut(x)])
+        if self._shard is not None:  # the processes that hold one replica
+            self._local.node.share_buffers([x for x in model.values() if isinstance(x, Tensor) and not is_cut(x)])
         gossip = copied(getattr(own, "_metadata", {}).get("", {}).get(KEY), saved)
         world: dict[str, Any] = {"num_ranks": 0 if place is None else place[1], "shards": self._shards}
         world |= {"fingerprint": fingerprint(average), "shapes": fingerprint(average, has_numbers=False)}
@@ -94,12 +106,18 @@ class Checkpoint:
         return {**average, "gossip": shared}
 
     @property
+    def _shard(self) -> tuple[int, int] | None:
+        """The number of the shards that this process holds, and the number of processes of a replica; None: all."""
+        node = self._local.node
+        return None if node is None or not node.is_sharded else (node.local_rank, node.control.world_size)
+
+    @property
     def _shards(self) -> int:
-        return 1 if self._wrapper._shard is None else self._wrapper._shard[1]
+        return 1 if self._shard is None else self._shard[1]
 
     def _name(self, name: str) -> str:
         """The name of what is of one process, where others hold other shards of the replica."""
-        shard = self._wrapper._shard
+        shard = self._shard
         return name if shard is None else f"{name}_shard_{shard[0]}_of_{shard[1]}"
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -120,7 +138,7 @@ class Checkpoint:
                 f"got a state dict with {_some(state_dict)} without 'gossip.world', expected one of checkpoint(); load "
                 "the model alone before you wrap it: module.load_state_dict(...)"
             )
-        place = self._wrapper._place
+        place = self._local.state_place
         name = _name_of(place)
         entry = {**gossip.get(name, {}), **gossip.get(self._name(name), {})}
         is_own = _is_there(entry.get(_OWN), world)
@@ -134,9 +152,54 @@ class Checkpoint:
         else:
             self._warn(world, place, has_optimizers=optimizers is not None)
             self._load(state_dict, None)
-            self._wrapper._begin_anew()  # from the tensors that are there now
+            self._begin_anew()  # from the tensors that are there now
         for optimizer, state in zip(self._optimizers, optimizers or (), strict=optimizers is not None):
             optimizer.load_state_dict(_sharded(state, optimizer))
+
+    @torch.no_grad()
+    def _common_state(self, optimizers: Any) -> tuple[dict[str, Any], Any]:
+        """`averaged_state_dict` and the average of states of optimizers, both equal on all ranks; collective.
+
+        Tensors that no average exists of, such as ignored ones, are those of rank 0. The optimizers are None where
+        ranks have state of other names or shapes, and this rank's own with a membership.
+        """
+        state = self._wrapper.averaged_state_dict(rank0_only=False, cpu=self._shard is None)
+        take_place(state, "", {}, None)
+        getattr(state, "_metadata", {}).get("", {}).pop(KEY, None)
+        with calling_as("checkpoint()"):
+            local, module = self._local, self._wrapper.module
+            device, rank = local.trained[0].device, local.averager.transport.rank
+            averaged = {id(x) for x in (*local.trained, *local.selection.averaged(module).values())}
+            averaged |= {id(x) for x in local.selection.copied(module).values()}
+            named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+            names = {name for name, x in named if id(x) in averaged}
+            left = [x for name, x in state.items() if name not in names and isinstance(x, Tensor)]
+            if others := [local_of(x) for x in left]:
+                take_from_first(others, local.sum_over_ranks, rank=rank, device=device)
+            return state, optimizers if local.state_place is None else self._average_states(copied(optimizers), device)
+
+    def _average_states(self, states: Any, device: torch.device) -> Any:
+        """The states of optimizers with the averages of their tensors, in place; None: see `_common_state`."""
+        of_all = [_floats(of) for state in states for of in state["state"].values()]
+        tensors = [local_of(x) for of in of_all for name, x in of if name != "step"]
+        listing = [f"{list(of)}" for state in states for of in state["state"].values()]
+        listing += [f"{tuple(x.shape)} {x.dtype}" for x in tensors]
+        if len(set(self._digests_of("\n".join(listing), device))) > 1:
+            return None
+        if tensors:
+            vector = FlatVector.pack(tensors, device=device)
+            self._local.averager.mix(vector, 0)
+            vector.unpack_to(tensors)
+        return states
+
+    def _digests_of(self, text: str, device: torch.device) -> list[int]:
+        """A digest of the text of each rank; collective."""
+        transport = self._local.averager.transport
+        digests = torch.zeros(transport.world_size, dtype=torch.int64, device=device)
+        digests[transport.rank] = zlib.crc32(text.encode())
+        self._local.sum_over_ranks(digests)
+        found: list[int] = digests.tolist()
+        return found
 
     def _own_state(self) -> Any:
         return self._model.state_dict()
@@ -188,6 +251,11 @@ class Checkpoint:
             " and optimizers" if self._optimizers and has_optimizers else "",
             "".join(f", {text}" for text in lost),
         )
+
+
+def _floats(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors in the state of one parameter, by name."""
+    return ((name, x) for name, x in state.items() if isinstance(x, Tensor) and x.is_floating_point())
 
 
 def _described(num_ranks: int, num_shards: int) -> str:

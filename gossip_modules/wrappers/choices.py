@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -18,7 +17,6 @@ from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import default_graph, undirected_ring
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.graph_weights import default_mixing
-from ..old_calls import levels_to_user
 from ..registry import METHODS, named
 from ..rounds.algorithm import Algorithm, Over
 from ..rounds.mixer import Mixer
@@ -79,41 +77,6 @@ def wire_limit(wire_dtype: Any, overlap: bool | str) -> tuple[torch.dtype | None
             "wire_dtype=torch.bfloat16"
         )
     return torch.bfloat16, None
-
-
-def renamed(
-    algorithm: AlgorithmLike,
-    wire_dtype: torch.dtype | None,
-    *,
-    outer: AlgorithmLike,
-    rule: AlgorithmLike,
-    gossiper: AlgorithmLike,
-) -> tuple[Chosen, torch.dtype | None]:
-    """The algorithm and the dtype of the wire, where older names of `algorithm` may stand beside it.
-
-    Args:
-        algorithm: see `as_algorithm`; over the algorithm of `gossiper`.
-        wire_dtype: see `GossipDataParallel`; the one of a `PushPull` that stands as gossiper beside an algorithm.
-        outer, rule, gossiper: the older arguments; None where they were left out.
-
-    Warns:
-        DeprecationWarning: an older name is used; the message writes the new line.
-    """
-    arguments = {"outer": outer, "rule": rule, "algorithm": algorithm, "gossiper": gossiper}
-    given: dict[str, Any] = {name: as_algorithm(value) for name, value in arguments.items() if value is not None}
-    if given.keys() <= {"algorithm"}:
-        return given.get("algorithm"), wire_dtype
-    old = " and ".join(f"{name}={written(value)}" for name, value in given.items() if name != "algorithm")
-    wire = ""
-    if len(given) > 1 and isinstance(given.get("gossiper"), PushPull):
-        wire_dtype = given.pop("gossiper").wire_dtype or wire_dtype
-        wire = "" if wire_dtype is None else f", wire_dtype={wire_dtype}"
-    *above, whole = given.values()
-    for part in (part for parts in reversed(above) for part in reversed(parts.parts)):
-        whole = part.over(whole)
-    message = f"got {old}, which is now algorithm={written(whole)}{wire}; the old names will go"
-    warnings.warn(message, DeprecationWarning, stacklevel=levels_to_user())
-    return whole, wire_dtype
 
 
 def written(algorithm: Any) -> str:
@@ -219,7 +182,7 @@ class Choices:
     wire_dtype: torch.dtype | None = None
     schedule: Schedule | ConsensusControl = field(default_factory=Schedule)
 
-    def check_auto(self, *, wire_limit: torch.dtype | None, has_membership: bool, is_alone: bool) -> None:
+    def check_auto(self, wire_limit: torch.dtype | None, *, has_membership: bool, is_alone: bool) -> None:
         """Raise ValueError where ranks cannot choose overlap by themselves.
 
         Args:

@@ -129,7 +129,7 @@ class GossipModule(nn.Module):
 
     def checkpoint(self, *optimizers: Optimizer) -> Checkpoint:
         """See `GossipDataParallel.checkpoint`."""
-        return Checkpoint(self, self._gossip, optimizers, lost=self._gossip._memory)
+        return self._gossip.checkpoint_of(self, optimizers)
 
     def join_hook(self, **_: Any) -> NoReturn:
         """Raises TypeError: `Join` needs a wrapper."""

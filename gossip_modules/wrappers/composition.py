@@ -220,7 +220,7 @@ def _taken(names: Mapping[int, str]) -> tuple[str, str] | None:
 
 def _first_taken(names: Mapping[int, str]) -> tuple[str, str] | None:
     for other in _live:
-        for parameter in other._trained:
+        for parameter in other._local.trained:
             for key in (id(parameter), parameter.data_ptr() if has_memory(parameter) else 0):
                 if key in names:
                     return names[key], type(other).__name__

@@ -56,21 +56,21 @@ class Debias(Stepped):
         self._buffer = buffer
         super().__init__()
 
-    @torch.no_grad()
     def to_estimate(self) -> None:
         """Hold z from now on."""
         if self.form is Form.LIMITED or (self.form is Form.NUMERATOR and not self._is_one()):
-            self._buffer.vector.divide_by_weight_(self._scale if self.form is Form.LIMITED else None)
+            with torch.no_grad():
+                self._buffer.vector.divide_by_weight_(self._scale if self.form is Form.LIMITED else None)
         self.form = Form.ESTIMATE
 
-    @torch.no_grad()
     def to_numerator(self) -> None:
         """Hold x from now on."""
         if self.form is Form.LIMITED:
             self.to_estimate()
         if self.is_needed and self.form is Form.ESTIMATE:
             if not self._is_one():
-                self._buffer.vector.multiply_by_weight_()
+                with torch.no_grad():
+                    self._buffer.vector.multiply_by_weight_()
             self.form = Form.NUMERATOR
 
     @torch.no_grad()

@@ -7,6 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +32,7 @@ from ..transport.exchange import fail
 from ..transport.process_group import DEFAULT_TIMEOUT, ProcessGroupTransport
 from .arguments import GraphLike, Links, MixingLike, as_schedule, as_timeout, as_whole, check_overlap, group_of
 from .base import GossipWrapper
-from .choices import AlgorithmLike, Choices, renamed, wire_limit
+from .choices import AlgorithmLike, Choices, as_algorithm, wire_limit
 from .debias import Debias
 from .node import MemberNode, Node, check_node_size, count_nodes, make_node, meet_node
 from .other_names import DDP_ARGUMENTS, SGP_ARGUMENTS
@@ -91,9 +92,6 @@ class GossipDataParallel(GossipWrapper, Joinable):
             rounds then start every max_staleness + 1 steps.
         algorithm: what a round does: an `Algorithm`, such as `D2()`, or one over another, `GASLoC().over(Choco(...))`;
             its class or its name, "d2"; None = plain gossip: SGP or D-PSGD, as `push_sum` says.
-        gossiper: an older name of `algorithm`, which works with a warning that writes the new line.
-        outer: as `gossiper`.
-        rule: as `gossiper`.
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
             "auto", with overlap="auto": ranks choose bfloat16 if a round takes longer than the rest of a step.
         schedule: the steps that gossip and those that average globally; a number k = gossip at every k-th step; a
@@ -162,11 +160,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         overlap: bool | str = False,
         max_staleness: int = 0,
         algorithm: AlgorithmLike = None,
-        gossiper: AlgorithmLike = None,
         wire_dtype: torch.dtype | str | None = None,
         schedule: Schedule | ConsensusControl | int = 1,
-        outer: AlgorithmLike = None,
-        rule: AlgorithmLike = None,
         process_group: dist.ProcessGroup | None = None,
         device_mesh: dist.DeviceMesh | None = None,
         nprocs_per_node: int = 1,
@@ -188,18 +183,14 @@ class GossipDataParallel(GossipWrapper, Joinable):
         Joinable.__init__(self)
         self._overlap, self._max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
         self._wire_limit, wire = wire_limit(wire_dtype, overlap)
-        algorithm, wire = renamed(algorithm, wire, outer=outer, rule=rule, gossiper=gossiper)
-        chosen = Choices(graph, mixing, push_sum, algorithm, wire, as_schedule(schedule))
+        chosen = Choices(graph, mixing, push_sum, as_algorithm(algorithm), wire, as_schedule(schedule))
         if overlap == "auto":
             is_alone = nprocs_per_node == 1 and not self._local.buffer.is_sharded
-            limit, has_membership = self._wire_limit, membership is not None
-            chosen.check_auto(wire_limit=limit, has_membership=has_membership, is_alone=is_alone)
+            chosen.check_auto(self._wire_limit, has_membership=membership is not None, is_alone=is_alone)
         links = Links(group_of(process_group, device_mesh), comm_device=comm_device, timeout=as_timeout(timeout))
         check_node_size(nprocs_per_node, find_unused_parameters=find_unused_parameters)
-        if membership is None:
-            mixing, mixer = self._enter_world(chosen, links, g, init_sync=init_sync)
-        else:
-            mixing, mixer = self._enter_membership(chosen, membership, links, g, init_sync=init_sync)
+        enter = self._enter_world if membership is None else partial(self._enter_membership, membership)
+        mixing, mixer = enter(chosen, links, g, init_sync=init_sync)
         try:
             if g > 1:
                 self._local.node = self._make_node(links, g, find_unused_parameters=find_unused_parameters)
@@ -225,7 +216,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         return mixing, mixer
 
     def _enter_membership(
-        self, chosen: Choices, membership: Membership, links: Links, g: int, *, init_sync: bool
+        self, membership: Membership, chosen: Choices, links: Links, g: int, *, init_sync: bool
     ) -> tuple[MixingManager, Mixer]:
         """Take part in a membership; g: the processes of this worker."""
         group = links.process_group if g == 1 else None  # else it connects the processes of the node
@@ -251,8 +242,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
             "overlap": self._overlap,
             "max_staleness": self._max_staleness,
             **({} if self._wire_limit is None else {"wire_dtype": "auto"}),
-            "gossip_buffers": self._selection.gossip_buffers,
-            **({"ignore": ignored} if (ignored := self._selection.ignore) else {}),
+            "gossip_buffers": self._local.selection.gossip_buffers,
+            **({"ignore": ignored} if (ignored := self._local.selection.ignore) else {}),
             "gossip_in_eval_mode": self.gossip_in_eval_mode,
             "on_nonfinite": self._on_nonfinite,
         }
@@ -260,7 +251,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
 
     def _make_node(self, links: Links, g: int, *, find_unused_parameters: bool) -> Node:
         options: dict[str, Any] = {
-            "selection": self._selection,
+            "selection": self._local.selection,
             "find_unused_parameters": find_unused_parameters,
         }
         local, world = self._local, self._local.world

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from ..engine.engine import Engine, LockstepEngine
 from ..flat.buffer import FlatBuffer
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
-from ..profiling import span
-from ..rounds.mixer import GlobalAverage
+from ..profiling import Span
 from ..transport.change_board import first_difference
+from .averaging import AveragedModel
 from .composition import check_outside
 from .debias import Debias
 from .node import Node
@@ -27,7 +28,7 @@ from .weights.own import OwnWeights
 from .world import ModelWorld
 
 
-class LocalModel:
+class LocalModel(AveragedModel):
     """The model of one rank: its vector, the engine that mixes it, and the world in which other ranks do the same.
 
     A wrapper decides when a step begins; this object runs the step. A membership changes its world and its vector.
@@ -58,7 +59,7 @@ class LocalModel:
         num_shards: the vector is padded to this many equal shards.
 
     Attributes:
-        engine, averager: how rounds and exact averages run.
+        engine: how rounds run.
         transport: of the rounds.
         world: the ranks that train together.
         place: this rank and the number of ranks; None without ranks.
@@ -67,20 +68,19 @@ class LocalModel:
         description: the options that ranks agree on, by name.
         who: this worker, in front of errors, where ranks have no numbers.
         around: the wrapper, or None when it was collected.
-        is_averaged: whether the parameters are the average that `averaged()` lends.
         is_seen_current: whether this forward has found the vector current already, a walk over all tensors.
         num_steps: the steps that were run here; steps before a checkpoint that was loaded do not count.
     """
 
     engine: Engine
-    averager: GlobalAverage
+    copies: WeightCopies
     transport: Any = None
     debias: Debias | None = None
     node: Node | None = None
     place: Place = None
     who: str = ""
     around: Callable[[], nn.Module | None]
-    is_averaged = is_closed = is_seen_current = False
+    is_closed = is_seen_current = False
     num_steps = 0
 
     def __init__(
@@ -118,15 +118,56 @@ class LocalModel:
         if self.steps.when is not RoundTime.FORWARD:
             self.engine.set_out(self.vector)
 
+    # See `AveragedModel`.
+
+    @property
+    def selection(self) -> Selection:
+        """See `AveragedModel`."""
+        return self.buffer.selection
+
+    @property
+    def trained(self) -> Sequence[Tensor]:
+        """See `AveragedModel`."""
+        return self.buffer.parameters
+
+    def read(self) -> FlatVector:
+        """See `AveragedModel`."""
+        self.flush()
+        self.share_buffers()
+        self.to_numerator()
+        return self.buffer.vector
+
+    def write(self, vector: FlatVector) -> None:
+        """See `AveragedModel`."""
+        self.to_estimate()
+        self.steps.written()
+
+    def forget_models(self) -> None:
+        """See `AveragedModel`."""
+        self.engine.forget_models()
+
+    @property
+    def rank(self) -> int:
+        """See `AveragedModel`."""
+        return super().rank if self.place is None else self.place[0]
+
+    @property
+    def state_place(self) -> Place:
+        """See `AveragedModel`; a worker without a process group has the place of its process."""
+        if self.world.changes or self.place is not None:
+            return None if self.world.changes else self.place
+        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
     # A step.
 
     def step(self) -> None:
         """Begin the generation that is due, then run the round of a step."""
         world, engine = self.world, self.engine
-        if world.at_step():
-            self.is_seen_current = False
-        if self.debias is not None:
-            self.debias.limits_steps = world.has_lost_peers
+        if world.changes:
+            if world.at_step():
+                self.is_seen_current = False
+            if self.debias is not None:
+                self.debias.limits_steps = world.has_lost_peers
         step = engine.step
         self.num_steps += 1
         try:
@@ -139,16 +180,17 @@ class LocalModel:
 
     def _round(self) -> None:
         """The round of a step, of the tensors that are trained now."""
-        engine = self.engine
+        engine, travelling = self.engine, self.travelling
         is_current = self.is_seen_current or self.buffer.is_current()
-        if not is_current or self.travelling.is_due(engine):
+        is_leaving = travelling.frozen_at is not None and travelling.must_leave(engine)
+        if is_leaving or travelling.is_first or not is_current:
             self.choose()
             if not self.buffer.is_attached():
                 self.reattach()
         if self.own_weights.added:
             self.own_weights.recover()
         self.share_buffers()
-        with torch.no_grad(), span(f"{self.name}.mix"):
+        with torch.no_grad(), Span(f"{self.name}.mix", []):
             try:
                 self.to_numerator()
                 if self._run(engine.round):

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..engine.engine import FollowingEngine, LockstepEngine
+from ..engine.engine import LockstepEngine
+from ..engine.following import FollowingEngine
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..membership.membership import Membership

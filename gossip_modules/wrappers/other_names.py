@@ -175,6 +175,7 @@ def _comm_device(value: Any, given: Mapping[str, Any]) -> Action:
 
 
 SGP_ARGUMENTS: ForeignArguments = {
+    "gossiper": NewName("algorithm"),
     "rank": _rank,
     "world_size": _world_size,
     "synch_freq": _synch_freq,
@@ -184,7 +185,7 @@ SGP_ARGUMENTS: ForeignArguments = {
     "local_node_group": Refused("pass nprocs_per_node=N; the library makes the groups of a node"),
     "master_group": Refused("pass nprocs_per_node=N; the library makes the group of the nodes"),
 }
-"""Of GossipDataParallel and SimpleGossipDataParallel."""
+"""Of GossipDataParallel and SimpleGossipDataParallel, and of version 0.1."""
 
 AD_PSGD_ARGUMENTS: ForeignArguments = {
     "rank": _rank,
@@ -281,7 +282,7 @@ def _transfer_params(wrapper: Any) -> Callable[..., bool]:
 
 
 def _block(wrapper: Any) -> Callable[[], None]:
-    transport = wrapper._averager.transport
+    transport = wrapper._local.averager.transport
     return lambda: transport.all_reduce(torch.zeros(1, device=transport.device), what="block()")
 
 

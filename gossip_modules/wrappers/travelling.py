@@ -39,29 +39,26 @@ class Travelling:
         frozen_at: the number of rounds when tensors of the vector were found frozen; None: none is.
         agreed: digests of the choices that all ranks have agreed on.
         is_newcomer: whether this worker has its model of a donor, and has not been in a round since then.
+        is_first: whether the next round is the first one of a generation.
     """
 
     def __init__(self) -> None:
         self.frozen_at: int | None = None
         self.agreed: set[str] = set()
         self.is_newcomer = False
-        self._is_first = False  # the next round of a generation
+        self.is_first = False
 
-    def is_due(self, engine: Engine) -> bool:
-        """Whether there is something to do at this round, though this rank has changed nothing."""
-        return self._is_first or self._must_leave(engine)
-
-    def _must_leave(self, engine: Engine) -> bool:
-        """Whether frozen tensors leave the vector now."""
+    def must_leave(self, engine: Engine) -> bool:
+        """Whether frozen tensors leave the vector now, though this rank has changed nothing."""
         return self.frozen_at is not None and engine.t > self.frozen_at
 
     def state_dict(self) -> dict[str, Any]:
         """The choice of a donor and its agreements with the others, for a worker that joins."""
-        return {"frozen_at": self.frozen_at, "agreed": sorted(self.agreed), "is_first": self._is_first}
+        return {"frozen_at": self.frozen_at, "agreed": sorted(self.agreed), "is_first": self.is_first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the state of a donor."""
-        self.frozen_at, self.agreed, self._is_first = state["frozen_at"], set(state["agreed"]), state["is_first"]
+        self.frozen_at, self.agreed, self.is_first = state["frozen_at"], set(state["agreed"]), state["is_first"]
 
     def saved(self, local: Any) -> dict[str, Any]:
         """Return the frozen tensors that have not left the vector yet, for the checkpoint of a `LocalModel`."""
@@ -99,7 +96,7 @@ class Travelling:
             return [] if (kept := buffer()) is None else describe(kept, kept.slots)
 
         transport.watch_changes(step=step, tensors=tensors)
-        self._is_first = transport.is_elastic
+        self.is_first = transport.is_elastic
 
     def change(self, local: Any, *, may_leave: bool) -> None:
         """Exchange the tensors that are trained now, on all ranks alike; may_leave: whether frozen tensors may leave.
@@ -121,11 +118,11 @@ class Travelling:
 
     def _change(self, local: Any, *, may_leave: bool) -> None:
         buffer = local.buffer
-        if self._is_first and may_leave:
+        if self.is_first and may_leave:
             self._meet(local)
         frozen = buffer.frozen()
         is_new = not buffer.is_complete()
-        is_due = may_leave and not is_new and self._must_leave(local.engine)
+        is_due = may_leave and not is_new and self.must_leave(local.engine)
         leaving = frozen if is_due else []
         slots = buffer.candidates(kept=[] if leaving else frozen)
         signature = [slot.signature() for slot in slots]
@@ -169,7 +166,7 @@ class Travelling:
             state = broadcast_state(node.control, state, source=0, what="what travels")
             if node.control.rank:
                 participant.take_layout(state)
-        self._is_first = self.is_newcomer = False
+        self.is_first = self.is_newcomer = False
 
     def _agree(self, local: Any, slots: Sequence[Slot], *, is_same: bool) -> None:
         """Compare these tensors with the tensors of the other ranks.

@@ -166,7 +166,7 @@ class Osgp(Conserving):
         kind = rank.plan.choice((PushSum, PushPull))
         return GossipDataParallel(
             rank.module,
-            gossiper=kind(chunk_bytes=rank.board.length),  # eight chunks
+            algorithm=kind(chunk_bytes=rank.board.length),  # eight chunks
             push_sum=kind is PushSum,
             overlap=True,
             max_staleness=rank.plan.choice((0, 0, 1, 3)),

@@ -69,31 +69,6 @@ def test_the_keys_of_a_state_never_change(name: str) -> None:
     assert state["memory"].get("weights") == (repr(ring(1)) if algorithm == "Choco" else None)
 
 
-def in_old_form(state: dict[str, Any]) -> dict[str, Any]:
-    """The same in the form of 0.1.0: a list of sections, and one number of messages."""
-    vectors, messages = state["memory"].get("vectors", {}), state["messages"]
-    sections = [dict(zip(vectors, parts, strict=True)) for parts in zip(*vectors.values(), strict=True)]
-    old = {"algorithm": state["algorithm"], "num_messages": 3, "sections": sections or [{}]}
-    mixing = {"mixing": state["memory"]["weights"]} if "weights" in state["memory"] else {}
-    return {**old, **mixing, "peers": messages["peers"], "digests": messages["digests"]}
-
-
-@cases("star", of=ANY_MEMORY[:3])
-def test_a_checkpoint_of_an_older_version_continues_bit_for_bit(name: str, graph: str) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        rounds, s = bound(ALGORITHMS[name](), MIXINGS[graph], group), vector_of(group.rank())
-        for t in range(3):
-            rounds.mix(s, t)
-        resumed, twin = bound(ALGORITHMS[name](), MIXINGS[graph], group), s.clone()
-        resumed.load_state_dict(restored(in_old_form(rounds.state_dict())))
-        for t in range(3, 6):
-            rounds.mix(s, t)
-            resumed.mix(twin, t)
-            assert torch.equal(s.raw, twin.raw)
-
-    run_ranks(4, body)
-
-
 @EACH_MEMORY
 def test_a_loaded_state_is_a_copy(name: str) -> None:
     """The one that it came from goes on before the other one has begun."""

@@ -299,38 +299,6 @@ def test_links_count_their_own_iterations() -> None:
         assert 0 < min(expected.values()) < 9
 
 
-def test_a_state_of_0_1_0_goes_on() -> None:
-    """Its factors were stacked over links."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        before, after = (bound(PowerGossip(rank=2, check_every=1), STATIC["star"], group) for _ in range(2))
-        s = vector_of(group.rank(), DTYPES)
-        for t in range(3):
-            before.mix(s, t)
-        state = before.state_dict()
-        links = state["memory"]["links"]
-        factors = [
-            {side: torch.stack([links[peer][side][k] for peer in sorted(links)]) for side in ("left", "right")}
-            for k in range(len(links[min(links)]["left"]))
-        ]
-        old = {
-            "algorithm": "PowerGossip",
-            "peers": state["messages"]["peers"],
-            "digests": state["messages"]["digests"],
-            "links": sorted(links),
-            "iterations": [links[peer]["iterations"] for peer in sorted(links)],
-            "factors": factors,
-        }
-        after.load_state_dict(old)
-        twin = s.clone()
-        for gossiper, x in ((before, s), (after, twin)):
-            for t in range(3, 6):
-                gossiper.mix(x, t)
-        assert torch.equal(s.raw, twin.raw)
-
-    run_ranks(4, body)
-
-
 # What is sent.
 
 

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from gossip_modules import GossipDataParallel, RelaySGD, RingGraph, Schedule, connect
 from gossip_modules.algorithms.relay_sgd import trees_of
 from gossip_modules.extend import PushPull
-from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.graph_manager import ChainGraph, DoubleBinaryTreeGraph, GraphManager, NetworkXGraph
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
-from gossip_modules.rounds.messages import MessageBuffer
 from gossip_modules.rounds.rounds import mixer_of
 from gossip_modules.rounds.stacked import Stacked
 from gossip_modules.testing import Chaos, Join, Kill, Worker
@@ -26,7 +24,6 @@ from tests.harness.problems import loss_of, mlp, net, sgd, train_step
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, solve
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.harness.reference import flatten
-from tests.library.algorithms.contract import vector_of
 
 A, B = (torch.tensor(values, dtype=torch.float64) for values in (CURVATURES, MINIMA))
 
@@ -158,49 +155,6 @@ def test_sums_of_a_narrow_model_are_float32_and_other_tensors_start_anew() -> No
 
     with pytest.warns(UserWarning, match=r"RelaySGD\(\): other tensors are trained than before; .* starts anew"):
         run_ranks(2, body)
-
-
-FLOATS = [TensorSpec((5,)), TensorSpec((4,), True)]
-LAYOUT = FlatLayout.of([(torch.float32, FLOATS), (torch.float64, [TensorSpec((3,))])])
-
-
-@pytest.mark.parametrize("graph", [ChainGraph(3), DoubleBinaryTreeGraph(3)], ids=str)
-def test_a_state_of_0_1_0_goes_on(graph: GraphManager) -> None:
-    """Parameters and buffers were one there, cut in the middle of both; a link had the bytes that it has received."""
-
-    def old_message(link: Tensor, rank: int, peer: int) -> Tensor:
-        trees = [k for k, tree in enumerate(trees_of(graph)) if {rank, peer} in [set(edge) for edge in tree]]
-        num_trees, new, old = len(trees_of(graph)), [], []
-        for tree in trees:
-            for dtype, numel, kept in ((torch.float32, 9, 5), (torch.float64, 3, 3)):
-                first, last = (numel * k // num_trees for k in (tree, tree + 1))
-                old.append((dtype, last - first))
-                new.append((dtype, max(min(last, kept) - first, 0)))
-            old.append((torch.float64, 1))
-            new.append((torch.float64, 1))
-        message = MessageBuffer(old, CPU)
-        for field, value in zip(message.fields, MessageBuffer(new, link).fields, strict=True):
-            field.fill_(7)  # what was relayed of buffers
-            field[: value.numel()] = value
-        return message.raw
-
-    def body(group: dist.ProcessGroup) -> None:
-        mixers = [mixer_of(RelaySGD(), PushPull()) for _ in range(2)]
-        for mixer in mixers:
-            mixer.bind(MetropolisHastingsMixing(graph), connect(group, module_device=CPU, timeout=TIMEOUT))
-        s = vector_of(group.rank(), LAYOUT)
-        for t in range(2):
-            mixers[0].mix(s, t)
-        links = mixers[0].state_dict()["memory"]["links"]
-        received = {peer: old_message(link["received"], group.rank(), peer) for peer, link in links.items()}
-        mixers[1].load_state_dict({"algorithm": "RelaySGD", "graph": repr(graph), "received": received})
-        twin = s.clone()
-        for mixer, x in zip(mixers, (s, twin), strict=True):
-            for t in range(2, 5):
-                mixer.mix(x, t)
-        assert torch.equal(s.raw, twin.raw)
-
-    run_ranks(3, body)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,9 @@ def test_the_default_follows_the_timeout() -> None:
     def time_of(**options: timedelta) -> timedelta:
         model = PairwiseDataParallel(nn.Linear(1, 1), name="w", peers={"w": "tcp://127.0.0.1:*"}, **options)  # type: ignore[arg-type]
         model.close()
-        return model._averager._timeout
+        averager: Any = model._local.averager
+        limit: timedelta = averager._timeout
+        return limit
 
     assert time_of() == timedelta(seconds=10)
     assert time_of(timeout=timedelta(minutes=1)) == timedelta(minutes=1)

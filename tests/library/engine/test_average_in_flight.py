@@ -35,7 +35,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 def delay_collectives(wrapper: GossipDataParallel) -> None:
     """From here on the gossip thread begins them after the training thread has called for the average."""
-    transport, trainer, has_called = wrapper._averager.transport, threading.current_thread(), threading.Event()
+    transport, trainer, has_called = wrapper._local.averager.transport, threading.current_thread(), threading.Event()
     assert isinstance(transport, ProcessGroupTransport)
     all_gather, all_reduce, settle = transport.all_gather, transport.all_reduce, wrapper.settle
 

@@ -184,7 +184,7 @@ def test_a_message_of_which_only_a_part_came_is_left_out(late: bool) -> None:
     def body(transport: LinkTransport, barrier: threading.Barrier) -> Tensor | None:
         s = FlatVector.over(x + transport.rank)
         if transport.rank == 1:
-            exchange = PendingExchange(transport, 1, num_received={}, tag=0, what="")
+            exchange = PendingExchange(transport, 1, num_sent={}, num_received={}, tag=0, what="")
             exchange.post(0, 0, s.raw[:256], total_bytes=s.raw.numel(), is_send=True)
             exchange.begin()
             exchange.wait()

@@ -30,7 +30,7 @@ from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rounds import Rounds, mixer_of
 from gossip_modules.wrappers.choices import Choices
 from tests.harness.problems import adamw, loss_of, mlp, net, train_step
-from tests.harness.progress import engine_of, local_of
+from tests.harness.progress import engine_of
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.harness.reference import flatten
 
@@ -372,44 +372,6 @@ def test_decentlam_steps_a_parameter_without_a_gradient_by_its_momentum() -> Non
         return model["b"].detach().clone()
 
     torch.testing.assert_close(trained(has_rule=True), trained(has_rule=False))
-
-
-def old_state(state: dict[str, Any], name: str) -> dict[str, Any]:
-    """A state of the engine as version 0.1.0 has written it."""
-    gossiper = state["gossiper"]
-    memory = gossiper["memory"]
-    carried = {key: memory[key] for key in ("num_rounds", "vectors", "rates") if key in memory}
-    return {
-        "engine": f"{name} engine",
-        "t": state["t"],
-        "step": state["step"],
-        "gossiper": {},
-        "carried": carried,
-        **gossiper["optimizer"],
-    }
-
-
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_a_checkpoint_of_an_older_version_goes_on_to_the_bit(rule: Algorithm) -> None:
-    model, other = mlp(), mlp(4)
-    wrapper, optimizer = wrap(model, solo_group(), rule), sgd(model)
-    for step in range(3):
-        train_step(wrapper, optimizer, 0, step)
-    resumed, again = wrap(other, solo_group(), rule), sgd(other)
-    resumed.load_state_dict(copy.deepcopy(wrapper.state_dict()))
-    state = resumed.get_extra_state()
-    state["engine"] = old_state(dict(state["engine"]), type(rule).__name__)
-    resumed.set_extra_state(state)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, stepped in ((wrapper, optimizer), (resumed, again)):
-        local_of(each).steps.end()
-        for step in range(3, 6):
-            for group in stepped.param_groups:
-                group["lr"] = LR / (step - 1)
-            train_step(each, stepped, 0, step)
-        each.close()
-    assert torch.equal(flatten(other), flatten(model))
-    assert memory_of(resumed).num_rounds == 6
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -16,7 +17,7 @@ class Rank:
 
     def __init__(self, store: dist.Store, rank: int, *, num_ranks: int = 2) -> None:
         self.step, self.tensors, self.num_ended = 0, ["a", "b"], 0
-
+        self.waiting: dict[int, float] = {}
         self.board = ChangeBoard(
             Records(BoundedStore(store, timeout=timedelta(seconds=1))),
             rank,
@@ -24,6 +25,7 @@ class Rank:
             step=lambda: self.step,
             tensors=lambda: self.tensors,
             end_waits=self.end_waits,
+            waiting=self.waiting,
         )
 
     def end_waits(self) -> None:
@@ -89,12 +91,11 @@ def test_a_wait_that_lasts_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None
     other.board.look()  # it waits for nobody
     assert other.num_ended == 0
     monkeypatch.setattr("gossip_modules.transport.change_board._LOOK_SECONDS", 0.0)
-    other.board.begin_wait()
+    other.waiting[0] = time.monotonic()
     other.board.look()
     assert other.num_ended == 1
     with pytest.raises(ValueError, match="rank 11 has 'a' where rank 10 has 'b'"):
         other.board.raise_if_known()
-    other.board.end_wait()
 
 
 class CannotCount(dist.Store):
@@ -105,10 +106,9 @@ def test_a_store_that_cannot_count_only_tells_less() -> None:
     rank = Rank(CannotCount(), 0)
     rank.announce("b")
     rank.board.check()
-    rank.board.begin_wait()
+    rank.waiting[0] = time.monotonic()
     rank.board.look()
     assert rank.num_ended == 0
-    rank.board.end_wait()
 
 
 def test_first_difference() -> None:

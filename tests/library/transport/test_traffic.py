@@ -21,7 +21,7 @@ def test_staleness_is_counted_for_the_senders_of_a_round() -> None:
     traffic.mixed(3)
     traffic.arrived({1: 8, 2: 4}, {})
     traffic.mixed(0)
-    traffic.sent({0: 16})
+    traffic.arrived({}, {}, sent={0: 16})
     assert traffic.summary([10, 11, 12]) == {
         "bytes_sent/10": 16,
         "bytes_received/11": 16,
@@ -38,8 +38,7 @@ def test_memory_does_not_grow_with_rounds() -> None:
 
     def rounds() -> None:
         for k in range(500):
-            traffic.sent({0: 1 << 60})
-            traffic.arrived({0: 1 << 60}, {0: k / 3})
+            traffic.arrived({0: 1 << 60}, {0: k / 3}, sent={0: 1 << 60})
             traffic.mixed(k)
 
     rounds()

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gossip_modules as gm
 from gossip_modules.extend import PushPull
 from gossip_modules.wrappers.arguments import as_graph, as_mixing, as_schedule, as_timeout
-from gossip_modules.wrappers.choices import as_algorithm, choose_mixing, renamed
+from gossip_modules.wrappers.choices import as_algorithm, choose_mixing
 from tests.harness.named_group import NamedGroup
 from tests.harness.problems import loss_of, mlp
 from tests.harness.ranks import TIMEOUT, run_ranks, solo_group
@@ -355,32 +355,11 @@ def test_an_algorithm_that_is_none_is_told_the_remedy(algorithm: Any, message: s
         as_algorithm(algorithm)
 
 
-def test_the_older_names_of_the_argument_say_the_new_line() -> None:
-    expected = r"^got rule=D2\(\), which is now algorithm=D2\(\); the old names will go$"
-    with pytest.warns(DeprecationWarning, match=expected) as caught:
-        gm.GossipDataParallel(nn.Linear(2, 2), rule=gm.D2(), process_group=solo_group()).close()
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match=r"is now algorithm=D2\(\)\.over\(PowerGossip\(.*\)\); the old names"):
-        renamed(None, None, outer=None, rule=gm.D2(), gossiper=gm.PowerGossip())
-
-
-def test_plain_gossip_below_an_older_name_is_the_wire_of_the_wrapper() -> None:
-    plain, new = PushPull(wire_dtype=torch.bfloat16), r"is now algorithm=GASLoC\(\), wire_dtype=torch.bfloat16; the old"
-    with pytest.warns(DeprecationWarning, match=new):
-        assert renamed(None, None, outer=gm.GASLoC(), rule=None, gossiper=plain) == (gm.GASLoC(), torch.bfloat16)
-    with pytest.warns(DeprecationWarning, match=r"and gossiper=PushPull\(\), which is now algorithm=D2\(\); the old"):
-        assert renamed(None, None, outer=None, rule=gm.D2(), gossiper=PushPull()) == (gm.D2(), None)
-
-
-def test_the_new_line_makes_the_same_algorithm() -> None:
-    outer = gm.SlowMo(sync_every=2, gossip_every=1, inner_lr="optimizer")
-    new = r"algorithm=SlowMo\(sync_every=2, gossip_every=1, inner_lr='optimizer'\)\.over\(PowerGossip\(\)\); the old"
-    with pytest.warns(DeprecationWarning, match=new):
-        renamed("powergossip", None, outer=outer, rule=None, gossiper=None)
-    with_adam = gm.DiLoCo(optimizer=lambda parameters: torch.optim.Adam(parameters))
-    with pytest.warns(DeprecationWarning, match=r"is now algorithm=DiLoCo\(optimizer=\.\.\.\); the old names will go"):
-        renamed(None, None, outer=with_adam, rule=None, gossiper=None)
+def test_the_older_name_of_the_argument_says_the_new_line() -> None:
+    options: Any = {"gossiper": PushPull(), "push_sum": False}
+    with pytest.warns(DeprecationWarning, match=r"^got gossiper=PushPull\(\) .* is now algorithm=PushPull\(\)") as told:
+        gm.GossipDataParallel(nn.Linear(2, 2), process_group=solo_group(), **options).close()
+    assert [warning.filename for warning in told] == [__file__]
 
 
 @pytest.mark.parametrize("inner", [gm.PowerGossip, "powergossip", gm.TopK(0.1), None])

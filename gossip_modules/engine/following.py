@@ -1,0 +1,88 @@
+"""FollowingEngine: the engine of a process whose rounds another process of its node runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..flat.vector import FlatVector
+from .engine import Engine, EngineStats, LockstepEngine
+
+_FOLLOWS = "process that follows "
+
+
+class FollowingEngine(LockstepEngine):
+    """The engine of the other processes of a node; the engine of the first process runs the rounds of all.
+
+    It runs no rounds. `follow` copies the counters of the first process. The state from round to round (an anchor,
+    corrections, links) is not here, so the state of this engine has counters only. If the first process has more state,
+    this one has another name in checkpoints, and only a `FollowingEngine` loads it.
+
+    Args:
+        engine: an engine as the first process has it, made here so that its constructor checks the arguments. It runs
+            no rounds.
+    """
+
+    def __init__(self, engine: LockstepEngine) -> None:
+        super().__init__(engine.gossiper, engine.schedule, on_nonfinite=engine.on_nonfinite)
+        self._engine, self._followed = engine, engine.state_name
+        self._is_in_flight = False
+
+    @property
+    def is_in_flight(self) -> bool:
+        """See `Engine`: whether the engine of the first process has a round in flight."""
+        return self._is_in_flight
+
+    @property
+    def state_name(self) -> str:
+        """See `Engine`."""
+        name, whole = super().state_name, self.gossiper.state_dict()
+        return name if self._followed == name and not whole else f"{_FOLLOWS}{self.gossiper}"
+
+    def follow(self, progress: Sequence[float]) -> None:
+        """Copy the counters that `LockstepEngine.progress` returned on the first process."""
+        t, step, is_in_flight, wait_seconds, *counts = progress
+        self.t, self.step, self._is_in_flight = int(t), int(step), bool(is_in_flight)
+        self.stats = EngineStats(wait_seconds, *map(int, counts))
+
+    def round(self, x: FlatVector) -> bool:
+        """See `Engine`; only the first process may call it."""
+        raise AssertionError("a process that follows another one runs no rounds of its own")
+
+    def flush(self, x: FlatVector) -> bool:
+        """See `Engine`; the engine of the first process applies the round in flight."""
+        self._is_in_flight = False
+        return False
+
+    def shared(self, x: FlatVector) -> Sequence[Tensor]:
+        """See `LockstepEngine`; returns the memory to receive into."""
+        return self._engine.shared(x)
+
+    def take_shared(self, x: FlatVector) -> None:
+        """See `LockstepEngine`."""
+        self._engine.take_shared(x)
+
+    def close(self) -> None:
+        """See `Engine`."""
+        self._engine.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Engine`; contains the counters only."""
+        return {**super().state_dict(), "gossiper": {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Engine`; also loads the counters from a state of the first process."""
+        name = str(state.get("engine"))
+        is_known = name == self._followed or name.startswith(_FOLLOWS)
+        Engine.load_state_dict(self, {**state, "engine": self.state_name} if is_known else state)
+        self.step, self._is_in_flight = state["step"], False
+
+    def reset(self) -> None:
+        """See `Engine`."""
+        self.t, self.step, self._is_in_flight = 0, 0, False
+
+    def forget_models(self) -> None:
+        """See `Engine`; the engine that was made here may write the momentum of the optimizer."""
+        self._engine.forget_models()
