@@ -9,8 +9,9 @@ Workers train a small network on this machine, each a process of its own, with t
 
 kills: when all of eight have taken 100 steps some are killed (SIGKILL) at once, rank 0 among them, alone or with the
 store; 100 steps later one is started again, with the store. torchft's all-reduce is beside the methods of the library
-if it is installed: `make cluster-venv`, and run with .venv-cluster/bin/python. cost: steps with and without a
-membership take turns in four processes. scale: one of 8, 16 and 32 workers is killed, and started again; each is a host
+if it is installed: `make cluster-venv`, and run with .venv-cluster/bin/python. cost: the
+processor time of steps with and without a membership, which take turns; nothing is slept, and half of the processes
+wait. scale: one of 8, 16 and 32 workers is killed, and started again; each is a host
 of the emulated cluster, with 1 Gbit/s. network: each worker is a host of its own, a network namespace behind a router;
 one of them is stopped or cut off, or packets to and from it are late or lost. scale and network need root.
 """
@@ -57,7 +58,7 @@ class ElasticBenchmark:
     """Of computation, which is slept: the workers share the cores of one machine."""
     sizes: tuple[int, ...] = (8, 16, 32)
     """Numbers of workers, for the figure of scale."""
-    widths: tuple[int, ...] = (128, 8192)
+    widths: tuple[int, ...] = (128, 131_072)
     """Of the networks whose steps are compared."""
     turns: int = 60
     seed: int = 1
@@ -86,6 +87,7 @@ def rows(options: ElasticBenchmark, method: str) -> Iterator[dict[str, Any]]:
     else:
         for width in options.widths:
             own = {**shared, **of_width(width), "num_workers": 4, "min_deadline": 10.0, "turns": options.turns}
+            own["step_ms"] = 0.0
             yield cost.measure(cost.CostTraining(**own))
 
 
