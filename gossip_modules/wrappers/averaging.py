@@ -269,7 +269,7 @@ class AveragingMixin(ABC):
         """sqrt(mean_i ||z_i - mean_j x_j||^2) over the parameters, z_i = x_i / w_i; collective, costs one copy."""
         with calling_as("consensus_distance()"):
             self.settle()
-            local, transport = self._local, self._local.averager.transport
+            local = self._local
             vector = local.read()
             mean = vector.clone()
             local.averager.mix(mean, 0)
@@ -279,7 +279,7 @@ class AveragingMixin(ABC):
                 squared += torch.linalg.vector_norm(y.sub_(x), dtype=squared.dtype).cpu() ** 2
             if local.node is not None:
                 local.node.sum_over_shards(squared)
-            squared = squared.to(vector.raw.device)
+            squared, transport = squared.to(vector.raw.device), local.averager.transport
             transport.all_reduce(squared, what="the squares of all ranks")
         self._last_consensus_distance = float(squared.item() / transport.world_size) ** 0.5
         return self._last_consensus_distance
