@@ -82,6 +82,9 @@ consensus: $(INSTALLED)
 NUM_PROCESSES = $(shell $(VENV)/bin/python -c 'import os; print(min((os.cpu_count() or 1) + 1, 4))')
 PYTEST_PARALLEL = -m pytest --numprocesses $(NUM_PROCESSES) --dist worksteal
 
+# Compiled modules are kept, whatever the environment says: hundreds of processes would each compile them again.
+test quick: export PYTHONDONTWRITEBYTECODE =
+
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST_PARALLEL)
 

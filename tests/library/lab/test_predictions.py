@@ -230,7 +230,7 @@ def test_of_all_methods_those_that_do_not_fit_are_left_out(capsys: pytest.Captur
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_the_command_runs_without_warning() -> None:
-    output = module_output("gossip_modules.lab", "--world-size", "12", "--max-steps", "20")
+    output = module_output("gossip_modules.lab", "--world-size", "12", "--max-steps", "4")
     assert "No method reaches the target" in output
 
 
