@@ -7,17 +7,20 @@ from typing import NamedTuple
 
 
 class Phase(NamedTuple):
-    """One exchange of a group sum, as one rank sees it.
+    """One exchange of a group average, as one rank sees it.
 
     Attributes:
-        out_peer: the rank that receives the sum that this rank has so far; None: nothing is sent.
-        in_peer: the rank whose message is received; None: nothing is received.
-        is_result: whether the message is the sum of the group and replaces the sum of this rank; otherwise it is added.
+        out_peer: the rank that receives the mean that this rank has so far; None: nothing is sent.
+        in_peer: the rank whose mean is received; None: nothing is received.
+        is_first: whether the mean of this rank is the first of the two; the partner has it the other way round, so that
+            all members compute the same expression.
+        weight: the weight of the second mean in the mean of both; 1 for a received result.
     """
 
     out_peer: int | None
     in_peer: int | None
-    is_result: bool = False
+    is_first: bool = True
+    weight: float = 0.5
 
 
 class ButterflyGroups:
@@ -89,16 +92,22 @@ class ButterflyGroups:
         return len(self.members(rank, t))
 
     def phases(self, rank: int, t: int) -> tuple[Phase, ...]:
-        """The exchanges of `rank` in round t for the sum of its group, equal bits everywhere: recursive doubling."""
+        """The exchanges of `rank` in round t for the mean of its group, equal bits everywhere: recursive doubling."""
         self._check(rank, t)
         if self.group_size == 1:
             return ()
         position = self._position(rank, t)
         if position >= self._core:
             partner = self._rank(position - self._core, t)
-            return Phase(partner, None), Phase(None, partner, is_result=True)
-        partners = [self._rank(position ^ mask, t) for mask in self.masks(t)]
-        butterfly = [Phase(partner, partner) for partner in partners]
+            return Phase(partner, None), Phase(None, partner, weight=1.0)
+        butterfly, positions = [], [position]
+        for mask in self.masks(t):
+            others, partner = [position ^ mask for position in positions], self._rank(position ^ mask, t)
+            is_first = not position & mask
+            first, second = (positions, others) if is_first else (others, positions)
+            num_first, num_second = (sum(1 + (p + self._core < self.world_size) for p in x) for x in (first, second))
+            butterfly.append(Phase(partner, partner, is_first, num_second / (num_first + num_second)))
+            positions += others
         if position + self._core >= self.world_size:
             return tuple(butterfly)
         extra = self._rank(position + self._core, t)

@@ -19,6 +19,7 @@ from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..profiling import span
 from ..rounds.mixer import GlobalAverage
 from .group_average import GroupAverage
+from .group_result import LentModel
 from .pace import RelativePace
 from .worker import SETTLING, WaitAvoidingWorker
 
@@ -343,17 +344,24 @@ class WaitAvoidingEngine(Engine):
         """
         worker, t = self.worker, self.t
         is_late = worker.num_started > t
+        is_in_place = not (is_late or self.overlap) and x.raw.device.type == "cpu"
         with worker.holding_back(t):
             if is_late and not self.overlap:
                 self._wait_for_group(t)
-            worker.publish(x, t=t)
+            lent = None
+            if is_in_place:
+                lent = worker.lend(x, t=t)
+            else:
+                worker.publish(x, t=t)
             if not is_late:
                 del worker.published.spare[1:]
                 worker.arrive_at(t)
             if self.overlap and not is_late:
                 self._round_in_flight, self.t = t, t + 1
                 return False
-            if not self.overlap:
+            if lent is not None:
+                self._wait_for_average_in_place(lent, t)
+            elif not self.overlap:
                 self._wait_for_group(t)
             newest = worker.num_done - 1
             if newest == self._merged:
@@ -361,11 +369,24 @@ class WaitAvoidingEngine(Engine):
             elif is_late:
                 n = worker.average.groups.num_members(worker.transport.rank, newest)
                 worker.result.merge_to(x, weight=n / (n + 1))  # x <- (n * average + x) / (n + 1)
-            else:
+            elif lent is None:
                 worker.result.merge_to(x, weight=1.0)  # x <- average
         is_written, self._merged = newest > self._merged, newest
         self.t = worker.num_started if is_late and self._pace.is_slow else t + 1
         return is_written
+
+    def _wait_for_average_in_place(self, lent: LentModel, t: int) -> None:
+        """Wait for a round that writes its average to the model. With the lock, which it releases while it waits."""
+        try:
+            self._wait_for_group(t)
+        except BaseException:
+            with contextlib.suppress(Exception):  # after an interrupt the round goes on; after a failure it does not
+                self._wait_for_group(t)
+            if self.worker.num_done > t:
+                self._merged = t
+            else:
+                lent.take_back()
+            raise
 
     def _apply_in_flight(self, x: FlatVector) -> bool:
         """See [Note: overlapped groups]. With the lock, which it releases while it waits."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 
 from ..flat.layout import CHUNK_BYTES
-from ..flat.vector import CACHED_BYTES, FlatVector
+from ..flat.nonfinite import is_finite, refuse
+from ..flat.vector import FlatVector, in_chunks
 from ..graph_manager.butterfly_groups import ButterflyGroups, Phase
 from ..profiling import span
 from ..rounds.mixer import Mixer
@@ -19,16 +21,11 @@ _NUM_POSTED = 3  # chunks that are under way at a time
 
 
 class _Message(NamedTuple):
-    """A chunk in a phase; is_summed: whether the phases before have written it to the sum."""
+    """A chunk in a phase; is_mean: whether the phases before have written it to the result."""
 
     phase: Phase
     chunk: int
-    is_summed: bool
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether a received chunk is added."""
-        return self.phase.in_peer is not None and not self.phase.is_result
+    is_mean: bool
 
 
 class GroupAverage(Mixer):
@@ -37,15 +34,15 @@ class GroupAverage(Mixer):
     Recursive doubling, in log2 S phases for groups of S ranks:
 
         for mask in groups.masks(t):
-            exchange x with the rank whose position differs by mask;  x <- x + (the x received)
-        x <- x / (number of members)
+            exchange x with the rank whose position differs by mask;  x <- the mean of both, weighted by members
 
-    Since a + b and b + a are the same number, all members end with the same bits. Sums are in the dtype of the vector,
-    each addition in float32 where that dtype is narrower. A vector is sent in chunks, and a chunk is added while the
-    next ones are under way, also while the last chunks of the phase before are; so a round needs room for the sum and
-    for a few chunks, and phases do not wait for each other. A round that fails leaves x as it
-    was. The push-sum weight is not sent: it becomes one. In a world that is no power of two some ranks give their x to
-    a member before the phases and get the mean after them: see [Note: other worlds] of `ButterflyGroups`.
+    The two ranks of an exchange compute the same expression of the same numbers, so all members end with the same bits.
+    Means are in the dtype of the vector, each one computed in float32 where that dtype is narrower. A vector is sent in
+    chunks, and a chunk is averaged while the next ones are under way, also while the last chunks of the phase before
+    are; so a round needs room for the result and for a few chunks, and phases do not wait for each other. A round that
+    fails leaves x as it was. The push-sum weight is not sent: it becomes one. In a world that is no power of two some
+    ranks give their x to a member before the phases and get the mean after them: see [Note: other worlds] of
+    `ButterflyGroups`.
 
     Args:
         groups: the groups of the transport's world.
@@ -53,6 +50,9 @@ class GroupAverage(Mixer):
 
     Attributes:
         partner: the rank with which the current phase exchanges; -1 = none.
+        writing: makes the context in which a chunk is filled or added.
+        is_checked: whether a vector with infinities or NaN is refused: `start` or `finish` raises FloatingPointError
+            before it sends a chunk with one.
     """
 
     def __init__(self, groups: ButterflyGroups, transport: Transport) -> None:
@@ -64,8 +64,10 @@ class GroupAverage(Mixer):
         self.groups = groups
         self.transport = transport
         self.partner = -1
+        self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.is_checked = False
         self._inbox: tuple[tuple[FlatVector, ...], ...] = ()  # room for each chunk in the memory of each of a few
-        self._sum: FlatVector | None = None  # of `finish`
+        self._mean: FlatVector | None = None  # of `finish`
         self._messages: list[_Message] = []
         self._posted: deque[Pending] = deque()
         self._num_posted = 0
@@ -80,55 +82,70 @@ class GroupAverage(Mixer):
         """See `Mixer`."""
         return self.groups.members(self.transport.rank, self._t)
 
-    def start(self, s: FlatVector, t: int) -> None:
-        """See `Mixer`. Posts the first chunks of the first phase."""
+    def start(self, s: FlatVector, t: int, fill: Callable[[int], None] | None = None) -> None:
+        """See `Mixer`. Posts the first chunks of the first phase.
+
+        Args:
+            s: the vector to average.
+            t: the number of the round.
+            fill: `fill(k)` writes chunk k of s. It is called once for each chunk, in order, before the chunk is sent;
+                None: s is written already.
+        """
         assert not self._posted, "a round is in flight: finish() it before the next start()"
-        self._t, self._source, self._messages, self._num_posted = t, s, [], 0
-        chunks, is_summed = s.chunks(), False
+        self._t, self._source, self._fill, self._messages, self._num_posted = t, s, fill, [], 0
+        chunks, is_mean = s.chunks(), False
         for phase in self.groups.phases(self.transport.rank, t):
-            self._messages += [_Message(phase, k, is_summed) for k in range(len(chunks))]
-            is_summed |= phase.in_peer is not None
+            self._messages += [_Message(phase, k, is_mean) for k in range(len(chunks))]
+            is_mean |= phase.in_peer is not None
         if not self._inbox or [x.layout for x in self._inbox[0]] != [x.layout for x in chunks]:
             self._inbox = _inbox_like(s)
+        if fill is not None and not self._messages:  # a group of one
+            for k in range(len(chunks)):
+                fill(k)
         self._post(len(self._inbox), s)
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`."""
-        if self._sum is None or self._sum.layout != s.layout or self._sum.raw.device != s.raw.device:
-            self._sum = s.like()
-        self.finish_to(self._sum)
-        s.raw.copy_(self._sum.raw)
+        if self._mean is None or self._mean.layout != s.layout or self._mean.raw.device != s.raw.device:
+            self._mean = s.like()
+        self.finish_to(self._mean)
+        s.raw.copy_(self._mean.raw)
         s.push_sum_weight.fill_(1.0)
 
     def finish_to(self, out: FlatVector) -> None:
-        """Wait, then out <- the mean, where `start` was called with another vector of the same layout."""
-        sums = [message.phase for message in self._messages if message.is_sum]
-        num_members = self.groups.num_members(self.transport.rank, self._t)
+        """Wait, then out <- the mean, where `start` was called with another vector of the same layout.
+
+        A chunk of `out` is written after the same chunk of s is filled, so s may be filled from `out`.
+        """
         if not self._messages:
             out.raw.copy_(self._source.raw)
-        for i, (phase, k, is_summed) in enumerate(self._messages):
-            # No chunk is posted before the phase before has summed it: there is room for as many as there are, at most.
+        for i, (phase, k, is_mean) in enumerate(self._messages):
+            # No chunk is posted before the phase before has written it: at most as many as there are have room.
             self._post(i + len(self._inbox), out)
             self.partner = _partner(phase)
             with span("gossip.wait"):
                 self._posted.popleft().wait()
-            if phase.in_peer is None:
-                continue
-            chunk, received = out.chunks()[k], self._inbox[i % len(self._inbox)][k]
-            if phase.is_result:
-                chunk.raw.copy_(received.raw)
-            else:
-                own = chunk if is_summed else self._source.chunks()[k]
-                _sum_to(chunk, received, own, divisor=num_members if phase is sums[-1] else 1)
+            if phase.in_peer is not None:
+                first, second = (out if is_mean else self._source).chunks()[k], self._inbox[i % len(self._inbox)][k]
+                if not phase.is_first:
+                    first, second = second, first
+                with self.writing():
+                    _mean_to(out.chunks()[k], first, second, phase.weight)
         self.partner = -1
 
     def _post(self, stop: int, out: FlatVector) -> None:
-        """Post the messages before the `stop`-th one; out: the sums so far."""
+        """Post the messages before the `stop`-th one; out: the means so far."""
         what = f"group average in round {self._t}"
         for i in range(self._num_posted, min(stop, len(self._messages))):
-            phase, k, is_summed = self._messages[i]
+            phase, k, is_mean = self._messages[i]
             self.partner = _partner(phase)
-            own = (out if is_summed else self._source).chunks()[k]
+            own = (out if is_mean else self._source).chunks()[k]
+            if i == k:  # in the first phase
+                if self._fill is not None:
+                    with self.writing():
+                        self._fill(k)
+                if self.is_checked and not is_finite(own):
+                    refuse(self.transport.names[self.transport.rank], f"round {self._t}")
             sends = {} if phase.out_peer is None else {phase.out_peer: [own.raw]}
             recvs = {} if phase.in_peer is None else {phase.in_peer: [self._inbox[i % len(self._inbox)][k].raw]}
             self._posted.append(self.transport.exchange(sends, recvs, tag=self._t, what=what))
@@ -138,19 +155,14 @@ class GroupAverage(Mixer):
         return f"{type(self).__name__}({self.groups})"
 
 
-def _sum_to(out: FlatVector, x: FlatVector, y: FlatVector, *, divisor: int) -> None:
-    """out <- (x + y) / divisor, in pieces that stay in cache, and in float32 where dtypes are narrower."""
-    for result, a, b in zip(out.segments, x.segments, y.segments, strict=True):
-        size = torch.get_num_threads() * CACHED_BYTES // result.element_size()
-        for piece, one, other in zip(result.split(size), a.split(size), b.split(size), strict=True):
-            if piece.element_size() >= 4:
-                torch.add(one, other, out=piece)
-                if divisor > 1:
-                    piece.div_(divisor)
-                continue
-            piece.copy_(one.float().add_(other.float()))
-            if divisor > 1:
-                piece.copy_(piece.float().div_(divisor))
+def _mean_to(out: FlatVector, first: FlatVector, second: FlatVector, weight: float) -> None:
+    """out <- (1 - weight) first + weight second, in float32 where dtypes are narrower; one pass."""
+    for result, a, b in zip(out.segments, first.segments, second.segments, strict=True):
+        if result.element_size() >= 4:
+            torch.lerp(a, b, weight, out=result)
+        else:
+            for piece, one, other in in_chunks(result, a, b):
+                piece.copy_(torch.lerp(one.float(), other.float(), weight))
 
 
 def _partner(phase: Phase) -> int:

@@ -1,4 +1,4 @@
-"""GroupResult: the newest group average, between the worker that computes it and training that merges it."""
+"""GroupResult and LentModel: where the worker writes a group average, for training that is late, and on time."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class GroupResult:
             self._copied.synchronize()  # a merge may still read it
         return self._published.take()
 
-    def put(self, average: FlatVector) -> None:
-        """Make this the newest average."""
+    def put(self, average: FlatVector | None) -> None:
+        """Make this the newest average; None: training has the newest one already."""
         self._end()
         self._newest = average
 
@@ -85,3 +85,28 @@ class GroupResult:
         if self._newest is not None:
             self._published.spare.append(self._newest)
         self._newest = None
+
+
+class LentModel:
+    """A model that training lends to the round that it waits for: see [Note: averages in place] of the worker.
+
+    Args:
+        x: the model; the round writes its average to it.
+        y: the memory of the snapshot of x.
+    """
+
+    def __init__(self, x: FlatVector, y: FlatVector) -> None:
+        self.x, self._y, self._num_filled = x, y, 0
+
+    def fill(self, k: int) -> None:
+        """Chunk k of y <- chunk k of x."""
+        self._y.chunks()[k].raw.copy_(self.x.chunks()[k].raw)
+        self._num_filled = k + 1
+
+    def take_back(self) -> None:
+        """x <- the model of before a round that has failed; y too."""
+        for k, (own, copy) in enumerate(zip(self.x.chunks(), self._y.chunks(), strict=True)):
+            if k < self._num_filled:
+                own.raw.copy_(copy.raw)
+            else:
+                copy.raw.copy_(own.raw)

@@ -16,13 +16,13 @@ import torch
 from ..engine.engine import EngineStats
 from ..engine.liveness import Activity, ControlMessage, Liveness
 from ..engine.snapshots import SnapshotPool
-from ..flat.nonfinite import check_policy, is_finite, refuse
+from ..flat.nonfinite import check_policy, is_finite
 from ..flat.vector import FlatVector
 from ..profiling import span
 from ..transport import threads
 from ..transport.process_group import ProcessGroupTransport
 from .group_average import GroupAverage
-from .group_result import GroupResult
+from .group_result import GroupResult, LentModel
 
 _CLOSE_SECONDS = 2.0
 ARRIVED, SETTLING = 0, 1  # the kinds of control messages
@@ -50,21 +50,27 @@ class WaitAvoidingWorker:
             send ARRIVED(t) to the out-peers, which wakes their workers
             if t is averaged globally: wait until training has done that; continue
             y <- the model that training published last   (under `state`; y is not written until the round has ended)
-            average <- mean of y over the group           (without any lock)
+            average <- mean of y over the group           (without any lock but for a chunk)
             result <- average; num_done <- t + 1          (under `state`)
 
     so each round runs once and in order, whichever rank arrived there first.
+
+    [Note: averages in place] Training that is on time waits for the average. So it lends its model x to the round:
+    chunk by chunk the worker copies x to y, checks it and sends it, and writes the average over x. Where the round
+    fails, x gets its chunks back from y. Nothing is written to x once this rank has failed, since the worker writes a
+    chunk under `state` and looks for a failure before.
 
     [Note: locks of WAGMA] `state` is a condition over the lock of `published`, so one lock guards y, the result and all
     counters. It is reentrant, and no thread holds it while it waits for a peer: the worker averages without it,
     training waits in `Condition.wait`, which releases it, and `Liveness` is called without it. So neither two threads
     of a rank nor two ranks can wait for each other's locks.
 
-    [Note: vectors of WAGMA] Beside the model a rank needs y and the average, as long as training is less than a round
-    late. A training step that comes while its round runs waits for the end of the round before it publishes, so that y
-    needs no second vector; it waits for the average anyway. From there until it has merged the average, no later round
-    starts, so that the average needs none either. A rank that is later, or is late with `overlap`, does not wait for
-    the round that runs. It takes up to two more vectors, and returns them in its next round on time.
+    [Note: vectors of WAGMA] Beside the model a rank needs y, and the average where it is late, as long as training is
+    less than a round late. A training step that comes while its round runs waits for the end of the round before it
+    publishes, so that y needs no second vector; it waits for the average anyway. From there until it has merged the
+    average, no later round starts, so that the average needs none either. A rank that is later, or is late with
+    `overlap`, does not wait for the round that runs. It takes up to two more vectors, and returns them in its next
+    round on time.
 
     Attributes and methods are for threads that hold `state`, except where the docstring says otherwise.
 
@@ -111,11 +117,13 @@ class WaitAvoidingWorker:
         self.num_beginnings = self.num_settled = 0
         self.is_idle = True
         self.average, self._sync_period, self._stats = average, sync_period, stats
+        self._lent: LentModel | None = None
         self._is_closing = False
         self._last = math.inf  # no round after this one starts
         self.set_round(0)
         self.out_peers, self.in_peers = control_peers(transport.rank, transport.world_size)
         self.liveness = Liveness(self.control, {*self.out_peers, *self.in_peers})
+        average.writing, average.is_checked = partial(_writing, self.state, self.liveness), on_nonfinite == "raise"
         self.liveness.failed.add_done_callback(partial(_wake, self.state))
         self.liveness.background.start(f"gossip-listener-{transport.rank}", self._listen)
         self._rounds_ended = threading.Event()
@@ -140,6 +148,13 @@ class WaitAvoidingWorker:
     def publish(self, x: FlatVector, *, t: int) -> None:
         """y <- x, the model of round t."""
         self.published.publish(x, t)
+
+    def lend(self, x: FlatVector, *, t: int) -> LentModel:
+        """As `publish`, but round t copies x, and then writes its average to x: see [Note: averages in place]."""
+        self.published.check(x)
+        y = self.published.latest
+        y.standing, self._lent = t, LentModel(x, y.vector)
+        return self._lent
 
     @contextlib.contextmanager
     def holding_back(self, t: int) -> Iterator[None]:
@@ -262,17 +277,16 @@ class WaitAvoidingWorker:
     def _run(self, t: int) -> None:
         """Average round t over the group. Called by the worker thread; holds no lock while peers are waited for."""
         with self.state:
-            y, average = self.published.hold(), self.result.take()
+            y, lent, self._lent = self.published.hold(), self._lent, None
             assert y is not None, "a model is published from the beginning"
+            average = self.result.take() if lent is None else lent.x
             self.num_started = t + 1
             staleness = t - y.standing
             self._stats.record(staleness)
         y.wait()
-        if self.on_nonfinite == "raise" and not is_finite(y.vector):
-            refuse(self.transport.names[self.transport.rank], f"round {t}")
         waiting = self.liveness.waiting(f"the group average in round {t}", lambda: self.average.partner)
         with waiting, torch.no_grad(), span("gossip.round", f"t={t}"):
-            self.average.start(y.vector, t)
+            self.average.start(y.vector, t, None if lent is None else lent.fill)
             self.average.finish_to(average)
         self.transport.traffic.mixed(staleness)
         is_skipped = self.on_nonfinite == "skip" and not is_finite(average)
@@ -282,9 +296,17 @@ class WaitAvoidingWorker:
                 average.raw.copy_(self.published.latest.vector.raw)
                 self._stats.num_skipped += 1
             self.published.release(y)
-            self.result.put(average)
+            self.result.put(average if lent is None else None)
             self.num_done = t + 1
             self.state.notify_all()
+
+
+@contextlib.contextmanager
+def _writing(state: threading.Condition, liveness: Liveness) -> Iterator[None]:
+    """A context in which a round writes a chunk, with the lock; raises the failure of this rank."""
+    with state:
+        liveness.raise_if_failed()
+        yield
 
 
 def _wake(state: threading.Condition, _: Future[None]) -> None:

@@ -69,10 +69,10 @@ def test_groups_are_a_partition(n: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "size"), CASES)
-def test_phases_give_all_members_the_sum_of_their_group(n: int, size: int) -> None:
+def test_phases_give_all_members_the_mean_of_their_group(n: int, size: int) -> None:
     groups = ButterflyGroups(n, group_size=size)
     for t in rounds(n):
-        heard = [{rank} for rank in range(n)]  # whose vectors are in the sum of each rank
+        heard = [{rank} for rank in range(n)]  # whose vectors are in the mean of each rank
         todo = [list(groups.phases(rank, t)) for rank in range(n)]
         outgoing: dict[tuple[int, int], set[int]] = {}
         posted = [0] * n  # phases whose message is out
@@ -80,7 +80,7 @@ def test_phases_give_all_members_the_sum_of_their_group(n: int, size: int) -> No
             num_left = sum(map(len, todo))
             for rank in range(n):
                 while todo[rank]:
-                    out_peer, in_peer, is_result = todo[rank][0]
+                    out_peer, in_peer, is_first, weight = todo[rank][0]
                     num_phases = len(groups.phases(rank, t))
                     if out_peer is not None and posted[rank] == num_phases - len(todo[rank]):
                         outgoing[rank, out_peer] = heard[rank]
@@ -89,8 +89,11 @@ def test_phases_give_all_members_the_sum_of_their_group(n: int, size: int) -> No
                         if (in_peer, rank) not in outgoing:
                             break
                         message = outgoing.pop((in_peer, rank))
-                        assert is_result or not message & heard[rank], "summed twice"
-                        heard[rank] = message if is_result else heard[rank] | message
+                        theirs = weight if is_first else 1 - weight
+                        both = len(message) + len(heard[rank])
+                        assert theirs == 1 or not message & heard[rank], "counted twice"
+                        assert theirs == 1 or theirs == pytest.approx(len(message) / both)
+                        heard[rank] = message if theirs == 1 else heard[rank] | message
                     todo[rank].pop(0)
             assert sum(map(len, todo)) < num_left, "all wait for each other"
         assert not outgoing, "a message that nobody receives"

@@ -141,11 +141,11 @@ def test_an_overlapped_late_rank_waits_for_nothing() -> None:
         rank = Rank(group, overlap=True)
         start = rank.worker.average.start
 
-        def gated(s: FlatVector, t: int) -> None:
+        def gated(s: FlatVector, t: int, fill: Any = None) -> None:
             if t == 2 and group.rank() == 1:
                 is_running.set()
             assert t < 2 or may_run.wait(PATIENCE), "nobody let round 2 run"
-            start(s, t)
+            start(s, t, fill)
 
         rank.worker.average.start = gated  # type: ignore[method-assign]
         turn.wait(PATIENCE)
@@ -201,10 +201,10 @@ def test_a_rank_that_comes_while_its_round_runs_waits_for_it() -> None:
             average = rank.worker.average
             start = average.start
 
-            def held_start(s: FlatVector, t: int) -> None:
+            def held_start(s: FlatVector, t: int, fill: Any = None) -> None:
                 entered.set()
                 assert come.wait(PATIENCE)
-                start(s, t)
+                start(s, t, fill)
 
             average.start = held_start  # type: ignore[method-assign]
             ready.set()
@@ -225,9 +225,9 @@ def test_simultaneous_activators_run_each_average_once(monkeypatch: pytest.Monke
     runs: Counter[tuple[int, int]] = Counter()
     start = GroupAverage.start
 
-    def counted_start(average: GroupAverage, s: FlatVector, t: int) -> None:
+    def counted_start(average: GroupAverage, s: FlatVector, t: int, fill: Any = None) -> None:
         runs[average.transport.rank, t] += 1
-        start(average, s, t)
+        start(average, s, t, fill)
 
     monkeypatch.setattr(GroupAverage, "start", counted_start)
 

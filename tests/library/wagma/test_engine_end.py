@@ -222,9 +222,9 @@ def test_a_hung_peer_is_named(impatient_close: None, monkeypatch: pytest.MonkeyP
             average = rank.worker.average
             start = average.start
 
-            def held_start(s: FlatVector, t: int) -> None:
+            def held_start(s: FlatVector, t: int, fill: Any = None) -> None:
                 all_know.wait(PATIENCE)
-                start(s, t)
+                start(s, t, fill)
 
             average.start = held_start  # type: ignore[method-assign]
             barrier.wait(PATIENCE)
