@@ -11,7 +11,14 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from ..transport.gloo import CONNECT_FACTOR, at_once, close_ports_at, gloo_backend, num_devices
+from ..transport.gloo import (
+    CONNECT_FACTOR,
+    at_once,
+    close_ports_at,
+    gloo_backend,
+    gloo_devices,
+    num_devices,
+)
 
 Exchange: TypeAlias = "Callable[[str, str], Sequence[str]]"
 """Gives the text of this worker to all, under a name, and returns the texts of all workers."""
@@ -22,6 +29,10 @@ def connect_groups(
 ) -> list[Any]:
     """Gloo backends in the order of their names; returns when all their ranks are connected.
 
+    [Note: one device] A device of Gloo has a thread, a port and descriptors. The groups share one, which takes half of
+    the CPU time of a device for each (8 and 32 workers). A lazy device, whose larger groups would have few connections,
+    is no choice here: its first message to a rank that has gone never returns (torch 2.14).
+
     Args:
         places: by name of each group, the rank of this worker in it, and its size.
         exchange: see `Exchange`; the workers of all groups call it. A RuntimeError of it ends this function.
@@ -31,22 +42,27 @@ def connect_groups(
     Raises:
         RuntimeError: a rank does not connect in time.
     """
-    addresses = Addresses(len(places))
+    addresses, devices = Addresses(len(places)), gloo_devices(host)
 
     def make(name: str, rank: int, size: int) -> Any:
         with addresses:
-            timeout = patience / CONNECT_FACTOR
-            return gloo_backend(addresses.store(name), rank, size, timeout, host=host, keeps_port=True)
+            try:
+                return gloo_backend(addresses.store(name), rank, size, patience / CONNECT_FACTOR, devices=devices)
+            except RuntimeError:
+                close_ports_at(addresses.published)  # before a rank that is late connects
+                raise
 
     def exchange_all() -> None:
         with addresses:
             for device in range(num_devices(host)):
                 addresses.add(exchange(str(device), addresses.own(device)))
 
-    _, *backends = at_once(
-        [exchange_all, *(partial(make, name, *place) for name, place in places.items())], name="connecting"
-    )
-    close_ports_at(addresses.published)
+    makes: list[Callable[[], Any]] = [exchange_all, *(partial(make, name, *place) for name, place in places.items())]
+    try:
+        _, *backends = at_once(makes, name="connecting")
+        close_ports_at(addresses.published)
+    finally:
+        devices.clear()  # the traceback of an error would keep them
     return backends
 
 

@@ -33,7 +33,7 @@ def gloo_backend(
     timeout: timedelta,
     *,
     host: str | None = None,
-    keeps_port: bool = False,
+    devices: Sequence[Any] | None = None,
     peers: Collection[int] | None = None,
 ) -> Any:
     """A Gloo backend, which has the methods of a process group; returns when its ranks are connected.
@@ -56,7 +56,7 @@ def gloo_backend(
         timeout: of every wait that gives none; Gloo waits `CONNECT_FACTOR` times as long for connections.
         host: a name or address of this machine, at which the other ranks reach it; None: the interfaces in the
             environment variable GLOO_SOCKET_IFNAME, with commas between them, or the choice of Gloo.
-        keeps_port: whether its ports stay open, for a caller that closes the ports of several groups together.
+        devices: of `gloo_devices`, which several groups share; the caller closes their ports. None: devices of its own.
         peers: the ranks that this rank exchanges messages with, beside the `collective_peers`: see
             [Note: few connections]; they have this rank among theirs. None: all ranks.
 
@@ -65,25 +65,28 @@ def gloo_backend(
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    lazy = {} if peers is None or not CAN_BE_LAZY else {"lazy_init": True}
-    new = dist.ProcessGroupGloo
-    interfaces = _interfaces()
-    if host is not None:
-        options._devices = [new.create_device(hostname=host, **lazy)]
-    elif interfaces:  # which only the constructor without options reads itself
-        options._devices = [new.create_device(interface=name, **lazy) for name in interfaces]
-    else:
-        options._devices = [new.create_default_device(**lazy)]
+    options._devices = gloo_devices(host, lazy=peers is not None) if devices is None else list(devices)
     try:
         backend = dist.ProcessGroupGloo(store, rank, world_size, options)
-        if lazy:
-            _connect(backend, sorted({*(peers or ()), *collective_peers(rank, world_size)} - {rank}))
+        if peers is not None and CAN_BE_LAZY:
+            _connect(backend, sorted({*peers, *collective_peers(rank, world_size)} - {rank}))
     except RuntimeError:
         options._devices = []  # see [Note: late connections]
         raise
-    if not keeps_port:
+    if devices is None:
         close_ports(store, rank, len(options._devices))
     return backend
+
+
+def gloo_devices(host: str | None, *, lazy: bool = False) -> list[Any]:
+    """New devices of Gloo: each has a thread and a port. For `host` see `gloo_backend`."""
+    options: dict[str, Any] = {"lazy_init": True} if lazy and CAN_BE_LAZY else {}
+    new, interfaces = dist.ProcessGroupGloo, _interfaces()
+    if host is not None:
+        return [new.create_device(hostname=host, **options)]
+    if interfaces:  # which only the constructor without options reads itself
+        return [new.create_device(interface=name, **options) for name in interfaces]
+    return [new.create_default_device(**options)]
 
 
 def num_devices(host: str | None) -> int:
