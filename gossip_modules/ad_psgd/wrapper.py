@@ -21,6 +21,7 @@ from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import GraphLike, Links, MixingLike, as_timeout, group_of
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.choices import choose_bipartite_mixing
+from ..wrappers.composition import check_whole
 from ..wrappers.other_names import AD_PSGD_ARGUMENTS, DDP_ARGUMENTS
 from ..wrappers.participant import Participant, check_elastic
 from .engine import BilateralEngine
@@ -143,6 +144,7 @@ class BilatGossipDataParallel(GossipWrapper):
             return choose_bipartite_mixing(*own, world_size=world_size)
 
         if membership is not None:
+            check_whole(module, what="a membership")
             local.world = Participant(local, membership, choose, example=_EXAMPLE)
             described, weights = choose(_DESCRIBED_SIZE), choose(1)
         else:

@@ -98,6 +98,26 @@ class Shard:
         return f" shard {tuple(place)} of {tuple(mesh.shape)} by {tuple(map(str, self.parameter.placements))}"
 
 
+def with_shards(state: Any, of: Any) -> Any:
+    """The state of an optimizer, with DTensors like its parameters where these are DTensors; another state as it is.
+
+    Args:
+        state: with the elements of this process.
+        of: the object that is to load it.
+    """
+    parameters = [parameter for group in getattr(of, "param_groups", ()) for parameter in group["params"]]
+    if not any(map(is_sharded, parameters)):
+        return state
+
+    def like(k: int, x: Any) -> Any:
+        p = parameters[k]
+        is_shard = is_sharded(p) and isinstance(x, Tensor) and x.shape == local_of(p).shape
+        return Shard(p, None).like(x) if is_shard else x
+
+    each = {k: {name: like(int(k), x) for name, x in entries.items()} for k, entries in state["state"].items()}
+    return {**state, "state": each}
+
+
 class Shards:
     """The sharded parameters of a module.
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..flat.sharded import local_of
 from ..transport import threads
 from ..transport.deadline import Deadline
 from ..transport.exchange import Waits
@@ -58,6 +61,7 @@ class Donor:
         self.given: dict[tuple[int, int], tuple[float, Mapping[str, Any]]] = {}
         self.unclaimed: list[Mapping[str, Any]] = []
         self._serving: set[tuple[int, int]] = set()
+        self._copied: dict[str, Any] | None = None
 
     @property
     def must_act(self) -> bool:
@@ -82,34 +86,54 @@ class Donor:
 
     def take_snapshots(self) -> None:
         """Copy the state for joiners. A copy that fails is no error of training, which goes on."""
-        participant, clock = self.job.participant, self.worker.generations.clock
+        together = self.job.together
         with self.worker.lock:
             joiners = [x for x in self.snapshots if self.worker.roster.joiners.get(x.member.id) == x]
             self.snapshots = []
         for joiner in joiners:
-            model: Mapping[str, Any] | None = None
             try:
-                model = participant.give()
-                tracked = {name: copied(value.state_dict()) for name, value in self.job.tracked.items()}
-                encode(tracked)
-                encode(model)
+                together("copy", None, self.copy)
             except Exception as error:  # noqa: BLE001 (of memory, or of the user's objects: another donor gives)
-                if model is not None:
-                    participant.take_back(model)
+                together("drop_copy", None, self.drop_copy)
                 self._decline(joiner, error)
                 continue
+            assert self._copied is not None, "`copy` has made it"
             with self.worker.lock:
-                self.given[joiner.key] = time.monotonic() + self.job.timeout.total_seconds(), model
-            threads.start(
-                self._serve, joiner, {"model": model, "tracked": tracked, "clock": clock}, name="gossip-donor"
-            )
+                self.given[joiner.key] = time.monotonic() + self.job.timeout.total_seconds(), self._copied["model"]
+            together("serve", asdict(joiner), partial(self.serve, joiner))
+
+    def copy(self) -> None:
+        """Copy the state of training, and give half of the weight away."""
+        participant, tracked = self.job.participant, self.job.tracked
+        self._copied = None
+        model = participant.give()
+        try:
+            states = {name: copied(x.state_dict(), _own_elements) for name, x in tracked.items()}
+            encode(states)
+            encode(model)
+        except Exception:
+            participant.take_back(model)
+            raise
+        self._copied = {"model": model, "tracked": states, "clock": self.worker.generations.clock}
+
+    def drop_copy(self) -> None:
+        """The copy is for nobody, as another process of this replica has none."""
+        copied_state, self._copied = self._copied, None
+        if copied_state is not None:
+            self.job.participant.take_back(copied_state["model"])
+
+    def serve(self, joiner: Joiner) -> None:
+        """Send the copy to a joiner, in a thread of its own."""
+        copied_state, self._copied = self._copied, None
+        threads.start(self._serve, joiner, copied_state, name="gossip-donor")
 
     def take_back(self) -> None:
         """Take back what no joiner will bring."""
         with self.worker.lock:
             unclaimed, self.unclaimed = self.unclaimed, []
         for state in unclaimed:
-            self.job.participant.take_back(state)
+            what = {"weight": state["weight"]}
+            self.job.together("take_back", what, partial(self.job.participant.take_back, what))
 
     def _decline(self, joiner: Joiner, error: Exception) -> None:
         """Leave a worker to another donor, or refuse it where as many have tried as there are members.
@@ -130,7 +154,7 @@ class Donor:
 
     def _serve(self, joiner: Joiner, state: Mapping[str, Any]) -> None:
         """In a thread of its own: send the state to a joiner; see [Note: joiners that do not come]."""
-        name, store, over = meeting_of(joiner), self.job.store, Deadline(limits.CONNECT)
+        name, store, over = meeting_of(joiner, self.job.shard), self.job.store, Deadline(limits.CONNECT)
         try:
             with meet(store, name, 0, is_void=lambda: over.is_over, host=self.job.link_host) as group:
                 send(group, state, timeout=self.job.timeout)
@@ -163,9 +187,13 @@ class Donor:
         return self.worker.signs_of([joiner.member]).get(joiner.member.id, LifeSign.LIVES)
 
 
-def meeting_of(joiner: Joiner) -> str:
-    """The name in the store under which a donor and a joining worker meet."""
-    return "/".join(["give", *map(str, joiner.key)])
+def meeting_of(joiner: Joiner, shard: int) -> str:
+    """The name in the store under which a donor and a joining worker meet; shard: see `JobState`."""
+    return "/".join(["give", *map(str, joiner.key), *(["shard", str(shard)] if shard else [])])
+
+
+def _own_elements(x: Tensor) -> Tensor:
+    return local_of(x).detach().clone()
 
 
 @contextlib.contextmanager

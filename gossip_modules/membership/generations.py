@@ -6,7 +6,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..transport.deadline import Deadline
 from ..transport.gloo import num_devices
 from . import limits
 from .background_log import log
-from .links import LinkTransport, connect_links
+from .links import LinkTransport, alone, connect_links
 from .liveness.contact import Contact
 from .roster import MARGIN, Roster
 from .view import Change, View
@@ -60,6 +61,7 @@ class Generations:
         self._asked_again: set[int] = set()  # generations that the others were asked to form again
         self._retired: list[tuple[float, LinkTransport]] = []  # with the time at which they close
         self._garbage: list[str] = []  # keys in the store
+        self._reported: set[int] = set()  # by this worker, as the roster had it at the last turn
 
     # Beginning.
 
@@ -71,13 +73,15 @@ class Generations:
         """Note which step of the clock the next training step is; see [Note: clock]."""
         self.job.steps_before = self.job.participant.step - clock
 
-    def settle(self, apply_in_flight: Callable[[], None]) -> None:
+    def settle(self, how: str) -> None:
         """Apply the round in flight, before anything else changes at this training step; raises its errors.
 
         Then the step is not counted, so that the next call takes the same one again: see [Note: after infinities].
+
+        how: the method of the participant, "flush" or "settle".
         """
         try:
-            apply_in_flight()
+            self.job.together(how, None, getattr(self.job.participant, how))
         except BaseException:
             self.clock -= 1
             raise
@@ -104,7 +108,7 @@ class Generations:
         """Leave out the training steps up to the first one of a generation."""
         with self.worker.lock:
             num_steps, self.clock = start - self.clock, start
-        self.job.participant.advance(num_steps)
+        self.job.together("advance", num_steps, lambda: self.job.participant.advance(num_steps))
 
     def begin(self, clock: int) -> Change:
         """Begin the latest generation that is due; all workers leave out one before it that would begin no sooner."""
@@ -127,7 +131,7 @@ class Generations:
         if before is not None:
             job.num_joins += len(joined)
             job.num_deaths += len(left)
-        job.participant.begin(transport, growth)  # also ends a round over the old links
+        self.begin_together(view, transport, growth)  # also ends a round over the old links
         with self.worker.lock:
             transport.num_bytes_sent += sum(other.num_bytes_sent for other in old)
             self.retire(*old, seconds=limits.RETIRE)
@@ -146,6 +150,31 @@ class Generations:
         )
         job.untold.append(change)
         return change
+
+    def begin_together(self, view: View, transport: LinkTransport, growth: float) -> None:
+        """Let the model turn to the links of a generation, on all processes that hold its shards."""
+        what = {"view": asdict(view), "growth": growth}
+        self.job.together("begin", what, lambda: self.job.participant.begin(transport, growth))
+
+    def follow(self, view: View, growth: float) -> None:
+        """Begin the generation that the first process of this replica has begun.
+
+        Raises:
+            ConnectionError: this process has no links for it.
+        """
+        with self.worker.lock:
+            number, before = view.generation, self.transport
+            links = alone(self.job.timeout) if len(view.members) == 1 else self.formed.pop(number, None)
+            if links is None:
+                raise ConnectionError(f"got generation {number} to begin, for which this process has no links")
+            self.active, self.transport = view, links
+        self.job.participant.begin(links, growth)
+        with self.worker.lock:
+            if before is not None:
+                links.num_bytes_sent += before.num_bytes_sent
+                self.retire(before, seconds=limits.RETIRE)
+            self.retire(*(self.formed.pop(g) for g in [g for g in self.formed if g <= number]))
+            self._garbage += self._keys_of(number)
 
     # Forming; all that is not in a thread of its own is called by the watcher, under the lock.
 
@@ -167,14 +196,18 @@ class Generations:
         if view is not None and view.generation > (0 if self.active is None else self.active.generation):
             self._adopt(view)  # all were ready when the store went, as the worker that restored it had read
         self.limit = None
-        self.retire(*self.formed.values())
-        self.formed, self._tried, self._asked_again = {}, set(), set()
+        begun = view.generation if view is not None and self.job.shard else 0  # or about to: see `follow`
+        self.retire(*(links for generation, links in self.formed.items() if generation > begun))
+        self.formed = {generation: links for generation, links in self.formed.items() if generation <= begun}
+        self._tried, self._asked_again = set(), set()
         if self.active is not None and self.transport is not None:
             for rank in self.transport.lost:
                 self.worker.report(self.active.ids[rank], "it was lost while the store was away", may_have_ended=True)
 
     def _adopt(self, view: View) -> None:
         """The generation has formed: it is due, or goes on without this worker."""
+        if self.job.shard:  # the first process of the replica tells it
+            return
         if not view.has(self.worker.id):
             self.worker.is_excluded = self.worker.is_excluded or self.active is not None
             return
@@ -187,10 +220,19 @@ class Generations:
             return
         self.due.append((view, transport))
         self.limit = None
-        whats = ["ready", *(f"addresses/{device}" for device in range(num_devices(self.job.link_host)))]
-        self._garbage += [f"{view.generation}/{what}/{self.worker.id}" for what in whats]
+        self._garbage += [f"{view.generation}/ready/{self.worker.id}", *self._keys_of(view.generation)]
         self.retire(*(self.formed.pop(g) for g in [g for g in self.formed if g < view.generation]))
         self.watch_peers()
+
+    def _keys_of(self, generation: int) -> list[str]:
+        """The keys that this process has written while it connected with others."""
+        devices, me = range(num_devices(self.job.link_host)), self.worker.id
+        keys = [f"{generation}/{self._addresses(device)}/{me}" for device in devices]
+        return keys if self.job.num_shards == 1 else [*keys, f"{generation}/linked/{me}/{self.job.shard}"]
+
+    def _addresses(self, device: int | str) -> str:
+        """The name under which the processes of the same place in all replicas exchange their addresses."""
+        return f"addresses/{device}" + (f"/shard/{self.job.shard}" if self.job.shard else "")
 
     def _ask_again(self, view: View) -> None:
         """Ask the others to form a generation again: this worker has no links, or lost them."""
@@ -200,14 +242,14 @@ class Generations:
     def _form(self, view: View) -> None:
         """In a thread of its own: connect with the members of a generation, and begin it when all are ready."""
         worker, participant = self.worker, self.job.participant
-        rank = view.ids.index(worker.id)
+        rank, shard, num_shards = view.ids.index(worker.id), self.job.shard, self.job.num_shards
         try:
             transport = connect_links(
-                lambda device, text: self._gather(view, f"addresses/{device}", text, limits.FORMING),
+                lambda device, text: self._gather(view, self._addresses(device), text, limits.FORMING),
                 rank,
                 len(view.members),
                 participant.links(rank, len(view.members)),
-                store=self.job.store.prefixed(f"{view.generation}/all"),
+                store=self.job.store.prefixed(f"{view.generation}/all" + (f"/{shard}" if shard else "")),
                 names=[member.number for member in view.members],
                 timeout=self.job.timeout,
                 patience=timedelta(seconds=limits.CONNECT),
@@ -220,8 +262,15 @@ class Generations:
                     self.retire(transport)
                     return
                 self.formed[view.generation] = transport
+            if num_shards > 1:  # the worker is ready when all its processes have connected
+                others, is_void = range(num_shards) if not shard else [shard], lambda: self._is_void(view)
+                linked = f"{view.generation}/linked/{worker.id}"
+                self.job.store.gather(linked, shard, "", others, is_void=is_void)
+            if shard:
+                return
+            with worker.moved:
                 step = 0
-                if participant.is_in_lockstep:
+                if participant.is_in_lockstep and not self._is_void(view):
                     step = self.limit = self.clock + MARGIN if self.active is not None else 0
             texts = self._gather(view, "ready", json.dumps([step, participant.weight]), limits.CONNECT)
             pairs = map(json.loads, texts)
@@ -281,7 +330,8 @@ class Generations:
     def watch_peers(self) -> None:
         """Watch the peers of the generation that trains, of those that are due, and of the one that is being formed."""
         participant, liveness = self.job.participant, self.worker.liveness
-        assert liveness is not None
+        if liveness is None:  # the first process of the replica watches
+            return
         watched: dict[int, Contact] = {}
         for view in (self.active, *(view for view, _ in self.due), self.worker.roster.forming):
             if view is not None and view.has(self.worker.id):
@@ -331,15 +381,24 @@ class Generations:
         """By the watcher, without the lock: close old links, and end waits for workers that have left."""
         with self.worker.lock:
             now, active, transport, due = time.monotonic(), self.active, self.transport, self.due[-1:]
+            roster, links = self.worker.roster, [(active, transport), *self.due]
             old = [retired for until, retired in self._retired if until < now]
             self._retired = [(until, retired) for until, retired in self._retired if until >= now]
             garbage, self._garbage = self._garbage, []
         for retired in old:
             retired.close()
-        if active is not None and transport is not None and due:  # also of one that is no peer, in a collective
-            for rank, worker in enumerate(active.ids):
-                if not due[0][0].has(worker) and rank not in transport.lost:
+        latest = due[0][0] if due else roster.view if self.job.shard else None
+        if active is not None and transport is not None and latest and latest.generation > active.generation:
+            for rank, worker in enumerate(active.ids):  # also one that is no peer, in a collective
+                if not latest.has(worker) and rank not in transport.failed:
                     transport.break_link(rank)
+        if self.job.num_shards > 1:  # the processes of a replica tell each other of lost peers by their reports
+            reported, before = {report.of for report in roster.reports if report.by == self.worker.id}, self._reported
+            self._reported = reported
+            for view, own in links:
+                for worker in reported - before:
+                    if view is not None and own is not None and view.has(worker):
+                        own.break_link(view.ids.index(worker))
         self.job.store.forget(garbage)
 
     def transports(self) -> list[LinkTransport]:

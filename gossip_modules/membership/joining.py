@@ -6,9 +6,10 @@ import os
 import random
 import socket
 import time
-from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from ..flat.sharded import with_shards
 from ..transport.deadline import Deadline
 from ..transport.exchange import Waits
 from . import donor, limits
@@ -60,6 +61,7 @@ class Joining:
         """
         worker = self.worker
         member = this_member(worker.start_liveness())
+        self.job.together("come", worker.id, lambda: None)
         with worker.lock:
             min_workers, description = self.job.min_workers, self.job.description
             worker.coming = {"member": member, "description": description, "min_workers": min_workers}
@@ -95,9 +97,8 @@ class Joining:
             self._raise_if_over()
             joiner = worker.joiner
             if joiner is not None and joiner.key != worker.loaded:
-                state = self._receive_state(joiner, deadline)
-                if state is not None:
-                    self._load(state)
+                if self._receive_state(joiner, deadline):
+                    self.job.together("load", None, self.load)
                     self.say_loaded(joiner)
             elif not worker.wait_until(has_changed, deadline):
                 self._raise_if_over()
@@ -105,7 +106,8 @@ class Joining:
         with worker.lock:
             start = generations.first_step(generations.due[0][0])
             if not worker.is_founder:
-                self.job.participant.advance(start - generations.clock)
+                num_steps = start - generations.clock
+                self.job.together("advance", num_steps, lambda: self.job.participant.advance(num_steps))
             generations.clock = start - 1
         if worker.is_founder:
             self.found(deadline, start)
@@ -118,13 +120,13 @@ class Joining:
         generations.begin(start)
         assert generations.transport is not None
         with generations.transport.within(deadline):
-            participant.found()
+            self.job.together("found", None, participant.found)
 
     # The state of training.
 
-    def _receive_state(self, joiner: Joiner, deadline: Deadline) -> Mapping[str, Any] | None:
-        """The state from a donor; None: the attempt has failed, and another one follows."""
-        worker, name = self.worker, donor.meeting_of(joiner)
+    def _receive_state(self, joiner: Joiner, deadline: Deadline) -> bool:
+        """Receive the state from a donor; False: the attempt has failed, and another one follows."""
+        worker = self.worker
         if joiner.donor < 0:
             self._raise_if_refused()
         if joiner.refusal:
@@ -133,7 +135,8 @@ class Joining:
                 f"training: {joiner.refusal}"
             )
         try:
-            return self._receive(name, joiner, deadline)
+            self.job.together("receive", asdict(joiner), lambda: self.receive(joiner, deadline, asks=True))
+            return True
         except (RuntimeError, ValueError, OSError) as error:
             self._reason = str(error)
         if deadline.is_over:
@@ -146,23 +149,26 @@ class Joining:
         if worker.joiner == joiner:
             worker.say(Roster.change_donor, worker.id, joiner.attempt)
             worker.wait_until(lambda: worker.joiner != joiner, Deadline(min(limits.QUERY, deadline.left)))
-        return None
+        return False
 
-    def _receive(self, name: str, joiner: Joiner, deadline: Deadline) -> Mapping[str, Any]:
+    def receive(self, joiner: Joiner, deadline: Deadline, *, asks: bool) -> None:
         """Meet the donor, and receive the state; a RuntimeError if it has died, where another donor is to send it.
 
         A large model may come for longer than the deadline allows to wait: each piece that has come extends it.
+
+        asks: whether to look for members of an abandoned job meanwhile.
         """
         job, asked = self.job, Deadline(limits.QUERY)
 
         def is_void() -> bool:
             """Whether another donor is to send, or it is too late; the donor may be slow."""
             nonlocal asked
-            if asked.is_over:
+            if asks and asked.is_over:
                 self._restart_if_abandoned(deadline)
                 asked = Deadline(limits.QUERY)
             return job.is_leaving or deadline.is_over or self.worker.joiner != joiner
 
+        name = donor.meeting_of(joiner, job.shard)
         with donor.meet(job.store, name, 1, is_void=is_void, host=job.link_host) as group:
             limit = _MAX_STATES * job.participant.num_bytes + (1 << 30)
             with self.worker.lock:
@@ -170,18 +176,19 @@ class Joining:
                 self.worker.receiving = joiner.attempt, waits
             job.wake.set()
             try:
-                state: Mapping[str, Any] = donor.receive(group, deadline=deadline, max_bytes=limit, waits=waits)
+                self.worker.received = donor.receive(group, deadline=deadline, max_bytes=limit, waits=waits)
             finally:
                 waits.close()
                 self.worker.receiving = None
-        return state
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def load(self) -> None:
+        """Load the state that was received."""
+        state, self.worker.received = self.worker.received, None
         self.job.participant.take(state["model"])
         tracked = self.job.tracked
         for name, value in state["tracked"].items():
             if name in tracked:
-                tracked[name].load_state_dict(value)
+                tracked[name].load_state_dict(with_shards(value, tracked[name]))
         missing = sorted(set(tracked) - set(state["tracked"]))
         if missing:
             log.warning("the donor tracks no %s: they start anew; track() the same names on all workers", missing)
@@ -313,10 +320,10 @@ def rejoin(membership: Any, deadline: Deadline) -> Change:
     Training stands still meanwhile, so all waits have one deadline; where that passes, the worker trains on alone for
     as long as it has waited, and tries again.
     """
-    old, job, participant = membership.worker, membership.job, membership.job.participant
+    old, job = membership.worker, membership.job
     why = "trains on after an error" if old.has_stopped else "was left out of the job while it was silent"
     log.warning("job %s: this worker %s, and joins again", job.name, why)
-    old.generations.settle(participant.settle)
+    old.generations.settle("settle")
     before, number = membership.view, membership.number
     old.note_meetings()
     old.release()
@@ -353,13 +360,13 @@ def go_on_alone(worker: LocalWorker, before: View, number: int, clock: int, seco
     with worker.lock:
         generation = max(before.generation, worker.roster.last_generation)
         me = this_member(worker.liveness, number)
-        generations.active = View(generation, (me,), start=clock, turns=before.turns_before(clock))
+        view = generations.active = View(generation, (me,), start=clock, turns=before.turns_before(clock))
         transport = generations.transport = alone(job.timeout)
         generations.retire(*(links for _, links in generations.due))
         generations.due, generations.limit, generations.clock = [], None, clock
         worker.is_excluded = worker.is_cut_off = True
         worker.next_probe = time.monotonic() + max(limits.QUERY, seconds)
-    job.participant.begin(transport, 1.0)
+    generations.begin_together(view, transport, 1.0)
     change = Change(generation, clock + job.steps_before, 0, (number,), (), {})
     job.untold.append(change)
     return change

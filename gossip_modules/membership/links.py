@@ -22,6 +22,58 @@ from .addresses import Exchange, connect_groups
 _BREAK = timedelta(milliseconds=1)
 
 
+class Vote:
+    """The agreement of the processes that hold shards of one model, each of which has links of its own.
+
+    [Note: one replica, one row] Shards of one model must be averaged with the same weights. So the processes agree at
+    the end of each round, before anything is applied: a peer that has failed for one of them is left out by all,
+    also by those that have its message. A collective that has failed for one of them has failed for all.
+
+    Args:
+        rounds, collectives: over these processes; the two may run at the same time.
+
+    Attributes:
+        why: the reason for errors, where it is known.
+    """
+
+    def __init__(self, rounds: ProcessGroupTransport, collectives: ProcessGroupTransport) -> None:
+        self._rounds, self._collectives = rounds, collectives
+        self.why = ""
+
+    def union(self, lost: Iterable[int], failed: Iterable[int], size: int) -> tuple[frozenset[int], frozenset[int]]:
+        """The ranks below `size` that any of the processes has in each of these sets."""
+        bits = torch.zeros(2, size, dtype=torch.int32, device="cpu")
+        for row, ranks in zip(bits, (lost, failed), strict=True):
+            row[list(ranks)] = 1
+        self._sum(self._rounds, bits, what="comparing lost peers")
+        of_round, of_all = (frozenset(row.nonzero().flatten().tolist()) for row in bits)
+        return of_round, of_all
+
+    def any(self, has_failed: bool) -> bool:
+        """Whether a collective has failed for any of the processes."""
+        count = torch.tensor([int(has_failed)], device="cpu")
+        self._sum(self._collectives, count, what="comparing whether a collective has failed")
+        return bool(count.item())
+
+    def _sum(self, transport: ProcessGroupTransport, x: Tensor, *, what: str) -> None:
+        try:
+            transport.all_reduce(x, what=f"{what} in a replica")
+        except (ConnectionError, TimeoutError) as error:
+            if not self.why:
+                raise
+            raise ConnectionError(f"{self.why}: {error}") from error
+
+    def close_connections(self) -> None:
+        """End all waits, with an error; from any thread."""
+        for transport in (self._rounds, self._collectives):
+            transport.close_connections()
+
+    def close(self) -> None:
+        """Give back the groups. Idempotent."""
+        self._rounds.close()
+        self._collectives.close()
+
+
 class LinkTransport(PointToPoint):
     """A transport whose rounds go on without ranks that fail, over Gloo.
 
@@ -41,7 +93,8 @@ class LinkTransport(PointToPoint):
             in the thread that runs the round.
 
     Attributes:
-        lost: ranks that have failed.
+        failed: ranks that have failed, as this process has seen.
+        vote: see [Note: one replica, one row]; None: this process has the whole model.
         on_broken: called once, where a collective is tried after another one has failed; None: nobody is.
     """
 
@@ -72,7 +125,9 @@ class LinkTransport(PointToPoint):
         self._lock = threading.Lock()
         self._own_waits, self._whole_waits = Waits(), Waits()
         self.waits, whole.waits = self._own_waits, self._whole_waits
-        self.lost: frozenset[int] = frozenset()
+        self.failed: frozenset[int] = frozenset()
+        self.vote: Vote | None = None
+        self._agreed: frozenset[int] = frozenset()
 
     def __deepcopy__(self, memo: dict[int, object]) -> LinkTransport:
         """The same links: copies of a wrapper are snapshots, which send nothing over them."""
@@ -86,6 +141,19 @@ class LinkTransport(PointToPoint):
     @num_bytes_sent.setter
     def num_bytes_sent(self, value: int) -> None:
         self._round_bytes = value - self._whole.num_bytes_sent
+
+    @property
+    def lost(self) -> frozenset[int]:  # type: ignore[override]
+        """Ranks that have failed; with `vote` those on which all processes of the replica have agreed."""
+        return self.failed if self.vote is None else self._agreed
+
+    def agree_lost(self, lost: frozenset[int]) -> frozenset[int]:
+        """See `PointToPoint`."""
+        if self.vote is not None:
+            lost, self._agreed = self.vote.union(lost, self.failed, self.world_size)
+            for peer in self._agreed - self.failed:
+                self.break_link(peer)
+        return lost
 
     def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
         """See `PointToPoint`."""
@@ -116,8 +184,8 @@ class LinkTransport(PointToPoint):
     def _mark_lost(self, peer: int) -> bool:
         """Whether it was not lost before."""
         with self._lock:
-            is_new = peer not in self.lost
-            self.lost |= {peer}
+            is_new = peer not in self.failed
+            self.failed |= {peer}
         return is_new
 
     def _end_waits(self, peer: int) -> None:
@@ -200,7 +268,14 @@ class LinkTransport(PointToPoint):
             yield self._whole
         except (ConnectionError, TimeoutError):
             self._break_whole()
+            if self.vote is not None:
+                self.vote.any(True)
             raise
+        if self.vote is not None and self.vote.any(False):
+            self._break_whole()
+            raise ConnectionError(
+                f"worker {self.names[self.rank]}: a collective has failed for another process of this replica"
+            )
 
     def close(self) -> None:
         """End the waits of listeners, and release the groups; waits for no rank. Idempotent."""

@@ -382,11 +382,21 @@ class Membership:
 
     def _come(self) -> None:
         joining = Joining(self.worker)
-        self._watcher = watch(self)
+        self.begin_watch()
         joining.come()
         if self.worker.generations.due:
             joining.found(Deadline(self.timeout))
             self.has_joined = True
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the thread that reads the roster runs."""
+        return self._watcher is not None
+
+    def begin_watch(self) -> None:
+        """Start the thread that reads the roster, unless it runs."""
+        if self._watcher is None:
+            self._watcher = watch(self)
 
     def at_step(self) -> Change | None:
         """At the safe point of a training step, before its round: the change of generation, if any.
@@ -499,6 +509,9 @@ class Membership:
         """The others are to go on at once, and not when this process has ended: see [Note: errors that end a loop]."""
         worker, view = self.worker, self.worker.generations.active
         is_alone = view is not None and len(view.members) == 1
+        if self.job.shard and not self.job.closed.is_set():  # of a replica: peers of this place are to go on, too
+            for transport in worker.generations.transports():
+                transport.close_connections()
         if self.job.closed.is_set() or worker.has_stopped or worker.liveness is None or is_alone:
             return
         worker.has_stopped = True

@@ -19,6 +19,7 @@ from .membership import Membership
 from .view import Change, View, parsed
 
 PATIENCE = 5  # times the timeout of the membership: the first process waits for other workers while the others wait
+NEWS = "what has changed in the membership"
 _KINDS = (ValueError, TypeError, FloatingPointError, TimeoutError, ConnectionError, JobFullError, LeftWhileJoiningError)
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
 
@@ -54,6 +55,8 @@ class NodeProcesses:
         lost: see `Membership.lost`, at the last safe point.
         must_leave: whether a process of the node had called `Membership.leave` before the last safe point.
     """
+
+    vote: Any = None  # of processes that gossip shards: see `ReplicaProcesses`
 
     def __init__(self, membership: Membership, control: ProcessGroupTransport, data: ProcessGroupTransport) -> None:
         self.membership, self.control, self.data = membership, control, data
@@ -110,7 +113,7 @@ class NodeProcesses:
             self.control.broadcast(numbers, source=0, what="a round of the node")
             failed, result, *progress = numbers.tolist()
             if failed:
-                text = broadcast_state(self.control, _described(error), source=0, what="why a round has failed")
+                text = broadcast_state(self.control, described(error), source=0, what="why a round has failed")
         except (TimeoutError, ConnectionError) as failure:
             raise (error or failure) from failure
         if not self.leads:
@@ -137,15 +140,27 @@ class NodeProcesses:
                 message = act()
                 encode(message)
             except Exception as raised:  # noqa: BLE001 (told to the others, and raised below)
-                error, message, self._has_failed = raised, _described(raised), True
+                error, message, self._has_failed = raised, described(raised), True
         try:
-            if self._tell(has_message=message is not None):
-                message = broadcast_state(self.control, message, source=0, what="what has changed in the membership")
+            while self._tell(has_message=message is not None):
+                message = broadcast_state(self.control, message, source=0, what=NEWS)
+                if "act" not in message:
+                    break
+                self._obey(message)
+                message = None
         except (TimeoutError, ConnectionError) as failure:
-            raise (error or failure) from failure
+            raise self._named(error or failure) from failure
         if message is not None and "error" in message:
             raise error or self._error_of(message)
         return message
+
+    def _named(self, failure: Exception) -> Exception:
+        """The error of a wait for the other processes."""
+        return failure
+
+    def _obey(self, order: Mapping[str, Any]) -> None:
+        """In the others: do what the first process does, too."""
+        raise AssertionError("the first process of a node acts alone")
 
     def _tell(self, *, has_message: bool) -> bool:
         """Share `stats`, whether a process wants to leave, and whether the first process has a message."""
@@ -161,10 +176,10 @@ class NodeProcesses:
         self.stats = dict(zip(own, stats, strict=True))
         return bool(has_message)
 
-    def _error_of(self, message: Mapping[str, str]) -> Exception:
-        name = message["error"]
+    def _error_of(self, message: Mapping[str, str], source: int = 0) -> Exception:
+        name, first = message["error"], "" if source else ", the first one of this worker,"
         kind, prefix = _ERRORS.get(name, RuntimeError), "" if name in _ERRORS else f"{name}: "
-        return kind(f"process {self.control.names[0]}, the first one of this node, failed: {prefix}{message['text']}")
+        return kind(f"process {self.control.names[source]}{first} failed: {prefix}{message['text']}")
 
     def _act(self, act: Callable[[], object]) -> Mapping[str, Any] | None:
         """In the first process: the changes by this; None: nothing has changed."""
@@ -255,6 +270,6 @@ class NodeCollectives:
         self._node.share(x, lambda: membership.transport.all_reduce(x, what=what), what=what)
 
 
-def _described(error: Exception | None) -> dict[str, str]:
+def described(error: Exception | None) -> dict[str, str]:
     """An error, as the other processes are told of it."""
     return {} if error is None else {"error": type(error).__name__, "text": str(error)}

@@ -47,6 +47,10 @@ class JobState:
         has_met: whether a listener of another worker was ever in reach.
         has_warned: of a loopback address.
         wake: set when the watcher has something to do.
+        shard, num_shards: the place of this process among the processes that hold shards of one model, and their
+            number; only the first one speaks for the worker. See `ReplicaProcesses`.
+        together: has all of them do the same to the model, and returns the result of this process. Its arguments are
+            the name of the act, what the others need to know for it, and the act in this process.
     """
 
     store: SharedRoster
@@ -66,6 +70,9 @@ class JobState:
     has_met: bool = False
     has_warned: bool = False
     wake: threading.Event = field(default_factory=threading.Event)
+    shard: int = 0
+    num_shards: int = 1
+    together: Callable[[str, Any, Callable[[], Any]], Any] = lambda name, argument, act: act()
 
     @property
     def name(self) -> str:
@@ -101,6 +108,7 @@ class LocalWorker:
         is_founder: whether it begins with the model of the first worker, and not with a donor's.
         loaded: the `Joiner.key` of the state that it has loaded, which the watcher posts; None: it has none.
         receiving: the attempt of the donor that sends the state now, and the waits for it.
+        received: the state that a donor has sent, until it is loaded.
         is_excluded: whether the job goes on without this worker.
         can_rejoin: whether an excluded worker has reached another one.
         is_cut_off: whether it has reached none.
@@ -120,6 +128,7 @@ class LocalWorker:
         self.is_founder = False
         self.loaded: tuple[int, int] | None = None
         self.receiving: tuple[int, Waits] | None = None
+        self.received: Any = None
         self.is_excluded = self.can_rejoin = self.is_cut_off = self.has_stopped = False
         self.next_probe, self._next_doubt = 0.0, 0.0
         self._query, self._num_epochs = 0, job.store.num_epochs
@@ -225,7 +234,7 @@ class LocalWorker:
         due, gives = (generations.due[0][0] if generations.due else None), donor.must_act
         begins = due is not None and (participant.is_cut_off or generations.first_step(due) == generations.clock)
         if begins or gives:
-            generations.settle(participant.flush)
+            generations.settle("flush")
         if gives:
             donor.take_back()
             donor.take_snapshots()
@@ -287,15 +296,17 @@ class LocalWorker:
             else:
                 self.unsent[:0] = unsent
             self.generations.act()
-            self.donor.act()
+            if not self.job.shard:
+                self.donor.act()
             self.moved.notify_all()
             receiving, joiner = self.receiving, self.joiner  # the training thread ends it without the lock
             attempt = -1 if joiner is None or joiner.refusal else joiner.attempt
             if receiving is not None and (self.job.is_leaving or receiving[0] != attempt):
                 receiving[1].close()
         self.generations.tidy()
-        self._ask_whether_reported_have_ended()
-        self._seek()
+        if not self.job.shard:
+            self._ask_whether_reported_have_ended()
+            self._seek()
         with self.lock:
             is_busy = (
                 bool(self.unsent) or self.generations.active is None or (bool(self.lost()) and not self.roster.forming)

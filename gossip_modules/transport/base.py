@@ -62,9 +62,12 @@ class Transport(Protocol):
     names: Sequence[int]
     timeout: timedelta
     is_elastic: bool
-    lost: frozenset[int]
     num_bytes_sent: int
     traffic: PeerTraffic
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """See the attributes."""
 
     def exchange(
         self,

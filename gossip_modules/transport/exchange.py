@@ -364,6 +364,7 @@ class PendingExchange:
             self._works[k].clear()
         self._num_done = stop
         if stop == self.num_chunks:
+            self.lost = link.agree_lost(self.lost)
             arrived = self._num_received
             if self.lost:
                 arrived = {peer: number for peer, number in arrived.items() if peer not in self.lost}
@@ -407,6 +408,7 @@ class PointToPoint(ABC):
 
     is_elastic = False
     lost: frozenset[int] = frozenset()
+    failed: frozenset[int] = frozenset()  # peers that this process cannot reach, before all processes of it agree
     has_listener = False  # a `Listener` waits for messages without a limit
     board: ChangeBoard | None = None  # see [Note: changes that not all ranks make]
     waits: Waits | None = None  # which can be given up; see [Note: waits that do not end]
@@ -436,6 +438,13 @@ class PointToPoint(ABC):
     def loses(self, peer: int, error: RuntimeError, seconds: float) -> bool:
         """Called when a message to or from a peer has failed; returns whether rounds go on without it."""
         return False
+
+    def agree_lost(self, lost: frozenset[int]) -> frozenset[int]:
+        """Called at the end of each round; the peers that all processes of this rank leave out of it.
+
+        lost: the peers whose messages have not come, or could not be sent.
+        """
+        return lost
 
     def wait_for(self, work: dist.Work | InTurn, timeout: timedelta) -> None:
         """Return when messages, or a collective, are done.
@@ -478,7 +487,7 @@ class PointToPoint(ABC):
         """
         messages = (*recvs.values(), *sends.values())
         num_chunks = max(map(len, messages), default=0)
-        if lost := self.lost.intersection((*sends, *recvs)):
+        if lost := self.failed.intersection((*sends, *recvs)):
             sends, recvs = ({peer: xs for peer, xs in side.items() if peer not in lost} for side in (sends, recvs))
         is_staged = any(x.device.type != self.device.type for xs in messages for x in xs)
         inbox = recvs

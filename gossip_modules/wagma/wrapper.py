@@ -25,6 +25,7 @@ from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import Links, as_timeout, as_whole, check_flags, group_of
 from ..wrappers.base import GossipWrapper, close_when_collected
+from ..wrappers.composition import check_whole
 from ..wrappers.other_names import DDP_ARGUMENTS, WAGMA_ARGUMENTS
 from ..wrappers.participant import Participant, check_links
 from .engine import WaitAvoidingEngine
@@ -166,6 +167,7 @@ class GroupAverageDataParallel(GossipWrapper):
             # Steps are rounds. All messages go over the group of all ranks, as a lost worker ends all rounds of a
             # generation; a worker watches the ranks from which it gets control messages.
             choose = choose_groups(group_size)
+            check_whole(module, what="a membership")
             local.world = Participant(local, membership, choose, peers=_watched, has_links=False)
             groups = choose(1)
         else:

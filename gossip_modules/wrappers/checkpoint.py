@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..flat.kept_buffers import take_from_first
-from ..flat.sharded import Shard, is_cut, is_sharded, local_of
+from ..flat.sharded import is_cut, is_sharded, local_of, with_shards
 from ..flat.vector import FlatVector
 from ..transport.state_tree import copied
 from .averaging import AveragedModel, AveragingMixin, calling_as
@@ -154,7 +154,7 @@ class Checkpoint:
             self._load(state_dict, None)
             self._begin_anew()  # from the tensors that are there now
         for optimizer, state in zip(self._optimizers, optimizers or (), strict=optimizers is not None):
-            optimizer.load_state_dict(_sharded(state, optimizer))
+            optimizer.load_state_dict(with_shards(state, optimizer))
 
     @torch.no_grad()
     def _common_state(self, optimizers: Any) -> tuple[dict[str, Any], Any]:
@@ -270,21 +270,6 @@ def _name_of(place: Place) -> str:
 def _saved_state(x: Tensor) -> Tensor:
     """A copy of a tensor in the state of an optimizer: the elements in this process, as a `WholeState` is of one."""
     return saved(local_of(x))
-
-
-def _sharded(state: Any, optimizer: Optimizer) -> Any:
-    """The state of an optimizer with DTensors like its parameters, where these are DTensors."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(map(is_sharded, parameters)):
-        return state
-
-    def like(k: int, x: Any) -> Any:
-        p = parameters[k]
-        is_shard = is_sharded(p) and isinstance(x, Tensor) and x.shape == local_of(p).shape
-        return Shard(p, None).like(x) if is_shard else x
-
-    of = {k: {name: like(int(k), x) for name, x in each.items()} for k, each in state["state"].items()}
-    return {**state, "state": of}
 
 
 def _is_there(value: Any, world: Any) -> bool:

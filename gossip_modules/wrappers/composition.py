@@ -118,12 +118,13 @@ def check_outside(module: nn.Module, *, was_sharded: bool) -> None:
         )
 
 
-def check_sharding(module: nn.Module, process_group: dist.ProcessGroup | None) -> bool:
+def check_sharding(module: nn.Module, process_group: dist.ProcessGroup | None, *, has_membership: bool = False) -> bool:
     """Whether the module is sharded over processes, none of which gossip with each other.
 
     Args:
         module: it may be sharded.
         process_group: over which replicas gossip.
+        has_membership: whether they gossip over its links.
 
     Raises:
         ValueError: it is sharded, and `process_group` is no dimension of its own.
@@ -131,12 +132,12 @@ def check_sharding(module: nn.Module, process_group: dist.ProcessGroup | None) -
     meshes = meshes_of(module)
     if not meshes:
         return False
-    if process_group is None:
+    if process_group is None and not has_membership:
         raise ValueError(
             "got a module that is sharded over processes (fully_shard, or a plan of DTensors) and no device_mesh, "
             f"expected the dimension of the mesh over which its replicas gossip: {_MESH_EXAMPLE}"
         )
-    gossiping = set(dist.get_process_group_ranks(process_group)) - {dist.get_rank()}
+    gossiping = set() if process_group is None else set(dist.get_process_group_ranks(process_group)) - {dist.get_rank()}
     for mesh in meshes:
         ranks = mesh.mesh.flatten().tolist()
         if both := sorted(gossiping.intersection(ranks)):
@@ -159,7 +160,7 @@ def check_whole(module: nn.Module, *, what: str) -> None:
         raise ValueError(
             f"got a module that is sharded over processes (fully_shard, or a plan of DTensors) with {what}, expected a "
             "whole model in each process; gossip between sharded replicas by GossipDataParallel(module, "
-            "device_mesh=...) without a membership"
+            "device_mesh=...), or with a membership"
         )
 
 

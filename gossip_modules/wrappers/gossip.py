@@ -21,6 +21,7 @@ from ..engine.measuring import MeasuringEngine, OverlapChoice, OverlapLimits
 from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
+from ..flat.sharded import meshes_of
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
 from ..old_calls import foreign_arguments
@@ -33,10 +34,12 @@ from ..transport.process_group import DEFAULT_TIMEOUT, ProcessGroupTransport
 from .arguments import GraphLike, Links, MixingLike, as_schedule, as_timeout, as_whole, check_overlap, group_of
 from .base import GossipWrapper
 from .choices import AlgorithmLike, Choices, as_algorithm, wire_limit
+from .composition import check_sharding
 from .debias import Debias
 from .node import MemberNode, Node, check_node_size, count_nodes, make_node, meet_node
 from .other_names import DDP_ARGUMENTS, SGP_ARGUMENTS
 from .participant import Participant, check_elastic
+from .replica import meet_replica
 
 
 class GossipDataParallel(GossipWrapper, Joinable):
@@ -99,7 +102,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         process_group: a group that carries nothing else; None = a new one over all ranks.
         device_mesh: in place of `process_group`, the dimension of a mesh over which replicas gossip, such as
             mesh["replicate"]. A replica may be sharded over the other dimensions, by `fully_shard` or a plan of
-            DTensors, see `ShardedReplica`.
+            DTensors, see `ShardedReplica`. Not with a membership.
         nprocs_per_node: the number of consecutive ranks that form one node and hold one model, see `Node`. With a
             membership: of processes that are one worker, all of torch.distributed or of `process_group`; the first one
             gossips for all, by any method that takes a membership, and only its `state_dict()` has all of the node's.
@@ -122,6 +125,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         find_unused_parameters: as for DistributedDataParallel; for `nprocs_per_node > 1`.
         timeout: the limit of every wait; a number = seconds. A `Membership` has its own.
         membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then.
+            The processes that hold a sharded module are one worker, see `ReplicaProcesses`.
     Arguments of DistributedDataParallel that are not here are accepted with a warning where they change nothing;
     for the others an error says what takes their place.
 
@@ -191,9 +195,11 @@ class GossipDataParallel(GossipWrapper, Joinable):
         check_node_size(nprocs_per_node, find_unused_parameters=find_unused_parameters)
         enter = self._enter_world if membership is None else partial(self._enter_membership, membership)
         mixing, mixer = enter(chosen, links, g, init_sync=init_sync)
+        is_sharded = membership is not None and self._local.buffer.is_sharded
         try:
-            if g > 1:
+            if g > 1 or is_sharded:
                 self._local.node = self._make_node(links, g, find_unused_parameters=find_unused_parameters)
+                self._local.node.has_codes = is_sharded and chosen.algorithm is not None
             self._begin(mixer, mixing, chosen.schedule)
         except BaseException:
             if self._local.node is not None:
@@ -222,11 +228,19 @@ class GossipDataParallel(GossipWrapper, Joinable):
         group = links.process_group if g == 1 else None  # else it connects the processes of the node
         given: dict[str, Any] = {"group": group, "comm_device": links.comm_device, "timeout": links.timeout}
         check_elastic(membership, graph=chosen.graph, mixing=chosen.mixing, init_sync=init_sync, **given)
-        chosen.check(overlap=self._overlap, init_sync=init_sync, nprocs_per_node=1)  # one process gossips for the node
+        is_sharded = check_sharding(self.module, group, has_membership=True)
+        if is_sharded and g > 1:
+            raise ValueError(
+                f"got nprocs_per_node={g} with a module that is sharded over processes, expected 1: the processes that "
+                "hold its shards are one worker; leave nprocs_per_node out"
+            )
+        # One process gossips for a node.
+        chosen.check(overlap=self._overlap, init_sync=init_sync, nprocs_per_node=1, is_sharded=is_sharded)
         chosen = chosen.for_membership()
         mixer, choose = chosen.mixer(), chosen.for_any_size()
         self._local.world = Participant(self._local, membership, choose, check=mixer.check)
-        self._describe(chosen, choose(8), mixer, **({} if g == 1 else {"nprocs_per_node": g}))
+        processes = {"shards": [tuple(mesh.shape) for mesh in meshes_of(self.module)]} if is_sharded else {}
+        self._describe(chosen, choose(8), mixer, **(processes if g == 1 else {"nprocs_per_node": g}))
         return choose(1), mixer
 
     def _describe(self, chosen: Choices, mixing: MixingManager, mixer: Mixer, **options: object) -> None:
@@ -258,6 +272,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         if not isinstance(world, Participant):
             return make_node(self.module, links, g, **options)
         device, what = local.buffer.vector.raw.device, world.describe()
+        if local.buffer.is_sharded:
+            return meet_replica(self.module, links, world.membership, description=self._local.description)
         processes = meet_node(world.membership, links, g, description=what, device=device)
         return MemberNode(self.module, processes, **options)
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..flat.sharded import local_of
 from ..graph_manager.base import GraphManager
 from ..membership.links import LinkTransport, alone
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
 from ..transport.agreement import broadcast_tensors
 from ..transport.process_group import DEFAULT_TIMEOUT
-from .composition import check_whole
 from .local_model import LocalModel
 from .world import ModelWorld
 
@@ -78,7 +78,6 @@ class Participant(ModelWorld):
                 f"got rounds={local.steps.when.value!r} with a membership, expected 'forward': a worker that joins "
                 "takes the state of training before its first forward; leave rounds out"
             )
-        check_whole(local.buffer.module, what="a membership")
         self.local, self.membership = local, membership
         self.weight = 1.0
         self.choose = functools.lru_cache(maxsize=_KEPT_SIZES)(choose)  # MATCHA plans each graph, which takes a while
@@ -119,7 +118,7 @@ class Participant(ModelWorld):
         membership.at_step()
         if membership.is_steady:
             return False
-        if membership.node is None:  # else `NodeProcesses` looks, before it tells the other processes
+        if self._gossips:  # else `NodeProcesses` looks, before it tells the other processes
             self.look_at_weight()
         self.has_lost_peers = bool(membership.lost)
         return True
@@ -228,8 +227,9 @@ class Participant(ModelWorld):
 
     def begin(self, transport: LinkTransport, growth: float) -> None:
         """Turn to the links of the generation that trains now; all its members multiply their weights by `growth`."""
-        local, vector = self.local, self.local.buffer.vector
+        local, vector, node = self.local, self.local.buffer.vector, self.membership.node
         local.apply_in_flight()
+        transport.vote = None if node is None else node.vote
         if self.is_weighted:  # the storage holds z = x / w, so this changes no estimate
             local.to_estimate()
             vector.push_sum_weight.mul_(growth)
@@ -243,7 +243,7 @@ class Participant(ModelWorld):
     def place(self) -> None:
         """Note the place of this process; the processes of a node have consecutive ranks, as without a membership."""
         membership, node = self.membership, self.membership.node
-        rank, g = (0, 1) if node is None else (node.control.rank, node.control.world_size)
+        rank, g = (0, 1) if self._gossips else (node.control.rank, node.control.world_size)
         self.local.place = membership.rank * g + rank, membership.world_size * g
 
     def flush(self) -> None:
@@ -271,7 +271,8 @@ class Participant(ModelWorld):
         """The copies of `give` have reached no worker."""
         if self.is_weighted:
             self._gather()
-            self.local.buffer.vector.push_sum_weight.add_(state["weight"])
+            weight = self.local.buffer.vector.push_sum_weight
+            weight.add_(state["weight"].to(weight.device))
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Any]) -> None:
@@ -363,6 +364,12 @@ class Participant(ModelWorld):
         for name, parameter in named.items():
             parameter.requires_grad_(name in trained)
 
+    @property
+    def _gossips(self) -> bool:
+        """Whether this process gossips: it is no node's, or has shards of the model."""
+        node = self.membership.node
+        return node is None or node.vote is not None
+
     def _named(self) -> dict[str, Tensor]:
         """The parameters that are not ignored, by name."""
         buffer = self.local.buffer
@@ -372,7 +379,7 @@ class Participant(ModelWorld):
     def _others(self) -> list[Tensor]:
         """Parameters and buffers that neither travel nor are ignored: frozen ones, counters."""
         buffer = self.local.buffer
-        return list(buffer.selection.others(buffer.module, buffer.tensors).values())
+        return list(map(local_of, buffer.selection.others(buffer.module, buffer.tensors).values()))
 
 
 def check_elastic(
@@ -428,6 +435,9 @@ def check_links(
             f"{membership.timeout.total_seconds():g} s, expected none; pass it to Membership(..., timeout=...)"
         )
     if group is not None:
-        raise ValueError("got process_group with a membership, expected None: a membership connects its workers itself")
+        raise ValueError(
+            "got process_group with a membership, expected None, and no device_mesh: a membership connects its workers "
+            "itself"
+        )
     if comm_device not in (None, "cpu", torch.device("cpu")):
         raise ValueError(f"got comm_device={comm_device} with a membership, expected 'cpu' or None: its links are Gloo")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,11 @@ from torch import Tensor, nn
 
 from ..flat.sharded import Shards, is_cut, meshes_of, without_reduction
 from ..flat.vector import FlatVector
+from ..membership.links import Vote
+from ..membership.membership import Membership
+from ..membership.node import PATIENCE
+from ..membership.replica import ReplicaProcesses
+from ..transport.agreement import check_agreement
 from ..transport.connect import CPU
 from ..transport.process_group import ProcessGroupTransport
 from .arguments import Links
@@ -78,6 +83,23 @@ class ShardedReplica(Node):
         x.copy_(on_cpu)
 
 
+class MemberReplica(ShardedReplica):
+    """A sharded replica that is one worker of a `Membership`.
+
+    Args:
+        module: as for `ShardedReplica`.
+        processes: the processes of the replica.
+    """
+
+    def __init__(self, module: nn.Module, processes: ReplicaProcesses) -> None:
+        super().__init__(module, processes.control)
+        self.processes = processes
+
+    def close(self) -> None:
+        """See `Node`."""
+        self.processes.close()
+
+
 def make_replica(module: nn.Module, links: Links) -> ShardedReplica:
     """The replica of this process; the processes of the replica call it together.
 
@@ -85,6 +107,39 @@ def make_replica(module: nn.Module, links: Links) -> ShardedReplica:
         ValueError: parameters are sharded over several meshes, none of which has all processes.
         RuntimeError, TimeoutError, ConnectionError: see `connect`.
     """
+    (control,) = _connect(module, links)
+    return ShardedReplica(module, control)
+
+
+def meet_replica(
+    module: nn.Module, links: Links, membership: Membership, *, description: Mapping[str, str]
+) -> MemberReplica:
+    """The replica of this process, as one worker; the processes of the replica call it together.
+
+    Args:
+        module: sharded.
+        links: inside the replica; the limit of its waits is `PATIENCE` times the timeout of the membership.
+        membership: of this process.
+        description: the facts that the processes must agree on, by name.
+
+    Raises:
+        ValueError: see `make_replica`; or the processes do not agree, or the membership has a wrapper.
+        RuntimeError, TimeoutError, ConnectionError: see `connect`.
+    """
+    membership.check_free()
+    control, *votes = _connect(module, replace(links, timeout=PATIENCE * membership.timeout), count=3)
+    try:
+        check_agreement(control, description)
+    except BaseException:
+        for transport in (control, *votes):
+            transport.close()
+        raise
+    processes = membership.node = ReplicaProcesses(membership, control, Vote(*votes))
+    return MemberReplica(module, processes)
+
+
+def _connect(module: nn.Module, links: Links, *, count: int = 1) -> list[ProcessGroupTransport]:
+    """So many transports over the processes of the replica, for messages in CPU memory; see `make_replica`."""
     meshes = [frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes_of(module)]
     ranks = max(meshes, key=len)
     if others := [sorted(mesh) for mesh in meshes if not mesh <= ranks]:
@@ -92,6 +147,7 @@ def make_replica(module: nn.Module, links: Links) -> ShardedReplica:
             f"got parameters that are sharded over ranks {sorted(ranks)} and others over ranks {others[0]}, expected "
             "one mesh with all processes of a replica; shard all parts of the model over dimensions of one mesh"
         )
-    control = replace(links, process_group=None, comm_device="cpu", backend="gloo").connect(CPU, ranks=sorted(ranks))
+    inside = replace(links, process_group=None, comm_device="cpu", backend="gloo")
+    transports = [inside.connect(CPU, ranks=sorted(ranks)) for _ in range(count)]
     Shards(module).gather_once()
-    return ShardedReplica(module, control)
+    return transports

@@ -159,7 +159,7 @@ class Travelling:
                 participant.take_layout(state, freezes=self.is_newcomer)
             return differs
 
-        if node is None:
+        if node is None or node.is_sharded:
             compare()
         elif node.run(compare):
             state = participant.layout() if node.control.rank == 0 else None

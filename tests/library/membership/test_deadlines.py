@@ -53,12 +53,12 @@ def test_a_rejoin_stands_still_for_one_timeout_at_most(stage: str, monkeypatch: 
         waits.append(clock.now - start)
         raise RuntimeError("nobody came")
 
-    def receive_state(self: Joining, joiner: Joiner, deadline: Deadline) -> dict[str, Any]:
-        return {}
+    def receive_state(self: Joining, joiner: Joiner, deadline: Deadline) -> bool:
+        return True
 
     monkeypatch.setattr(LocalWorker, "wait_until", wait_until)
     monkeypatch.setattr(Joining, "_restart_if_abandoned", lambda *_: False)
-    monkeypatch.setattr(Joining, "_load", lambda *_: None)
+    monkeypatch.setattr(Joining, "load", lambda *_: None)
     monkeypatch.setattr(Joining, "say_loaded", lambda self, joiner: setattr(self.worker, "loaded", joiner.key))
     if stage == "a donor":
         monkeypatch.setattr(SharedRoster, "gather", gather)

@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from operator import methodcaller
@@ -59,13 +59,11 @@ def die(membership: Membership) -> None:
     membership.release()
 
 
-def receive_state(member: Membership) -> Mapping[str, Any]:
-    """The state that a donor gives to a worker in the join queue."""
+def receive_state(member: Membership) -> None:
+    """Receive the state that a donor gives to a worker in the join queue."""
     joiner = member.worker.joiner
     assert joiner is not None
-    state = Joining(member.worker)._receive_state(joiner, Deadline(SECONDS))
-    assert state is not None
-    return state
+    assert Joining(member.worker)._receive_state(joiner, Deadline(SECONDS))
 
 
 class Job:
@@ -269,7 +267,8 @@ def test_a_worker_that_dies_at_the_door_holds_nobody_up(monkeypatch: pytest.Monk
     job.until_live(workers)
     member = member_of(job.store, min_workers=2)
     wrapper = GossipDataParallel(model_of(), membership=member)
-    Joining(member.worker)._load(receive_state(member))
+    receive_state(member)
+    Joining(member.worker).load()
     member.job.store.update([methodcaller("mark_loaded", member.id, 0)])
     die(member)
     wrapper.close()

@@ -453,7 +453,7 @@ def test_errors_and_refusals() -> None:
         with pytest.raises(ZeroDivisionError if leads else RuntimeError) as raised:
             member._as_one(lambda: 1 / 0)  # type: ignore[arg-type,return-value]
         if not leads:
-            assert str(raised.value).startswith("process 0, the first one of this node, failed: ZeroDivisionError: div")
+            assert str(raised.value).startswith("process 0, the first one of this worker, failed: ZeroDivisionError:")
         process.step(0)
         if not leads:  # a copy is a snapshot, which one process may take by itself
             snapshot = copy.deepcopy(process.model)
