@@ -201,7 +201,7 @@ class Generations:
         self.formed = {generation: links for generation, links in self.formed.items() if generation <= begun}
         self._tried, self._asked_again = set(), set()
         if self.active is not None and self.transport is not None:
-            for rank in self.transport.lost:
+            for rank in self.transport.failed:
                 self.worker.report(self.active.ids[rank], "it was lost while the store was away", may_have_ended=True)
 
     def _adopt(self, view: View) -> None:
@@ -339,7 +339,7 @@ class Generations:
                     watched[view.members[rank].id] = view.members[rank].contact
         lost = {self.worker.id}
         if self.active is not None and self.transport is not None:
-            lost |= {self.active.ids[rank] for rank in self.transport.lost}
+            lost |= {self.active.ids[rank] for rank in self.transport.failed}
         liveness.watch({worker: contact for worker, contact in watched.items() if worker not in lost})
 
     def on_silent(self, worker: int, seconds: float) -> None:

@@ -172,7 +172,7 @@ class LocalWorker:
     def lost(self) -> tuple[int, ...]:
         """See `Membership.lost`; of this process."""
         transport = self.generations.transport
-        return () if transport is None else tuple(sorted(transport.names[i] for i in transport.lost))
+        return () if transport is None else tuple(sorted(transport.names[i] for i in transport.failed))
 
     def stats(self) -> dict[str, float]:
         """See `Membership.stats`; of this process."""
@@ -205,7 +205,7 @@ class LocalWorker:
         is_to_act = generations.due or generations.limit is not None or donor.snapshots or donor.unclaimed
         if transport is None or transport.world_size == 1:
             return False
-        is_whole = not (transport.lost or self.is_excluded or self.has_stopped)
+        is_whole = not (transport.failed or self.is_excluded or self.has_stopped)
         return is_whole and not (is_to_act or self.roster.forming)
 
     def count_step(self) -> int:

@@ -69,14 +69,15 @@ def train(wrapper: Any, optimizer: torch.optim.Optimizer, membership: Membership
 
 
 def run_without_faults(model: Any, port: int, **options: Any) -> tuple[int, list[Tensor]]:
-    """The rank of this worker, and its parameters, the average and the weight after all steps."""
+    """The rank of this worker; its parameters and its weight after all steps, the average, and the distance."""
     wrapper, optimizer, membership = wrapped(model, port, **options)
     for step in membership.steps(NUM_STEPS):
         train(wrapper, optimizer, membership, step)
     wrapper.flush()
     left = [*parameters_of(model), wrapper._local.buffer.vector.push_sum_weight.clone()]
-    with wrapper.averaged():
-        left += parameters_of(model)
+    average = wrapper.averaged_state_dict(rank0_only=False, full=True)
+    left += [average[name] for name, _ in model.named_parameters()]
+    left += [torch.tensor(wrapper.consensus_distance())]
     rank = membership.rank
     assert wrapper.comm_stats()["num_rounds"] > 0
     wrapper.close()
@@ -130,7 +131,7 @@ def test_without_faults_models_are_those_of_whole_workers(port: int) -> None:
             # Gloo adds three numbers in an order that depends on their place in the vector.
             torch.testing.assert_close(got, whole[rank], rtol=0, atol=1e-6)
             if name != "DiLoCo":
-                num_left = len(got) - len(list(model.parameters()))
+                num_left = len(got) - len(list(model.parameters())) - 1
                 assert all(map(torch.equal, got[:num_left], whole[rank][:num_left])), name
 
 
