@@ -316,7 +316,7 @@ class LockstepEngine(Engine):
     @property
     def is_in_flight(self) -> bool:
         """See `Engine`."""
-        return self.gossiper.is_in_flight
+        return not self.gossiper.is_plain and self.gossiper.is_in_flight
 
     def flush(self, x: FlatVector) -> bool:
         """See `Engine`."""

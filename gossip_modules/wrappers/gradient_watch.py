@@ -90,15 +90,12 @@ class WatchedGradient:
         is_written = self._parameter._version != self._version
         return is_written or (self._has_samples and not self._samples.equal(self._samples.values))
 
-    @property
-    def is_unwritten(self) -> bool:
-        """Whether the version of the parameter is as the last round has left it."""
-        return self._parameter is not None and self._parameter._version == self._version
-
-    def own_write(self, *, is_unwritten: bool) -> None:
-        """A round has changed the version of the parameter, which is no change by the loop; see `is_unwritten`."""
+    def own_write(self, buffer: FlatBuffer) -> None:
+        """A round has written the parameters, which is no change by the loop: their versions change now."""
+        is_as_it_was = self._parameter is not None and self._parameter._version == self._version
+        buffer.written()
         self._has_samples = False  # until the next round, since they may be numerators now
-        if is_unwritten and self._parameter is not None:
+        if is_as_it_was and self._parameter is not None:
             self._version = self._parameter._version
 
     def forget(self) -> None:

@@ -162,9 +162,7 @@ class OptimizerSteps(Stepped):
 
     def written(self) -> None:
         """Gossip has changed the parameters in place, which is no change by the loop."""
-        is_unwritten = self._gradient.is_unwritten
-        self._buffer.written()
-        self._gradient.own_write(is_unwritten=is_unwritten)
+        self._gradient.own_write(self._buffer)
 
     def end(self) -> None:
         """Evaluation begins, or state has been loaded: the next training forward begins a step."""
