@@ -91,7 +91,7 @@ class BilateralAverage:
         self._exchanges: deque[Future[float]] = deque()  # which have not ended, in their order
         self._thread: CallThread | None = None  # made with the first exchange
         self.liveness = Liveness(transport, peers, tag=_CONTROL_TAG)
-        self.liveness.background.start(f"gossip-{transport.rank}-listener", self._listen)
+        self.liveness.listen(self._handle)
 
     @property
     def under_way(self) -> Future[float] | None:
@@ -132,11 +132,10 @@ class BilateralAverage:
         if self._thread is not None:
             self._thread.close()
 
-    def _listen(self) -> None:
-        """The body of the listening thread."""
-        for sender, message in self.liveness.messages():
-            if message.kind == _REQUEST:
-                self._submit(partial(self._answer, sender, message.first, _weight(message.second)))
+    def _handle(self, sender: int, message: ControlMessage) -> None:
+        """Handle a control message, in the listening thread of its sender."""
+        if message.kind == _REQUEST:
+            self._submit(partial(self._answer, sender, message.first, _weight(message.second)))
 
     def _submit(self, exchange: Callable[[], None]) -> None:
         def run() -> float:
@@ -147,9 +146,10 @@ class BilateralAverage:
                 self.liveness.fail(error)
             return 0.0
 
-        if self._thread is None:
-            self._thread = CallThread(f"gossip-{self.transport.rank}")
-        self._exchanges.append(self._thread.submit(run))
+        with self.shared.lock:  # the threads that listen submit too
+            if self._thread is None:
+                self._thread = CallThread(f"gossip-{self.transport.rank}")
+            self._exchanges.append(self._thread.submit(run))
 
     def _ask(self, peer: int, t: int, weight: float, y: Snapshot) -> None:
         """The exchange of an active rank."""

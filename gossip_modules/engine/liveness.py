@@ -19,7 +19,7 @@ from torch import Tensor
 from ..transport.base import Pending
 from ..transport.deadline import Deadline
 from ..transport.exchange import SHUTDOWN, LinkClosedError, PointToPoint
-from ..transport.listener import SHUTDOWN_TIMEOUT, ConnectionLost, Listener
+from ..transport.listener import SHUTDOWN_TIMEOUT, Listener, Message
 from .background import Background
 
 _INTERVAL = 0.25  # seconds between two checks of the waits; less with a short timeout
@@ -139,9 +139,9 @@ class Liveness:
     SHUTDOWN, so the listening threads of both ranks end within milliseconds. A connection that closes before is one of
     a rank that has died.
 
-    `messages` belongs to the listening thread, `round` to the training thread; any thread may call the other methods.
+    `round` belongs to the training thread; any thread may call the methods.
     `_lock` guards all state below it in `__init__`, and is never held during a wait. `fail` waits, so the caller holds
-    no lock that the listening thread needs.
+    no lock that the listening threads need.
 
     Args:
         transport: a transport over Gloo.
@@ -183,19 +183,24 @@ class Liveness:
 
     # Messages.
 
-    def messages(self) -> Iterator[tuple[int, ControlMessage]]:
-        """Yield (sender, message) of each message as it comes, until all peers have sent their last message or died."""
-        while self._listener.present:
-            try:
-                for sender, numbers in self._listener.messages():
-                    message = ControlMessage(*numbers)
-                    self._handle(sender, message)
-                    yield sender, message
-            except ConnectionLost as lost:
-                self.closed.setdefault(lost.peer, time.monotonic())
-                name = self.transport.names[lost.peer]
-                why = f"in round {self.round}, {FailureReason.DIED.sentence(name)}: {lost}"
-                self.fail(ConnectionError(f"{self._me}: {why}"), lost.peer, FailureReason.DIED)
+    def listen(self, handle: Callable[[int, ControlMessage], None]) -> None:
+        """Start the threads that listen.
+
+        Args:
+            handle: called with (sender, message) of each message as it comes, in the listening thread of the sender.
+        """
+
+        def receive(sender: int, message: Message) -> None:
+            if isinstance(message, list):
+                control = ControlMessage(*message)
+                self._handle(sender, control)
+                handle(sender, control)
+            else:
+                self.closed.setdefault(sender, time.monotonic())
+                why = f"in round {self.round}, {FailureReason.DIED.sentence(self.transport.names[sender])}: {message}"
+                self.fail(ConnectionError(f"{self._me}: {why}"), sender, FailureReason.DIED)
+
+        self._listener.listen(receive, self.background.start)
 
     def post(self, peer: int, message: ControlMessage) -> None:
         """Send to a peer, unless its last message was sent. Waits until the last message of the same kind has gone."""

@@ -125,7 +125,7 @@ class WaitAvoidingWorker:
         self.liveness = Liveness(self.control, {*self.out_peers, *self.in_peers})
         average.writing, average.is_checked = partial(_writing, self.state, self.liveness), on_nonfinite == "raise"
         self.liveness.failed.add_done_callback(partial(_wake, self.state))
-        self.liveness.background.start(f"gossip-listener-{transport.rank}", self._listen)
+        self.liveness.listen(self._handle)
         self._rounds_ended = threading.Event()
         self.liveness.background.start(f"gossip-worker-{transport.rank}", self._run_rounds)
 
@@ -235,15 +235,14 @@ class WaitAvoidingWorker:
         if error is None and not self.is_idle:
             liveness.background.raise_if_unseen()
 
-    def _listen(self) -> None:
-        """The body of the listening thread. Takes `state` without waiting for anything inside."""
-        for _, message in self.liveness.messages():
-            with self.state:
-                if message.kind == ARRIVED and message.second == self.num_beginnings:  # of no earlier beginning
-                    self.arrive_at(message.first)
-                elif message.kind == SETTLING:
-                    self.settling[message.second, message.third] = message.first
-                self.state.notify_all()
+    def _handle(self, sender: int, message: ControlMessage) -> None:
+        """Handle a control message, in the listening thread of its sender. Takes `state` and waits for nothing."""
+        with self.state:
+            if message.kind == ARRIVED and message.second == self.num_beginnings:  # of no earlier beginning
+                self.arrive_at(message.first)
+            elif message.kind == SETTLING:
+                self.settling[message.second, message.third] = message.first
+            self.state.notify_all()
 
     def _run_rounds(self) -> None:
         """The body of the worker thread."""

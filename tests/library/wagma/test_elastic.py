@@ -252,7 +252,7 @@ def test_the_membership_is_told_who_is_late() -> None:
 def test_a_rank_whose_membership_has_ended_has_no_peers_though_its_threads_do_not_know(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Liveness, "messages", lambda liveness: iter(()))
+    monkeypatch.setattr(Liveness, "listen", lambda liveness, handle: None)
 
     def body(transport: LinkTransport, barrier: Any) -> list[bool]:
         engine = engine_over(transport, FlatVector.over(torch.zeros(5)))
