@@ -253,6 +253,8 @@ class LockstepEngine(Engine):
         # Returns whether the numbers are finite on all processes of a node, given whether they are on this process.
         # The result is equal on all, so that all raise or leave out the round together.
         self.agree_finite: Callable[[bool], bool] = bool
+        # A tensor <- its values in the first process of a node, so that all its processes choose alike.
+        self.take_first: Callable[[Tensor], object] = id
 
     @property
     def state_name(self) -> str:

@@ -100,22 +100,26 @@ class MeasuringEngine(SyncEngine):
     [Note: overlap="auto"] Each rank takes the time of its rounds and of the steps between them, but not of the averages
     that training begins with under `Schedule(average_until=...)`. After the eighth round, in the same step on all
     ranks, one gather of two numbers per rank gives all ranks the same measurements, from which each computes the same
-    choice. The engine that runs rounds from then on has the mixer, the counters and the statistics of this one, so
-    training goes on with the bits of a run that was built with the chosen settings and resumed here.
+    choice. If several processes hold one model, all of them take the measurements of the first one. The engine that
+    runs rounds from then on has the mixer, the counters and the statistics of this one, so training goes on with the
+    bits of a run that was built with the chosen settings and resumed here.
 
     Args:
         gossiper, schedule, on_nonfinite: see `SyncEngine`.
         limits: the settings that may be chosen.
+        is_eager: see `OverlapEngine`.
     """
 
-    def __init__(self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str, limits: OverlapLimits) -> None:
+    def __init__(
+        self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str, limits: OverlapLimits, is_eager: bool = True
+    ) -> None:
         super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
         if gossiper.keeps_models:
             raise ValueError(
                 f"got overlap='auto' with {gossiper}, expected overlap=False: it replaces the model by an average of "
                 "sent models, without the optimizer steps during the round"
             )
-        self.limits = limits
+        self.limits, self._is_eager = limits, is_eager
         self._steps: list[float] = []
         self._rounds: list[float] = []
         self._ended: float | None = None  # when the last step's round has ended
@@ -142,6 +146,7 @@ class MeasuringEngine(SyncEngine):
         transport = self.gossiper.transport
         measured = own.new_empty(2 * transport.world_size)
         transport.all_gather(measured, own, what=f"choosing overlap after round {self.t - 1}")
+        self.take_first(measured)
         choice = self.limits.choose(measured.view(-1, 2).tolist())
         if transport.rank == 0:
             _log.info('overlap="auto": %s, after round %d', choice, self.t - 1)
@@ -158,10 +163,12 @@ class MeasuringEngine(SyncEngine):
         assert isinstance(self.schedule, Schedule), "the wrapper refuses a control"
         engine: LockstepEngine
         if choice.overlap:
-            engine = OverlapEngine(mixer, self.schedule, max_staleness=choice.max_staleness, on_nonfinite=policy)
+            own: dict[str, Any] = {"max_staleness": choice.max_staleness, "is_eager": self._is_eager}
+            engine = OverlapEngine(mixer, self.schedule, **own, on_nonfinite=policy)
         else:
             engine = SyncEngine(mixer, self.schedule, on_nonfinite=policy)
         engine.t, engine.step, engine.stats, engine.choice = self.t, self.step, self.stats, asdict(choice)
+        engine.agree_finite = self.agree_finite
         return engine
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

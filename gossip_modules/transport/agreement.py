@@ -14,6 +14,7 @@ from torch import Tensor
 from .base import Transport
 from .state_tree import bytes_of, decode, pack, unpack
 
+REMEDY = "wrap the same model with the same options on every rank"
 _NOTE_BYTES = 1024  # of each rank's finding: enough to name one difference
 
 
@@ -22,7 +23,7 @@ def check_agreement(
     description: Mapping[str, str | Sequence[str]],
     *,
     what: str = "comparing model and options",
-    remedy: str = "wrap the same model with the same options on every rank",
+    remedy: str = REMEDY,
 ) -> None:
     """Compare this rank's description with rank 0's; collective.
 
@@ -35,21 +36,45 @@ def check_agreement(
     Raises:
         ValueError: on every rank, naming each rank that differs and its first difference.
     """
+    if found := find_difference(transport, description, what=what):
+        raise ValueError(f"{found}; {remedy}")
+
+
+_OPENING = "ranks do not agree with rank"
+
+
+def find_difference(
+    transport: Transport,
+    description: Mapping[str, str | Sequence[str]],
+    *,
+    what: str = "comparing model and options",
+    found: str = "",
+) -> str:
+    """Return the disagreement of these ranks in words, "" if there is none; collective.
+
+    Args:
+        transport: over the ranks that must agree.
+        description: see `check_agreement`.
+        what: is compared, for errors of the transport.
+        found: a disagreement of this rank with ranks of another group, which all ranks of this one then return.
+    """
     if transport.world_size == 1:
-        return
+        return found
     expected = broadcast_state(transport, json.dumps(description), source=0, what=what)
-    note = _difference(json.loads(expected), json.loads(json.dumps(description)))
+    note = found or _difference(json.loads(expected), json.loads(json.dumps(description)))
     num_differing = torch.tensor([int(bool(note))], device="cpu")
     transport.all_reduce(num_differing, what=what)
     if not num_differing:
-        return
+        return ""
     padded = note.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
     notes = mine.new_zeros(transport.world_size * _NOTE_BYTES)
     transport.all_gather(notes, mine, what=what)
-    found = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in notes.view(-1, _NOTE_BYTES)]
-    differing = [f"rank {transport.names[i]}: {text}" for i, text in enumerate(found) if text]
-    raise ValueError(f"ranks do not agree with rank {transport.names[0]}: {'; '.join(differing)}; {remedy}")
+    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in notes.view(-1, _NOTE_BYTES)]
+    if elsewhere := [text for text in texts if text.startswith(_OPENING)]:
+        return elsewhere[0]
+    differing = [f"rank {transport.names[i]}: {text}" for i, text in enumerate(texts) if text]
+    return f"{_OPENING} {transport.names[0]}: {'; '.join(differing)}"
 
 
 def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], *, chunk_bytes: int = 1 << 26) -> None:

@@ -19,10 +19,9 @@ _LOOK_SECONDS = 0.3  # for the notes of ranks whose connection is closed: they w
 _CENSUS_SECONDS = 0.5  # where no rank knows which one all wait for: for the notes of all that wait
 _POLL_SECONDS = 0.02
 _MAX_TEXT = 300
-_END = (
-    "has come to the end of its program, while others train: all ranks need equally many steps; with uneven batches "
-    "train inside torch.distributed.algorithms.Join"
-)
+_JOIN = "with uneven batches train inside torch.distributed.algorithms.Join"
+_END = f"has come to the end of its program, while others train: all ranks need equally many steps; {_JOIN}"
+MAYBE_CLOSED = f"if it has closed its wrapper: {_JOIN}"
 
 
 class Note(NamedTuple):

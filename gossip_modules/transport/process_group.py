@@ -19,7 +19,7 @@ from .barrier import Attendance, NotMet, meet, meet_in_turns
 from .change_board import ChangeBoard
 from .deadline import Deadline
 from .exchange import LATE, ROUND_BITS, SIZE_BITS, PointToPoint, Staging, fail
-from .failure_notes import GONE, SILENT, FailureNotes, describe
+from .failure_notes import GONE, MAYBE_CLOSED, SILENT, FailureNotes, describe
 from .shared_group import CAN_RELEASE, CHANNEL_BITS, Use
 from .stores import Records, store_of
 
@@ -422,6 +422,8 @@ class ProcessGroupTransport(PointToPoint):
                 what = f"{cause.text}: {what}"
             elif cause.text and cause.text not in note:
                 note += f": {cause.text}"
+            if GONE in cause.text or SILENT in cause.text:
+                note += f" ({MAYBE_CLOSED})"
         fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=timeout, note=note)
 
 

@@ -221,6 +221,7 @@ class AveragingMixin(ABC):
             self.settle()
             saved = self._local.read().clone()
             self._average()
+            self._compare_with_average(saved)
         was_averaged, self._local.is_averaged = self._local.is_averaged, True
         kept = KeptBuffers(self.module, self._local.selection)
         try:
@@ -264,6 +265,9 @@ class AveragingMixin(ABC):
                     value = gathered(value.detach()) if full else value.detach()
                     state[name] = value.to("cpu" if cpu else value.device, copy=True)
             return {} if rank0_only and full and node is not None and node.control.rank else state
+
+    def _compare_with_average(self, own: FlatVector) -> None:
+        """Compare the model of this rank, from before an average, with the average."""
 
     def consensus_distance(self) -> float:
         """sqrt(mean_i ||z_i - mean_j x_j||^2) over the parameters, z_i = x_i / w_i; collective, costs one copy."""

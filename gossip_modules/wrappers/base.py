@@ -20,10 +20,11 @@ from ..engine.engine import Engine, IdleEngine
 from ..flat.selection import Selection
 from ..flat.sharded import local_of
 from ..flat.transformed import call_plain, is_transformed, not_compiled, refuse_scripting
+from ..flat.vector import FlatVector
 from ..old_calls import levels_to_user
 from ..profiling import span
 from ..rounds.mixer import GlobalAverage
-from ..transport.agreement import broadcast_tensors, check_agreement
+from ..transport.agreement import REMEDY, broadcast_tensors, find_difference
 from ..transport.connect import connect, group_or_world
 from ..transport.deadline import Deadline
 from ..transport.process_group import ProcessGroupTransport
@@ -35,7 +36,7 @@ from .composition import check_inside, check_optimizers, check_outside, check_sh
 from .local_model import LocalModel
 from .other_names import DDP_ATTRIBUTES, MISSING, OldNames
 from .participant import Participant
-from .replica import make_replica
+from .replica import find_difference_in_replica, make_replica
 from .state import (
     KEY,
     SUFFIX,
@@ -56,7 +57,8 @@ if TYPE_CHECKING:
 
 
 _DEFAULT = Selection()
-_MANY_STEPS = 10  # after which ranks should have met
+_MANY_STEPS = 10  # after which ranks should have met, and should differ
+_ROUNDING = 4  # units in the last place by which an average of equal numbers may differ from them
 
 
 class GossipWrapper(OldNames, AveragingMixin):
@@ -106,6 +108,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         self._is_checked = False  # for other tools around it
         self._has_trained = False
         self._has_warned = False  # of training after close()
+        self._has_compared = False  # the models of ranks with their average
         options: dict[str, Any] = {"selection": selection, "rounds": rounds, "num_shards": num_shards}
         self._local = LocalModel(module, name=name, run=self._round_after_step, **options)
         self._local.around = weakref.ref(self)
@@ -156,7 +159,12 @@ class GossipWrapper(OldNames, AveragingMixin):
             with existing.within(deadline):
                 travels = {"model": buffer.signature(), "beside what travels": shapes}
                 travels["push-sum weight"] = [str(buffer.vector.push_sum_weight.dtype)]
-                check_agreement(existing, {**description, **travels})
+                found = find_difference(existing, {**description, **travels})
+            if is_sharded:
+                given: dict[str, Any] = {"device": device, "timeout": links.timeout, "found": found}
+                found = find_difference_in_replica(self.module, description, **given)
+            if found:
+                raise ValueError(f"{found}; {REMEDY}")
             if init_sync:
                 passed = deadline.passed
                 broadcast_tensors(existing, [buffer.vector.raw, *map(local_of, others.values())])
@@ -396,6 +404,22 @@ class GossipWrapper(OldNames, AveragingMixin):
             self._release()
         if not local.engine.is_asynchronous:
             self._warn_of_no_round()
+
+    def _compare_with_average(self, own: FlatVector) -> None:
+        """Warn, once, of ranks that have taken steps and have equal models: they read the same data."""
+        local = self._local
+        is_early = local.num_steps < _MANY_STEPS or not local.steps.has_stepped
+        if self._has_compared or is_early or local.averager.transport.world_size == 1:
+            return
+        self._has_compared, average = True, local.buffer.vector
+        pairs = zip(own.parameters, average.parameters, strict=True)
+        if all(torch.allclose(x, y, rtol=_ROUNDING * torch.finfo(x.dtype).eps, atol=0.0) for x, y in pairs):
+            warnings.warn(
+                f"got equal models on all ranks of a {type(self).__name__} after {local.num_steps} optimizer steps: "
+                "ranks have read the same data, or the learning rate is zero; expected other batches on each rank, as "
+                "with torch.utils.data.DistributedSampler(dataset)",
+                stacklevel=levels_to_user(),
+            )
 
     def _warn_of_no_round(self) -> None:
         local, stats = self._local, self._local.engine.stats

@@ -182,24 +182,17 @@ class Choices:
     wire_dtype: torch.dtype | None = None
     schedule: Schedule | ConsensusControl = field(default_factory=Schedule)
 
-    def check_auto(self, wire_limit: torch.dtype | None, *, has_membership: bool, is_alone: bool) -> None:
+    def check_auto(self, wire_limit: torch.dtype | None, *, has_membership: bool) -> None:
         """Raise ValueError where ranks cannot choose overlap by themselves.
 
         Args:
             wire_limit: the dtype that ranks may choose for messages; None: they choose none.
             has_membership: whether workers may die and join.
-            is_alone: whether each process has a whole model of its own.
         """
         if has_membership:
             raise ValueError(
                 "got overlap='auto' with a membership, expected True or False: a worker that joins later has not "
                 "measured, and would train by other settings; take the choice of a run without a membership"
-            )
-        if not is_alone:
-            raise ValueError(
-                "got overlap='auto' for a model that several processes hold together (nprocs_per_node, or shards), "
-                "expected True or False: the processes of one model must choose alike, and each measures its own "
-                "shard; time some steps with both"
             )
         if isinstance(self.schedule, ConsensusControl):
             raise ValueError(

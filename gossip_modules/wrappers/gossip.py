@@ -90,7 +90,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         overlap: whether a round runs in a thread under the next forward and backward, instead of before it. Costs a
             second copy of the model. "auto": the first eight rounds block and are measured, then all ranks choose
             overlap, and a staleness of at most `max_staleness`; see `overlap_choice`, and [Note: overlap="auto"] of
-            `MeasuringEngine`. Not for algorithms that cannot overlap, nodes, shards or a membership.
+            `MeasuringEngine`. Not for algorithms that cannot overlap, outer methods (theirs is delay="auto") or a
+            membership.
         max_staleness: the number of forwards that an overlapped round may be late before training waits for it;
             rounds then start every max_staleness + 1 steps.
         algorithm: what a round does: an `Algorithm`, such as `D2()`, or one over another, `GASLoC().over(Choco(...))`;
@@ -189,8 +190,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         self._wire_limit, wire = wire_limit(wire_dtype, overlap)
         chosen = Choices(graph, mixing, push_sum, as_algorithm(algorithm), wire, as_schedule(schedule))
         if overlap == "auto":
-            is_alone = nprocs_per_node == 1 and not self._local.buffer.is_sharded
-            chosen.check_auto(self._wire_limit, has_membership=membership is not None, is_alone=is_alone)
+            chosen.check_auto(self._wire_limit, has_membership=membership is not None)
         links = Links(group_of(process_group, device_mesh), comm_device=comm_device, timeout=as_timeout(timeout))
         check_node_size(nprocs_per_node, find_unused_parameters=find_unused_parameters)
         enter = self._enter_world if membership is None else partial(self._enter_membership, membership)
@@ -298,7 +298,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         late = self._max_staleness
         if self._overlap == "auto":
             assert isinstance(schedule, Schedule), "`check_auto` refuses a control"
-            return MeasuringEngine(mixer, schedule, on_nonfinite=policy, limits=OverlapLimits(late, self._wire_limit))
+            limits = OverlapLimits(late, self._wire_limit)
+            return MeasuringEngine(mixer, schedule, on_nonfinite=policy, limits=limits, is_eager=is_eager)
         return OverlapEngine(mixer, schedule, max_staleness=late, is_eager=is_eager, on_nonfinite=policy)
 
     @property

@@ -97,7 +97,7 @@ class Node:
 
     def engine_of(self, engine: LockstepEngine) -> LockstepEngine:
         """The engine of this process, made of one for a rank without a node. The node takes its decisions as one."""
-        engine.agree_finite = self._agree
+        engine.agree_finite, engine.take_first = self._agree, self._take_first
         return engine
 
     def averager(self, engine: LockstepEngine) -> GlobalAverage:
@@ -138,6 +138,10 @@ class Node:
         """Give back the groups inside the node."""
         self.transport.close()
         self.control.close()
+
+    def _take_first(self, x: Tensor) -> None:
+        """x, in CPU memory, <- its values in the first process, in place."""
+        self.control.broadcast(x, source=0, what="the measurements of the node")
 
     def _agree(self, is_finite: bool) -> bool:
         """Whether it is so in all processes of the node."""

@@ -111,6 +111,11 @@ class OptimizerSteps(Stepped):
             return self._is_synced
         return self._is_synced and self._gradient.is_dropped()
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped since the last round, which runs in the next forward."""
+        return bool(self._counts) and self.when is RoundTime.FORWARD
+
     def num_rounds_due(self, *, is_synced: bool) -> int:
         """The number of rounds to run before a training forward.
 

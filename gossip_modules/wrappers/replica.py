@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..flat.sharded import Shards, is_cut, meshes_of, without_reduction
@@ -15,8 +17,8 @@ from ..membership.links import Vote
 from ..membership.membership import Membership
 from ..membership.node import PATIENCE
 from ..membership.replica import ReplicaProcesses
-from ..transport.agreement import check_agreement
-from ..transport.connect import CPU
+from ..transport.agreement import check_agreement, find_difference
+from ..transport.connect import CPU, connect
 from ..transport.process_group import ProcessGroupTransport
 from .arguments import Links
 from .node import Node
@@ -98,6 +100,30 @@ class MemberReplica(ShardedReplica):
     def close(self) -> None:
         """See `Node`."""
         self.processes.close()
+
+
+def find_difference_in_replica(
+    module: nn.Module, description: Mapping[str, str], *, device: torch.device, timeout: timedelta, found: str
+) -> str:
+    """Return the disagreement about options of this replica, or `found`; "" if there is none.
+
+    The processes of a replica call it together, after each has compared its options with the processes of the same
+    place in other replicas. So all processes of all replicas learn of one that differs, before any makes a group.
+
+    Args:
+        module: sharded.
+        description: the options, by name.
+        device: of the module.
+        timeout: of each message.
+        found: the disagreement with other replicas, in words.
+    """
+    for group in max(meshes_of(module), key=lambda mesh: mesh.size()).get_all_groups():
+        transport = connect(group, module_device=device, timeout=timeout)
+        try:
+            found = find_difference(transport, description, found=found)
+        finally:
+            transport.close()
+    return found
 
 
 def make_replica(module: nn.Module, links: Links) -> ShardedReplica:

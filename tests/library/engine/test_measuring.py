@@ -163,7 +163,6 @@ def test_all_ranks_measure_and_choose_alike_and_one_logs(caplog: pytest.LogCaptu
             {"algorithm": gm.Choco(gm.SignNorm(), step_size=0.4), "push_sum": False, "wire_dtype": "auto"},
             "got wire_dtype=torch.bfloat16 with Choco",
         ),
-        ({"nprocs_per_node": 2}, "got overlap='auto' for a model that several processes hold together"),
         ({"membership": "host:1"}, "got overlap='auto' with a membership, expected True or False: a worker that joins"),
     ],
 )

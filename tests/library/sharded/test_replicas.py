@@ -242,6 +242,14 @@ def check_wrappers(rank: int) -> None:
     for each in (wrapper, other):
         each.close()
 
+    measured = GossipDataParallel(sharded(model_of(replica), mesh["shard"]), overlap="auto", **over)
+    train(measured, sgd(measured.module), replica, range(12))
+    choices: list[Any] = [None] * 4
+    dist.all_gather_object(choices, measured.overlap_choice)
+    assert choices[0] is not None
+    assert len(set(choices)) == 1
+    measured.close()
+
     def refused(match: str, model: nn.Module, **options: Any) -> None:
         with pytest.raises(ValueError, match=match):
             GossipDataParallel(model, **options)
@@ -253,6 +261,11 @@ def check_wrappers(rank: int) -> None:
     refused(r"got schedule=.*expected a whole model", shards, schedule=ConsensusControl(2.0), push_sum=False, **over)
     both = sharded(model_of(0), mesh)
     refused(r"ranks \[0, 1, 2, 3\], of which \[[0-3]\] are to gossip with this rank", both, **over)
+    # One process differs, and all processes of all replicas have the same error at once.
+    one = r"^ranks do not agree with rank 1: rank 3: overlap: got True, expected False; wrap the same"
+    refused(one, shards, overlap=rank == 3, timeout=600, **over)
+    of_one_place = r"^ranks do not agree with rank [02]: rank [13]: overlap: got True, expected False; wrap the same"
+    refused(of_one_place, shards, overlap=rank % 2 == 1, timeout=600, **over)
     with pytest.raises(ValueError, match=r"got a module of fully_shard to wrap in AllReduceDataParallel"):
         AllReduceDataParallel(shards, **over)
     late = GossipDataParallel(model_of(0), **over)

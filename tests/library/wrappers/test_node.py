@@ -244,6 +244,13 @@ def copy_and_close(rank: int) -> dict[str, Tensor]:
     early.close()
     late = copy.deepcopy(wrapper)
     results = {"early": flatten(early.module), "late before": flatten(late.module)}
+    auto = GossipDataParallel(mlp(), nprocs_per_node=PER_NODE, overlap="auto")
+    optimizer = sgd(auto)
+    for step in range(10):
+        train_step(auto, optimizer, rank, step)
+    assert auto.overlap_choice is not None
+    results["measured"] = torch.tensor([auto.overlap_choice.step_seconds, auto.overlap_choice.round_seconds])
+    auto.close()
     if rank == 0:
         for model in (wrapper, late):
             train_step(model, sgd(model), rank, 2)
@@ -255,7 +262,7 @@ def copy_and_close(rank: int) -> dict[str, Tensor]:
 @pytest.mark.e2e
 def test_after_close_a_process_of_a_node_is_alone() -> None:
     first, second = (outcome.result for outcome in run_processes(PER_NODE, copy_and_close))
-    for name in ("early", "late before"):
+    for name in ("early", "late before", "measured"):
         assert torch.equal(first[name], second[name])
     for name in ("closed", "late"):
         assert torch.equal(second[name], second["late before"])

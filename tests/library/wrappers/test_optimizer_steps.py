@@ -915,32 +915,7 @@ def test_a_rank_that_leaves_out_the_steps_of_two_optimizers_takes_part_in_all_ro
     assert run_ranks(2, body) == [6, 6]
 
 
-# Mistakes that show nowhere else.
-
-
-def test_an_optimizer_over_a_copy_of_the_model_is_named() -> None:
-    model = mlp()
-    wrapper = wrap(model, solo_group())
-    optimizer = sgd(copy.deepcopy(model))
-    for step in range(9):
-        train_step(wrapper, optimizer, 0, step)
-    with pytest.warns(UserWarning, match=r"got 10 steps of SGD over tensors .* expected an optimizer of model.paramet"):
-        train_step(wrapper, optimizer, 0, 9)
-    train_step(wrapper, optimizer, 0, 10)
-    wrapper.close()
-
-
-def test_a_run_that_is_shorter_than_the_period_of_its_rounds_is_named() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        model = mlp()
-        wrapper = wrap(model, group, init_sync=True, algorithm=DiLoCo(30))
-        optimizer = sgd(model)
-        for step in range(20):
-            train_step(wrapper, optimizer, group.rank(), step)
-        wrapper.close()
-
-    with pytest.warns(UserWarning, match=r"after 20 steps without a round: .* smaller sync_every="):
-        run_ranks(2, body)
+# Mistakes: see also test_usual_mistakes.py.
 
 
 def test_steps_before_a_loaded_checkpoint_are_not_without_a_round() -> None:
