@@ -123,7 +123,7 @@ def _as(default: Any, value: Any, *, name: str) -> Any:
         return tuple(value)
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if type(value) is not type(default):
+    if type(value) is not type(default) and (name, value) != ("overlap", "auto"):
         kind = type(default).__name__
         raise UsageError(f"got {name}={value!r}, expected a value of type {kind}; the default is {default!r}")
     return value

@@ -91,6 +91,15 @@ def read_command_line(
     with usage_errors():
         default = replace(config_type(), **preset)
         others = translated(others, {option.name: getattr(default, option.name) for option in fields(default)})
-        config = read_groups(default, description=description, arguments=others, shown=shown)
+        config = read_groups(default, description=description, arguments=_with_values(others), shown=shown)
         config.check_preset(preset)
         return config
+
+
+def _with_values(arguments: Sequence[str]) -> list[str]:
+    """`--overlap` and `--no-overlap` as an option with a value, which may be auto too."""
+    found = []
+    for word, following in zip(arguments, [*arguments, "--"][1:], strict=True):
+        is_flag = word == "--no-overlap" or (word == "--overlap" and following.startswith("-"))
+        found += ["--overlap", str(word == "--overlap")] if is_flag else [word]
+    return found

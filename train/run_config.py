@@ -48,6 +48,9 @@ class RunConfig(WrapperOptions, ABC):
     """The method with settings of your own, as the text of Python: "DiLoCo(sync_every=50)", "Choco(TopK(0.01),
     step_size=0.04)", "GASLoC().over(PowerGossip())". Calls of known names with literals; nothing is evaluated. Empty:
     what --recipe says. `python -m gossip_modules.methods` lists the names."""
+    delay: str = ""
+    """Optimizer steps for which an outer step runs under training, of a method that has outer steps: a number, or auto,
+    which ranks measure. In place of delay= of --algorithm. Empty: what the method says."""
     out_dir: str = ""
     """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
     resume: str = ""
@@ -119,7 +122,7 @@ class RunConfig(WrapperOptions, ABC):
     CHOICES: ClassVar[Mapping[str, Collection[object]]] = {
         "recipe": METHODS,
         "graph": [*GRAPHS, *PREDEFINED_GRAPHS, *TREES],
-        "wire_dtype": WIRE_DTYPES,
+        "wire_dtype": [*WIRE_DTYPES, "auto"],
     }
     POSITIVE: ClassVar[tuple[str, ...]] = (
         *("epochs", "accumulation_steps", "gossip_every", "nprocs_per_node", "num_threads", "keep_last"),
@@ -145,7 +148,7 @@ class RunConfig(WrapperOptions, ABC):
     )
     """What may change from there on, but makes it another run."""
     GROUPS: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "general": ("recipe", "algorithm", "out_dir", "resume", "overwrite", "seed"),
+        "general": ("recipe", "algorithm", "delay", "out_dir", "resume", "overwrite", "seed"),
         "training": ("epochs", "accumulation_steps", "label_smoothing", "clip_norm", "amp", "compile"),
         "average of the optimizer": ("first_moment_period", "second_moment_period"),
         "process": ("backend", "comm_device", "timeout_seconds", "num_threads", "deterministic"),
@@ -219,11 +222,24 @@ class RunConfig(WrapperOptions, ABC):
             object.__setattr__(self, "algorithm", "" if is_recipe else self.algorithm)
             recipe = name
         object.__setattr__(self, "recipe", recipe)
+        if self.delay and recipe in METHODS:
+            object.__setattr__(self, "algorithm", self._with_delay(read_algorithm(self.algorithm or recipe)).text)
+
+    def _with_delay(self, chosen: Chosen) -> Chosen:
+        if "delay" not in chosen.method.settings:
+            outer = ", ".join(name for name, method in METHODS.items() if "delay" in method.settings)
+            raise ValueError(
+                f"got delay={self.delay!r} with {chosen.method.title}, expected one of {outer}, which have outer "
+                "steps; leave it out, or take --overlap auto"
+            )
+        return chosen.with_settings({"delay": int(self.delay) if self.delay.isdecimal() else self.delay})
 
     def _check_elastic(self) -> None:
         why = METHODS[self.recipe].needs_fixed_ranks
         if not why and self.nprocs_per_node != 1:
             why = f"the scripts start each process as a worker, here with nprocs_per_node={self.nprocs_per_node}"
+        if not why and (self.overlap == "auto" or "auto" in (self.delay, self.wire_dtype)):
+            why = "workers that join later have measured no round, as overlap=auto and delay=auto ask for"
         if not why and self.schedule and isinstance(schedule_of(self), ConsensusControl):
             why = f"ranks that may lose messages cannot all decide alike, as schedule={self.schedule!r} asks for"
         if why:

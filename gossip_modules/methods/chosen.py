@@ -12,7 +12,7 @@ from ..consensus_control import ConsensusControl
 from ..dpwa.interpolation import ClockInterpolation, ConstantInterpolation, LossInterpolation
 from ..graph_manager import named_graphs
 from ..registry import METHODS, Method, name_of
-from ..rounds.algorithm import Algorithm
+from ..rounds.algorithm import Algorithm, Over
 from ..schedule import Schedule
 from ..wrappers.choices import written
 from .written import read
@@ -73,6 +73,8 @@ class Chosen:
     def with_settings(self, settings: Mapping[str, Any]) -> Chosen:
         """With other values of the settings that the method has; None: the value stays."""
         own = {name: value for name, value in settings.items() if value is not None and name in self.method.settings}
+        if isinstance(self.made, Over):
+            return replace(self, made=replace(self.made, outer=replace(self.made.outer, **own)))
         return replace(self, made=replace(self.made, **own))
 
 

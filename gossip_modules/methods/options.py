@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,9 +25,10 @@ class WrapperOptions:
     peers_per_itr: str = "1"
     """With dpsgd, sgp and osgp and the name of a graph: peers per round, a number or <epoch>:<peers> pairs: '0:2,30:1'
     is two peers for 30 epochs, then one."""
-    overlap: bool = False
-    """Run each round under the next step, not before it; osgp always does. wagma: take the average of a group one step
-    later instead of waiting for it."""
+    overlap: bool | Literal["auto"] = False
+    """Run each round under the next step, not before it; osgp always does. auto: ranks measure eight rounds, then
+    choose, within --max-staleness and --wire-dtype auto. wagma: take the average of a group one step later instead of
+    waiting for it."""
     max_staleness: int = 0
     """With overlap: forwards that a round may complete late before training waits for it."""
     gossip_every: int = 1
@@ -40,7 +41,8 @@ class WrapperOptions:
     nprocs_per_node: int = 1
     """Processes that average gradients among themselves and gossip as one."""
     wire_dtype: str = "none"
-    """none, bfloat16 or float16: parameters are rounded to it when they are sent."""
+    """none, bfloat16 or float16: parameters are rounded to it when they are sent. auto, with --overlap auto: bfloat16
+    where a round takes longer than the rest of a step."""
 
 
 WRAPPER_OPTIONS: tuple[str, ...] = tuple(field.name for field in fields(WrapperOptions))

@@ -38,7 +38,7 @@ def test_a_run_returns_its_result_and_is_heard(tmp_path: Path, capsys: pytest.Ca
     infos: list[dict[str, Any]] = []
     num_threads = torch.get_num_threads()
     result = train.run(
-        {"recipe": "dpsgd", "out_dir": str(tmp_path), "num_threads": num_threads + 1, **SMALL},
+        {"recipe": "dpsgd", "overlap": "auto", "out_dir": str(tmp_path), "num_threads": num_threads + 1, **SMALL},
         log_metric=lambda name, values, tags: metrics.append((name, dict(values), dict(tags))),
         log_info=lambda values: infos.append(dict(values)),
     )
@@ -58,7 +58,9 @@ def test_a_run_returns_its_result_and_is_heard(tmp_path: Path, capsys: pytest.Ca
     assert infos[-1]["averaged_test"] == result.averaged_test
     assert torch.get_num_threads() == num_threads
     assert not dist.is_initialized()
-    assert "averaged model: test accuracy" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "averaged model: test accuracy" in printed
+    assert "chosen by all ranks: overlap = 0, max_staleness = 0, step_seconds = " in printed
 
 
 def test_main_of_powergossip(tmp_path: Path) -> None:

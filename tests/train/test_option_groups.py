@@ -132,6 +132,28 @@ def test_an_option_has_the_name_of_its_field(config_type: type[RunConfig]) -> No
         assert read_command_line(config_type, description=None, arguments=arguments) == expected
 
 
+def test_overlap_and_delay_may_be_measured() -> None:
+    def read(*arguments: str) -> Config:
+        return read_command_line(Config, description=None, arguments=arguments)
+
+    assert read("--overlap", "auto", "--wire-dtype", "auto").overlap == "auto"
+    assert read("--overlap", "--epochs", "2").overlap is read("--overlap").overlap is True
+    assert read("--no-overlap").overlap is read().overlap is False
+    assert read("--recipe", "diloco", "--delay", "auto").algorithm == "DiLoCo(sync_every=10, delay='auto')"
+    assert read("--delay", "2", "--algorithm", "GASLoC(4).over(Choco(SignNorm(), step_size=0.4))").chosen.text == (
+        "GASLoC(sync_every=4, delay=2).over(Choco(compressor=SignNorm(2048), step_size=0.4))"
+    )
+    for arguments, expected in (
+        (("--delay", "auto"), r"got delay='auto' with SGP, expected one of localsgd, diloco.*take --overlap auto"),
+        (("--recipe", "noloco", "--delay", "auto"), r"NoLoCo: got delay='auto', expected a number of steps"),
+        (("--elastic", "--overlap", "auto"), r"workers that join later have measured no round"),
+    ):
+        with pytest.raises(UsageError, match=expected):
+            read(*arguments)
+    with pytest.raises(SystemExit):
+        read("--overlap", "maybe")
+
+
 def test_a_value_out_of_bounds_is_the_users_error() -> None:
     with pytest.raises(UsageError, match=r"^got epochs=0, expected more than 0; see --help$"):
         read_command_line(Config, description=None, arguments=["--epochs", "0"])

@@ -108,7 +108,7 @@ class RunLog:
 
     def __init__(self, folder: Path, *, rank: int, step: int = 0, listener: RunListener = NOBODY) -> None:
         self._path = csv_path(folder, rank)
-        self._rank, self._listener = rank, listener
+        self._rank, self._listener, self._choices = rank, listener, ""
         self._rows: list[dict[Any, Any]] = []
         if step and self._path.is_file():
             rows = pd.read_csv(self._path)
@@ -182,6 +182,14 @@ class RunLog:
                 self._board._get_file_writer().add_summary(summary)
             for name, value in metrics.items():
                 self._board.add_scalar(name, value)
+
+    def choices(self, stats: Mapping[str, float]) -> None:
+        """Print what ranks have measured and chosen (--overlap auto, --delay auto), where it is new."""
+        chosen = {name.removeprefix("auto_"): x for name, x in stats.items() if name.startswith("auto_")}
+        text = ", ".join(f"{name} = {x:.4g}" for name, x in chosen.items())
+        if text and text != self._choices:
+            self.print(f"chosen by all ranks: {text}")
+        self._choices = text
 
     def print(self, text: str) -> None:
         """Print on rank 0, above the progress bar."""

@@ -114,6 +114,7 @@ class Run:
             is_last = epoch + 1 == config.epochs
             validation = self.validate() if is_last or (epoch + 1) % config.validate_every == 0 else None
             stats, last_rate = self.wrapper.comm_stats(), self.task.learning_rate(self.position - 1)
+            self.log.choices(stats)
             row = EpochRow.of(epoch + 1, self.position, self.state.step, last_rate, self.meters, stats, validation)
             self.log.epoch(row)
             self.meters.start_epoch()

@@ -24,7 +24,7 @@ METHODS: dict[str, Any] = {
     "PowerGossip": {"algorithm": "powergossip"},
     "DiLoCo": {"algorithm": DiLoCo(sync_every=2)},
 }
-STEPS, ACCUMULATION, BATCH, RATE, MOMENTUM, NORM = 6, 2, 4, 0.1, 0.9, 1.0
+RANKS, STEPS, ACCUMULATION, BATCH, RATE, MOMENTUM, NORM = 4, 6, 2, 4, 0.1, 0.9, 1.0
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
@@ -33,7 +33,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: see extras_require in setup.py")
 
 
-def enter(rank: int, world_size: int = 2) -> None:
+def enter(rank: int, world_size: int) -> None:
     """Give this process the environment that torchrun gives, for hosts that ask for it."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), ACCELERATE_USE_CPU="true")
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
@@ -43,7 +43,7 @@ class Model(nn.Module):
     """A small one.
 
     Attributes:
-        is_bf16: whether each training forward ran in bfloat16.
+        dtypes: of the outputs of training forwards.
         evaluated: the parameters in the last forward in eval mode.
     """
 
@@ -51,14 +51,14 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(dist.get_rank())  # ranks start apart; a wrapper begins with the model of rank 0
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        self.is_bf16: set[bool] = set()
+        self.dtypes: set[torch.dtype] = set()
         self.evaluated: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """See torch."""
         y: Tensor = self.layers(x)
         if self.training:
-            self.is_bf16.add(y.dtype == torch.bfloat16)
+            self.dtypes.add(y.dtype)
         else:
             self.evaluated = values(self)
         return y
@@ -121,14 +121,14 @@ def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-def run_bodies(*bodies: Callable[[int, str], None]) -> None:
-    """Each body of a rank and a folder after the other, on two ranks."""
+def run_bodies(*bodies: Callable[[int, str], None], ranks: int = RANKS) -> None:
+    """Each body of a rank and a folder after the other, on all ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        run_processes(2, _run_in_turn, bodies, folder, timeout=100)
+        run_processes(ranks, _run_in_turn, bodies, folder, timeout=100)
 
 
 def _run_in_turn(rank: int, bodies: tuple[Callable[[int, str], None], ...], folder: str) -> None:
-    enter(rank)
+    enter(rank, dist.get_world_size())
     for body in bodies:
         body(rank, f"{folder}/{body.__name__}")
         dist.barrier()

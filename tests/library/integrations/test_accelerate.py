@@ -16,7 +16,20 @@ from gossip_modules import BilatGossipDataParallel, GossipDataParallel
 from tests.harness.processes import run_processes
 
 from . import hosts
-from .hosts import ACCUMULATION, METHODS, NORM, STEPS, Model, assert_equal, batches, ending, own_loop, sgd, values
+from .hosts import (
+    ACCUMULATION,
+    METHODS,
+    NORM,
+    RANKS,
+    STEPS,
+    Model,
+    assert_equal,
+    batches,
+    ending,
+    own_loop,
+    sgd,
+    values,
+)
 
 pytestmark = [hosts.needs("accelerate"), pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -59,7 +72,7 @@ def train(rank: int, folder: str) -> None:
         place = f"{folder}/{name}"
         expected, average = own_loop(options)
         model, accelerator, plain, rounds = run(options)
-        assert plain.is_bf16 == {True}
+        assert plain.dtypes == {torch.bfloat16}
         assert accelerator.unwrap_model(model) is plain
         if name == "SGP":
             assert rounds == [1 + k // ACCUMULATION for k in range(STEPS * ACCUMULATION)]
@@ -79,7 +92,7 @@ def train(rank: int, folder: str) -> None:
         model, *_ = run(options, f"{place}/state", resumes=True)
         own, _ = ending(model)
         assert_equal(own, expected)
-        saved = torch.load(f"{place}/state/gossip_rank_{rank}_of_2.pt", weights_only=True)
+        saved = torch.load(f"{place}/state/gossip_rank_{rank}_of_{RANKS}.pt", weights_only=True)
         assert sorted(saved) == ["models", "optimizers", "scalers", "schedulers"]
 
 
@@ -90,22 +103,22 @@ def other_worlds(rank: int, folder: str) -> None:
 
     model, accelerator, plain, _ = run({}, folder)
     dist.barrier()
-    kept = Path(f"{folder}/gossip_rank_{rank}_of_2.pt")
+    kept = Path(f"{folder}/gossip_rank_{rank}_of_{RANKS}.pt")
     content = kept.read_bytes()
-    for ranks, message in ([1], "rank 1: the file of the rank: got damaged"), ([0, 1], "which cannot be read"):
+    for ranks, message in ([1], "rank 1: the file of the rank: got damaged"), (range(RANKS), "which cannot be read"):
         if rank in ranks:
             kept.write_bytes(content[:100])
         with pytest.raises(ValueError, match=message):
             accelerator.load_state(folder)
     kept.write_bytes(content)
     if rank == 1:
-        kept.rename(f"{folder}/gossip_rank_1_of_3.pt")
+        kept.rename(f"{folder}/gossip_rank_1_of_9.pt")
     with pytest.raises(ValueError, match=r"rank 1: the file of the rank: got missing.* give every rank the folder"):
         accelerator.load_state(folder)
-    if rank == 0:
-        kept.rename(f"{folder}/gossip_rank_0_of_3.pt")
+    if rank != 1:
+        kept.rename(f"{folder}/gossip_rank_{rank}_of_9.pt")
     dist.barrier()
-    with pytest.warns(UserWarning, match=r"got no file .*gossip_rank_._of_2.pt, expected the state of this rank of 2"):
+    with pytest.warns(UserWarning, match=r"got no file .*gossip_rank_._of_4.pt, expected the state of this rank of 4"):
         accelerator.load_state(folder)
     # Each rank has its own loss scale.
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + rank))
@@ -130,6 +143,34 @@ def other_worlds(rank: int, folder: str) -> None:
         accelerator.end_training()
     assert first._local.is_closed
     assert second._local.is_closed
+
+
+def float16(rank: int, folder: str) -> None:
+    """Accelerate asks for a GPU with "fp16", and takes a scaler that is there."""
+    from gossip_modules.integrations.accelerate import GossipAccelerator
+
+    accelerator = GossipAccelerator(cpu=True, gossip={})
+    with mock.patch.dict(accelerator.state._shared_state, _mixed_precision="fp16"):
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        plain = Model()
+        model, optimizer = accelerator.prepare(plain, sgd(plain))
+        skipped = []
+        for k, (x, y) in enumerate(batches()):
+            loss = hosts.loss_of(model(x).float(), y)
+            accelerator.backward(loss * float("inf") if (rank, k) == (1, 3) else loss)
+            accelerator.clip_grad_norm_(model.parameters(), NORM)
+            before = values(plain)
+            optimizer.step()
+            skipped.append(optimizer.step_was_skipped)
+            assert all(map(torch.equal, before, values(plain))) is skipped[-1]
+            optimizer.zero_grad()
+    assert plain.dtypes == {torch.float16}
+    assert [k for k, is_left_out in enumerate(skipped) if is_left_out] == ([3] if rank == 1 else [])
+    assert accelerator.scaler.get_scale() == (128.0 if rank == 1 else 256.0)
+    assert model.comm_stats()["num_rounds"] == len(skipped)  # one on each rank, also where one has left out a step
+    own, _ = ending(model)
+    assert all(bool(x.isfinite().all()) for x in own)
 
 
 def mistakes(rank: int, folder: str) -> None:
@@ -181,5 +222,5 @@ def test_one_process_trains_as_without_gossip() -> None:
 
 
 def test_ranks_train_as_our_loop_resume_and_name_mistakes() -> None:
-    """One pair of processes does all, since the import of the host is what takes long."""
-    hosts.run_bodies(train, other_worlds, mistakes)
+    """One start of processes does all, since the import of the host is what takes long."""
+    hosts.run_bodies(train, float16, other_worlds, mistakes)

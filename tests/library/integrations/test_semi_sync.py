@@ -17,7 +17,7 @@ from gossip_modules.integrations.semi_sync import semi_sync
 from tests.harness.processes import run_processes
 from tests.harness.ranks import run_ranks
 
-from .hosts import METHODS, assert_equal, values
+from .hosts import METHODS, RANKS, assert_equal, values
 
 STEPS = 6
 
@@ -92,8 +92,8 @@ def loop_of_parts(group: dist.ProcessGroup, options: Any) -> tuple[list[Tensor],
 
 @pytest.mark.parametrize("name", METHODS)
 def test_rounds_are_optimizer_steps(name: str) -> None:
-    expected = run_ranks(2, lambda group: whole_loop(group, METHODS[name]))
-    found = run_ranks(2, lambda group: loop_of_parts(group, METHODS[name]))
+    expected = run_ranks(RANKS, lambda group: whole_loop(group, METHODS[name]))
+    found = run_ranks(RANKS, lambda group: loop_of_parts(group, METHODS[name]))
     for (own, rounds), own_expected in zip(found, expected, strict=True):
         assert_equal(own, own_expected)
         ended = {"DiLoCo": [0, 1, 1, 2, 2, 3], "Overlap SGP": [0, 1, 2, 3, 4, 5]}  # one is under way there

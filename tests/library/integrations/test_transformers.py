@@ -72,7 +72,7 @@ def train(rank: int, folder: str) -> None:
         trainer.train()
         wrapper = trainer.model_wrapped
         assert isinstance(wrapper, GossipDataParallel)
-        assert trainer.model.is_bf16 == {True}
+        assert trainer.model.dtypes == {torch.bfloat16}
         if name == "SGP":
             assert wrapper.comm_stats()["num_rounds"] == STEPS
         trainer.save_model(f"{folder}/{name}/model")
@@ -120,5 +120,5 @@ def best_and_mistakes(rank: int, folder: str) -> None:
 
 
 def test_ranks_train_as_our_loop_resume_and_name_mistakes() -> None:
-    """One pair of processes does all, since the import of the host is what takes long."""
-    hosts.run_bodies(train, best_and_mistakes)
+    """One start of processes does all, since the import of the host is what takes long."""
+    hosts.run_bodies(train, best_and_mistakes, ranks=2)

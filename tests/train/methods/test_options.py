@@ -198,6 +198,7 @@ HARMLESS = (
     *("timeout_seconds", "deterministic", "checkpoint_every", "checkpoint_every_steps", "keep_last"),
     *("elastic", "max_workers", "store", "min_deadline"),
     *("validate_every", "log_every", "images_per_node"),  # the last is resolved into batch_size
+    "delay",  # is in the text of the algorithm
 )
 """Options that may differ between a run and the checkpoint that it goes on from, without a word."""
 """Options that may differ between a run and the checkpoint that it goes on from, without a word."""
