@@ -41,12 +41,12 @@ class Network:
 def exponential(rank, size, t):
     """The ranks to send to and to receive from in round t: one of each, at the distance 1, 2, 4, ... in turn."""
     distance = 2 ** (t % max(1, math.ceil(math.log2(size))))
-    return [(rank + distance) % size], [(rank - distance) % size]
+    return ([(rank + distance) % size], [(rank - distance) % size]) if size > 1 else ([], [])
 
 
 def ring(rank, size, t):
     """The same for a ring: both neighbours in every round."""
-    neighbours = list(dict.fromkeys([(rank - 1) % size, (rank + 1) % size]))  # one of two ranks
+    neighbours = [j for j in dict.fromkeys([(rank - 1) % size, (rank + 1) % size]) if j != rank]  # one of two ranks
     return neighbours, neighbours
 
 
@@ -101,8 +101,9 @@ class SGP(Method):
 
     (x_i, w_i) <- sum_j P_ij (x_j, w_j);  z_i = x_i / w_i;  a step of x_i with the gradient at z_i
 
-    The columns of P sum to one, so no x and no w is lost. On this graph the rows do too, and w stays one; on a graph
-    where ranks receive from different numbers of peers it does not, and z is the unbiased estimate.
+    The columns of P sum to one, so no x and no w is lost. Here the rows do too: sums are means, and w stays one. On a
+    graph where ranks hear from different numbers of peers, each rank sends x_j and w_j over the number of its own peers
+    plus one, and receivers add these up. Then w does not stay one, and z is the unbiased estimate.
     """
 
     def __init__(self, model, network):
@@ -142,7 +143,8 @@ class OverlapSGP(Method):
     def close(self):  # wait for the round in flight, and apply it
         if self.round is not None:
             self.round.join()
-            self.x.add_(self.inbox[0] - self.s, alpha=1 / 2)
+            for y in self.inbox:
+                self.x.add_(y - self.s, alpha=1 / 2)
 
 
 class DiLoCo(Method):
@@ -235,9 +237,8 @@ class ADPSGD(Method):
             j = self.others[t % len(self.others)]
             self.network.exchange(torch.ones(1), [j], [])
             self.average_with(j)
-            self.is_idle, t = True, t + 1
-        for j in self.others:
-            self.network.exchange(torch.zeros(1), [j], [])
+            t += 1
+        self.network.exchange(torch.zeros(1), self.others, [])
 
     def answer(self):
         """The thread of an even rank: answers until all odd ranks have ended."""
@@ -258,6 +259,7 @@ class ADPSGD(Method):
         with self.lock:
             self.y.add_(theirs - y, alpha=1 / 2)
             self.c.add_(theirs - y, alpha=1 / 2)
+            self.is_idle = True
 
     @torch.no_grad()
     def close(self):
@@ -286,9 +288,7 @@ def main(name):
         loss.backward()
         method.step(optimizer)
     method.close()
-    average = method.x.clone()
-    network.sum_(average)
-    method.x.copy_(average / network.size)
+    network.sum_(method.x.div_(network.size))
     points = 2 * torch.rand(1000, 2) - 1
     accuracy = (model(points).argmax(1) == (points.square().sum(1) < 0.6)).float().mean().item()
     if network.rank == 0:
