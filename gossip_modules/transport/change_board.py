@@ -90,7 +90,7 @@ class ChangeBoard:
     def look(self) -> None:
         """End the waits of this rank where another one has changed and this one has not; where a wait lasts."""
         now = time.monotonic()
-        looks = {wait: self._looks.get(wait, wait[1] + _LOOK_SECONDS) for wait in tuple(self._waiting.items())}
+        looks = {wait: self._looks.get(wait, wait[1] + _LOOK_SECONDS) for wait in dict(self._waiting).items()}
         late = [wait for wait, at in looks.items() if now >= at]
         self._looks = looks | {wait: now + (now - wait[1]) for wait in late}
         if late and not self._difference and self._passed_by(self._read()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,10 +69,14 @@ def test_a_page_that_was_edited_by_hand_is_named(
     assert f"error: got {stray} out of date" in said
 
 
+def _has_history() -> bool:
+    is_complete = ["git", "rev-parse", "--is-shallow-repository"]
+    return subprocess.run(is_complete, cwd=ROOT, capture_output=True, text=True).stdout == "false\n"
+
+
 def test_commits_of_rows_are_in_the_history_or_the_page_says_that_they_are_not() -> None:
     named = {commit.rstrip("+") for path in RESULTS.glob("*.csv") for commit in pd.read_csv(path, dtype=str)["commit"]}
-    is_complete = ["git", "rev-parse", "--is-shallow-repository"]
-    if subprocess.run(is_complete, cwd=ROOT, capture_output=True, text=True).stdout != "false\n":
+    if not _has_history():
         pytest.skip("the history of this repository is not here")
     for commit in named:
         merged = subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True)
@@ -82,6 +87,23 @@ def test_the_page_of_a_finished_study_names_a_script_that_its_commit_has() -> No
     for own in pages.PAGES.values():
         if own.script:
             assert not (ROOT / own.script.partition(":")[2]).exists(), own.script
-    assert "`git show bb6c722:benchmarks/outer_steps.py`" in pages.page("outer_steps")
+    texts = [path.read_text(encoding="utf-8") for path in pages.DOCS.glob("*.md")]
+    named = sorted({name for text in texts for name in re.findall(r"git show ([0-9a-f]+:[\w./]+)", text)})
+    assert {own.script for own in pages.PAGES.values() if own.script} <= set(named)
+    asked = ["git", "cat-file", "--batch-check=%(objecttype)"]
+    found = subprocess.run(asked, cwd=ROOT, input="\n".join(named), capture_output=True, text=True).stdout
+    if _has_history():
+        assert [name for name, kind in zip(named, found.splitlines(), strict=True) if kind != "blob"] == []
     assert "does not have 7ec9a98290: rows" in pages.page("elastic")
     assert "Paths that begin with / are those of the machine" in pages.page("elastic_cost")
+
+
+@pytest.mark.parametrize("name", pages.FINISHED)
+def test_a_page_that_no_command_writes_names_its_scripts_and_the_source_of_its_rows(name: str) -> None:
+    own, text = pages.FINISHED[name], (pages.DOCS / f"{name}.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# {own.title}\n")
+    assert f"benchmarks/results/{own.csv}: `git show " in text
+    assert "its script is not in the tree any more: `git show " in text
+    for csv_name in (own.csv, *own.also):
+        rows = pd.read_csv(RESULTS / csv_name, dtype=str)
+        assert [x for x in {*rows["command"], *rows["commit"]} if x not in text] == []
