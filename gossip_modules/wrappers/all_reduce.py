@@ -272,6 +272,9 @@ class ElasticAllReduce(GossipWrapper):
             name, step = world.membership.name, engine.step - 1
             log.warning("job %s: step %d is lost: a worker failed while gradients were averaged", name, step)
 
+    def _compare_with_average(self, own: FlatVector) -> None:
+        """Do nothing: ranks whose gradients are averaged have equal models."""
+
     def _release(self) -> None:
         super()._release()
         if self._handle is not None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..engine.background import close_in_thread
@@ -412,8 +412,8 @@ class GossipWrapper(OldNames, AveragingMixin):
         if self._has_compared or is_early or local.averager.transport.world_size == 1:
             return
         self._has_compared, average = True, local.buffer.vector
-        pairs = zip(own.parameters, average.parameters, strict=True)
-        if all(torch.allclose(x, y, rtol=_ROUNDING * torch.finfo(x.dtype).eps, atol=0.0) for x, y in pairs):
+        pairs = [(x, y) for x, y in zip(own.parameters, average.parameters, strict=True) if x.numel()]
+        if pairs and all(map(_are_equal, *zip(*pairs, strict=True))):
             warnings.warn(
                 f"got equal models on all ranks of a {type(self).__name__} after {local.num_steps} optimizer steps: "
                 "ranks have read the same data, or the learning rate is zero; expected other batches on each rank, as "
@@ -581,6 +581,12 @@ class GossipWrapper(OldNames, AveragingMixin):
 
     def _round_stats(self) -> dict[str, float]:
         return self._local.engine.round_stats()
+
+
+def _are_equal(x: Tensor, average: Tensor) -> bool:
+    """Whether x and the average of ranks are equal but for its rounding, which is in float32 where x is narrower."""
+    eps = min(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
+    return torch.allclose(x, average, rtol=_ROUNDING * eps, atol=0.0)
 
 
 def close_when_collected(wrapper: object, engine: Engine) -> None:

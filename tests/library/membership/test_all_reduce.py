@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -38,6 +39,8 @@ def test_workers_die_and_come_and_hold_one_model() -> None:
     assert (stats["live"], stats["joins"], stats["deaths"]) == (3, 1, 1)
     assert stats["num_rounds"] > 0
     assert isinstance(alive[0].wrapper, AllReduceDataParallel)
+    with ThreadPoolExecutor(len(alive)) as pool:  # without a warning of equal models
+        list(pool.map(lambda worker: worker.wrapper.averaged_state_dict(), alive))
     close(alive)
 
 

@@ -145,3 +145,21 @@ def test_a_mistake_is_told_its_remedy(mistake: str) -> None:
         return ""
 
     assert any(map(expected.search, run_ranks(2, body)))
+
+
+def test_models_that_differ_by_less_than_their_dtype_resolves_are_no_mistake() -> None:
+    """Steps of bfloat16 models are a few units in the last place."""
+
+    def near(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        optimizer.param_groups[0]["lr"] = 0.002
+        return optimizer
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = loop(
+            group,
+            optimizer=lambda model: near(sgd(model.bfloat16())),
+        )
+        wrapper.averaged_state_dict()
+        wrapper.close()
+
+    run_ranks(2, body)
