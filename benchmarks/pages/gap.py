@@ -92,13 +92,34 @@ def default(cells: pd.DataFrame) -> str:
         cell = [f"{ms:.0f} | {ms * NUM_STEPS / 1e3:.1f}" for ms in times.loc[method]]
         start = f"| {label.partition(', ')[0]} | {label.rpartition(', ')[2]} | {own['mean']:.3f} "
         lines.append(f"{start}| {own['lowest']:.3f} to {own['highest']:.3f} | {' | '.join(cell)} |")
+    picture = "![Test loss against seconds for each speed of the links.](../assets/default.svg)"
+    return "\n\n".join([picture, "\n".join(lines), *_sources(cells)]) + "\n"
+
+
+def stragglers(cells: pd.DataFrame) -> str:
+    """Milliseconds of a step of the emulated cluster, by method and speed of the links.
+
+    Args:
+        cells: of straggler_cells.csv.
+    """
+    done = cells[cells["error"].isna()].astype({"fleet_step_ms": float})
+    times = done.groupby(["title", "rate_gbit"])["fleet_step_ms"].median().unstack()
+    times = times.sort_values(times.columns[len(times.columns) // 2])
+    lines = [
+        f"| method | {' | '.join(f'{rate:g} Gbit/s' for rate in times)} |",
+        "|---|" + "---:|" * len(times.columns),
+        *(f"| {title} | {' | '.join(f'{ms:.0f}' for ms in row)} |" for title, row in times.iterrows()),
+    ]
+    return "\n\n".join(["\n".join(lines), *_sources(cells)]) + "\n"
+
+
+def _sources(cells: pd.DataFrame) -> list[str]:
     sources = []
     for (command, commit), part in cells.groupby(["command", "commit"], sort=False):
         first = part.iloc[0]
         made = f"{first['date']}, commit {commit}, torch {first['torch']}, {first['machine']}, {first['cores']} cores."
         sources.append(f"    {command}\n\n{made}")
-    picture = "![Test loss against seconds for each speed of the links.](../assets/default.svg)"
-    return "\n\n".join([picture, "\n".join(lines), *sources]) + "\n"
+    return sources
 
 
 GAP: Mapping[str, Page] = {
@@ -118,6 +139,20 @@ above all-reduce. At 0.1 Gbit/s no method that sends a model in float32 per step
 before SGP there, and local SGD takes half of its time.""",
         render=default,
         also=("gap.csv",),
+    ),
+    "stragglers": Page(
+        "Stragglers at three speeds of links",
+        "straggler_cells.csv",
+        """\
+Milliseconds of a step of four emulated hosts with a model of 1.1 million parameters: all ranks over the sum of their
+steps per second. A step computes for 40 ms, and each rank takes ten times as long in a twentieth of its steps. All
+methods see the same delays. The loss after a step is another one for each method: see [the default](default.md) for
+methods in lockstep.
+
+**AD-PSGD, in which no rank waits for another one, is as fast as ranks that do not communicate, at all three speeds.**
+Of the methods with a message in each step, Overlap SGP and Decent-DP follow: they wait for a straggler in the next step
+only. SGP, WAGMA and DDP take about as long as each other. At 0.1 Gbit/s the time of a message, 352 ms, decides.""",
+        render=stragglers,
     ),
     "gap": Page(
         "What separates gossip from all-reduce",

@@ -24,7 +24,7 @@ class GradientEngine(Engine):
         g <- mean_j g_j over the workers of the generation
         if a worker dies in it:  drop g               # on every worker, so that no optimizer steps
 
-    [Note: lost steps] After the all-reduce, a second one confirms that all workers have the mean, so the mean takes
+    [Note: lost steps] After the all-reduce, a barrier confirms that all workers have the mean, so the mean takes
     effect on all workers or on none. Without it every worker drops its gradients. An optimizer leaves out parameters
     without gradients, so the models stay equal. The next step waits for the next generation. Only if a worker dies
     during the confirmation, some of the others may have stepped. So the workers compare their numbers of averages when
@@ -117,7 +117,7 @@ class GradientEngine(Engine):
             for x in message.segments:
                 self.transport.all_reduce(x.div_(n), what=f"averaging gradients of step {self.step - 1}")
             what = f"the end of the average of step {self.step - 1}"
-            self.transport.all_reduce(torch.zeros(1, device="cpu"), what=what)
+            self.transport.barrier(what=what)
         except (ConnectionError, TimeoutError):
             self.is_cut_off = True
             self.stats.num_skipped += 1

@@ -249,6 +249,11 @@ class LinkTransport(PointToPoint):
         with self._collective() as whole:
             whole.all_reduce(x, what=what)
 
+    def barrier(self, *, what: str) -> None:
+        """See `Transport`."""
+        with self._collective() as whole:
+            whole.barrier(what=what)
+
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
         """See `Transport`."""
         with self._collective() as whole:

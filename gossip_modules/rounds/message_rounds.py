@@ -318,7 +318,7 @@ class MessageRounds(Mail):
     def gather(self, message: Message) -> Received:
         """Send a message to all ranks and return the messages of all ranks; see `Gather`.
 
-        On an elastic transport a second collective confirms that all ranks have the messages, as in `GlobalAverage`.
+        On an elastic transport a barrier confirms that all ranks have the messages, as in `GlobalAverage`.
 
         The buffers become their mean over all ranks.
         """
@@ -328,8 +328,7 @@ class MessageRounds(Mail):
         if mine.numel():
             self.transport.all_gather(everyone, mine, what=f"messages of round {self._t}")
         if self._is_elastic:
-            end = torch.zeros(1, device="cpu")
-            self.transport.all_reduce(end, what=f"end of the messages of round {self._t}")
+            self.transport.barrier(what=f"end of the messages of round {self._t}")
         received = [message.reply_in(MessageBuffer(message.buffer.sizes, raw)) for raw in everyone.view(n, -1)]
         for k, own in enumerate(self._buffers):
             total = torch.zeros_like(own, dtype=wide(own.dtype))

@@ -282,7 +282,7 @@ class GlobalAverage(Mixer):
     """x_i <- mean_j x_j exactly, by an all-reduce: W = J. The push-sum weight becomes one.
 
     [Note: confirmed averages] With `may_fail` training goes on if a rank of an elastic transport fails during the
-    average: the other ranks keep their vectors. After the all-reduce, a second one confirms that all ranks have the
+    average: the other ranks keep their vectors. After the all-reduce, a barrier confirms that all ranks have the
     result. A rank without this confirmation restores its vector. So the average takes effect on all ranks or on none,
     unless a rank dies during the confirmation. Then some ranks may have averaged, and the next average makes all equal
     again.
@@ -323,8 +323,7 @@ class GlobalAverage(Mixer):
             with self.transport.within(Deadline(self.transport.timeout)):
                 self._sum(s)
                 if is_elastic and self._may_fail:
-                    confirmation = torch.zeros(1, device="cpu")
-                    self.transport.all_reduce(confirmation, what=f"end of the global average in round {self._round}")
+                    self.transport.barrier(what=f"end of the global average in round {self._round}")
         except BaseException as error:
             if before is not None:
                 s.copy_(before)

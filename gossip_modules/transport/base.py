@@ -96,6 +96,9 @@ class Transport(Protocol):
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """x <- sum over all ranks, in place; blocking. `what` names the operation in errors."""
 
+    def barrier(self, *, what: str) -> None:
+        """Return when every rank has come; blocking."""
+
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
         """x <- x of rank `source`, in place; blocking."""
 

@@ -285,6 +285,9 @@ class Scripted:
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`."""
 
+    def barrier(self, *, what: str) -> None:
+        """See `Transport`."""
+
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
         """See `Transport`."""
 

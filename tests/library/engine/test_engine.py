@@ -70,6 +70,9 @@ class ScriptedTransport:
         """See `Transport`."""
         x += PEER
 
+    def barrier(self, *, what: str) -> None:
+        """See `Transport`."""
+
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
         """See `Transport`."""
 

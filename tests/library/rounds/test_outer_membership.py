@@ -206,15 +206,15 @@ def at_the_end(worker: Worker) -> None:
 def deaf(worker: Worker) -> None:
     """This worker does not hear that the others have the result of the outer step at step 8."""
     assert worker.transport is not None
-    transport, all_reduce = worker.transport, worker.transport.all_reduce
+    transport, barrier = worker.transport, worker.transport.barrier
 
-    def all_reduce_and_fail(x: Tensor, *, what: str) -> None:
-        all_reduce(x, what=what)
+    def meet_and_fail(*, what: str) -> None:
+        barrier(what=what)
         if what.startswith("end of the global average"):
             transport._break_whole()
             raise ConnectionError("it died")
 
-    transport.all_reduce = all_reduce_and_fail  # type: ignore[method-assign]
+    transport.barrier = meet_and_fail  # type: ignore[method-assign]
 
 
 def four_three_four(
