@@ -20,10 +20,10 @@ slowest step before the kill, from the kill to the restart, and after it. What m
 and that the slowest step after the kill takes no longer than twice the median and 50 ms. The last column but one
 counts the rounds that the others began between the moment when the new worker was ready to join and its first.
 
-**No worker that lives fails, and the bound holds for all methods but all-reduce in all runs but two:
-MATCHA passed it by 20 ms, and DiLoCo while other work made steps of 1.4 s before the kill too.** An all-reduce of eight processes takes 20 ms of two cores in Gloo, so a lost step of all-reduce and the next
-generation take 11 to 78 ms beyond the bound. Without the store no generation forms,
-and steps of all-reduce, which need one, wait for a second each until it is back.
+**No worker that lives fails, and the bound holds for all methods but all-reduce in all runs but two: MATCHA passed it
+by 20 ms, and DiLoCo while other work made steps of 1.4 s before the kill too.** An all-reduce of eight processes takes
+20 ms of two cores in Gloo, so a lost step of all-reduce and the next generation take 11 to 78 ms beyond the bound.
+Without the store no generation forms, and steps of all-reduce, which need one, wait for a second each until it is back.
 
 torchft is another library, for comparison: its `DistributedDataParallel`, an all-reduce in each step. Its replicas meet
 in a lighthouse, in the place of the store; it takes a replica for dead after 5 s without a heartbeat, which is the
@@ -174,13 +174,12 @@ one is stopped (SIGSTOP) for half a second to eight, one is started, or the proc
 another one, empty, is started. Who is silent for 2 s is left out. Then as many workers as are missing are started, and
 the learning rate falls to zero in 1500 steps. The run beside it has the same number of steps, and no faults.
 [What each kind of fault costs](chaos_faults.md) is on a page of its own. All that must hold does, with all eight
-methods but DiLoCo, which ended 0.7 points below its run without faults in twelve minutes at a load of 25 to 40. SGP had the
-machine almost for itself; Overlap SGP and D-PSGD ran side by side, MATCHA and CHOCO-SGD three at
-once, all with other work at the lowest priority beside them, and so did WAGMA, alone; AD-PSGD and PowerGossip ran at
-once with two more, beside tests, at a load of 20 to 45. At that load Overlap SGP ended 0.57 points below its run
-without faults, and D-PSGD 1.56, where the limit is 0.5: workers took half as many steps between two faults. In an
-earlier run with WAGMA descriptors grew from 41 to 82, which was mended. These three runs
-have [a page of their own](chaos_before.md).
+methods but DiLoCo, which ended 0.7 points below its run without faults in twelve minutes at a load of 25 to 40. SGP had
+the machine almost for itself; Overlap SGP and D-PSGD ran side by side, MATCHA and CHOCO-SGD three at once, all with
+other work at the lowest priority beside them, and so did WAGMA, alone; AD-PSGD and PowerGossip ran at once with two
+more, beside tests, at a load of 20 to 45. At that load Overlap SGP ended 0.57 points below its run without faults, and
+D-PSGD 1.56, where the limit is 0.5: workers took half as many steps between two faults. In an earlier run with WAGMA
+descriptors grew from 41 to 82, which was mended. These three runs have [a page of their own](chaos_before.md).
 
 What earlier runs showed, and what was changed: models ran away in graphs with holes, since weights are small there
 (steps are limited while a peer is lost); no generation formed any more where the store died together with most workers;

@@ -95,7 +95,7 @@ def test_the_page_of_a_finished_study_names_a_script_that_its_commit_has() -> No
     if _has_history():
         assert [name for name, kind in zip(named, found.splitlines(), strict=True) if kind != "blob"] == []
     assert "does not have 7ec9a98290: rows" in pages.page("elastic")
-    assert "Paths that begin with / are those of the machine" in pages.page("elastic_cost")
+    assert "Paths that begin with / are those of the machine" in pages.page("chaos")
 
 
 @pytest.mark.parametrize("name", pages.FINISHED)
