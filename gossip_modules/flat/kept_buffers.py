@@ -80,7 +80,7 @@ def take_from_first(
         sum_over_ranks, rank, device: see `KeptBuffers.average_`.
     """
     parts = [x.detach().to(device).contiguous().view(-1).view(torch.uint8) for x in tensors]
-    parts.append(torch.zeros(-sum(map(len, parts)) % 4, dtype=torch.uint8, device=device))
+    parts.append(torch.zeros(4 - sum(map(len, parts)) % 4, dtype=torch.uint8, device=device))  # a shard may be empty
     data = torch.cat(parts).view(torch.int32)
     if rank != 0:
         data.zero_()

@@ -71,9 +71,13 @@ class AveragedModel(ABC):
         """The rank that the state belongs to, and the number of ranks; None with a membership, whose workers change."""
         return self.averager.transport.rank, self.averager.transport.world_size
 
+    def sum_over_places(self, x: Tensor) -> None:
+        """x <- its sum over the processes of this place in all nodes, in place."""
+        self.averager.transport.all_reduce(x, what="the tensors of rank 0")
+
     def sum_over_ranks(self, x: Tensor) -> None:
-        """x <- its sum over the ranks, in place."""
-        self.averager.transport.all_reduce(x, what="the buffers of rank 0")
+        """x, which is equal in all processes of a node, <- its sum over the ranks, in place."""
+        self.sum_over_places(x)
         if self.node is not None:  # whose processes sum with the processes of the same place in other nodes
             self.node.share_buffers([x])
 

@@ -174,8 +174,10 @@ class Checkpoint:
             named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
             names = {name for name, x in named if id(x) in averaged}
             left = [x for name, x in state.items() if name not in names and isinstance(x, Tensor)]
-            if others := [local_of(x) for x in left]:
-                take_from_first(others, local.sum_over_ranks, rank=rank, device=device)
+            sums: list[tuple[bool, Any]] = [(False, local.sum_over_ranks), (True, local.sum_over_places)]
+            for is_shard, sum_over in sums:
+                if others := [local_of(x) for x in left if is_cut(x) == is_shard]:
+                    take_from_first(others, sum_over, rank=rank, device=device)
             return state, optimizers if local.state_place is None else self._average_states(copied(optimizers), device)
 
     def _average_states(self, states: Any, device: torch.device) -> Any:
@@ -259,8 +261,8 @@ def _floats(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _described(num_ranks: int, num_shards: int) -> str:
-    ranks = f"{num_ranks} ranks" if num_ranks else "a membership"
-    return ranks if num_shards == 1 else f"{num_ranks} replicas in {num_shards} shards"
+    ranks = f"{num_ranks} {'ranks' if num_shards == 1 else 'replicas'}" if num_ranks else "a membership"
+    return ranks if num_shards == 1 else f"{ranks} in {num_shards} shards"
 
 
 def _name_of(place: Place) -> str:

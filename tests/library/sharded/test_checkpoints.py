@@ -26,6 +26,7 @@ def made(seed: int, num_shards: int, make: Any) -> tuple[Any, torch.optim.Optimi
     mesh = init_device_mesh("cpu", (num_replicas, num_shards), mesh_dim_names=("replicate", "shard"))
     replica = mesh["replicate"].get_local_rank()
     model = model_of(seed + replica)
+    model[4].weight.requires_grad_(False)  # 3 rows, which two processes cannot share evenly
     inner = sharded(model, mesh["shard"]) if num_shards > 1 else model
     wrapper = make(inner, device_mesh=mesh["replicate"], algorithm=DiLoCo(sync_every=3))
     return wrapper, torch.optim.Adam(model.parameters(), lr=0.01), replica
