@@ -16,7 +16,7 @@ from torch.nn.utils import stateless
 from .aliases import Alias, check_shared_memory, find_aliases, move_aliases
 from .layout import FlatLayout, TensorSpec
 from .selection import Selection
-from .sharded import Shard, Shards
+from .sharded import Shard, Shards, meshes_of
 from .slots import Slot, TensorPlace, check, check_module, in_order, real_dtype, real_numel, view_like
 from .step_hooks import STEP_HOOKS
 from .vector import FlatVector
@@ -53,6 +53,7 @@ class FlatBuffer:
         agreed: the signature that all ranks have, as far as is known: the signature at construction, and at each
             `agree()`.
         parameters: the trained parameters that view it, in their order there.
+        is_sharded: whether this process held shards of parameters, trained or frozen, at construction.
 
     Raises:
         ValueError: a selection with a name that is not there, a TorchScript module, nothing to train, tensors on
@@ -86,7 +87,7 @@ class FlatBuffer:
         self._views: list[Tensor] = []  # of the vector, one per slot
         self._places: list[tuple[dict[str, Any], str, Tensor, int]] = []  # who holds a tensor, and its address
         self._sharded: list[tuple[Slot, Shard, int]] = []  # parameters of which this process holds a shard
-        self._shards = Shards(module)
+        self._shards, self.is_sharded = Shards(module), bool(meshes_of(module))
         self._choice = _Choice(module, self.selection)
         self.copied_at_start = self.copied_signature()
         self.agreed: list[str] = []  # the signature that all ranks have, as far as is known
@@ -100,11 +101,6 @@ class FlatBuffer:
     def tensors(self) -> list[Tensor]:
         """All tensors that view the vector: matrices, vectors, buffers."""
         return [slot.tensor for slot in self.slots]
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether this process holds shards of parameters, not whole parameters."""
-        return bool(self._sharded)
 
     def gradient_source(self, parameter: Tensor) -> Tensor:
         """The tensor into which autograd accumulates the gradient of a parameter, for hooks."""

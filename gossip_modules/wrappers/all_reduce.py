@@ -31,7 +31,7 @@ from .arguments import as_timeout, check_flags, check_process_group, group_of
 from .averaging import AveragedModel, AveragingMixin
 from .base import GossipWrapper
 from .checkpoint import Checkpoint
-from .composition import check_inside, hold, let_go
+from .composition import check_inside, check_whole, hold, let_go
 from .gradient_group import NamedReplica, leaving_alone
 from .gradient_watch import weakly
 from .other_names import ALL_REDUCE_ARGUMENTS, DDP_ARGUMENTS, OldNames
@@ -240,6 +240,7 @@ class ElasticAllReduce(GossipWrapper):
         check_flags(broadcast_buffers=broadcast_buffers)
         # As DistributedDataParallel, which averages gradients in both modes.
         super().__init__(module, selection=Selection(broadcast_buffers, ignore), gossip_in_eval_mode=True)
+        check_whole(module, what="a membership")
         local = self._local
         local.name = AllReduceDataParallel.__name__
         local.description = {"on_nonfinite": on_nonfinite, "selection": str(local.selection)}
