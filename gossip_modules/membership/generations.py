@@ -196,9 +196,9 @@ class Generations:
         if view is not None and view.generation > (0 if self.active is None else self.active.generation):
             self._adopt(view)  # all were ready when the store went, as the worker that restored it had read
         self.limit = None
-        begun = view.generation if view is not None and self.job.shard else 0  # or about to: see `follow`
-        self.retire(*(links for generation, links in self.formed.items() if generation > begun))
-        self.formed = {generation: links for generation, links in self.formed.items() if generation <= begun}
+        if not self.job.shard:  # else the first process of the replica may begin any of them: see `follow`
+            self.retire(*self.formed.values())
+            self.formed = {}
         self._tried, self._asked_again = set(), set()
         if self.active is not None and self.transport is not None:
             for rank in self.transport.failed:
@@ -261,6 +261,8 @@ class Generations:
                 if self._is_void(view) or self.job.closed.is_set():
                     self.retire(transport)
                     return
+                if (before := self.formed.get(view.generation)) is not None:  # see `begin_epoch`
+                    self.retire(before)
                 self.formed[view.generation] = transport
             if num_shards > 1:  # the worker is ready when all its processes have connected
                 others, is_void = range(num_shards) if not shard else [shard], lambda: self._is_void(view)

@@ -71,7 +71,7 @@ class Joining:
             has_place = worker.wait_until(
                 lambda: bool(generations.due) or worker.joiner is not None, deadline or Deadline(limit)
             )
-            if not has_place and (self.job.closed.is_set() or not self.job.is_leaving):
+            if not has_place and (worker.is_over or not self.job.is_leaving):
                 raise self._nobody_came()
             if not has_place or generations.due or not self._restart_if_abandoned(deadline or Deadline(2 * limit)):
                 break
@@ -139,6 +139,7 @@ class Joining:
             return True
         except (RuntimeError, ValueError, OSError) as error:
             self._reason = str(error)
+        self._raise_if_over()
         if deadline.is_over:
             if worker.num_comings > 1:
                 raise self._nothing_began(deadline)
@@ -166,7 +167,7 @@ class Joining:
             if asks and asked.is_over:
                 self._restart_if_abandoned(deadline)
                 asked = Deadline(limits.QUERY)
-            return job.is_leaving or deadline.is_over or self.worker.joiner != joiner
+            return self.worker.is_over or job.is_leaving or deadline.is_over or self.worker.joiner != joiner
 
         name = donor.meeting_of(joiner, job.shard)
         with donor.meet(job.store, name, 1, is_void=is_void, host=job.link_host) as group:
@@ -211,7 +212,7 @@ class Joining:
         with worker.lock:
             seen, members = self._seen(), list(worker.roster.present().values())
         has_asked, start = False, time.monotonic()
-        while not (job.closed.is_set() or job.is_leaving):
+        while not (worker.is_over or job.is_leaving):
             signs = worker.signs_of(members)
             if LifeSign.LIVES in signs.values() or self._seen() != seen:
                 return False
@@ -243,6 +244,8 @@ class Joining:
     # Errors.
 
     def _raise_if_over(self) -> None:
+        if self.worker.has_stopped:
+            raise ConnectionError(f"job {self.job.name!r}: this worker has failed while it was joining; start it again")
         if self.job.closed.is_set():
             raise RuntimeError(f"job {self.job.name!r}: the membership was closed while this worker was joining")
         if self.job.is_leaving:
@@ -279,6 +282,8 @@ class Joining:
 
     def _nobody_came(self) -> Exception:
         name, store, roster = self.job.name, self.job.store, self.worker.roster
+        if self.worker.has_stopped:
+            return ConnectionError(f"job {name!r}: this worker has failed before the job began; start it again")
         if self.job.closed.is_set():
             return RuntimeError(f"job {name!r}: the membership was closed before the job began; make another one")
         seconds = f"{self.job.timeout.total_seconds():g} s"
@@ -333,7 +338,7 @@ def rejoin(membership: Any, deadline: Deadline) -> Change:
     try:
         Joining(worker).join(deadline)
     except (TimeoutError, ConnectionError) as error:
-        if job.closed.is_set():
+        if worker.is_over:
             raise
         log.warning(
             "job %s: this worker trains on alone, and tries again, since it could not join: %s", job.name, error

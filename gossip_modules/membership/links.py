@@ -127,6 +127,7 @@ class LinkTransport(PointToPoint):
         self.waits, whole.waits = self._own_waits, self._whole_waits
         self.failed: frozenset[int] = frozenset()
         self.vote: Vote | None = None
+        self._is_one = False  # inside `as_one_collective`
         self._agreed: frozenset[int] = frozenset()
 
     def __deepcopy__(self, memo: dict[int, object]) -> LinkTransport:
@@ -269,14 +270,31 @@ class LinkTransport(PointToPoint):
         """The group over all ranks; where a collective fails its connections close, and the next asks for another."""
         if self._is_whole_broken:
             self.ask_for_another()
+        with self.as_one_collective():
+            try:
+                yield self._whole
+            except (ConnectionError, TimeoutError):
+                self._break_whole()
+                raise
+
+    @contextlib.contextmanager
+    def as_one_collective(self) -> Iterator[None]:
+        """A context whose collectives succeed for all processes of a replica, or fail for all.
+
+        Each process may run another number of them, such as for shards of other sizes.
+        """
+        if self.vote is None or self._is_one:
+            yield
+            return
+        self._is_one = True
         try:
-            yield self._whole
-        except (ConnectionError, TimeoutError):
-            self._break_whole()
-            if self.vote is not None:
-                self.vote.any(True)
+            yield
+        except Exception:
+            self.vote.any(True)
             raise
-        if self.vote is not None and self.vote.any(False):
+        finally:
+            self._is_one = False
+        if self.vote.any(False):
             self._break_whole()
             raise ConnectionError(
                 f"worker {self.names[self.rank]}: a collective has failed for another process of this replica"

@@ -355,6 +355,17 @@ class Membership:
                 "worker that joins would wait in one for workers that wait for it in the other"
             )
 
+    def describe(self) -> dict[str, str]:
+        """The settings that the processes of one worker must have in common, by name."""
+        store = self.job.store.given
+        own = {
+            "store": store if isinstance(store, str) else type(store).__name__,
+            "name of the job": self.name,
+            "min_workers": self.min_workers,
+            "timeout": self.timeout,
+        }
+        return {**self.job.description, **{name: str(value) for name, value in own.items()}}
+
     def attach(self, participant: Any) -> None:
         """Come to the job: on return the first generation is formed, or this worker waits in the join queue of another.
 
@@ -509,10 +520,13 @@ class Membership:
         """The others are to go on at once, and not when this process has ended: see [Note: errors that end a loop]."""
         worker, view = self.worker, self.worker.generations.active
         is_alone = view is not None and len(view.members) == 1
-        if self.job.shard and not self.job.closed.is_set():  # of a replica: peers of this place are to go on, too
+        if worker.is_over:
+            return
+        if self.job.shard:  # of a replica: peers of this place are to go on, too
+            worker.has_stopped = True
             for transport in worker.generations.transports():
                 transport.close_connections()
-        if self.job.closed.is_set() or worker.has_stopped or worker.liveness is None or is_alone:
+        if worker.liveness is None or is_alone:
             return
         worker.has_stopped = True
         log.warning("job %s: an error ended the training of this worker, and the others go on without it", self.name)

@@ -151,11 +151,11 @@ class NodeProcesses:
         except (TimeoutError, ConnectionError) as failure:
             raise self._named(error or failure) from failure
         if message is not None and "error" in message:
-            raise error or self._error_of(message)
+            raise self._named(error or self._error_of(message))
         return message
 
     def _named(self, failure: Exception) -> Exception:
-        """The error of a wait for the other processes."""
+        """An error to raise, with the name of the process that has failed first, where that is known."""
         return failure
 
     def _obey(self, order: Mapping[str, Any]) -> None:

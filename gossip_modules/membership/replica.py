@@ -26,7 +26,7 @@ class ReplicaProcesses(NodeProcesses):
     """The processes of one sharded replica, which together are one worker of a membership.
 
     [Note: one replica, several links] Each process has links with the processes of the same place in other replicas,
-    and gossips its shards over them. The first process alone speaks for the worker: it posts events, sends heartbeats,
+    and gossips its shards over them. The first process speaks for the worker: it comes and leaves, sends heartbeats,
     and decides. The others read the roster, too. When it asks for a generation, each process connects with its own
     peers, and the first one is ready when all of its replica are. A process that loses a peer reports it in the name of
     the worker.
@@ -42,10 +42,10 @@ class ReplicaProcesses(NodeProcesses):
     If one of them fails, all raise its error. Between safe points they agree on lost peers: [Note: one replica, one
     row].
 
-    [Note: a replica falls] The first process watches the others, and they watch it, by heartbeats as workers do. When
-    one has ended, or is silent, the first process ends the liveness of the worker, and each process closes its links,
-    so that other replicas go on at once. A wait of the library then raises an error that names the process. A wait of
-    torch, such as a collective of `fully_shard`, ends as torch ends it: at once over Gloo if the process has ended.
+    [Note: a replica falls] The processes watch each other by heartbeats as workers do. When one has ended, or is
+    silent, the first process ends the liveness of the worker, and each process closes its links, so that other replicas
+    go on at once. A wait of the library then raises an error that names the process. A wait of torch, such as a
+    collective of `fully_shard`, ends as torch ends it: at once over Gloo if the process has ended.
 
     Args:
         membership: of this process.
@@ -75,14 +75,14 @@ class ReplicaProcesses(NodeProcesses):
         self.vote.close()
 
     def _meet(self) -> None:
-        """Watch the first process; it watches all others."""
+        """Watch all other processes."""
         own, control, contacts = self._monitor.contact, self.control, {}
         for rank in range(control.world_size):
             mine = [list(own.address), own.secret.hex()] if rank == control.rank else None
             address, secret = broadcast_state(control, mine, source=rank, what="how a replica watches its processes")
             contacts[rank] = Contact(rank, (address[0], address[1]), bytes.fromhex(secret))
-        watched = range(1, control.world_size) if self.leads else [0]
-        self._monitor.watch({rank: contacts[rank] for rank in watched})
+        del contacts[control.rank]
+        self._monitor.watch(contacts)
 
     def _on_silent(self, rank: int, seconds: float) -> None:
         self._fall(rank, f"was silent for {seconds:.2f} s")
@@ -92,6 +92,8 @@ class ReplicaProcesses(NodeProcesses):
 
     def _fall(self, rank: int, what: str) -> None:
         """Leave the job, as a process of this replica has failed: end all waits here, and those of other replicas."""
+        if self.vote.why:  # the first one that has failed is named
+            return
         name = self.membership.name
         self.vote.why = f"job {name!r}: process {self.control.names[rank]} of this replica {what}: the replica falls"
         log.error("%s", self.vote.why)
@@ -104,10 +106,13 @@ class ReplicaProcesses(NodeProcesses):
 
     def _together(self, name: str, argument: Any, act: Callable[[], Any]) -> Any:
         """See `JobState`; in the first process, at a safe point."""
-        self._tell(has_message=True)
-        order = {"act": name, "argument": argument}
-        broadcast_state(self.control, order, source=0, what=NEWS)
-        result, error = self._as_all(act, name)
+        try:
+            self._tell(has_message=True)
+            broadcast_state(self.control, {"act": name, "argument": argument}, source=0, what=NEWS)
+            result, error = self._as_all(act, name)
+        except (TimeoutError, ConnectionError):  # another process has failed, which the heartbeats show a bit later
+            self.membership.end_liveness()
+            raise
         if error is not None:
             raise error
         return result

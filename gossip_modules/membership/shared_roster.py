@@ -48,6 +48,7 @@ class SharedRoster:
         on_partition: see `Membership`.
 
     Attributes:
+        given: the argument `store`.
         roster: as last read or written; it is not changed but replaced.
         num_epochs: of the store, that this worker has met.
         ended: set when this worker has closed: exchanges end.
@@ -60,7 +61,7 @@ class SharedRoster:
     def __init__(
         self, store: dist.Store | str, *, name: str, timeout: timedelta, on_partition: str = "majority"
     ) -> None:
-        self.name, self.timeout, self._given, self._on_partition = name, timeout, store, on_partition
+        self.name, self.timeout, self.given, self._on_partition = name, timeout, store, on_partition
         self.ended = threading.Event()
         self.roster = Roster(on_partition)
         self._text = ""  # of `roster`, in the store
@@ -81,7 +82,7 @@ class SharedRoster:
     @property
     def address(self) -> str:
         """The address of the store."""
-        given = self._given
+        given = self.given
         return store_address(given) if isinstance(given, str) else BoundedStore(given).address
 
     def update(self, events: Sequence[Event] = ()) -> bool:
@@ -228,7 +229,7 @@ class SharedRoster:
             try:
                 return self._connect(deadline)
             except ConnectionError:
-                if deadline.is_over or not isinstance(self._given, str):
+                if deadline.is_over or not isinstance(self.given, str):
                     raise
             time.sleep(0.05)
 
@@ -244,7 +245,7 @@ class SharedRoster:
         return True
 
     def _connect(self, deadline: Deadline) -> None:
-        given = self._given
+        given = self.given
         if isinstance(given, str):
             given = connect_store(given, self.timeout, was_lost=self.num_epochs > 0, deadline=deadline)
         store = BoundedStore(given, timeout=self.timeout)

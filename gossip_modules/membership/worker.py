@@ -142,6 +142,11 @@ class LocalWorker:
         return self.roster.joiners.get(self.id)
 
     @property
+    def is_over(self) -> bool:
+        """Whether the membership is closed, or the replica of this process has fallen."""
+        return self.has_stopped or self.job.closed.is_set()
+
+    @property
     def is_member(self) -> bool:
         """Whether it is in the generation that trains, or in the one that is being formed."""
         return self.id in self.roster.present()
@@ -159,9 +164,9 @@ class LocalWorker:
         self.job.wake.set()
 
     def wait_until(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
-        """Wait for `condition`, `leave`, the end of the membership or the deadline; returns the condition."""
+        """Wait for `condition`, `leave`, the end of the worker or the deadline; returns the condition."""
         with self.moved:
-            while not (condition() or self.job.closed.is_set() or self.job.is_leaving or deadline.is_over):
+            while not (condition() or self.is_over or self.job.is_leaving or deadline.is_over):
                 self.moved.wait(min(limits.POLL, deadline.left))  # `leave` notifies nobody: a signal may call it
             return condition()
 
@@ -301,7 +306,7 @@ class LocalWorker:
             self.moved.notify_all()
             receiving, joiner = self.receiving, self.joiner  # the training thread ends it without the lock
             attempt = -1 if joiner is None or joiner.refusal else joiner.attempt
-            if receiving is not None and (self.job.is_leaving or receiving[0] != attempt):
+            if receiving is not None and (self.has_stopped or self.job.is_leaving or receiving[0] != attempt):
                 receiving[1].close()
         self.generations.tidy()
         if not self.job.shard:
@@ -339,7 +344,7 @@ class LocalWorker:
                 log.warning("job %s: this worker has lost its place before it began, and comes again", self.job.name)
             self.num_comings += 1
             self.say(Roster.come, **self.coming, attempt=self.attempt + 1)  # type: ignore[arg-type]
-        if roster.query != self._query and self.is_member:
+        if roster.query != self._query and self.is_member and not self.job.shard:
             self.say(Roster.answer, self.id, roster.query)
         self._query = roster.query
 

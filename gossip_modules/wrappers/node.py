@@ -246,7 +246,7 @@ def meet_node(
         )
     data, control = _connect(replace(links, timeout=PATIENCE * membership.timeout), device)
     try:
-        check_agreement(control, description)
+        check_agreement(control, {**description, **membership.describe()})
     except BaseException:
         data.close()
         control.close()

@@ -221,7 +221,9 @@ class Participant(ModelWorld):
         vector = local.buffer.vector
         local.to_estimate()
         counts = torch.tensor([engine.t, engine.step], device="cpu")
-        broadcast_tensors(self.membership.transport, [vector.raw, counts, *self._others()])
+        transport = self.membership.transport
+        with transport.as_one_collective():
+            broadcast_tensors(transport, [vector.raw, counts, *self._others()])
         vector.push_sum_weight.fill_(1.0)
         engine.go_to(vector, *counts.tolist())
 

@@ -19,6 +19,7 @@ from ..membership.node import PATIENCE
 from ..membership.replica import ReplicaProcesses
 from ..transport.agreement import check_agreement, find_difference
 from ..transport.connect import CPU, connect
+from ..transport.deadline import Deadline
 from ..transport.process_group import ProcessGroupTransport
 from .arguments import Links
 from .node import Node
@@ -144,7 +145,8 @@ def meet_replica(
 
     Args:
         module: sharded.
-        links: inside the replica; the limit of its waits is `PATIENCE` times the timeout of the membership.
+        links: inside the replica; the limit of its waits is `PATIENCE` times the timeout of the membership, from when
+            its processes are connected.
         membership: of this process.
         description: the facts that the processes must agree on, by name.
 
@@ -153,9 +155,10 @@ def meet_replica(
         RuntimeError, TimeoutError, ConnectionError: see `connect`.
     """
     membership.check_free()
-    control, *votes = _connect(module, replace(links, timeout=PATIENCE * membership.timeout), count=3)
+    links = replace(links, timeout=PATIENCE * membership.timeout)
+    control, *votes = _connect(module, links, count=3, deadline=Deadline(membership.timeout))
     try:
-        check_agreement(control, description)
+        check_agreement(control, {**description, **membership.describe()})
     except BaseException:
         for transport in (control, *votes):
             transport.close()
@@ -164,8 +167,13 @@ def meet_replica(
     return MemberReplica(module, processes)
 
 
-def _connect(module: nn.Module, links: Links, *, count: int = 1) -> list[ProcessGroupTransport]:
-    """So many transports over the processes of the replica, for messages in CPU memory; see `make_replica`."""
+def _connect(
+    module: nn.Module, links: Links, *, count: int = 1, deadline: Deadline | None = None
+) -> list[ProcessGroupTransport]:
+    """So many transports over the processes of the replica, for messages in CPU memory; see `make_replica`.
+
+    deadline: of all waits here; None: the timeout of `links` for each transport.
+    """
     meshes = [frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes_of(module)]
     ranks = max(meshes, key=len)
     if others := [sorted(mesh) for mesh in meshes if not mesh <= ranks]:
@@ -174,6 +182,6 @@ def _connect(module: nn.Module, links: Links, *, count: int = 1) -> list[Process
             "one mesh with all processes of a replica; shard all parts of the model over dimensions of one mesh"
         )
     inside = replace(links, process_group=None, comm_device="cpu", backend="gloo")
-    transports = [inside.connect(CPU, ranks=sorted(ranks)) for _ in range(count)]
+    transports = [inside.connect(CPU, ranks=sorted(ranks), deadline=deadline) for _ in range(count)]
     Shards(module).gather_once()
     return transports

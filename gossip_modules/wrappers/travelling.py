@@ -160,7 +160,8 @@ class Travelling:
             return differs
 
         if node is None or node.is_sharded:
-            compare()
+            with transport.as_one_collective():
+                compare()
         elif node.run(compare):
             state = participant.layout() if node.control.rank == 0 else None
             state = broadcast_state(node.control, state, source=0, what="what travels")

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from gossip_modules import DiLoCo, GossipDataParallel, GroupAverageDataParallel, Membership, RingGraph
+from gossip_modules import (
+    AllReduceDataParallel,
+    DiLoCo,
+    GossipDataParallel,
+    GroupAverageDataParallel,
+    Membership,
+    RingGraph,
+)
 from gossip_modules.extend import PushSum
 from gossip_modules.flat.vector import FlatVector
-from gossip_modules.membership.links import LinkTransport, Vote, connect_links
+from gossip_modules.membership.generations import Generations
+from gossip_modules.membership.links import LinkTransport, Vote, alone, connect_links
 from gossip_modules.membership.replica import ReplicaProcesses
 from gossip_modules.membership.serve import serve
 from gossip_modules.mixing_manager import UniformMixing
@@ -86,6 +98,9 @@ def run_without_faults(model: Any, port: int, **options: Any) -> tuple[int, list
 
 def without_faults(rank: int, port: int, folder: str) -> dict[str, Any]:
     replica, shard = divmod(rank, SHARDS)
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
     mesh = begin_replica(replica, shard, folder)
     if not has_exact_shards({"shard": mesh}):  # type: ignore[arg-type]
         return {}
@@ -93,8 +108,16 @@ def without_faults(rank: int, port: int, folder: str) -> dict[str, Any]:
     for name, options in OPTIONS.items():
         model = sharded(model_of(replica), mesh)
         results[name] = run_without_faults(model, port, name=name, **options)
-    with pytest.raises(ValueError, match=r"sharded over processes .* with a membership, expected a whole model"):
-        GroupAverageDataParallel(sharded(model_of(0), mesh), membership=Membership(f"127.0.0.1:{port}", min_workers=1))
+    frozen = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
+    parallelize_module(frozen, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+    wrapper, *_ = wrapped(frozen, port, name="frozen shards")
+    assert wrapper.worker.endswith(f".{shard}"), "also where all shards are frozen the processes are one worker"
+    wrapper.close()
+    for cls in (AllReduceDataParallel, GroupAverageDataParallel):
+        with pytest.raises(ValueError, match=r"sharded over processes .* with a membership, expected a whole model"):
+            cls(sharded(model_of(0), mesh), membership=Membership(f"127.0.0.1:{port}", min_workers=1))
+    with pytest.raises(ValueError, match=r"rank 1: name of the job: got job 1, expected job 0; wrap"):
+        wrapped(sharded(model_of(0), mesh), port, name=f"job {shard}")
     with pytest.raises(ValueError, match="got nprocs_per_node=2 with a module that is sharded"):
         wrapped(sharded(model_of(0), mesh), port, nprocs_per_node=2)
     dist.destroy_process_group()
@@ -208,7 +231,7 @@ def test_a_replica_falls_and_joins_as_one(port: int, dies: int | None) -> None:
 
 
 def vote_of(groups: list[dist.ProcessGroup]) -> Vote:
-    return Vote(*(ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT, names=range(SHARDS)) for group in groups))
+    return Vote(*(ProcessGroupTransport(g, device=CPU, timeout=TIMEOUT, names=range(g.size())) for g in groups))
 
 
 def test_processes_that_lose_different_peers_average_alike() -> None:
@@ -246,9 +269,12 @@ def test_processes_that_lose_different_peers_average_alike() -> None:
                 posted.wait()
             mixer.finish(s)
             seen.append(torch.cat([s.segments[0], s.push_sum_weight, torch.tensor(sorted(transport.lost))]))
-            if t == 1:  # all processes of place 1 have lost their common group, and those of place 0 have not
-                with pytest.raises(ConnectionError):
-                    transport.all_reduce(torch.ones(1), what="a sum")
+            # From t = 1 on all processes of place 1 have lost their common group, and those of place 0 have not.
+            with contextlib.nullcontext() if t == 0 else pytest.raises(ConnectionError):
+                transport.all_reduce(torch.ones(1), what="a sum")
+            with contextlib.nullcontext() if t == 0 else pytest.raises(ConnectionError), transport.as_one_collective():
+                for _ in range(2 - shard):
+                    transport.all_reduce(torch.ones(1), what="one of another number of sums")
         transport.close()
         transport.vote.close()
         return seen
@@ -261,28 +287,52 @@ def test_processes_that_lose_different_peers_average_alike() -> None:
     assert [models[-1][2:].tolist() for models in results[::2]] == [[1.0, 2.0], [0.0], [0.0]]
 
 
-@pytest.mark.parametrize("ends", [0, 1])
-def test_the_processes_of_a_replica_name_the_one_that_has_ended(ends: int) -> None:
+def _repeat(act: Callable[[], object]) -> None:
+    while True:
+        act()
+
+
+@pytest.mark.parametrize(("ends", "is_joining"), [(0, False), (2, False), (2, True)])
+def test_the_processes_of_a_replica_name_the_one_that_has_ended(ends: int, is_joining: bool) -> None:
+    """Also where the first process waits for other workers; none of them waits for the whole timeout."""
+    num_processes = 3
     stores = [dist.HashStore() for _ in range(3)]
 
     def body(group: dist.ProcessGroup) -> str:
         rank = group.rank()
-        membership = Membership(dist.HashStore(), min_workers=1, min_deadline=20.0)
-        control, *votes = [thread_group(store, rank, SHARDS) for store in stores]
-        transport = ProcessGroupTransport(control, device=CPU, timeout=TIMEOUT, names=range(SHARDS))
+        membership = Membership(dist.HashStore(), min_workers=2, min_deadline=20.0)
+        membership.job.participant = Mock()
+        control, *votes = [thread_group(store, rank, num_processes) for store in stores]
+        transport = ProcessGroupTransport(control, device=CPU, timeout=TIMEOUT, names=range(num_processes))
         processes = membership.node = ReplicaProcesses(membership, transport, vote_of(votes))
         assert processes.as_one(lambda: None) is None
         if rank == ends:
-            processes._monitor.close(is_met=True)  # as at the end of its process
-            membership.release()
-            return ""
+            # As at the end of its process, but that its control messages are still answered.
+            threading.Timer(0.2 if is_joining else 0.0, partial(processes._monitor.close, is_met=True)).start()
+        act = membership._come if is_joining else lambda: None
         with pytest.raises(ConnectionError) as raised:
-            processes.as_one(lambda: None)
-        with pytest.raises(ConnectionError, match="the replica falls"):
-            processes.vote.any(False)
+            _repeat(partial(processes.as_one, act))
+        if rank != ends:
+            with pytest.raises(ConnectionError, match="the replica falls"):
+                processes.vote.any(False)
         membership.release()
         processes.close()
         return str(raised.value)
 
-    told = run_ranks(SHARDS, body)[1 - ends]
-    assert f"process {ends} of this replica has ended: the replica falls" in told
+    told = run_ranks(num_processes, body)
+    for rank in {*range(num_processes)} - {ends}:
+        assert f"process {ends} of this replica has ended: the replica falls" in told[rank]
+    if is_joining:
+        assert "this worker has failed before the job began" in told[0]
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_links_of_a_generation_that_another_process_may_begin_outlive_the_store(shard: int) -> None:
+    """The first process may have read that it has formed, and another one may not have, when the store went."""
+    roster = SimpleNamespace(view=None)
+    generations = Generations(SimpleNamespace(job=SimpleNamespace(shard=shard), roster=roster))
+    generations.formed = {2: alone(TIMEOUT)}
+    links = generations.formed[2]
+    generations.begin_epoch()
+    assert (2 in generations.formed) == bool(shard)
+    links.close()
