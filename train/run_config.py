@@ -46,8 +46,8 @@ class RunConfig(WrapperOptions, ABC):
     recipe is the short name of an --algorithm, with its published settings."""
     algorithm: str = ""
     """The method with settings of your own, as the text of Python: "DiLoCo(sync_every=50)", "Choco(TopK(0.01),
-    step_size=0.04)", "GASLoC().over(PowerGossip())". Calls of known names with literals; nothing is evaluated. Empty:
-    what --recipe says. `python -m gossip_modules.methods` lists the names."""
+    step_size=0.04)", "GASLoC(momentum=0).over(PowerGossip())". Calls of known names with literals; nothing is
+    evaluated. Empty: what --recipe says. `python -m gossip_modules.methods` lists the names."""
     delay: str = ""
     """Optimizer steps for which an outer step runs under training, of a method that has outer steps: a number, or auto,
     which ranks measure. In place of delay= of --algorithm. Empty: what the method says."""

@@ -79,7 +79,7 @@ class Chosen:
 
 
 def read_algorithm(text: str, *, option: str = "algorithm", seed: int | None = None) -> Chosen:
-    """The method that a text names: "DiLoCo(sync_every=50)", "GASLoC().over(PowerGossip())", or a short name, "sgp".
+    """The method of a text: "DiLoCo(sync_every=50)", "GASLoC(momentum=0).over(PowerGossip())", or a name, "sgp".
 
     Args:
         text: of Python; a short name stands for the `text` of its method.

@@ -22,7 +22,7 @@ def read(text: str, names: Mapping[str, Callable[..., T]], *, option: str, seed:
     the run.
 
     Args:
-        text: such as "GASLoC().over(Choco(SignNorm(), step_size=0.4))".
+        text: such as "GASLoC(momentum=0).over(Choco(SignNorm(), step_size=0.4))".
         names: the functions and classes that may be called.
         option: the name of the option, for errors.
         seed: of the run; None: each name has its own.

@@ -161,7 +161,7 @@ class Algorithm(ABC):
         return (self,)
 
     def over(self, inner: Algorithm) -> Over:
-        """Compose this algorithm with an inner one whose rounds answer `Mix`: `GASLoC().over(PowerGossip())`."""
+        """Compose it with an inner algorithm, whose rounds answer `Mix`: `GASLoC(momentum=0).over(PowerGossip())`."""
         return Over(self, inner)
 
     def default_graph(self, world_size: int) -> GraphManager | None:

@@ -94,8 +94,9 @@ class GossipDataParallel(GossipWrapper, Joinable):
             membership.
         max_staleness: the number of forwards that an overlapped round may be late before training waits for it;
             rounds then start every max_staleness + 1 steps.
-        algorithm: what a round does: an `Algorithm`, such as `D2()`, or one over another, `GASLoC().over(Choco(...))`;
-            its class or its name, "d2"; None = plain gossip: SGP or D-PSGD, as `push_sum` says.
+        algorithm: what a round does: an `Algorithm`, such as `D2()`, or one over another, such as
+            `GASLoC(momentum=0).over(Choco(...))`; its class or its name, "d2"; None = plain gossip: SGP or D-PSGD, as
+            `push_sum` says.
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
             "auto", with overlap="auto": ranks choose bfloat16 if a round takes longer than the rest of a step.
         schedule: the steps that gossip and those that average globally; a number k = gossip at every k-th step; a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.wrappers.choices import written
 from tests.harness.cases import each_once
 from tests.harness.quadratics import START, descended, solve
+from tests.harness.ranks import solo_group
 from tests.library.lab.simulations import CLUSTER, LINKS, MODEL_BYTES, made, start, workers
 from train.command_line import read_command_line
 from train.consensus_experiment.methods import variants
@@ -289,3 +291,12 @@ def test_the_step_size_is_the_published_one_everywhere() -> None:
         ValueError, match=r"got deepsqueeze with QSGD\(8\) and no step_size, expected one: known are those of SignNorm"
     ):
         LabPlan.of("deepsqueeze:ring:qsgd")
+
+
+def test_texts_of_the_page_are_algorithms_that_a_wrapper_takes() -> None:
+    page = Path(gm.__file__).parents[1] / "docs" / "methods" / "index.md"
+    texts = re.findall(r'--algorithm "(\w+\([^"]*)"', page.read_text(encoding="utf-8"))
+    assert any(".over(" in text for text in texts)
+    for text in texts:
+        made = methods.read_algorithm(text).made
+        gm.GossipDataParallel(nn.Linear(4, 4), process_group=solo_group(), push_sum=False, algorithm=made).close()
