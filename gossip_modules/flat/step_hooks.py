@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .aliases import instances_of
+from .transformed import not_compiled
 
 
 class Stepped:
@@ -124,6 +125,7 @@ class StepHooks:  # one for the process: STEP_HOOKS
             found = calls[optimizer] = _Calls(num_held, *methods)
         return found
 
+    @not_compiled
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """The arguments of the step in place of those given (torch), where a closure is among them that is watched."""
         if not self._members:
@@ -143,6 +145,7 @@ class StepHooks:  # one for the process: STEP_HOOKS
             return (args[0], watched, *args[2:]), kwargs
         return args, {**kwargs, "closure": watched}
 
+    @not_compiled
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._members:
             _call(self._calls_of(optimizer).after, optimizer)

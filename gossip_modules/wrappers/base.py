@@ -249,6 +249,7 @@ class GossipWrapper(OldNames, AveragingMixin):
     def _notify(self) -> None:
         """Tell the other ranks that this one has another batch; for `Join`."""
 
+    @not_compiled
     def gossip_step(self) -> None:
         """Run the round of an optimizer step now.
 

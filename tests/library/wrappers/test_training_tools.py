@@ -182,6 +182,32 @@ def test_torch_compile_does_not_trace_the_round(monkeypatch: pytest.MonkeyPatch,
     assert next(num_graphs) == 1, "the module is compiled once"
 
 
+@pytest.mark.parametrize("rounds", ["step", "manual"])
+def test_torch_compile_of_a_step_does_not_trace_the_round(monkeypatch: pytest.MonkeyPatch, rounds: str) -> None:
+    begin, is_traced = GossipWrapper._begin_step, []
+
+    def begin_step(wrapper: GossipWrapper) -> None:
+        is_traced.append(torch.compiler.is_compiling())
+        begin(wrapper)
+
+    monkeypatch.setattr(GossipWrapper, "_begin_step", begin_step)
+    module = mlp()
+    wrapper = wrap(module, solo_group(), rounds=rounds)
+    optimizer = sgd(module)
+
+    @torch.compile(backend="eager")
+    def step_and_gossip() -> None:
+        optimizer.step()
+        if rounds == "manual":
+            wrapper.gossip_step()
+
+    for step in range(2):
+        loss_of(wrapper, 0, step).backward()
+        step_and_gossip()
+    assert is_traced == [False] * 2
+    wrapper.close()
+
+
 @pytest.mark.parametrize("options", MODES)
 def test_deepcopy_is_a_wrapper_of_its_own(options: dict[str, Any]) -> None:
     def body(group: dist.ProcessGroup) -> None:
