@@ -288,11 +288,8 @@ def _block(wrapper: Any) -> Callable[[], None]:
 
 def _push_sum_weight(wrapper: Any) -> Tensor:
     """The push-sum weight, float64 [1], a copy; 1 for a wrapper without one."""
-    local = getattr(wrapper, "_local", None)
-    if local is None:
-        return torch.ones(1, dtype=torch.float64, device="cpu")
-    weight: Tensor = local.buffer.vector.push_sum_weight
-    return weight.clone()
+    buffer = getattr(wrapper._local, "buffer", None)
+    return torch.ones(1, dtype=torch.float64, device="cpu") if buffer is None else buffer.vector.push_sum_weight.clone()
 
 
 def _nothing(wrapper: Any) -> Callable[[], None]:

@@ -75,6 +75,7 @@ EXAMPLES: Mapping[str, Any] = {
     "mixing_class": gm.mixing_manager.UniformMixing,
     "num_peers": 1,
     "comm_device": torch.device("cpu"),
+    "gossiper": gm.DiLoCo(2),
     "lr": 0.1,
     "momentum": 0.9,
     "weight_decay": 1e-4,

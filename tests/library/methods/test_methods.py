@@ -163,7 +163,7 @@ def test_the_simulator_compresses_drifts_as_training_does(method: type[gm.DiLoCo
         simulated.forward(x)
         if step < 20:
             x.copy_(descended(x[:, 0], 1)[:, None])
-    torch.testing.assert_close(x[:, 0], solve(lambda: {"outer": outer}), rtol=0, atol=1e-12)
+    torch.testing.assert_close(x[:, 0], solve(lambda: {"algorithm": outer}), rtol=0, atol=1e-12)
     assert simulated.sent_bytes == 4 * 4 * 8 * 11_175_000
 
 
