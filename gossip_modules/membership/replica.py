@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from .membership import Membership
 from .node import NEWS, NodeProcesses, described
 from .view import Joiner, View, parsed
 from .worker import LocalWorker
+
+_HEAR = timedelta(seconds=1.0)  # until the heartbeats tell which process has ended
 
 
 class ReplicaProcesses(NodeProcesses):
@@ -142,6 +146,10 @@ class ReplicaProcesses(NodeProcesses):
         return result, error
 
     def _named(self, failure: Exception) -> Exception:
+        """See `NodeProcesses`. A process that has heard of the failure first may have closed the broken connection."""
+        deadline = Deadline(_HEAR)
+        while isinstance(failure, ConnectionError) and not (self.vote.why or deadline.is_over):
+            time.sleep(limits.BUSY_POLL)
         return ConnectionError(f"{self.vote.why}: {failure}") if self.vote.why else failure
 
     def _act(self, act: Callable[[], object]) -> Mapping[str, Any] | None:

@@ -182,6 +182,7 @@ def test_torch_compile_does_not_trace_the_round(monkeypatch: pytest.MonkeyPatch,
     assert next(num_graphs) == 1, "the module is compiled once"
 
 
+@pytest.mark.skipif(torch.__version__ < "2.8", reason="torch 2.7 traces its own context that disables tracing")
 @pytest.mark.parametrize("rounds", ["step", "manual"])
 def test_torch_compile_of_a_step_does_not_trace_the_round(monkeypatch: pytest.MonkeyPatch, rounds: str) -> None:
     begin, is_traced = GossipWrapper._begin_step, []
