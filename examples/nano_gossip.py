@@ -233,7 +233,7 @@ class ADPSGD(Method):
     def ask(self):
         """The thread of an odd rank: asks one even rank after the other; a zero ends the thread of an even rank."""
         t = self.network.rank // 2
-        while self.asks.acquire() and not self.is_closing:
+        while self.asks.acquire() and not (self.is_closing and self.is_idle):
             j = self.others[t % len(self.others)]
             self.network.exchange(torch.ones(1), [j], [])
             self.average_with(j)
