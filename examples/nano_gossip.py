@@ -4,8 +4,8 @@
 
 Read it to learn the methods, copy it to change them. Each class is one method, in the notation of its paper: rank i has
 the model x_i, one flat vector of which the parameters are views. A step of training calls `before_forward`, computes
-gradients, and calls `step`. Nothing here handles errors, GPUs, BatchNorm statistics or checkpoints: the library does,
-and a test holds its results equal to the results of this file, to the bit.
+gradients, and calls `step`. Nothing here handles errors, GPUs, BatchNorm statistics or checkpoints: the library does. A
+test compares its results with the results of this file, bit by bit; of AD-PSGD it compares one exchange.
 """
 
 # mypy: ignore-errors

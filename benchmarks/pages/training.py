@@ -58,6 +58,15 @@ standard is the hand-written loop, which takes no new memory in a step either. T
 machine did other work.""",
         _STEP_COLUMNS,
     ),
+    "wagma_step": Page(
+        "A step of WAGMA, before and after",
+        "wagma_step.csv",
+        """\
+The script of [the time of a step](step_time.md) with the library of the commit before and after a rank that is on time
+gets its average in place. The CPU time is the figure to read: beyond a local step WAGMA takes less than before with
+9.4 M parameters, and still more than SGP.""",
+        _STEP_COLUMNS,
+    ),
     "before_after_bits": Page(
         "The bits and the memory of training, before and after",
         "before_after_bits.csv",

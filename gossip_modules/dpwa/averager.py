@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..flat.buffer import FlatBuffer
 from ..flat.selection import Selection
@@ -84,16 +84,6 @@ class ServedModel(AveragedModel):
     def __init__(self, buffer: FlatBuffer, engine: PairwiseEngine, averager: AverageOnDemand) -> None:
         self.buffer, self.engine, self.averager = buffer, engine, averager
         self.copies: WeightCopies = WeightCopies(buffer, name=PairwiseAverager.__name__)
-
-    @property
-    def selection(self) -> Selection:
-        """See `AveragedModel`."""
-        return self.buffer.selection
-
-    @property
-    def trained(self) -> Sequence[Tensor]:
-        """See `AveragedModel`."""
-        return self.buffer.parameters
 
     def attached(self) -> FlatVector:
         """The vector, whose views the tensors of the module are."""

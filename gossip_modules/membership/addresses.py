@@ -11,14 +11,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from ..transport.gloo import (
-    CONNECT_FACTOR,
-    at_once,
-    close_ports_at,
-    gloo_backend,
-    gloo_devices,
-    num_devices,
-)
+from ..transport.gloo import CONNECT_FACTOR, at_once, close_ports_at, gloo_backend, gloo_devices, num_devices
 
 Exchange: TypeAlias = "Callable[[str, str], Sequence[str]]"
 """Gives the text of this worker to all, under a name, and returns the texts of all workers."""
@@ -29,9 +22,9 @@ def connect_groups(
 ) -> list[Any]:
     """Gloo backends in the order of their names; returns when all their ranks are connected.
 
-    [Note: one device] A device of Gloo has a thread, a port and descriptors. The groups share one, which takes half of
-    the CPU time of a device for each (8 and 32 workers). A lazy device, whose larger groups would have few connections,
-    is no choice here: its first message to a rank that has gone never returns (torch 2.14).
+    [Note: one device] A device of Gloo has a thread, a port and descriptors, so the groups share one. A lazy device,
+    whose larger groups would have few connections, is no choice here: its first message to a rank that has gone never
+    returns (torch 2.14).
 
     Args:
         places: by name of each group, the rank of this worker in it, and its size.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..devices import wide_dtype
+from ..flat.buffer import FlatBuffer
 from ..flat.kept_buffers import KeptBuffers
 from ..flat.selection import Selection
 from ..flat.sharded import gathered, local_of
@@ -29,26 +30,28 @@ class AveragedModel(ABC):
     """The model of one rank, as `AveragingMixin` reads and writes it.
 
     Attributes:
+        buffer: has the vector, if the tensors of the module are views of one.
         averager: the exact average over the ranks.
         copies: of the parameters, in the state of optimizers.
         node: the processes that share this model, if there are several: a `Node`.
         is_averaged: whether the parameters are the average that `averaged()` lends.
     """
 
+    buffer: FlatBuffer
     averager: GlobalAverage
     copies: WeightCopies | None = None
     node: Any = None
     is_averaged = False
 
     @property
-    @abstractmethod
     def selection(self) -> Selection:
-        """The tensors that are averaged, and those that stay local."""
+        """The tensors that are averaged, and the tensors that stay local."""
+        return self.buffer.selection
 
     @property
-    @abstractmethod
     def trained(self) -> Sequence[Tensor]:
         """The trained parameters of the module."""
+        return self.buffer.parameters
 
     @abstractmethod
     def read(self) -> FlatVector:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ..engine.engine import Engine, LockstepEngine
 from ..flat.buffer import FlatBuffer
@@ -119,16 +119,6 @@ class LocalModel(AveragedModel):
             self.engine.set_out(self.vector)
 
     # See `AveragedModel`.
-
-    @property
-    def selection(self) -> Selection:
-        """See `AveragedModel`."""
-        return self.buffer.selection
-
-    @property
-    def trained(self) -> Sequence[Tensor]:
-        """See `AveragedModel`."""
-        return self.buffer.parameters
 
     def read(self) -> FlatVector:
         """See `AveragedModel`."""
