@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PROVENANCE = ("date", "commit", "torch", "machine", "cores", "command", "seed")
-DTYPES = {"commit": str, "library": str, "victims": str, "named": str}
+DTYPES = {"commit": str, "data": str, "library": str, "victims": str, "named": str}
 """Of columns that look like numbers, and are none."""
 
 

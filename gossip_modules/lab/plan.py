@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -464,7 +465,9 @@ def own_pace(method: OwnPace) -> Running:
 
 
 def measured_share(algorithm: Algorithm, models: Models, setting: Setting) -> float:
-    """Return the share of a model in a message of an algorithm: measured in a round of two workers.
+    """Return the share of a model in a message of an algorithm: measured in two rounds of two workers.
+
+    PowerGossip sends factors of rows and of columns in turn.
 
     Args:
         algorithm: the algorithm; an outer method sends its vector.
@@ -478,5 +481,6 @@ def measured_share(algorithm: Algorithm, models: Models, setting: Setting) -> fl
     driver = Stacked(algorithm, MetropolisHastingsMixing(RingGraph(2)), shapes=shapes)
     draw = torch.Generator().manual_seed(0)
     sample = torch.randn(1, num_elements, generator=draw, dtype=models.x.dtype, device="cpu").repeat(2, 1)
-    answered = driver.step(sample, next(filter(algorithm.is_due, range(_MAX_PERIOD)), 0))
-    return driver.sent_bytes / max(len(answered), 1) / sample[0].nbytes
+    due = list(islice(filter(algorithm.is_due, range(_MAX_PERIOD)), 2)) or [0]
+    num_messages = sum(len(driver.step(sample, k)) for k in due)
+    return driver.sent_bytes / max(num_messages, 1) / sample[0].nbytes

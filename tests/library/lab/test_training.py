@@ -16,6 +16,7 @@ from gossip_modules.lab import Compute, Join, Kill, LabTask, Network, Result, Se
 from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.lab.plan import LabPlan
 from gossip_modules.rounds.algorithm import Algorithm
+from gossip_modules.rounds.stacked import Stacked
 from gossip_modules.wrappers.choices import written
 from tests.harness.ranks import run_ranks
 from tests.library.rounds.test_stacked import examples, graph_for, momentum_of
@@ -119,6 +120,17 @@ def test_every_algorithm_trains_as_by_ranks(algorithm: Algorithm) -> None:
     z = training.settle()
     torch.testing.assert_close(z, real, rtol=0, atol=1e-6, msg=lambda text: f"{algorithm}: {text}")
     assert training.sent_bytes == pytest.approx(sent, rel=0.05), algorithm
+
+
+def test_bytes_of_messages_that_take_turns() -> None:
+    def draw(worker: int, step: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(2, 64, generator=generator)
+
+    tall = LabTask(lambda: nn.Linear(64, 4), lambda model, x: model(x).square().mean(), draw, sgd())
+    training = trained("PowerGossip():ring", tall)
+    driver = training.method.driver
+    assert isinstance(driver, Stacked)
+    assert training.sent_bytes == driver.sent_bytes == 8 * 2 * ((4 + 64) / 2 + 4 + 2) * 4
 
 
 @pytest.mark.parametrize(

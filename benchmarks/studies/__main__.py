@@ -1,0 +1,36 @@
+"""Run a study: `python -m benchmarks.studies accuracy_bytes --output benchmarks/results/accuracy_bytes.csv`.
+
+The environment variable GOSSIP_DATA names the folder that has cifar10-jpeg.tar.gz. Set OMP_NUM_THREADS=1. A training
+that has rows in the file is not run again, so the same command goes on with a study.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.studies.images import IMAGES
+from benchmarks.studies.study import Study, Trainings
+
+STUDIES: Mapping[str, Study] = {**IMAGES}
+"""The studies by name."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a study; returns the exit code, 3 if the time was over before the end."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=STUDIES)
+    parser.add_argument("--output", type=Path, required=True, help="the CSV file")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no training begins after them")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    return 0 if Trainings(STUDIES[options.name], options.output, options.minutes).run() else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

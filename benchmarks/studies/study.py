@@ -1,0 +1,192 @@
+"""Study: a table of trainings in the Lab. They run one after another, and a CSV file gets their rows as they end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from benchmarks.record import append_rows, matching, provenance, rows_in
+from gossip_modules.lab import Compute, Network, compare
+
+KEY = ("method", "workers", "rate", "steps", "is_tuning")
+COLUMNS = (
+    *KEY, "plan", "step", "seconds", "megabytes", "loss", "validation", "test", "consensus", "waiting", "by", "data",
+    "cpu_seconds",
+)  # fmt: skip
+TUNING_SEED = 1
+"""The seed of the trainings that choose a rate."""
+MORE_RATES = 2
+"""The number of rates that are tried beyond the ends of the grid, at most."""
+WARM_UP = 0.1
+"""The share of the steps in which the rate rises; it falls linearly to zero in the others."""
+
+
+class Task(Protocol):
+    """The model, the data and the optimizer of a study.
+
+    Attributes:
+        data: the first digits of the SHA-256 of the data.
+    """
+
+    data: str
+
+    def model(self) -> nn.Module:
+        """Make the model."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of a batch, a scalar."""
+
+    def batch(self, worker: int, step: int, generator: Any) -> Any:
+        """Draw the batch of a worker in a step."""
+
+    def optimizer(self, parameters: list[nn.Parameter], rate: float) -> Optimizer:
+        """Make the optimizer with the highest rate of the schedule."""
+
+    def score(self, model: nn.Module) -> tuple[float, float]:
+        """Measure the averaged model on the validation split and on the test split; lower is better."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A table of trainings.
+
+    A training is one method with one number of workers and one seed. Its rate is the best one of short trainings on the
+    validation split, which have the first seed: all rates of the grid, and further ones while the best is at an end.
+
+    Args:
+        task: makes the task.
+        methods: makes the methods of `compare` by name, from the number of workers.
+        cells: (workers, steps, seed) of the trainings of all methods, in their order.
+        rates: the grid of learning rates; a single one is not tuned.
+        tuning: the share of the steps in a training that chooses a rate.
+        points: the number of points of a curve.
+        compute, network, num_parameters: see `compare`.
+    """
+
+    task: Callable[[], Task]
+    methods: Callable[[int], Mapping[str, Any]]
+    cells: tuple[tuple[int, int, int], ...]
+    rates: tuple[float, ...]
+    tuning: float = 0.1
+    points: int = 20
+    compute: Compute = field(default_factory=lambda: Compute(0.1))
+    network: Network = field(default_factory=lambda: Network("1 Gbit/s"))
+    num_parameters: int | None = None
+
+    def next_rate(self, found: Mapping[float, float]) -> float | None:
+        """Return the next rate to try; None: the best is known.
+
+        Args:
+            found: the validation score of each rate so far.
+        """
+        if left := [rate for rate in self.rates if rate not in found]:
+            return left[0]
+        tried, best = sorted(found), best_rate(found)
+        if len(tried) >= len(self.rates) + MORE_RATES or best not in (tried[0], tried[-1]):
+            return None
+        return best / 2 if best == tried[0] else 2 * best
+
+
+def best_rate(found: Mapping[float, float]) -> float:
+    """Return the rate with the lowest score, of which some may be NaN."""
+    return min(found, key=lambda rate: found[rate] if math.isfinite(found[rate]) else math.inf)
+
+
+class Trainings:
+    """The trainings of a study, with the rows of those that have ended.
+
+    Args:
+        study: the study.
+        path: the CSV file.
+        minutes: no training begins after them.
+    """
+
+    def __init__(self, study: Study, path: Path, minutes: float) -> None:
+        self.study, self.path, self.end = study, path, time.monotonic() + 60 * minutes
+        self.rows, self.task = rows_in(path, COLUMNS), study.task()
+        self.made = {name: value for name, value in provenance(0).items() if name in ("commit", "command")}
+
+    def run(self) -> bool:
+        """Run the trainings that have no rows; returns whether all have rows now."""
+        for workers, steps, seed in self.study.cells:
+            for method in self.study.methods(workers):
+                rate = self._tuned_rate(method, workers, steps)
+                if math.isnan(rate) or math.isnan(self._score(method, workers, rate, steps, seed)):
+                    return False
+        return True
+
+    def _tuned_rate(self, method: str, workers: int, steps: int) -> float:
+        """Return the best rate, NaN if there is no time left."""
+        study, found = self.study, dict[float, float]()
+        if len(study.rates) == 1:
+            return study.rates[0]
+        while (rate := study.next_rate(found)) is not None:
+            short = round(study.tuning * steps)
+            found[rate] = self._score(method, workers, rate, short, TUNING_SEED, is_tuning=True)
+            if math.isnan(found[rate]):
+                return math.nan
+        return best_rate(found)
+
+    def _score(
+        self, method: str, workers: int, rate: float, steps: int, seed: int, *, is_tuning: bool = False
+    ) -> float:
+        """Return the last validation score of a training, which runs if it has no rows; NaN if there is no time left.
+
+        The score of models with parameters that are not finite is infinite.
+        """
+        key = dict(zip(KEY, (method, workers, rate, steps, is_tuning), strict=True))
+        rows = matching(self.rows, {**key, "seed": seed})
+        if rows.empty:
+            if time.monotonic() > self.end:
+                return math.nan
+            found = self._train(key, seed)
+            append_rows(self.path, found, seed=seed)
+            print({name: found[-1][name] for name in (*KEY, "validation", "test", "cpu_seconds")}, flush=True)
+            self.rows = rows_in(self.path, COLUMNS)
+            rows = matching(self.rows, {**key, "seed": seed})
+        score = float(rows["validation"].iloc[-1])
+        return score if math.isfinite(score) else math.inf
+
+    def _train(self, key: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
+        """Train once; returns the rows of its curve."""
+        study, task, steps, began = self.study, self.task, key["steps"], time.process_time()
+        scores: list[tuple[float, float]] = []
+
+        def evaluate(model: nn.Module) -> float:
+            scores.append(task.score(model))
+            return scores[-1][1]
+
+        def factor(k: int) -> float:
+            return min((k + 1) / (WARM_UP * steps), (steps - k) / (steps - WARM_UP * steps))
+
+        found = compare(
+            {key["method"]: study.methods(key["workers"])[key["method"]]},
+            model=task.model,
+            loss=task.loss,
+            data=task.batch,
+            optimizer=lambda parameters: task.optimizer(parameters, key["rate"]),
+            scheduler=lambda optimizer: LambdaLR(optimizer, factor),
+            evaluate=evaluate,
+            workers=[key["workers"]],
+            steps=steps,
+            seeds=[seed],
+            network=study.network,
+            compute=study.compute,
+            num_parameters=study.num_parameters,
+            every=steps if key["is_tuning"] else max(steps // study.points, 1),
+            progress=False,
+        )
+        seconds = round(time.process_time() - began, 1)
+        rows = []
+        for row, (validation, test) in zip(found.rows, scores, strict=True):
+            own = {"validation": validation, "test": test, "data": task.data, "cpu_seconds": seconds}
+            rows.append({**self.made, **key, **{name: {**row, **own}[name] for name in COLUMNS[len(KEY) :]}})
+        return rows[1:]  # without the first step, before which all methods are alike

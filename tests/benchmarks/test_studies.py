@@ -1,0 +1,163 @@
+"""Studies: rates are tuned alike, trainings that have ended are not run again, and all methods of the tables train."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from benchmarks.record import DTYPES, PROVENANCE
+from benchmarks.studies import __main__ as studies
+from benchmarks.studies import images
+from benchmarks.studies.study import COLUMNS, Study
+from gossip_modules.lab import LabPlan, LabTask, Setting
+from gossip_modules.lab.comparison import LabTraining
+
+
+class Line:
+    """A task whose best rate is known: the loss is (x - 1)^2 / 2 for all batches."""
+
+    data = "0123"
+
+    def model(self) -> nn.Module:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        return model
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch) - 1).square().mean() / 2
+
+    def batch(self, worker: int, step: int, generator: torch.Generator) -> Tensor:
+        return torch.ones(1, 1)
+
+    def optimizer(self, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=rate)
+
+    def score(self, model: nn.Module) -> tuple[float, float]:
+        error = abs(float(model(torch.ones(1, 1))) - 1)
+        return error, 2 * error
+
+
+LINE = Study(
+    Line,
+    lambda workers: {"all-reduce": "ar", "SGP": "sgp"},
+    cells=((2, 20, 1), (2, 20, 2)),
+    rates=(0.05, 0.1),
+    tuning=0.5,
+    points=4,
+)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, path: Path, *options: str) -> int:
+    monkeypatch.setattr(studies, "STUDIES", {"line": LINE})
+    return studies.main(["line", "--output", str(path), *options])
+
+
+def test_a_study_tunes_each_method_alike_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "line.csv"
+    assert run(monkeypatch, path, "--minutes", "0") == 3
+    assert not path.exists()
+    assert run(monkeypatch, path) == 0
+    rows = pd.read_csv(path, dtype=DTYPES)
+    assert list(rows) == [*PROVENANCE, *COLUMNS]
+    assert set(rows["data"]) == {"0123"}
+    for method, own in rows.groupby("method"):
+        tuning, curves = own[own["is_tuning"]], own[~own["is_tuning"]]
+        assert tuning["rate"].tolist() == [0.05, 0.1, 0.2, 0.4], method  # on while the best is the highest
+        assert set(tuning["seed"]) == {1}
+        assert set(tuning["step"]) == {10}
+        assert set(curves["rate"]) == {0.4}
+        assert curves.groupby("seed")["step"].apply(list).to_dict() == {1: [5, 10, 15, 20], 2: [5, 10, 15, 20]}
+        np.testing.assert_allclose(curves["test"], 2 * curves["validation"])
+    text = path.read_text()
+    lines = text.splitlines(keepends=True)
+    path.write_text("".join(lines[:-4]))  # the last training
+    assert run(monkeypatch, path) == 0
+    again = pd.read_csv(path, dtype=DTYPES)
+    changing = ["date", "cpu_seconds"]
+    pd.testing.assert_frame_equal(again.drop(columns=changing), rows.drop(columns=changing))
+
+
+@pytest.mark.parametrize(
+    ("found", "rate"),
+    [
+        ({}, 0.05),
+        ({0.05: 3.0}, 0.1),
+        ({0.05: 3.0, 0.1: 2.0}, 0.2),
+        ({0.05: 2.0, 0.1: 3.0}, 0.025),
+        ({0.05: 3.0, 0.1: 2.0, 0.2: float("inf")}, None),
+        ({0.05: 4.0, 0.1: 3.0, 0.2: 2.0, 0.4: 1.0}, None),
+    ],
+)
+def test_next_rate(found: Mapping[float, float], rate: float | None) -> None:
+    assert LINE.next_rate(found) == rate
+
+
+@pytest.fixture
+def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive of few images, one colour for each class."""
+    for split, count in (("train", 3), ("test", 1)):
+        for label in range(10):
+            for number in range(count):
+                path = tmp_path / split / str(label) / f"{number}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                pixels = np.full((32, 32, 3), 25 * label, np.uint8)
+                pixels[:, :16] = 0
+                Image.fromarray(pixels).save(path)
+    with tarfile.open(tmp_path / images.ARCHIVE, "w:gz") as tar:
+        for split in ("train", "test"):
+            tar.add(tmp_path / split, arcname=split)
+    monkeypatch.setenv("GOSSIP_DATA", str(tmp_path))
+    monkeypatch.setattr(images, "NUM_VALIDATION", 10)
+
+
+@pytest.mark.usefixtures("archive")
+def test_images_are_split_scaled_and_mirrored() -> None:
+    task = images.Images(4, normalizes=True)
+    assert [len(labels) for _, labels in task.splits] == [10, 10]
+    assert task.images.shape == (40, 16, 16, 3)
+    torch.testing.assert_close(task.images[:20].flip(2), task.images[20:])
+    found = torch.cat([task.splits[0][1], task.labels[:20]]).sort().values
+    assert found.tolist() == [label for label in range(10) for _ in range(3)]
+    scaled, labels = task.batch(0, 0, torch.Generator().manual_seed(0))
+    assert scaled.shape == (4, 16, 16, 3)
+    assert labels.shape == (4,)
+    validation, test = task.score(task.model().eval())
+    assert 0 <= min(validation, test) <= max(validation, test) <= 100
+
+
+@pytest.mark.usefixtures("archive")
+@pytest.mark.parametrize("name", images.IMAGES)
+def test_the_lab_trains_all_methods_of_a_study(name: str) -> None:
+    study = images.IMAGES[name]
+    task: Any = study.task()
+    own = LabTask(task.model, task.loss, task.batch, lambda parameters: task.optimizer(parameters, 0.1))
+    workers = min(n for n, *_ in study.cells)
+    for method, what in study.methods(workers).items():
+        setting = Setting(workers, study.num_parameters, study.compute, study.network)
+        training = LabTraining(LabPlan.of(what), setting, own)
+        for _ in training.run(1):
+            pass
+        assert training.models.by == "vmap", method
+
+
+def test_two_workers_are_late_in_each_step() -> None:
+    compute, workers = images.TwoLate(0.6), np.arange(64)
+    for step in range(20):
+        seconds = compute.step_seconds(step, workers)
+        assert sorted(seconds) == pytest.approx([0.6] * 62 + [0.92] * 2)
+    assert (compute.step_seconds(0, workers) != compute.step_seconds(1, workers)).any()
+
+
+def test_data_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOSSIP_DATA", raising=False)
+    with pytest.raises(ValueError, match="expected it; set GOSSIP_DATA"):
+        images.Images(4, normalizes=True)
