@@ -87,7 +87,7 @@ def deviations(rows: pd.DataFrame) -> list[str]:
         if is_survivor and not fault.is_survived and not has_error and not row["hung"]:
             problems.append(f"no error, exit code {row['exit_code']}")
         if has_error and row["names_the_dead"] is False and not fault.is_survived:
-            problems.append(f"names nobody who is to be named: {row['error_type']}: {row['error'][:160]}")
+            problems.append(f"does not name the victim: {row['error_type']}: {row['error'][:160]}")
         if row["names_an_innocent"] is True and row["names_the_dead"] is not True and not fault.is_survived:
             problems.append(f"names {row['named']}")
         if problems:
@@ -101,7 +101,6 @@ def markdown(rows: pd.DataFrame) -> str:
     rows = newest(rows)
     if not len(rows):
         return "No cells.\n"
-    first = rows.iloc[-1]
     wrappers = [name for name in WRAPPERS if name in set(rows["wrapper"])]
     faults = [name for name in FAULTS if name in set(rows["fault"])]
     table = pd.DataFrame(
@@ -116,11 +115,6 @@ def markdown(rows: pd.DataFrame) -> str:
     survivors = rows[(rows["role"] == "survivor") & ~rows["fault"].map(lambda name: FAULTS[name].is_survived)]
     errors = survivors[survivors["error_type"].notna()]
     lines = [
-        f"`{first['command']}`",
-        "",
-        f"{first['date']}, commit {first['commit']}, torch {first['torch']}, {first['machine']}, {first['cores']} "
-        f"cores, {first['world_size']} Gloo ranks, timeout {first['timeout_seconds']:g} s, seed {first['seed']}.",
-        "",
         table.to_markdown(),
         "",
         LEGEND,
@@ -129,7 +123,7 @@ def markdown(rows: pd.DataFrame) -> str:
         f"name the victim. {int(rows['hung'].sum())} of {len(rows)} processes had to be killed. The longest wait was "
         f"{rows['wait_seconds'].max():.1f} s.",
         "",
-        'What deviates from "no wait beyond timeout + 1 s, every error names who died":',
+        'Deviations from "no wait beyond timeout + 1 s, every error names the dead rank":',
         "",
         *([f"- {text}" for text in deviations(rows)] or ["- nothing"]),
     ]
@@ -137,9 +131,10 @@ def markdown(rows: pd.DataFrame) -> str:
 
 
 LEGEND = """\
-A cell: seconds from the fault to the last survivor's error; how many of the survivors' errors name the victim; the
-longest wait in one call where that is more than the timeout and a second; processes that had to be killed. Errors come
-in the call that needs the victim: for who trains on, in the next average over all."""
+A cell has the seconds from the fault to the last survivor's error, and how many of the survivors' errors name the
+victim. It has the longest wait in one call, if that is longer than the timeout and a second, and the number of
+processes that had to be killed. Errors come in the call that needs the victim. A survivor that can train on gets its
+error in the next average over all."""
 
 
 def _summary(cell: pd.DataFrame) -> str:

@@ -3,8 +3,8 @@
     python -m benchmarks.pages              # writes them
     python -m benchmarks.pages --check      # exit code 1 where a page is not what its CSV file says
 
-A page has what is measured and how, then the figures with command, commit, machine, date and seed. A figure without a
-row in a CSV file has no place on a page.
+A page has the result first, then a short table, then all rows, and the commands with commit, machine, day and seed
+last. A figure without a row in a CSV file has no place on a page.
 """
 
 from __future__ import annotations
@@ -12,25 +12,23 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from benchmarks.pages.algorithms import ALGORITHMS
-from benchmarks.pages.base import Page
+from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.finished import FINISHED
 from benchmarks.pages.gap import GAP
 from benchmarks.pages.hosts import HOSTS
+from benchmarks.pages.markdown import NOT_IN_HISTORY, fold, remarks, sources, table
 from benchmarks.pages.membership import MEMBERSHIP
 from benchmarks.pages.training import TRAINING
 from benchmarks.record import DTYPES, RESULTS, ROOT
 
-PAGES: Mapping[str, Page] = {**GAP, **ALGORITHMS, **MEMBERSHIP, **TRAINING, **HOSTS, **FINISHED}
+__all__ = ["NOT_IN_HISTORY", "PAGES", "main", "page", "stale", "table"]
+
+PAGES: Mapping[str, Page] = {**GAP, **FINISHED, **TRAINING, **HOSTS, **MEMBERSHIP, **ALGORITHMS}
 """By the name of the file, in the order of the index."""
-
-
-NOT_IN_HISTORY = frozenset({"c382ff5ef7", "5bef199f44", "7ec9a98290", "bb0e4d0be7"})
-"""Commits that rows name, of branches that were rebased."""
 
 DOCS = ROOT / "docs" / "benchmarks"
 MADE = "<!-- Written by `python -m benchmarks.pages` from benchmarks/results/{csv}: change that, not this. -->"
@@ -39,71 +37,46 @@ MADE = "<!-- Written by `python -m benchmarks.pages` from benchmarks/results/{cs
 def page(name: str) -> str:
     """The text of a page, from its CSV file."""
     own = PAGES[name]
-    rows = pd.read_csv(RESULTS / own.csv, dtype=DTYPES)
-    figures = own.render(rows) if own.render else f"{sources(rows)}\n\n{table(rows, own.columns)}\n"
-    texts = [f"# {own.title}", MADE.format(csv=own.csv), own.text, *remarks(own, rows)]
-    return "\n\n".join([*texts, figures])
+    rows = _read(own.csv)
+    texts = [f"# {own.title}", MADE.format(csv=own.csv), *_figures(own, rows), *map(_part, own.parts)]
+    texts += ["## Setup", own.setup] if own.setup else []
+    return "\n\n".join([*texts, "## Measured with", *remarks(rows, own.script), sources(rows)]) + "\n"
 
 
-def remarks(own: Page, rows: pd.DataFrame) -> list[str]:
-    """What a reader cannot repeat as it is written there: the script, the commit, the paths."""
-    found = []
-    if own.script:
-        found.append(
-            f"The study is finished, and its script is not in the tree any more: `git show {own.script}` prints it."
-        )
-    if lost := sorted(NOT_IN_HISTORY & {commit.rstrip("+") for commit in rows["commit"]}):
-        found.append(
-            f"The history of the repository does not have {' and '.join(lost)}: rows of such a commit were measured "
-            "before it was rebased."
-        )
-    if any(word.startswith("/") for command in rows["command"].unique() for word in command.split()):
-        found.append("Paths that begin with / are those of the machine that measured: name your own.")
-    return found
+def _figures(own: Page, rows: pd.DataFrame) -> list[str]:
+    """The result, the summary and all rows, which are folded if there is a summary."""
+    every = (own.render(rows) if own.render else table(rows, own.columns)).rstrip("\n")
+    return [own.text, *([own.summary(rows), fold("All rows", every)] if own.summary else [every])]
+
+
+def _part(own: Page) -> str:
+    """A related measurement, folded."""
+    rows = _read(own.csv)
+    setup = [own.setup] if own.setup else []
+    return fold(own.title, "\n\n".join([*_figures(own, rows), *setup, *remarks(rows, own.script), sources(rows)]))
+
+
+def _read(csv: str) -> pd.DataFrame:
+    return pd.read_csv(RESULTS / csv, dtype=DTYPES)
 
 
 def index() -> str:
-    """The list of all pages."""
-    lines = [
+    """The list of all pages, by question."""
+    texts = [
         "# Benchmarks",
-        "",
         "<!-- Written by `python -m benchmarks.pages`: change that, not this. -->",
-        "",
-        "Every figure was measured by the command on its page, on the machine and with the commit that stand",
-        "beside it. Compare ratios within one page: absolute times depend on the machine. `benchmarks/README.md`",
-        "says how to run the benchmarks.",
-        "",
-        *(f"- [{own.title}]({name}.md), from `benchmarks/results/{own.csv}`" for name, own in PAGES.items()),
+        "Each page begins with its result. The commands at its end repeat the "
+        "measurement. Compare ratios within a page: "
+        "absolute times depend on the machine. `benchmarks/README.md` says how to run the benchmarks.",
     ]
-    return "\n".join(lines) + "\n"
-
-
-def sources(rows: pd.DataFrame) -> str:
-    """Command, date, commit and machine of the rows, an entry for each that differs."""
-    entries = []
-    for (command, commit), part in rows.groupby(["command", "commit"], sort=False):
-        first = part.iloc[0]
-        seed = f", seed {first['seed']}" if "seed" in part else ""
-        cores = f", {first['cores']} cores" if "cores" in part else ""
-        made = f"{first['date']}, commit {commit}, torch {first['torch']}, {first['machine']}{cores}{seed}."
-        entries.append(f"    {command}\n\n{made}")
-    return "\n\n".join(entries)
-
-
-def table(rows: pd.DataFrame, columns: Mapping[str, tuple[str, str]]) -> str:
-    """The columns as a Markdown table; an empty cell stays empty."""
-    lines = [f"| {' | '.join(header for header, _ in columns.values())} |"]
-    lines.append(f"|{'|'.join('---' if form == 's' else '---:' for _, form in columns.values())}|")
-    for row in rows.to_dict("records"):
-        cells = [_cell(row[name], form) for name, (_, form) in columns.items()]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _cell(value: Any, form: str) -> str:
-    if pd.isna(value):
-        return ""
-    return format(int(value) if form.endswith("d") else value, form)
+    for question in (*QUESTIONS, ""):
+        listed = {name: own for name, own in PAGES.items() if own.question == question}
+        if listed:
+            texts.append(f"## {question or 'More'}")
+            texts.append(
+                "\n".join(f"- [{own.title}]({name}.md). {own.result}".rstrip() for name, own in listed.items())
+            )
+    return "\n\n".join(texts) + "\n"
 
 
 def texts() -> dict[Path, str]:

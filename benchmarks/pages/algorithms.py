@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pandas as pd
+
 from benchmarks.pages.base import Page
+from benchmarks.pages.markdown import grid, table
 
 _CODES = {
     "name": ("codec", "s"),
@@ -16,38 +19,142 @@ _CODES = {
     "ratio_at_1_gbit": ("ratio at 1 Gbit/s", ".2f"),
     "ratio_at_10_gbit": ("ratio at 10 Gbit/s", ".2f"),
 }
+_SHOWN_CODES = (
+    "Cast(torch.bfloat16)",
+    "CHOCO, sign",
+    "CHOCO, top 1 %",
+    "DeepSqueeze, sign",
+    "Moniqua, 8 bits",
+    "PowerGossip, rank 1, 1 iteration",
+)
+_SIMULATED = {
+    "method": ("method", "s"),
+    "steps": ("steps", "d"),
+    "step_seconds": ("s per step", ".3f"),
+    "seconds": ("s to target", ".1f"),
+    "rank_megabytes": ("MB per worker", ",d"),
+    "waiting_percent": ("waiting, %", "d"),
+    "disagreement": ("disagreement", ".3f"),
+    "agreed": ("agree", "s"),
+}
+_SHOWN_METHODS = (
+    "diloco",
+    "localsgd",
+    "noloco",
+    "sgp on npeer-exponential",
+    "osgp on npeer-exponential",
+    "ar",
+    "wagma",
+)
+
+
+def largest(rows: pd.DataFrame) -> str:
+    """Each graph with its largest number of ranks."""
+    shown = rows.groupby("graph", sort=False).last().reset_index()
+    return table(shown, {name: _GRAPHS[name] for name in ("graph", "ranks", "query_ms", "uniform_mixing_ms")})
+
+
+def messages(rows: pd.DataFrame) -> str:
+    """The messages to an error of 1e-6, by graph and number of ranks."""
+    shown = rows[rows["ranks"].isin((6, 12, 25, 49))]
+    return grid(shown, ("role", "messages to an error of 1e-6"), "ranks", "messages", ".0f", "{} ranks")
+
+
+def codes(rows: pd.DataFrame) -> str:
+    """A few codecs, with bytes and the ratio of saved time to spent time."""
+    names = ("name", "num_bytes", "ratio_at_0.1_gbit", "ratio_at_1_gbit", "ratio_at_10_gbit")
+    return table(rows[rows["name"].isin(_SHOWN_CODES)], {name: _CODES[name] for name in names})
+
+
+def simulated(rows: pd.DataFrame) -> str:
+    """A few methods of the simulator."""
+    names = ("method", "steps", "step_seconds", "seconds", "rank_megabytes")
+    return table(rows[rows["method"].isin(_SHOWN_METHODS)], {name: _SIMULATED[name] for name in names})
+
+
+def one_gpu(rows: pd.DataFrame) -> str:
+    """The steps of the wrappers beside the bare model."""
+    steps = rows[(rows["figure"] == "step") & (rows["reference"] == "bare")]
+    columns = {
+        "section": ("section", "s"),
+        "case": ("case", "s"),
+        "value": ("step, ms", ".1f"),
+        "ratio": ("ratio to the bare model", ".2f"),
+    }
+    return table(steps.sort_values(["section", "case"], ascending=[False, True]), columns)
+
+
+_GRAPHS = {
+    "graph": ("graph", "s"),
+    "ranks": ("ranks", ",d"),
+    "construction_ms": ("construction, ms", ".3f"),
+    "query_ms": ("query, ms", ".3f"),
+    "uniform_mixing_ms": ("uniform mixing, ms", ".3f"),
+    "metropolis_mixing_ms": ("Metropolis mixing, ms", ".3f"),
+    "peak_bytes": ("peak, bytes", ",d"),
+}
+
 ALGORITHMS: Mapping[str, Page] = {
-    "graph_scaling": Page(
-        "Graphs of up to a million ranks",
-        "graph_scaling.csv",
+    "compression": Page(
+        "Cost and savings of compression",
+        "compression.csv",
         """\
-What one rank does on each graph, with one peer per round: construction, a query (its peers in one
-round), the mixing weights of one round, which includes building the graph, and the peak of Python's
-memory over all of it. Times are the least of the repeats, on a machine that did other work too.
-`NetworkXGraph` keeps the user's edges, so it grows with the number of ranks.""",
+**On a CPU, compression pays up to 1 Gbit/s and rarely at 10 Gbit/s.** At 1 Gbit/s, all but one of the codecs save more
+time on the link than encoding and decoding take. The ratio is 15 for PowerGossip of rank 1, 4 for bfloat16 and 2 for
+CHOCO with signs. At 10 Gbit/s, only PowerGossip of rank 1 with one iteration (1.5) and random 1 % (1.6) stay above 1.
+On a GPU, all codecs pay at 10 Gbit/s too: bfloat16 by 60, PowerGossip of rank 1 by 7.6.""",
+        _CODES,
+        script="cb643b0e:benchmarks/compression.py",
+        summary=codes,
+        setup="""\
+The vector is as long as the parameters of ResNet-18. The rows with a method compress a ResNet-18 with its buffers. A
+ratio is the time that the saved bytes take on the link, divided by encoding plus decoding. Compression pays where the
+ratio is above 1. Times are medians of the processor time of one thread. Other work on the machine can make them
+longer.""",
+        parts=(
+            Page(
+                "All rows on a GPU",
+                "compression_gpu.csv",
+                "The same vector and model are on a GPU. Times end when the GPU has "
+                "done the work. The commit was given "
+                "by hand, since the machine had a copy of the files without git.",
+                _CODES,
+                script="cb643b0e:benchmarks/compression.py",
+            ),
+        ),
+        question="How many rounds and bytes?",
+        result="At 1 Gbit/s bfloat16 saves 4 times the time that it costs, PowerGossip 15 times.",
+    ),
+    "consensus": Page(
+        "Rounds and bits to agreement",
+        "consensus.csv",
+        """\
+**Plain gossip agrees in the fewest rounds, PowerGossip with the fewest bits.** To an error of 0.01, plain gossip takes
+7 rounds and 4.48 Mbit per rank, bfloat16 7 rounds and 2.24 Mbit. PowerGossip takes 548 rounds and 3.58 Mbit with one
+iteration, or 274 rounds and as many bits with two.""",
         {
-            "graph": ("graph", "s"),
-            "ranks": ("ranks", ",d"),
-            "construction_ms": ("construction, ms", ".3f"),
-            "query_ms": ("query, ms", ".3f"),
-            "uniform_mixing_ms": ("uniform mixing, ms", ".3f"),
-            "metropolis_mixing_ms": ("Metropolis mixing, ms", ".3f"),
-            "peak_bytes": ("peak, bytes", ",d"),
+            "method": ("method", "s"),
+            "step_size": ("step size", "g"),
+            "steps_to_0.01": ("steps to 0.01", "d"),
+            "megabits_to_0.01": ("Mbit", ".2f"),
+            "steps_to_0.0001": ("steps to 0.0001", "d"),
+            "megabits_to_0.0001": ("Mbit", ".2f"),
         },
-        script="bb6c722:benchmarks/graph_scaling.py",
+        script="cb643b0e:benchmarks/consensus.py",
+        setup="""\
+Eight ranks in a ring gossip until they agree. Each begins with a 100x100 matrix of normal numbers. The error is the
+squared distance to the mean, relative to the start. All methods use the best step size of plain gossip on this
+ring.""",
+        question="How many rounds and bytes?",
+        result="PowerGossip agrees with 0.8 of the bits of plain gossip in float32, in 78 times as many rounds.",
     ),
     "default_graphs": Page(
-        "Graphs for numbers of ranks that are no powers of two",
+        "How fast ranks agree on each graph",
         "default_graphs.csv",
         """\
-How fast ranks agree on the default graphs and on others, by linear algebra on the mixing matrices of
-training. Contraction is the factor by which the distance from the average shrinks in the long run, per
-round and per message that a rank sends, on average over the ranks; 0 means that the average is exact
-after some rounds. Rounds and messages lead to an error of 1e-6. Figures of random graphs are
-expectations. Noise and drift are how far apart models stay when every step moves them, by what is
-random (the variance of a rank around the mean, for steps of variance 1) and by what is the same in
-every step (the distance of all models from the mean, for the worst steps of length 1): less is better.
-[Which graph?](../choosing.md#which-graph) says what follows. The figures are computed, not timed.""",
+**`BaseGraph` is exact after a few rounds, with the fewest messages.** With 25 ranks it takes 8 messages per rank to an
+error of 1e-6. The default push-sum graph takes 44, a ring 1,306. With two peers per round, the exponential graph takes
+36 messages and halves the noise of the default graph (0.37 for 0.80).""",
         {
             "ranks": ("ranks", "d"),
             "role": ("graph", "s"),
@@ -61,16 +168,29 @@ every step (the distance of all models from the mean, for the worst steps of len
             "drift": ("drift", ".2f"),
         },
         script="bb6c722:benchmarks/default_graphs.py",
+        summary=messages,
+        setup="""\
+The figures are computed from the mixing matrices of training, not timed. Random graphs have expectations. In the table
+of all rows:
+
+- **contraction** is the long-run factor of the distance from the average. 0 means that the average is exact after some
+  rounds.
+- **noise** is the variance of a rank around the mean, if each step adds noise of variance 1.
+- **drift** is the distance of all models from the mean, for the worst constant steps of length 1.
+
+[Which graph?](../choosing.md#which-graph) draws the conclusions.""",
+        question="How many rounds and bytes?",
+        result="With 25 ranks `BaseGraph` averages exactly in 9 rounds; the default graph needs "
+        "44 rounds to an error of "
+        "1e-6.",
     ),
     "matcha_planning": Page(
-        "Planning MATCHA",
+        "Planning time of MATCHA",
         "matcha_planning.csv",
         """\
-How long a MATCHA plan takes on random geometric graphs: the edge colouring into matchings, the
-probabilities p of the matchings, and the weight alpha of a link. rho is the expected factor by which
-a round shrinks the squared distance to the mean; less is better. The last two columns optimise p and
-alpha together, on small graphs only. Times are the least of the repeats, on a machine that did other
-work too.""",
+**A MATCHA plan for 64 ranks takes less than a second, for 256 ranks up to 8 seconds.** At half of the budget, rho is
+0.424 for 16 ranks and 0.903 for 64. Optimising p and alpha together lowers rho by 0.011 at most, and takes 10 to 21
+times as long.""",
         {
             "ranks": ("ranks", ",d"),
             "links": ("links", ",d"),
@@ -85,70 +205,76 @@ work too.""",
             "joint_rho": ("joint rho", ".5f"),
         },
         script="bb6c722:benchmarks/matcha_planning.py",
+        setup="""\
+The graphs are random and geometric. A plan colours the edges into matchings, then finds the probability p of each
+matching and the weight alpha of a link. rho is the expected factor by which a round shrinks the squared distance to the
+mean: less is better. Times are the least of the repeats.""",
+        question="How many rounds and bytes?",
+        result="A plan for 64 ranks takes 0.8 s, for 256 ranks up to 8 s.",
     ),
-    "compression": Page(
-        "What compression costs and saves",
-        "compression.csv",
+    "graph_scaling": Page(
+        "Graphs with up to a million ranks",
+        "graph_scaling.csv",
         """\
-Compressors on a vector as long as ResNet-18's parameters, then whole gossipers on a ResNet-18 with
-its buffers, with one thread. The last columns are the time that the saved bytes take on a link,
-divided by encoding plus decoding: compressing pays where that is above 1. Times are medians of the
-processor time of one thread; other work on the machine shares its caches and memory, and can make
-them longer and the ratios smaller.""",
-        _CODES,
-        script="cb643b0e:benchmarks/compression.py",
-    ),
-    "compression_gpu": Page(
-        "What compression costs and saves on a GPU",
-        "compression_gpu.csv",
-        """\
-As [on a CPU](compression.md), with the vector and the model on a GPU; times end when the GPU has done the work. The
-commit was given by hand, since the machine had a copy of the files without git.""",
-        _CODES,
-        script="cb643b0e:benchmarks/compression.py",
-    ),
-    "consensus": Page(
-        "Agreement in steps and in bits",
-        "consensus.csv",
-        """\
-Eight ranks in a ring, each with a 100x100 matrix of normal numbers, gossip until they agree. The error is
-the squared distance to the mean, relative to the start; Mbit are sent per rank. The step size of each
-method is that of plain gossip on this ring. These figures do not depend on how busy the machine is.""",
-        {
-            "method": ("method", "s"),
-            "step_size": ("step size", "g"),
-            "steps_to_0.01": ("steps to 0.01", "d"),
-            "megabits_to_0.01": ("Mbit", ".2f"),
-            "steps_to_0.0001": ("steps to 0.0001", "d"),
-            "megabits_to_0.0001": ("Mbit", ".2f"),
-        },
-        script="cb643b0e:benchmarks/consensus.py",
+**The peers of a rank take microseconds to compute, for any number of ranks.** With a million ranks, all built-in graphs
+answer in less than 0.01 ms and use less than 5 kB. `NetworkXGraph` stores your edges, so it grows with the number of
+ranks: with 100,000 it takes a second to build.""",
+        _GRAPHS,
+        script="bb6c722:benchmarks/graph_scaling.py",
+        summary=largest,
+        setup="""\
+One rank, with one peer per round. A query asks for its peers in one round. The time of mixing includes building the
+graph. The peak is Python's memory over all of it. Times are the least of the repeats.""",
+        question="How many rounds and bytes?",
+        result="A query for a rank's peers takes microseconds with a million ranks.",
     ),
     "lab": Page(
-        "Time of a worker and step in the Lab",
+        "Time per worker and step in the Lab",
         "lab.csv",
         """\
-64 workers of a transformer with 30,592 parameters, 8 sequences of 32 words in a step, AdamW, SGP, all in one process on
-one core. "vmap" computes the losses of all workers at once, "loop" one after another; see [the Lab](../guides/lab.md).
-Milliseconds are those of the processor, of one worker and step.""",
-        columns={
+**Computing all workers at once by `vmap` takes 3.0 ms per worker and step, a loop over the workers 4.7 ms.**""",
+        {
             "by": ("losses by", "s"),
             "workers": ("workers", "d"),
             "parameters": ("parameters", ",d"),
             "milliseconds": ("ms per worker and step", ".2f"),
         },
         script="cb643b0e:benchmarks/lab.py",
+        setup="""\
+64 workers train a transformer of 30,592 parameters by SGP with AdamW, in one process on one core. A step has 8
+sequences of 32 words. Milliseconds are processor time. See [the Lab](../guides/lab.md).""",
+        question="Is the Lab right?",
+        result="64 small transformers take 3.0 ms per worker and step on one core.",
+    ),
+    "simulator": Page(
+        "Simulation of 1,024 workers",
+        "simulator.csv",
+        """\
+**At 1 Gbit/s the simulator puts DiLoCo, Eager DiLoCo and SlowMo first (17.5 s to the target), then local SGD
+(28.1 s).** SGP and Overlap SGP take 117 s, all-reduce 189 s. WAGMA and SparseLoCo are slower than all-reduce in this
+setting. The simulator does not know your loss: small models learn slowly with DiLoCo in
+[the measured runs](time_to_loss.md).""",
+        _SIMULATED,
+        script="cb643b0e:benchmarks/simulator.py",
+        summary=simulated,
+        setup="""\
+1,024 workers train 25 million parameters with 250 ms of compute per step, on links of 1 Gbit/s. This command prints the
+figures, with advice: `python -m gossip_modules.lab --world-size 1024 --network "1 Gbit/s" --parameters 25e6
+--compute 0.25`. Two rows have D-PSGD under consensus control. The figures are computed, not timed. An empty cell means
+that the target was not reached in 320 steps. Disagreement is the relative difference between models; methods whose
+workers do not agree are not advised. MATCHA is missing, since it is simulated for up to 512 workers.
+[Which method?](../choosing.md#ask-the-simulator) says how to read the table.""",
+        question="Is the Lab right?",
+        result="At 1 Gbit/s and 1,024 workers, outer optimizers come first and all-reduce takes 189 s to the target.",
     ),
     "gpu": Page(
-        "One GPU: bandwidth, overhead, overlap, memory and the Lab",
+        "One GPU: bandwidth, overhead, overlap and memory",
         "gpu.csv",
         """\
-Bandwidth is the bytes that an operation has to read and write over its time; its ratio is to a copy on the device, or
-to a copy between the device and pinned memory. Steps are those of a ResNet-18 on images of 32 x 32, with a peer that
-only takes part in rounds over Gloo, of all wrappers in turn; their ratio is the median over turns of the ratio to the
-bare step, or to the longer one of the step and the round. The memory is the peak beside the bare model, in copies of
-the parameters. In "precision" two ranks train a small model in several ways. In "lab" 64 workers of a decoder train
-in one process. A row with the figure "error" is a section that failed.""",
+**With overlap, a round over Gloo costs 9 % of a step of 28 ms; without overlap it doubles the step.** At steps of 10
+ms the round takes longer than the step, so overlap is 2.5 times the bare step. The mixing of a message reaches the
+bandwidth of a copy in float32 (1.04 to 1.10 times). AllReduceDataParallel takes 62.3 ms where DDP takes 56.0, over
+Gloo alike. Overlap adds 0.42 models of memory.""",
         {
             "section": ("section", "s"),
             "case": ("case", "s"),
@@ -159,29 +285,13 @@ in one process. A row with the figure "error" is a section that failed.""",
             "reference": ("to", "s"),
             "gpu": ("GPU", "s"),
         },
-    ),
-    "simulator": Page(
-        "What the simulator predicts for 1,024 workers",
-        "simulator.csv",
-        """\
-1,024 workers, a model of 25 million parameters, 250 ms of compute per step, links of 1 Gbit/s: what
-`python -m gossip_modules.lab --world-size 1024 --network "1 Gbit/s" --parameters 25e6 --compute 0.25`
-prints, which advises as well, and D-PSGD under consensus control, `--schedule "ConsensusControl(2)"`, also
-with `average_every=1`. [Which method?](../choosing.md#ask-the-simulator) says how to read it.
-The figures are computed, not timed: a busy machine does not change them.
-MATCHA is missing: it is simulated for up to 512 workers. An empty cell means that the target was not
-reached in 320 steps. Disagreement is how far models differ, relative to their size; where they do not
-agree they are not one model, and the method is not advised.""",
-        {
-            "method": ("method", "s"),
-            "steps": ("steps", "d"),
-            "step_seconds": ("s per step", ".3f"),
-            "seconds": ("s to target", ".1f"),
-            "rank_megabytes": ("MB per worker", ",d"),
-            "waiting_percent": ("waiting, %", "d"),
-            "disagreement": ("disagreement", ".3f"),
-            "agreed": ("agree", "s"),
-        },
-        script="cb643b0e:benchmarks/simulator.py",
+        summary=one_gpu,
+        setup="""\
+Steps train a ResNet-18 on images of 32 x 32. A peer takes part in the rounds over Gloo. All wrappers take turns, and a
+ratio is the median over turns. Memory is the peak beside the bare model, in copies of the parameters. Bandwidth is the
+bytes that an operation has to read and write over its time; its ratio is to a copy. In "precision" two ranks train a
+small model in several ways. In "lab" 64 workers of a decoder train in one process.""",
+        question="Is it as fast?",
+        result="With overlap a round adds 9 % to a step of 28 ms on an H200 GPU; without overlap it doubles the step.",
     ),
 }

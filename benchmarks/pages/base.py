@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pandas as pd
+
+QUESTIONS = (
+    "Is it as accurate?",
+    "Is it as fast?",
+    "What does a failure cost?",
+    "How many rounds and bytes?",
+    "Is the Lab right?",
+)
+"""Headings of the index, in order. Pages without a question come last."""
 
 
 @dataclass(frozen=True)
 class Page:
     """A page and the CSV file it is made of.
 
+    A page shows `text`, `summary`, all rows, `parts`, `setup` and the commands, in this order. All rows are folded if
+    there is a summary. `render` writes no command: each page ends with the commands of its rows.
+
     Attributes:
         title: of the page.
         csv: name of the file in benchmarks/results/.
-        text: what is measured, and how to read it.
-        columns: columns of the table: the name in the CSV file, the header here, and the format of a number.
-        render: makes the figures of a page that is no plain table.
+        text: the result with its figures, in two to five sentences.
+        columns: columns of the table of all rows: the name in the CSV file, the header here, the format of a number.
+        render: writes all rows where they are no plain table.
         also: names of other files there that it reads.
         script: of a finished study, which is not in the tree any more: a commit that has the script, a colon, its path.
+        summary: writes a short table or a picture.
+        setup: how it was measured, and what the columns mean.
+        parts: related measurements, each folded, with commands of its own.
+        question: the heading of the index that lists the page, one of QUESTIONS.
+        result: the result in one sentence, for the index.
     """
 
     title: str
@@ -29,3 +46,17 @@ class Page:
     render: Callable[[pd.DataFrame], str] | None = None
     also: tuple[str, ...] = ()
     script: str = ""
+    summary: Callable[[pd.DataFrame], str] | None = None
+    setup: str = ""
+    parts: tuple[Page, ...] = ()
+    question: str = ""
+    result: str = ""
+
+    def measurements(self) -> Iterator[Page]:
+        """Yield the page and its parts."""
+        yield self
+        yield from self.parts
+
+    def files(self) -> tuple[str, ...]:
+        """The CSV files that the page reads."""
+        return tuple(name for own in self.measurements() for name in (own.csv, *own.also))

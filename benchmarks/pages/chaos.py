@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import pandas as pd
 
+from benchmarks.pages.markdown import table
 from benchmarks.record import PROVENANCE
 
 
 def chaos(rows: pd.DataFrame) -> str:
-    """The command of each method, and a table with a column for each."""
+    """A table with a column for each method."""
     names = [name for name in rows if name not in (*PROVENANCE, "method")]
     shown = rows.astype(object).where(rows.notna(), "")
-    lines = [*_sources(rows), f"| | {' | '.join(rows['method'])} |", f"|---|{'---:|' * len(rows)}"]
+    lines = [f"| | {' | '.join(rows['method'])} |", f"|---|{'---:|' * len(rows)}"]
     lines += [f"| {name.replace('_', ' ')} | {' | '.join(map(_number, shown[name]))} |" for name in names]
     return "\n".join(lines) + "\n"
 
 
+def outcomes(rows: pd.DataFrame) -> str:
+    """Faults, failures and accuracy of each method."""
+    shown = rows.assign(gap=rows["accuracy"] - rows["undisturbed_accuracy"])
+    columns = {
+        "method": ("method", "s"),
+        "faults": ("faults", "d"),
+        "failed": ("workers that failed", "d"),
+        "hung": ("workers that hung", "d"),
+        "median_ms": ("median step, ms", ".0f"),
+        "slowest_ms": ("slowest step, ms", ".0f"),
+        "accuracy": ("accuracy, %", ".2f"),
+        "undisturbed_accuracy": ("without faults", ".2f"),
+        "gap": ("difference", "+.2f"),
+    }
+    return table(shown, columns)
+
+
 def chaos_faults(rows: pd.DataFrame) -> str:
-    """The command of each method, and a row for each method and kind of fault."""
-    lines = _sources(rows.groupby("method", sort=False).first().reset_index())
-    lines += [
+    """A row for each method and kind of fault."""
+    lines = [
         "| method | what | how often | median, ms | nine of ten, ms | slowest, ms |",
         "|---|---|---:|---:|---:|---:|",
     ]
@@ -29,14 +46,6 @@ def chaos_faults(rows: pd.DataFrame) -> str:
         figures = f"{times.median():.0f} | {times.quantile(0.9):.0f} | {times.max():.0f}"
         lines.append(f"| {method} | {kind} | {len(own)} | {figures} |")
     return "\n".join(lines) + "\n"
-
-
-def _sources(rows: pd.DataFrame) -> list[str]:
-    return [
-        f"{row['method']}: `{row['command']}`, {row['date']}, commit {row['commit']}, torch {row['torch']}, "
-        f"{row['machine']}, {row['cores']} cores, seed {row['seed']}.\n"
-        for row in rows.to_dict("records")
-    ]
 
 
 def _number(value: object) -> str:

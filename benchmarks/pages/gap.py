@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import pandas as pd
 
 from benchmarks.pages.base import Page
+from benchmarks.pages.markdown import table as as_table
 from benchmarks.record import DTYPES, RESULTS
 from visualization.loss_against_time import LINES, NUM_STEPS
 
@@ -47,33 +48,77 @@ def parts(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
 
 
 def tables(rows: pd.DataFrame) -> str:
-    """A table for each part of the study, then how it was measured."""
+    """A table for each part of the study."""
     texts = []
-    for title, unit, table in parts(rows):
-        base = table[table["change"] == "all-reduce"].iloc[0]
+    for title, unit, found in parts(rows):
+        base = found[found["change"] == "all-reduce"].iloc[0]
         digits = 3 if unit.startswith("nats") else 1
         lines = [
             f"| change | batch | rate | seeds | {unit} | lowest to highest | beyond all-reduce |",
             "|---|---:|---:|---:|---:|---:|---:|",
         ]
-        for row in table.itertuples():
+        for row in found.itertuples():
             mean, low, high, gap = (
                 f"{value:.{digits}f}" for value in (row.mean, row.lowest, row.highest, row.mean - base["mean"])
             )
             lines.append(
                 f"| {row.change} | {row.batch} | {row.rate:g} | {row.seeds} | {mean} | {low} to {high} | {gap} |"
             )
-        texts += [f"## {title}", "\n".join(lines)]
-    sources = []
-    for (command, commit), part in rows.groupby(["command", "commit"], sort=False):
-        first = part.iloc[0]
-        made = f"{first['date']}, commit {commit}, torch {first['torch']}, {first['device']}, {len(part)} trainings."
-        sources.append(f"    {command}\n\n{made}")
-    return "\n\n".join([*texts, "## Measured by", *sources]) + "\n"
+        texts += [f"**{title}**", "\n".join(lines)]
+    return "\n\n".join(texts) + "\n"
+
+
+SHOWN = {
+    "SGP": "SGP, AdamW",
+    "SGP, GossipAdamW": "SGP, GossipAdamW",
+    "SGP, 2 peers, GossipAdamW": "SGP with two peers, GossipAdamW",
+    "Overlap SGP": "Overlap SGP, AdamW",
+    "Overlap SGP, GossipAdamW": "Overlap SGP, GossipAdamW",
+    "local SGD, 4": "local SGD, period 4, AdamW",
+    "local SGD, 4, GossipAdamW": "local SGD, period 4, GossipAdamW",
+    "D-PSGD": "D-PSGD, AdamW",
+}
+"""Changes of the short table of language, and how it names them."""
+
+
+CAUSES = """\
+## Causes
+
+**Language: the second moments of Adam.** A worker that gossips squares its own noisy gradients. All-reduce squares
+their mean, with n times less noise. AdamW divides its steps by the root of these squares.
+
+- At the rate 0.004 and with the first seed, all-reduce ends at 2.316 nats and SGP at 2.508. With the second moments of
+  the mean gradient, SGP ends at 2.335, with the first moments at 2.435, with both at 2.316. No cluster has these
+  moments for free.
+- With exact averages of the parameters in each step and AdamW, the gap is 0.12. So the distance between models makes
+  0.04 of the 0.15.
+- `GossipAdamW` computes the second moments of the mean gradient from two averages that each worker has, and sends
+  nothing. With exact averages of the parameters the gap is gone.
+- AccumAdam is worse than AdamW in so few steps, since its moments reach back s times as far.
+
+**Images: the distance between the models.** SGD is linear in the gradient, so exact averages in each step would be
+all-reduce. With 25 workers, two peers end 2.6 points above it, mixed momentum 2.2, an exact average in each fourth
+round 2.4."""
+"""What the rows of all changes show."""
+
+
+def language(rows: pd.DataFrame) -> str:
+    """A few changes of the language model, in the mean over seeds, and the causes of the gap."""
+    found = best(rows[(rows["task"] == "language") & (rows["steps"] == NUM_STEPS)]).set_index("change")
+    base = found.loc["all-reduce"]
+    shown = pd.DataFrame([{"name": "all-reduce, AdamW", **base}, *({"name": SHOWN[x], **found.loc[x]} for x in SHOWN)])
+    shown["gap"] = shown["mean"] - base["mean"]
+    columns = {
+        "name": ("method", "s"),
+        "seeds": ("seeds", "d"),
+        "mean": ("nats per byte", ".3f"),
+        "gap": ("beyond all-reduce", ".3f"),
+    }
+    return f"{as_table(shown.sort_values('mean'), columns)}\n\n{CAUSES}"
 
 
 def default(cells: pd.DataFrame) -> str:
-    """The losses of the gap study beside the times of the emulated cluster, then how the times were measured.
+    """The losses of the gap study beside the times of the emulated cluster.
 
     Args:
         cells: of default_cells.csv.
@@ -92,8 +137,7 @@ def default(cells: pd.DataFrame) -> str:
         cell = [f"{ms:.0f} | {ms * NUM_STEPS / 1e3:.1f}" for ms in times.loc[method]]
         start = f"| {label.partition(', ')[0]} | {label.rpartition(', ')[2]} | {own['mean']:.3f} "
         lines.append(f"{start}| {own['lowest']:.3f} to {own['highest']:.3f} | {' | '.join(cell)} |")
-    picture = "![Test loss against seconds for each speed of the links.](../assets/default.svg)"
-    return "\n\n".join([picture, "\n".join(lines), *_sources(cells)]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def stragglers(cells: pd.DataFrame) -> str:
@@ -110,94 +154,78 @@ def stragglers(cells: pd.DataFrame) -> str:
         "|---|" + "---:|" * len(times.columns),
         *(f"| {title} | {' | '.join(f'{ms:.0f}' for ms in row)} |" for title, row in times.iterrows()),
     ]
-    return "\n\n".join(["\n".join(lines), *_sources(cells)]) + "\n"
-
-
-def _sources(cells: pd.DataFrame) -> list[str]:
-    sources = []
-    for (command, commit), part in cells.groupby(["command", "commit"], sort=False):
-        first = part.iloc[0]
-        made = f"{first['date']}, commit {commit}, torch {first['torch']}, {first['machine']}, {first['cores']} cores."
-        sources.append(f"    {command}\n\n{made}")
-    return sources
+    return "\n".join(lines) + "\n"
 
 
 GAP: Mapping[str, Page] = {
     "default": Page(
-        "The default, DDP and Decent-DP: loss against time",
+        "Loss against time: gossip, DDP and Decent-DP",
         "default_cells.csv",
         """\
-The losses of [the gap study](gap.md) after 320 steps of eight workers, and the time of these steps on an emulated
-cluster of eight hosts: a model with the parameters of a small ResNet-18, 2.8 million, whose step computes for 40 ms.
-The loss does not depend on the links, since these methods wait for each other. DDP with its fp16 hook has the
-loss of all-reduce in float32, and Decent-DP the loss of D-PSGD, whose law it has, on pairs at exponential distances.
-Times are of all ranks together, of one run of each cell, with SGD as optimizer. A band spans the seeds.
+**At 1 and 10 Gbit/s, Overlap SGP with GossipAdamW takes 0.77 and 0.71 of the time of the faster DDP, and ends 0.06 nats
+above it.** SGP takes 1.00 and 0.81 of the time, and ends 0.05 above. Decent-DP takes 1.14 and 1.03 times as long as
+Overlap SGP, and ends 0.15 above all-reduce. At 0.1 Gbit/s, DDP with its fp16 hook is faster than SGP, and local SGD
+takes half of its time.
 
-**At 1 and 10 Gbit/s Overlap SGP by GossipAdamW needs 0.77 and 0.71 of the time of the faster DDP for 0.06 nats more,
-and SGP 1.00 and 0.81 of it for 0.05 more.** Decent-DP takes 1.14 and 1.03 times as long as Overlap SGP, and ends 0.15
-above all-reduce. At 0.1 Gbit/s no method that sends a model in float32 per step is fast: DDP with its fp16 hook is
-before SGP there, and local SGD takes half of its time.""",
+![Test loss against seconds for each speed of the links.](../assets/default.svg)""",
         render=default,
+        setup="""\
+Losses are those of [the accuracy study](gap.md) after 320 steps of eight workers. Times are those of 320 steps on an
+emulated cluster of eight hosts. The timed model has 2.8 million parameters, as a small ResNet-18, and computes for
+40 ms per step. Loss and time can be measured apart, since these methods wait for each other. DDP with its fp16 hook
+counts with the loss of all-reduce in float32, and Decent-DP with the loss of D-PSGD, which has the same update. Times
+are one run of each cell, with SGD as optimizer. A band spans the seeds.""",
         also=("gap.csv",),
+        question="Is it as fast?",
+        result="At 1 Gbit/s Overlap SGP with GossipAdamW takes 0.77 of the time of DDP, for 0.06 nats more.",
     ),
     "stragglers": Page(
-        "Stragglers at three speeds of links",
+        "Step time with stragglers",
         "straggler_cells.csv",
         """\
-Milliseconds of a step of four emulated hosts with a model of 1.1 million parameters: all ranks over the sum of their
-steps per second. A step computes for 40 ms, and each rank takes ten times as long in a twentieth of its steps. All
-methods see the same delays. The loss after a step is another one for each method: see [the default](default.md) for
-methods in lockstep.
-
-**AD-PSGD, in which no rank waits for another one, is as fast as ranks that do not communicate, at all three speeds.**
-Of the methods with a message in each step, Overlap SGP and Decent-DP follow: they wait for a straggler in the next step
-only. SGP, WAGMA and DDP take about as long as each other. At 0.1 Gbit/s the time of a message, 352 ms, decides.""",
+**AD-PSGD is as fast as ranks without communication, at all three link speeds: 49 to 50 ms for 48.** Overlap SGP and
+Decent-DP follow (62 to 68 ms at 1 and 10 Gbit/s): they wait for a straggler one step later. SGP, WAGMA and DDP take 99
+to 106 ms at 1 Gbit/s. At 0.1 Gbit/s, the 352 ms of a message decide.""",
         render=stragglers,
+        setup="""\
+Four emulated hosts train a model of 1.1 million parameters. A step computes for 40 ms, and each rank takes ten times as
+long in a twentieth of its steps. All methods see the same delays. The table has milliseconds per step: the number of
+ranks over the sum of their steps per second. The loss after a step differs between methods: see
+[loss against time](default.md) for methods in lockstep.""",
+        question="Is it as fast?",
+        result="With stragglers AD-PSGD takes 50 ms per step, Overlap SGP 63 and DDP 102 at 1 Gbit/s.",
     ),
     "gap": Page(
-        "What separates gossip from all-reduce",
+        "Accuracy of gossip against all-reduce",
         "gap.csv",
         """\
-Gossip and all-reduce with equal models, data, batches and steps, in the Lab: the loss that gossip costs, its causes,
-one change at a time, and remedies. The decoder of language has 120,000 parameters and learns the bytes of Python's
-standard library by AdamW with betas (0.9, 0.95), on eight sequences of 64 bytes for each worker and step. The network
-of images has three convolutions and learns CIFAR-10 at 16 pixels by SGD with momentum 0.9. The learning rate rises in
-the first tenth of the steps and falls linearly to zero. Its highest value is tuned for each change alike on a
-validation split, with the first seed. All figures are of a test split, and of the mean of the models of all workers, in
-the mean over seeds. `--pack`, with a folder of images per class, writes the file of CIFAR-10. At the end, where the
-rate is zero, the models of single workers are as good: the largest difference is 0.0001 nats and 0.07 % of errors.
+**Language: with AdamW, SGP ends 0.15 nats above all-reduce. With [`GossipAdamW`][gossip_modules.GossipAdamW] it ends
+0.05 above, with two peers 0.02.** Overlap SGP ends 0.06 above, local SGD with a period of four 0.09 instead of 0.26.
+Seeds of all-reduce spread over 0.08.
 
-**Language: the second moments of Adam are the cause.** A worker that gossips sees the squares of its own noisy
-gradients; all-reduce squares their mean, whose noise is n times smaller. AdamW divides its steps by the root of these
-squares.
-
-- At the rate 0.004 and with the first seed all-reduce ends at 2.316 nats and SGP at 2.508. With the first moments of
-  the mean gradient, which no cluster has for free, SGP ends at 2.435, with its second moments at 2.335, and with both
-  at 2.316. So second moments make nine tenths of the gap.
-- No learning rate makes up for it. With the best rate of each SGP is 0.15 nats above all-reduce, and 0.12 if the
-  parameters of all workers are averaged exactly in each step. So the distance between the models makes 0.04.
-- **[`GossipAdamW`][gossip_modules.GossipAdamW] computes the second moments of the mean gradient from two averages
-  that each worker has, and sends nothing.** With the exact average of parameters in each step the gap is gone. SGP is
-  0.05 above all-reduce, with two peers 0.02, Overlap SGP 0.06, with two peers 0.04; seeds of all-reduce spread over
-  0.08. Local SGD with a period of four is 0.09 above instead of 0.26. After 1,000 steps, with one seed and all-reduce
-  at 0.004 only, SGP is 0.004 above all-reduce, Overlap SGP 0.018, and SGP by AdamW 0.06. With another text,
-  the one of Python 3.11, and one seed SGP is 0.015 above all-reduce, with messages in bfloat16 0.019, by AdamW 0.161.
-- AccumAdam with its usual betas is worse than AdamW in so few steps: its moments follow windows of s steps, so that
-  they reach back s times as far. With betas to the power of s SGP is 0.09 above all-reduce.
-
-**Images: the distance between the models is the cause.** SGD is linear in the gradient, so exact averages of the
-parameters in each step would be all-reduce. With 25 workers SGP ends 3.2 points above it, with two peers 2.6, with
-four peers 2.1, with momentum that is mixed as models are 2.2, with each fourth round exact 2.4. Less noise closes the
-gap: with four times the batch SGP is 0.3 points above all-reduce with this batch (one seed). With 8 workers it is 1.5
-points above, with two peers 0.8 (the first seed). No learning rate closes it. Take AllReduce, large batches or more
-peers where this matters.
-
-The two remedies for Adam that failed are in the table too: the square of the first moment in place of its average,
-and second moments of the mean gradient of rare steps, which cost an all-reduce each. Rows of "GossipAdamW without the
-bound L" and "with m'^2 in place of s'" were measured with the optimizer in `git show ec27f1a6:benchmarks/gap.py`.
-`GossipAdamW` was tried at two rates only, the best ones of this form. The GPU was lent for minutes: changes with
-fewer than three seeds ended for time, and changes whose tuning did are left out.""",
+**Images: with 25 workers and SGD, SGP ends 3.2 points above the error of all-reduce, with four peers 2.1.** With four
+times the batch the gap is 0.3 points (one seed). With 8 workers it is 1.5 points. No learning rate closes it. Take
+AllReduce, large batches or more peers where this matters.""",
         render=tables,
         script="cb643b0e:benchmarks/gap.py",
+        summary=language,
+        setup="""\
+All changes have equal models, data, batches and steps, in the Lab. The language model is a decoder of 120,000
+parameters. It learns the bytes of Python's standard library by AdamW with betas (0.9, 0.95), on eight sequences of 64
+bytes per worker and step. The network of images has three convolutions and learns CIFAR-10 at 16 pixels by SGD with
+momentum 0.9. The learning rate rises in the first tenth of the steps and falls linearly to zero.
+
+Its highest value is tuned for each change alike on a validation split, with the first seed. Figures are means over
+seeds, on a test split, of the mean of all workers' models. Single models end as well: the largest difference is 0.0001
+nats and 0.07 % of errors.
+
+Limits: `GossipAdamW` was tried at two rates only. Changes with fewer than three seeds ended for lack of time. After
+1,000 steps there is one seed: SGP is 0.004 above all-reduce, Overlap SGP 0.018, SGP with AdamW 0.06. Rows of
+"GossipAdamW without the bound L" and "with m'^2 in place of s'" had the optimizer of
+`git show ec27f1a6:benchmarks/gap.py`. `--pack`, with a folder of images per class, writes the file of CIFAR-10.""",
+        question="Is it as accurate?",
+        result="A small language model: SGP with GossipAdamW ends 0.05 nats above all-reduce, "
+        "with two peers 0.02; with "
+        "AdamW 0.15. Images: 3.2 points for 25 workers.",
     ),
 }

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pandas as pd
+
 from benchmarks.pages.base import Page
+from benchmarks.pages.markdown import grid
+
+
+def integration(rows: pd.DataFrame) -> str:
+    """The ratio of CPU times with an integration to a loop of one's own, by host and method."""
+    shown = rows[rows["of_integration"].notna()]
+    return grid(shown, ("host", "host"), "method", "of_integration", ".3f")
+
 
 HOSTS: Mapping[str, Page] = {
     "hosts": Page(
-        "Accelerate, Trainer, Lightning and Fabric beside a loop of our own",
+        "Accelerate, Trainer, Lightning and Fabric",
         "hosts.csv",
         """\
-Ranks on one machine train a perceptron of 2.2 M parameters on handwritten digits, with equal steps, batches, rates and
-clipping in each host. CPU time is the median over the steps of rank 0, of the whole process, so it hardly depends on
-other work of the machine; wall time does, and "load" is the number of processes that wanted a core on average.
-
-*Over our own loop* is the ratio of CPU times to the loop of the same method, `GossipDataParallel` or a plain
-`DistributedDataParallel`: the host and the integration together. *Integration alone* is this ratio without the
-milliseconds that the host takes by itself, with its own DDP. Single ratios are up to 17 percent off, as ratios below 1
-show: four ranks share two cores. The accuracy is the mean over seeds of the average of all ranks, on 360 images: a
-point is 3.6 images.""",
+**In all four hosts a step takes 0.83 to 1.06 times the CPU time of a loop of your own.** The table shows this ratio
+without the milliseconds that the host takes for itself. Single ratios are up to 17 percent off, as ratios below 1 show:
+four ranks share two cores. The accuracy of a method is the same in each host, 94.0 to 95.3 %.""",
         {
             "host": ("host", "s"),
             "method": ("method", "s"),
@@ -31,5 +35,14 @@ point is 3.6 images.""",
             "accuracy": ("accuracy", ".1%"),
             "load": ("load", ".1f"),
         },
+        summary=integration,
+        setup="""\
+Ranks on one machine train a perceptron of 2.2 M parameters on handwritten digits. Steps, batches, rates and clipping
+are equal in each host. CPU time is the median over the steps of rank 0, of the whole process. "Over our own loop" is
+the ratio to the loop of the same method, host and integration together. "Load" is the average number of processes that
+wanted a core. The accuracy is the mean over seeds of the average of all ranks, on 360 images: a point is 3.6
+images.""",
+        question="Is it as fast?",
+        result="An integration takes 0.83 to 1.06 times the CPU time of a loop of your own, at equal accuracy.",
     )
 }

@@ -4,32 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pandas as pd
+
 from benchmarks.pages.base import Page
-from benchmarks.pages.chaos import chaos, chaos_faults
+from benchmarks.pages.chaos import chaos, chaos_faults, outcomes
+from benchmarks.pages.markdown import grid, table
+
+
+def kills(rows: pd.DataFrame) -> str:
+    """The worst step after a kill by method, with the store alive and killed."""
+    found = [
+        {
+            "method": method,
+            "median": own["median_ms"].median(),
+            **{store: own.loc[own["store"] == store, "slowest_after_kill_ms"].max() for store in ("lives", "killed")},
+            "bound": f"{(own['met'] == 'yes').sum()} of {len(own)}",
+            "failed": own["survivors_that_failed"].sum(),
+        }
+        for method, own in rows.groupby("method", sort=False)
+    ]
+    columns = {
+        "method": ("method", "s"),
+        "median": ("median step, ms", ".0f"),
+        "lives": ("slowest after a kill, ms", ".0f"),
+        "killed": ("store killed too, ms", ".0f"),
+        "bound": ("runs within the bound", "s"),
+        "failed": ("survivors that failed", "d"),
+    }
+    return table(pd.DataFrame(found), columns)
+
+
+def cost(rows: pd.DataFrame) -> str:
+    """The ratio of CPU times with and without a membership, by method and size of the model."""
+    return grid(
+        rows, ("method", "CPU time with a membership / without"), "num_parameters", "ratio", ".3f", "{:,} parameters"
+    )
+
+
+def joins(rows: pd.DataFrame) -> str:
+    """The donor's slowest step over its median step, by method."""
+    found = rows.groupby("method", sort=False)["ratio"].agg(["median", "max"]).reset_index()
+    columns = {
+        "method": ("method", "s"),
+        "median": ("slowest while giving / median, median", ".2f"),
+        "max": ("worst", ".2f"),
+    }
+    return table(found, columns)
+
 
 MEMBERSHIP: Mapping[str, Page] = {
     "elastic": Page(
-        "Killed while the others train on",
+        "Training time when workers are killed",
         "elastic.csv",
         """\
-Eight workers with a [membership](../guides/elasticity.md), each a process of its own on one machine with two cores; a
-step computes little and sleeps 50 ms. The first one, two or three by rank are killed (SIGKILL) at once, rank 0 among
-them. After 100 more steps one worker is started again. Where the store is killed, it dies with them and is started
-again, empty, with that worker. Times are those of the workers that live, in ms: the median of all steps before, the
-slowest step before the kill, from the kill to the restart, and after it. What must hold is that none of them fails
-and that the slowest step after the kill takes no longer than twice the median and 50 ms. The last column but one
-counts the rounds that the others began between the moment when the new worker was ready to join and its first.
-
-**No worker that lives fails, and the bound holds for all methods but all-reduce in all runs but two: MATCHA passed it
-by 20 ms, and DiLoCo while other work made steps of 1.4 s before the kill too.** An all-reduce of eight processes takes
-20 ms of two cores in Gloo, so a lost step of all-reduce and the next generation take 11 to 78 ms beyond the bound.
-Without the store no generation forms, and steps of all-reduce, which need one, wait for a second each until it is back.
-
-torchft is another library, for comparison: its `DistributedDataParallel`, an all-reduce in each step. Its replicas meet
-in a lighthouse, in the place of the store; it takes a replica for dead after 5 s without a heartbeat, which is the
-default and the length of the pause. A replica joins within its first step. Without the lighthouse all of them fail
-after 60 s, which is the time limit that they were given. Its rows are older: on 26 November, with torchft 0.2.0, some
-replicas ended before the first kill.""",
+**No survivor fails, and the pause is at most a step and 50 ms.** One to three of eight workers are killed at once.
+With gossip, DiLoCo and the asynchronous methods, the slowest step of the survivors stays within twice the median and
+50 ms in 52 of 54 runs: MATCHA passed the bound by 20 ms once, and DiLoCo once, while other work slowed steps before
+the kill too. All-reduce needs a new generation before its next step: it takes 254 to 314 ms, and 1.07 s while the
+store is gone. torchft, for comparison, pauses for 5.2 s, its default heartbeat limit.""",
         {
             "method": ("method", "s"),
             "killed": ("killed", "d"),
@@ -43,17 +75,131 @@ replicas ended before the first kill.""",
             "rounds_until_joined": ("rounds until joined", "d"),
             "survivors_that_failed": ("survivors that failed", "d"),
         },
+        summary=kills,
+        setup="""\
+Eight workers with a [membership](../guides/elasticity.md) run as processes on one machine with two cores. A step
+computes little and sleeps 50 ms. The first one, two or three workers by rank are killed (SIGKILL), rank 0 among them.
+After 100 more steps one worker is started again. Where the store is killed, it dies with them and is started again,
+empty, with that worker. Times are those of the survivors, in ms. "Rounds until joined" counts the rounds of the others
+between the moment when the new worker was ready and its first round.
+
+torchft's replicas train by its `DistributedDataParallel` and meet in a lighthouse. They take a replica for dead after
+5 s without a heartbeat. Without the lighthouse all of them fail after 60 s, the time limit that they were given. These
+rows are older: on 26 November, with torchft 0.2.0, some replicas ended before the first kill.""",
+        parts=(
+            Page(
+                "Workers that are stopped, cut off, slow or lossy",
+                "elastic_network.csv",
+                """\
+**The others wait once, for 1.01 to 1.09 s at a deadline of 1 s, then train on.** A worker that wakes or is
+reached again joins by itself. A worker that is slow but sends heartbeats is waited for, step by step: with 200 ms of
+delay in each direction, or with 5 % of the packets lost, steps take up to 1.26 s for the 5 s of the fault.""",
+                {
+                    "method": ("method", "s"),
+                    "fault": ("what happens", "s"),
+                    "deadline_ms": ("deadline, ms", ".0f"),
+                    "median_ms": ("median before", ".1f"),
+                    "slowest_before_ms": ("slowest before", ".1f"),
+                    "slowest_after_ms": ("slowest after", ".1f"),
+                    "slow_steps": ("slow steps", "d"),
+                    "median_afterwards_ms": ("median at the end", ".1f"),
+                    "members_afterwards": ("workers at the end", "d"),
+                    "others_that_failed": ("others that failed", "d"),
+                },
+                setup="""\
+Each of eight workers is on a host of its own: a network namespace behind a router that delays, loses or drops packets.
+At step 100 one worker is disturbed. A worker without a heartbeat for the deadline is excluded. Times are those of the
+other workers, in ms. A slow step takes longer than twice the median and 50 ms. The median at the end is that of the
+last hundred of 400 steps.""",
+            ),
+            Page(
+                "Time to begin, to go on and to join with 8, 16 and 32 workers",
+                "elastic_scale.csv",
+                """\
+**32 workers form the next generation 1.7 s after a kill, 8 workers after 0.7 s.** Training goes on meanwhile: the
+slowest step takes 0.6 s with 32 workers, 0.3 s with 8.""",
+                {
+                    "method": ("method", "s"),
+                    "num_workers": ("workers", "d"),
+                    "slept_ms": ("computation, ms", ".0f"),
+                    "median_ms": ("median step, ms", ".1f"),
+                    "seconds_to_begin": ("to begin, s", ".2f"),
+                    "seconds_to_form": ("next generation, s", ".2f"),
+                    "slowest_after_kill_ms": ("slowest after the kill, ms", ".0f"),
+                    "seconds_to_join": ("to join, s", ".2f"),
+                    "survivors_that_failed": ("survivors that failed", "d"),
+                },
+                setup="""\
+Each worker is on an emulated host with a link of 1 Gbit/s. All share two cores. The first worker is killed, and one is
+started again 40 steps later. Seconds run from the moment when all are ready to the last worker's first step; from the
+kill until the last worker begins the next generation; and from the moment when the new worker is ready to its first
+step. Workers begin a generation two steps after they are ready for it: half a second of the time with 8 and 16
+workers. torchft does not report generations; its rows are older.""",
+            ),
+        ),
+        question="What does a failure cost?",
+        result="With gossip, survivors of a kill wait for at most a step and 50 ms; torchft pauses for 5 s.",
+    ),
+    "chaos": Page(
+        "Training under a random fault every two seconds",
+        "chaos.csv",
+        """\
+**In ten to twelve minutes with 298 to 358 faults per method, no worker fails or hangs, and all methods but DiLoCo end
+within 0.5 points of their run without faults.** DiLoCo ends 0.7 points below, at a load of 25 to 40 processes. A kill
+costs 0.09 to 0.29 s, in the median over faults. A stop for longer than the deadline of 2 s costs the others 2 s once.
+
+![The number of workers in the run with SGP, and the slowest step after each fault.](../assets/chaos.svg)""",
+        render=chaos,
+        summary=outcomes,
+        setup="""\
+Eight workers with a [membership](../guides/elasticity.md) run as processes on one machine with two cores. Every two
+seconds, drawn with a seed, one or two workers are killed (SIGKILL), one is stopped (SIGSTOP) for 0.5 to 8 seconds, one
+is started, or the process of the store is killed and an empty one is started. A worker without a heartbeat for 2 s is
+excluded. At the end the missing workers are started, and the learning rate falls to zero in 1500 steps. The run without
+faults has as many steps. A step sleeps 50 ms with SGP and 100 with the others. Steps in which a worker itself stood
+still or joined are left out of the times. Accuracy is the mean over the workers at the end.
+
+These checks must pass: no worker that was not killed fails or hangs; generations and steps only rise; all workers of a
+generation name the same members; the sum of the push-sum weights stays while nobody comes or goes (the largest relative
+change in one step; empty where messages are in flight). Threads, descriptors and memory are those of a worker that is
+never killed, in its first generation and in the last 250 steps.
+
+The machine was not quiet. SGP had it almost alone, Overlap SGP and D-PSGD ran side by side, MATCHA and CHOCO-SGD three
+at once. AD-PSGD and PowerGossip ran beside tests, at a load of 20 to 45.
+[Decisions](../decisions/membership.md) says what earlier runs changed in the library.""",
+        parts=(
+            Page(
+                "Cost of each kind of fault",
+                "chaos_faults.csv",
+                """\
+The slowest step of any worker between a fault and the next one, in ms: the median over the faults, nine of ten of them,
+and the slowest. A worker that is stopped for longer than 2 s costs the others these 2 s, mostly after the next fault
+has come. So most steps of more than 1.3 s after a fault of another kind belong to an earlier stop.""",
+                render=chaos_faults,
+            ),
+            Page(
+                "Runs that failed a check and were repeated",
+                "chaos_before.csv",
+                """\
+At a load of 20 to 45, Overlap SGP ended 0.57 points below its run without faults, and D-PSGD 1.56: workers took half as
+many steps between two faults. One worker of D-PSGD failed. With WAGMA, descriptors grew from 41 to 82, since former
+generations were not released.""",
+                render=chaos,
+            ),
+        ),
+        question="What does a failure cost?",
+        result="With about 300 faults in ten minutes no worker fails, and accuracy stays "
+        "within 0.5 points for eight of "
+        "nine methods.",
     ),
     "elastic_cost": Page(
-        "What a membership costs without faults",
+        "Cost of a membership without failures",
         "elastic_cost.csv",
         """\
-Four workers with a [membership](../guides/elasticity.md) and four without one train the same network, each in a process
-of its own, on one machine. The two sides take turns of a few steps, and the side that has no turn waits. The figure is
-the processor time of a step, of all threads of a process, mean over the four; nothing is slept. The ratio is the median
-over turns of with / without, and its quartiles. Times of the wall are of the slowest worker. The last column is the
-part of one core that the threads of the membership use while nothing is trained. No other job ran. All-reduce without
-a membership is DistributedDataParallel, which averages under the backward and copies no gradients.""",
+**With 9.6 million parameters, a membership adds 0 to 4 % of CPU time to SGP, Overlap SGP and DiLoCo, and 32 % to
+all-reduce.** All-reduce without a membership is DistributedDataParallel, which overlaps the backward pass and copies no
+gradients. A tiny model pays 0.07 to 0.21 ms per step, and 2.9 ms with all-reduce. The threads of a membership use 1.0
+to 1.5 % of a core while nothing is trained.""",
         {
             "method": ("method", "s"),
             "num_workers": ("workers", "d"),
@@ -69,64 +215,49 @@ a membership is DistributedDataParallel, which averages under the backward and c
             "elastic_wall_ms": ("wall with, ms", ".2f"),
             "background_percent": ("of a core, %", ".1f"),
         },
-    ),
-    "elastic_joins": Page(
-        "What a join costs the donor",
-        "elastic_joins.csv",
-        """\
-Workers that come one after the other to a job with a [membership](../guides/elasticity.md), on one machine with two
-cores, which they all share; a step computes and sleeps 50 ms. The state is the parameters and their
-momentum; beside it go the names and shapes. The slowest step of the donor while it gives its state stands beside
-its slowest step at other times, which shows what sharing the cores does. The target is 1.25 times the median, at most
-ten rounds and the bytes of one state. All join within five rounds. **20 of 28 joins are within 1.25**; the median is
-1.18. In no row is the slowest step while giving as slow as the slowest at other times: workers and those that start
-share the cores.""",
-        {
-            "method": ("method", "s"),
-            "num_workers": ("workers", "d"),
-            "state_bytes": ("state, bytes", ",d"),
-            "sent_bytes": ("sent, bytes", ",d"),
-            "seconds": ("seconds", ".3f"),
-            "rounds_until_joined": ("rounds until joined", "d"),
-            "median_ms": ("median step, ms", ".1f"),
-            "slowest_alone_ms": ("slowest alone", ".1f"),
-            "slowest_serving_ms": ("slowest while giving", ".1f"),
-            "ratio": ("by the median", ".2f"),
-        },
-        script="bb6c722:benchmarks/elastic/joins.py",
-    ),
-    "elastic_scale": Page(
-        "How long 8, 16 and 32 workers take",
-        "elastic_scale.csv",
-        """\
-Workers with a [membership](../guides/elasticity.md), each a process of its own on a host of the emulated cluster: a
-network namespace behind a switch, with links of 1 Gbit/s. All share one machine with two cores; a step sleeps, the
-longer since so many share them. The first one is killed, and one is started again 40 steps later. Seconds: from the
-moment when all are ready to the last worker's first step; from the kill until the last one begins the next
-generation, which torchft's replicas do not name; and from the moment when the new worker is ready to its first step.
-torchft's replicas meet in a lighthouse, which takes one for dead after 5 s without a heartbeat; its rows are older.
-Workers begin a generation two steps after they are ready for it, so that none waits: half a second of the time with 8
-and 16 workers.""",
-        {
-            "method": ("method", "s"),
-            "num_workers": ("workers", "d"),
-            "slept_ms": ("computation, ms", ".0f"),
-            "median_ms": ("median step, ms", ".1f"),
-            "seconds_to_begin": ("to begin, s", ".2f"),
-            "seconds_to_form": ("next generation, s", ".2f"),
-            "slowest_after_kill_ms": ("slowest after the kill, ms", ".0f"),
-            "seconds_to_join": ("to join, s", ".2f"),
-            "survivors_that_failed": ("survivors that failed", "d"),
-        },
+        summary=cost,
+        setup="""\
+Four workers with a [membership](../guides/elasticity.md) and four without one train the same network, each in a process
+of its own on one machine. The two sides take turns of a few steps. The figure is the processor time of a step, of all
+threads of a process, in the mean over the four. Nothing sleeps. The ratio is the median over turns, with its quartiles.
+Wall times are those of the slowest worker.""",
+        parts=(
+            Page(
+                "Cost of a join for the worker that gives its state",
+                "elastic_joins.csv",
+                """\
+**20 of 28 joins slow the donor's slowest step to at most 1.25 times its median step; the median is 1.18.** All workers
+join within five rounds, in at most 0.06 s, for the bytes of one state. The donor's slowest step at other times is
+slower in all rows, since workers that start share the cores.""",
+                {
+                    "method": ("method", "s"),
+                    "num_workers": ("workers", "d"),
+                    "state_bytes": ("state, bytes", ",d"),
+                    "sent_bytes": ("sent, bytes", ",d"),
+                    "seconds": ("seconds", ".3f"),
+                    "rounds_until_joined": ("rounds until joined", "d"),
+                    "median_ms": ("median step, ms", ".1f"),
+                    "slowest_alone_ms": ("slowest alone", ".1f"),
+                    "slowest_serving_ms": ("slowest while giving", ".1f"),
+                    "ratio": ("by the median", ".2f"),
+                },
+                summary=joins,
+                script="bb6c722:benchmarks/elastic/joins.py",
+                setup="""\
+Workers join one after the other on one machine with two cores, which all share. A step computes and sleeps 50 ms. The
+state is the parameters and their momentum, with names and shapes.""",
+            ),
+        ),
+        question="What does a failure cost?",
+        result="With 9.6 million parameters a membership adds 0 to 4 % of CPU time to gossip and DiLoCo.",
     ),
     "scale": Page(
-        "The cost of one rank among many",
+        "Cost of one rank among 16, 64 and 256",
         "scale.csv",
         """\
-Ranks as threads of one process over Gloo, in groups whose ranks have few connections. Times are CPU time of the thread
-of a rank, the median of all ranks: a named barrier, wrapping a tiny model, a step of SGP with its round, and an exact
-average. Descriptors are those of one rank, with the ends of all its connections. The times of 256 ranks were to be at
-most twice those of 16; see [Transport and failures](../decisions/transport.md).""",
+**From 16 to 256 ranks, a named barrier and wrapping a model take 2.1 and 2.4 times as much CPU time of a rank, a step
+with its round 1.3 times, an exact average 7 times.** A rank needs 11 to 19 descriptors. The target was a factor of two:
+see [Transport and failures](../decisions/transport.md).""",
         {
             "ranks": ("ranks", "d"),
             "descriptors": ("descriptors", ".1f"),
@@ -135,85 +266,10 @@ most twice those of 16; see [Transport and failures](../decisions/transport.md).
             "round_ms": ("step and round, ms", ".2f"),
             "average_ms": ("exact average, ms", ".2f"),
         },
-    ),
-    "elastic_network": Page(
-        "Stopped, cut off, slow and lossy",
-        "elastic_network.csv",
-        """\
-Eight workers with a [membership](../guides/elasticity.md), each on a host of its own: a network namespace, behind a
-router that delays, loses or drops packets; all on one machine with two cores. A step computes little and sleeps 50 ms.
-At step 100 something happens to one worker. The deadline is the silence after which it is left out. Times are
-those of the other workers: the median step before, the slowest step before and after, how many steps after took longer
-than twice the median and 50 ms, and the median of the last hundred steps of 400, when the faults that end have ended.
-
-Where a worker was stopped or cut off, the others wait once: the slowest step is an ordinary one and the deadline, and
-at most 38 ms more; in each of the first steps a few of them wait, so that three count as slow. Who wakes, or is reached
-again, joins by itself. A worker that is slow but not silent is waited for, step by step: a delay of 200 ms in each
-direction, of which a message of 37 kB takes several, or a lost packet, which TCP sends again after 200 ms or more. That
-is more than the deadline and 50 ms for a step of 5 s of delay, since nobody is left out for it.""",
-        {
-            "method": ("method", "s"),
-            "fault": ("what happens", "s"),
-            "deadline_ms": ("deadline, ms", ".0f"),
-            "median_ms": ("median before", ".1f"),
-            "slowest_before_ms": ("slowest before", ".1f"),
-            "slowest_after_ms": ("slowest after", ".1f"),
-            "slow_steps": ("slow steps", "d"),
-            "median_afterwards_ms": ("median at the end", ".1f"),
-            "members_afterwards": ("workers at the end", "d"),
-            "others_that_failed": ("others that failed", "d"),
-        },
-    ),
-    "chaos": Page(
-        "A random fault every two seconds",
-        "chaos.csv",
-        """\
-Eight workers with a [membership](../guides/elasticity.md), each a process of its own on one machine with two
-cores that does other work too. Every two seconds, drawn with a seed, one or two workers are killed (SIGKILL),
-one is stopped (SIGSTOP) for half a second to eight, one is started, or the process of the store is killed and
-another one, empty, is started. Who is silent for 2 s is left out. Then as many workers as are missing are started, and
-the learning rate falls to zero in 1500 steps. The run beside it has the same number of steps, and no faults.
-[What each kind of fault costs](chaos_faults.md) is on a page of its own. All that must hold does, with all eight
-methods but DiLoCo, which ended 0.7 points below its run without faults in twelve minutes at a load of 25 to 40. SGP had
-the machine almost for itself; Overlap SGP and D-PSGD ran side by side, MATCHA and CHOCO-SGD three at once, all with
-other work at the lowest priority beside them, and so did WAGMA, alone; AD-PSGD and PowerGossip ran at once with two
-more, beside tests, at a load of 20 to 45. At that load Overlap SGP ended 0.57 points below its run without faults, and
-D-PSGD 1.56, where the limit is 0.5: workers took half as many steps between two faults. In an earlier run with WAGMA
-descriptors grew from 41 to 82, which was mended. These three runs have [a page of their own](chaos_before.md).
-
-What earlier runs showed, and what was changed: models ran away in graphs with holes, since weights are small there
-(steps are limited while a peer is lost); no generation formed any more where the store died together with most workers;
-and threads and descriptors grew, as errors kept what failed generations had made, with AD-PSGD and WAGMA what all
-former generations had. [Decisions](../decisions/membership.md) has the reasons.
-
-![How many workers there were in the run with SGP, and the slowest step after each fault.](../assets/chaos.svg)
-
-What must hold: no worker that was not killed fails or hangs; the generations and steps of a worker only rise; a
-generation is the same set of workers for all of them; the sum of the push-sum weights of a generation stays
-while nobody comes or goes (the largest relative change in one step; where messages are in flight it is not the
-whole mass, and the cell is empty). Threads, descriptors and memory are those of a worker that is never killed, in its
-first generation and in the last 250 steps. Accuracy is the mean over the workers at the end, in percent. A step sleeps
-50 ms with SGP and 100 with the others; those in which a worker itself stood still or joined are left out of the
-times.""",
-        render=chaos,
-    ),
-    "chaos_before": Page(
-        "A random fault every two seconds, before",
-        "chaos_before.csv",
-        """\
-Runs that did not hold all that [must](chaos.md), and were repeated: Overlap SGP and D-PSGD at a load of 20 to 45, and
-WAGMA before its former generations were let go of.""",
-        render=chaos,
-    ),
-    "chaos_faults": Page(
-        "What each kind of fault costs",
-        "chaos_faults.csv",
-        """\
-The faults of the runs with [a random fault every two seconds](chaos.md), by what was done: the slowest step of any
-worker between the fault and the next one, in ms, as the median over the faults, nine of ten of them, and the
-slowest of all. A worker that is stopped for longer than 2 s costs the others these 2 s, once. They end when the next
-fault has come, and mostly count with that: so it is with most steps of more than 1.3 s after a fault of another
-kind.""",
-        render=chaos_faults,
+        setup="""\
+Ranks are threads of one process over Gloo, in groups whose ranks have few connections. Times are CPU time of the thread
+of a rank, the median of all ranks. The model is tiny.""",
+        question="Is it as fast?",
+        result="From 16 to 256 ranks a step with its round takes 1.3 times the CPU time, an exact average 7 times.",
     ),
 }

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 
 import pandas as pd
 
+from benchmarks.faults.fault import FAULTS
+from benchmarks.faults.table import WRAPPERS, newest
 from benchmarks.faults.table import markdown as faults_markdown
 from benchmarks.pages.base import Page
+from benchmarks.pages.markdown import grid, table
 
 
 def faults(rows: pd.DataFrame) -> str:
@@ -16,6 +19,38 @@ def faults(rows: pd.DataFrame) -> str:
     lines = faults_markdown(rows).splitlines()
     escaped = (re.sub(r"([\\`*_\[\]<>])", r"\\\1", line) if line.startswith("- ") else line for line in lines)
     return "\n".join(escaped) + "\n"
+
+
+def fault_table(rows: pd.DataFrame) -> str:
+    """The table of faults alone."""
+    return faults(rows).partition("Deviations")[0]
+
+
+def errors(rows: pd.DataFrame) -> str:
+    """Errors, names and times by wrapper."""
+    rows = newest(rows)
+    must = (rows["role"] == "survivor") & ~rows["fault"].map(lambda name: FAULTS[name].is_survived)
+    found = []
+    for wrapper, title in WRAPPERS.items():
+        own = rows[must & (rows["wrapper"] == wrapper)]
+        killed = own[own["fault"].isin(("kill-0", "kill-odd", "kill-even"))]
+        found.append(
+            {
+                "title": title,
+                "errors": f"{own['error_type'].notna().sum()} of {len(own)}",
+                "names": f"{(own['names_the_dead'] == True).sum()} of {len(own)}",  # noqa: E712
+                "kill": killed["seconds"].max(),
+                "wait": rows.loc[rows["wrapper"] == wrapper, "wait_seconds"].max(),
+            }
+        )
+    columns = {
+        "title": ("method", "s"),
+        "errors": ("survivors with an error", "s"),
+        "names": ("errors that name the dead rank", "s"),
+        "kill": ("slowest error after a kill, s", ".1f"),
+        "wait": ("longest wait, s", ".1f"),
+    }
+    return table(pd.DataFrame(found), columns)
 
 
 _STEP_COLUMNS = {
@@ -32,80 +67,76 @@ _STEP_COLUMNS = {
     "cpu_ratio_high": ("to", ".3f"),
     "cpu_over_ms": ("over, ms", ".2f"),
 }
+_MODELS = {
+    "mlp": "a tiny perceptron",
+    "tensors": "1,000 small tensors",
+    "resnet18": "ResNet-18",
+    "wide": "9.4 M in 8 tensors",
+}
+
+
+def steps(rows: pd.DataFrame) -> str:
+    """The ratio of CPU times to the loop written by hand, by method and model."""
+    own = rows[(rows["library"] == "this") & rows["method"].isin(("sgp", "osgp", "diloco", "ar", "decent-dp"))]
+    shown = own.assign(method=own["method"] + " / " + own["standard"], model=own["model"].map(_MODELS))
+    return grid(shown, ("method", "method / loop beside it"), "model", "cpu_ratio", ".2f")
+
+
+def before_and_after(rows: pd.DataFrame) -> str:
+    """The CPU time of a step beyond its standard, before and after a change."""
+    own = rows[~rows["method"].isin(("local", "hand-sgp", "hand-diloco"))]
+    shown = own.assign(library=own["library"].where(own["library"] == "this", "before").replace("this", "after"))
+    shown = shown.assign(method=shown["model"].map(_MODELS) + ": " + shown["method"])
+    return grid(shown, ("method", "CPU ms beyond the loop beside it"), "library", "cpu_over_ms", ".2f")
+
+
+def outer_ratios(rows: pd.DataFrame) -> str:
+    """The ratio of the mean step to a local step, by method and period, of the commit with most rows."""
+    own = rows[rows["commit"] == rows["commit"].value_counts().idxmax()]
+    return grid(own, ("method", "mean step / local step"), "sync_every", "ratio", ".2f", "outer step every {} steps")
+
+
+def language(rows: pd.DataFrame) -> str:
+    """Bits, seconds and bytes of each run."""
+    shown = rows.assign(run=(rows["recipe"] + " " + rows["options"].fillna("")).str.strip())
+    shown = shown.drop_duplicates("run", keep="last").sort_values("bits_per_byte")
+    columns = {
+        "run": ("recipe", "s"),
+        "bits_per_byte": ("bits per byte", ".3f"),
+        "sent_megabytes": ("MB sent per rank", ".1f"),
+    }
+    return table(shown, columns)
+
+
+def kept(rows: pd.DataFrame) -> str:
+    """How many combinations keep their bits."""
+    found = [
+        {
+            "what": what,
+            "same": f"{(rows[name] == 0).sum()} of {rows[name].notna().sum()}",
+            "rounding": ((rows[name] > 0) & (rows[name] < 1e-5)).sum(),
+            "more": (rows[name] >= 1e-5).sum(),
+        }
+        for what, name in (("parameters", "parameters"), ("running statistics", "buffers"))
+    ]
+    columns = {
+        "what": ("", "s"),
+        "same": ("equal bits", "s"),
+        "rounding": ("differ by less than 1e-5", "d"),
+        "more": ("differ by more", "d"),
+    }
+    return table(pd.DataFrame(found), columns)
+
 
 TRAINING: Mapping[str, Page] = {
-    "step_time": Page(
-        "The time of a step, beside loops written by hand",
-        "step_time.csv",
-        """\
-The wall time of a training step on the slowest rank, and the CPU time of a step of one rank, all in one run:
-all methods take turns of a few steps. Ratios are medians over turns of the method's time over its standard's: for SGP,
-Overlap SGP and DiLoCo a loop of 30 lines in plain torch.distributed (`benchmarks/by_hand.py`), for all-reduce
-DistributedDataParallel with `gradient_as_bucket_view=True`, for the rest a step without communication. The CPU time
-says how much work a method does; the wall time of a short step on two cores, beside other load, is a
-matter of luck. "over, ms" is the median difference of the CPU times. "mlp" is six layers of 64: it shows the work
-around a round. "tensors" has 1,000 tensors of up to 16 numbers, "wide" 9.4 M parameters in eight tensors, and
-"resnet18" is mostly compute. "library" is a commit, or "this": the one of the row.""",
-        _STEP_COLUMNS,
-    ),
-    "outer_step": Page(
-        "An outer step of DiLoCo, before and after",
-        "outer_step.csv",
-        """\
-The script of [the time of a step](step_time.md) with the library of the commit before and after outer steps compute in
-the memory of the drift. DiLoCo has an outer step in every second step here, of 9.4 M parameters in eight tensors. Its
-standard is the hand-written loop, which takes no new memory in a step either. The CPU time is the figure to read; the
-machine did other work.""",
-        _STEP_COLUMNS,
-    ),
-    "wagma_step": Page(
-        "A step of WAGMA, before and after",
-        "wagma_step.csv",
-        """\
-The script of [the time of a step](step_time.md) with the library of the commit before and after a rank that is on time
-gets its average in place. The CPU time is the figure to read: beyond a local step WAGMA takes less than before with
-9.4 M parameters, and still more than SGP.""",
-        _STEP_COLUMNS,
-    ),
-    "before_after_bits": Page(
-        "The bits and the memory of training, before and after",
-        "before_after_bits.csv",
-        """\
-Nine steps of training on four ranks with the library of an earlier commit and with this one: the largest difference of
-a parameter and of a running statistic at the end, where 0 means the same bits, and the bytes of all tensors that are
-alive after the last step, in models. Parameters, gradients and momentum are three of these. The module of the first
-command is `benchmarks.before_after_bits` today. Bits of the asynchronous methods AD-PSGD and WAGMA depend on time, so
-only their copies are compared; ranks meet before each step, and the receive buffers of WAGMA, three chunks of 4 MB for
-large models, are one vector for this small one. The model has a layer of BatchNorm, and the learning rate changes. A
-combination that one of the two libraries refuses is left out. Overlapped rows count the temporary tensors of a round in
-flight, so their copies vary from run to run. Parameters keep their bits but for SparseLoCo in float32, which differs by
-rounding. Statistics differ by rounding in overlapped rounds of compressed messages and in three other rows. In Eager
-DiLoCo, which takes half of the averaged statistics, and in RelaySGD, which mixes them with the weights of the graph,
-they differ by definition.""",
-        {
-            "method": ("method", "s"),
-            "dtype": ("dtype", "s"),
-            "rounds": ("rounds", "s"),
-            "parameters": ("parameters", ".2g"),
-            "buffers": ("statistics", ".2g"),
-            "copies_before": ("copies before", ".2f"),
-            "copies_after": ("copies after", ".2f"),
-        },
-    ),
     "language_model": Page(
-        "A language model on Python's sources",
+        "A small language model by several methods",
         "language_model.csv",
         """\
-The default run of `train/language_model.py`, by several methods with the same options: how long it
-takes from the command to its end, and what the averaged model reaches on the validation files, beside
-what the frequencies of the tokens alone give. Learning rates were not tuned for each method. The
-machine did other work in the first four runs, and in those by NoLoCo, GASLoC and, without options, Eager
-DiLoCo: their seconds are no comparison of methods. The processor's seconds are those of all processes of
-a run, which two idle cores share. All runs have the same seed.
-
-**With a period of ten steps, the default here, the published outer momentum of 0.9 is too much for so short a
-run.** DiLoCo and Eager DiLoCo learn more with 0.5, and local SGD, which has none, more than both.
-[Language models](../guides/language_models.md) says what is learnt.""",
+**After 400 steps all-reduce ends at 2.39 bits per byte, SGP and Overlap SGP at 2.45 with two thirds of its bytes.**
+Local SGD with a period of ten steps ends at 2.56 with 154 MB instead of 1,312, PowerGossip at 2.61 with 46 MB. DiLoCo
+with its published outer momentum of 0.9 ends at 3.12, since this run is short; with 0.5 it ends at 2.70. The
+frequencies of the tokens alone give 3.70.""",
         {
             "recipe": ("recipe", "s"),
             "options": ("options", "s"),
@@ -123,71 +154,151 @@ run.** DiLoCo and Eager DiLoCo learn more with 0.5, and local SGD, which has non
             "sent_megabytes": ("MB sent per rank", ".1f"),
         },
         script="bb6c722:benchmarks/language_model.py",
+        summary=language,
+        setup="""\
+Each row is the default run of `train/language_model.py` on Python's sources, with four ranks and one seed. The
+figure is the loss of the averaged model on the validation files. Learning rates were not tuned for each method. Do
+not compare seconds: the machine did other work in some of the runs. [Language models](../guides/language_models.md)
+describes the task.""",
+        question="Is it as accurate?",
+        result="After 400 untuned steps all-reduce ends at 2.39 bits per byte, SGP at 2.45, DiLoCo at 3.12.",
     ),
-    "outer_steps": Page(
-        "What outer steps add to a step",
-        "outer_steps.csv",
+    "step_time": Page(
+        "Time of a step against hand-written loops",
+        "step_time.csv",
         """\
-Four ranks on one machine with two cores, joined by Gloo over loopback, train a ResNet-18 each (11.2 M parameters),
-with an outer step every H steps. Methods take turns in the same processes. The ratio is that of the mean step to the
-step of a rank that trains alone, in the same cycle: the median over cycles, with its quartiles. "all_reduce" trains
-alone, and calls `torch.distributed.all_reduce` for a vector of as many floats every H steps: it is what an exact
-average costs before anything is computed with it, on cores that training needs as well. "diloco-fused" is DiLoCo
-with `optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True, fused=True)`.
-
-**At H = 4 no method takes at most 1.08 times the local step here, which is the target, and neither does the bare
-all-reduce.** What DiLoCo takes beside it is reading and writing memory: anchor, drift, momentum and model, each 45 MB
-on each rank, several times. A fused optimizer, whose last bit may differ, goes over them once. At H = 16 local SGD is
-below the target, and DiLoCo with a fused optimizer.""",
+**On a ResNet-18, SGP and all-reduce take the CPU time of a loop written by hand, Overlap SGP 1.06 times and DiLoCo 1.07
+times.** On a tiny perceptron with steps of 1 ms, the work around a round shows: SGP takes 1.17 times the hand-written
+loop, Overlap SGP 1.40, DiLoCo 1.56. Decent-DP takes 1.07 and 1.20.""",
+        _STEP_COLUMNS,
+        summary=steps,
+        setup="""\
+All methods take turns of a few steps in one run. A ratio is the median over turns of the method's time over the time of
+the loop beside it. SGP, Overlap SGP and DiLoCo stand beside a loop of 30 lines in plain torch.distributed
+(`benchmarks/by_hand.py`), all-reduce beside DistributedDataParallel with `gradient_as_bucket_view=True`, the others
+beside a step without communication. The CPU time is that of one rank, the wall time that of the slowest rank. Read the
+CPU time: the wall time of a short step on two busy cores varies. "Over, ms" is the median difference of the CPU times.
+"Library" is a commit, or "this": the commit of the row. In all tables "mlp" has six layers of 64, "tensors" 1,000
+tensors of up to 16 numbers, "wide" 9.4 M parameters in eight tensors.""",
+        parts=(
+            Page(
+                "Outer steps: the mean step with DiLoCo and others",
+                "outer_steps.csv",
+                """\
+**With an outer step every 16 steps, local SGD takes 1.05 times a local step, DiLoCo 1.10, with a fused optimizer
+1.07.** With one every 4 steps no method reaches the target of 1.08, and neither does the bare all-reduce (1.12). DiLoCo
+reads and writes anchor, drift, momentum and model several times, each of 45 MB.""",
+                {
+                    "method": ("method", "s"),
+                    "ranks": ("ranks", "d"),
+                    "sync_every": ("H", "d"),
+                    "cycles": ("cycles", "d"),
+                    "step_seconds": ("step, s", ".3f"),
+                    "ratio": ("ratio", ".3f"),
+                    "ratio_low": ("from", ".3f"),
+                    "ratio_high": ("to", ".3f"),
+                },
+                summary=outer_ratios,
+                script="bb6c722:benchmarks/outer_steps.py",
+                setup="""\
+Four ranks on two cores train a ResNet-18 each, over Gloo, with an outer step every H steps. Methods take turns in
+the same processes. The ratio is that of the mean step to the step of a rank that trains alone, in the same cycle:
+the median over cycles, with its quartiles. "all_reduce" trains alone and averages a vector of as many floats.
+"diloco-fused" has `optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True,
+fused=True)`.""",
+            ),
+            Page(
+                "An outer step of DiLoCo before and after it computes in place",
+                "outer_step.csv",
+                "**An outer step every second step takes 1.05 times the CPU time "
+                "of the hand-written loop, 1.22 before.** "
+                "The model has 9.4 M parameters in eight tensors. The machine did other work.",
+                _STEP_COLUMNS,
+                summary=before_and_after,
+            ),
+            Page(
+                "A step of WAGMA before and after it averages in place",
+                "wagma_step.csv",
+                "**With 9.4 M parameters WAGMA takes 34.8 ms of CPU time beyond a local step, 41.3 before.** SGP takes "
+                "1.7 ms beyond the hand-written loop, which takes 23.2 beyond a local step.",
+                _STEP_COLUMNS,
+                summary=before_and_after,
+            ),
+        ),
+        question="Is it as fast?",
+        result="On a ResNet-18 SGP takes 1.01 times the CPU time of a hand-written loop, DiLoCo 1.07.",
+    ),
+    "before_after_bits": Page(
+        "Results before and after a rewrite of the library",
+        "before_after_bits.csv",
+        """\
+**After nine steps on four ranks, 75 of 76 combinations end with the same bits of the parameters as with an earlier
+commit.** SparseLoCo in float32 differs by rounding. Running statistics differ in 20 combinations: by definition in
+Eager DiLoCo and RelaySGD, by rounding in the others, mostly in overlapped rounds of compressed messages.""",
         {
             "method": ("method", "s"),
-            "ranks": ("ranks", "d"),
-            "sync_every": ("H", "d"),
-            "cycles": ("cycles", "d"),
-            "step_seconds": ("step, s", ".3f"),
-            "ratio": ("ratio", ".3f"),
-            "ratio_low": ("from", ".3f"),
-            "ratio_high": ("to", ".3f"),
+            "dtype": ("dtype", "s"),
+            "rounds": ("rounds", "s"),
+            "parameters": ("parameters", ".2g"),
+            "buffers": ("statistics", ".2g"),
+            "copies_before": ("copies before", ".2f"),
+            "copies_after": ("copies after", ".2f"),
         },
-        script="bb6c722:benchmarks/outer_steps.py",
-    ),
-    "restart": Page(
-        "Killed and resumed",
-        "restart.csv",
-        """\
-A job on one machine is killed by SIGKILL and started again with `--resume auto`: seconds from the
-kill to the line that says from which step the run goes on, and to the first epoch that is new.""",
-        {
-            "date": ("date", "s"),
-            "recipe": ("recipe", "s"),
-            "num_workers": ("ranks", "d"),
-            "repeat": ("repeat", "d"),
-            "seconds_to_resume": ("to resume, s", ".1f"),
-            "seconds_to_new_epoch": ("to a new epoch, s", ".1f"),
-        },
-        script="bb6c722:benchmarks/restart.py",
+        summary=kept,
+        setup="""\
+The table has the largest difference of a parameter and of a running statistic; 0 means equal bits. Rounding in bfloat16
+is up to 0.04. Copies are the bytes of all tensors after the last step, in models: parameters, gradients and momentum
+are three. The model has a layer of BatchNorm, and the learning rate changes. AD-PSGD and WAGMA depend on time, so only
+their copies are compared. Combinations that one of the two libraries refuses are left out. Overlapped rows count the
+temporary tensors of a round in flight. The module of the first command is `benchmarks.before_after_bits` today.""",
+        question="Is the Lab right?",
+        result="A rewrite of the library kept the bits of the parameters in 75 of 76 combinations.",
     ),
     "faults": Page(
-        "Killed, stopped and failing ranks",
+        "Errors when ranks are killed, stopped or leave",
         "faults.csv",
         """\
-What every wrapper does when ranks are killed, stopped, fail or leave.
-[What is guaranteed](../guides/failures.md) is on a page of its own.""",
+**All 312 survivors get an error, and 311 errors name the dead rank.** These are jobs without a membership, with a
+timeout of 10 s. After a kill the error comes within 5.6 s, with AD-PSGD and WAGMA within 0.1 s. The longest wait is
+11.4 s, and no process has to be killed. A job that is killed and started again with `--resume auto` trains its next new
+epoch 11 to 22 s later. [Failures](../guides/failures.md) says what is guaranteed.""",
         render=faults,
-    ),
-    "faults_quieter": Page(
-        "Killed, stopped and failing ranks, on a quieter machine",
-        "faults_quieter.csv",
-        """\
-The measurement of [killed, stopped and failing ranks](faults.md), made again on a quieter machine.""",
-        render=faults,
-    ),
-    "faults_before": Page(
-        "Killed, stopped and failing ranks, at an earlier commit",
-        "faults_before.csv",
-        """\
-The same faults with the library of an earlier commit, for comparison with
-[killed, stopped and failing ranks](faults.md).""",
-        render=faults,
+        summary=errors,
+        setup="""\
+Four Gloo ranks train as processes on one machine with two cores, once for each fault and wrapper. Times run from the
+fault to the error.""",
+        parts=(
+            Page(
+                "Restart of a killed job",
+                "restart.csv",
+                "A job on one machine is killed by SIGKILL and started again with "
+                "`--resume auto`. Seconds run from the "
+                "kill to the line that names the step of the restart, and to the end of the next new epoch.",
+                {
+                    "date": ("date", "s"),
+                    "recipe": ("recipe", "s"),
+                    "num_workers": ("ranks", "d"),
+                    "repeat": ("repeat", "d"),
+                    "seconds_to_resume": ("to resume, s", ".1f"),
+                    "seconds_to_new_epoch": ("to a new epoch, s", ".1f"),
+                },
+                script="bb6c722:benchmarks/restart.py",
+            ),
+            Page(
+                "All faults at an earlier commit, on a quieter machine",
+                "faults_quieter.csv",
+                "After a kill the error comes within 2.5 s, but for dpwa. 307 of 312 errors name the dead rank.",
+                render=fault_table,
+            ),
+            Page(
+                "All faults before errors named the dead rank",
+                "faults_before.csv",
+                "Of 312 survivors 247 get an error, and 183 errors name the dead rank. 69 of 448 processes have to be "
+                "killed.",
+                render=fault_table,
+            ),
+        ),
+        question="What does a failure cost?",
+        result="Without a membership, all survivors of a fault get an error, and 311 of 312 errors name the dead rank.",
     ),
 }

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 from benchmarks import pages
+from benchmarks.pages.base import QUESTIONS
 from benchmarks.record import PROVENANCE, RESULTS, ROOT, write_rows
 
 
@@ -20,8 +21,19 @@ def test_pages_are_up_to_date() -> None:
     assert pages.stale() == []
 
 
+def test_a_page_has_its_result_first_and_its_commands_last() -> None:
+    for name, own in pages.PAGES.items():
+        assert own.question in QUESTIONS, name
+        assert own.result.endswith("."), name
+        text = (pages.DOCS / f"{name}.md").read_text(encoding="utf-8")
+        assert own.text in text
+        headings = re.findall(r"^(?:## .*|\?\?\? note \"All .*)$", text, re.MULTILINE)
+        assert headings[-1] == "## Measured with", name
+        assert re.match(r"(# .*)\n\n<!-- .* -->\n\n\*\*.*\d", text, re.DOTALL), name
+
+
 def test_every_file_of_results_has_a_page_and_says_how_it_was_measured() -> None:
-    read = {csv for page in pages.PAGES.values() for csv in (page.csv, *page.also)}
+    read = {csv for page in pages.PAGES.values() for csv in page.files()}
     assert {path.name for path in RESULTS.glob("*.csv")} == read
     for path in RESULTS.glob("*.csv"):
         rows = pd.read_csv(path)
@@ -59,7 +71,7 @@ def test_a_page_that_was_edited_by_hand_is_named(
     assert pages.main() == 0
     monkeypatch.setattr(sys, "argv", ["pages", "--check"])
     assert pages.main() == 0
-    edited, stray = tmp_path / "docs" / "restart.md", tmp_path / "docs" / "stray.md"
+    edited, stray = tmp_path / "docs" / "scale.md", tmp_path / "docs" / "stray.md"
     edited.write_text(edited.read_text() + "A claim.\n")
     stray.write_text("No data.\n")
     capsys.readouterr()
@@ -84,18 +96,17 @@ def test_commits_of_rows_are_in_the_history_or_the_page_says_that_they_are_not()
 
 
 def test_the_page_of_a_finished_study_names_a_script_that_its_commit_has() -> None:
-    for own in pages.PAGES.values():
-        if own.script:
-            assert not (ROOT / own.script.partition(":")[2]).exists(), own.script
+    scripts = {own.script for page in pages.PAGES.values() for own in page.measurements() if own.script}
+    assert [script for script in scripts if (ROOT / script.partition(":")[2]).exists()] == []
     texts = [path.read_text(encoding="utf-8") for path in pages.DOCS.glob("*.md")]
     named = sorted({name for text in texts for name in re.findall(r"git show ([0-9a-f]+:[\w./]+)", text)})
-    assert {own.script for own in pages.PAGES.values() if own.script} <= set(named)
+    assert scripts <= set(named)
     asked = ["git", "cat-file", "--batch-check=%(objecttype)"]
     found = subprocess.run(asked, cwd=ROOT, input="\n".join(named), capture_output=True, text=True).stdout
     if _has_history():
         assert [name for name, kind in zip(named, found.splitlines(), strict=True) if kind != "blob"] == []
     assert "does not have 7ec9a98290: rows" in pages.page("elastic")
-    assert "Paths that begin with / are those of the machine" in pages.page("chaos")
+    assert "Paths that begin with / belong to the machine" in pages.page("chaos")
 
 
 @pytest.mark.parametrize("name", pages.FINISHED)
@@ -103,7 +114,7 @@ def test_a_page_that_no_command_writes_names_its_scripts_and_the_source_of_its_r
     own, text = pages.FINISHED[name], (pages.DOCS / f"{name}.md").read_text(encoding="utf-8")
     assert text.startswith(f"# {own.title}\n")
     assert f"benchmarks/results/{own.csv}: `git show " in text
-    assert "its script is not in the tree any more: `git show " in text
+    assert "Its script is in an earlier commit: `git show " in text
     for csv_name in (own.csv, *own.also):
         rows = pd.read_csv(RESULTS / csv_name, dtype=str)
         assert [x for x in {*rows["command"], *rows["commit"]} if x not in text] == []

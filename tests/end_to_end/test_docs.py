@@ -70,7 +70,7 @@ def test_pages_name_files_that_exist() -> None:
             page.read_text(encoding="utf-8"),
         )
     }
-    studies = {own.script.partition(":")[2] for own in pages.PAGES.values()}
+    studies = {own.script.partition(":")[2] for page in pages.PAGES.values() for own in page.measurements()}
     assert sorted((page, path) for page, path in named if not ((ROOT / path).exists() or path in studies)) == []
 
 

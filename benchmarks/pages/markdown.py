@@ -1,0 +1,90 @@
+"""Pieces of a page: tables, folded parts, and the commands of rows."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+NOT_IN_HISTORY = frozenset({"c382ff5ef7", "5bef199f44", "7ec9a98290", "bb0e4d0be7"})
+"""Commits that rows name, of branches that were rebased."""
+
+SHOWN = 2
+"""Commands of a page that are shown; more than these are folded."""
+
+
+def table(rows: pd.DataFrame, columns: Mapping[str, tuple[str, str]]) -> str:
+    """The columns as a Markdown table; an empty cell stays empty."""
+    lines = [f"| {' | '.join(header for header, _ in columns.values())} |"]
+    lines.append(f"|{'|'.join('---' if form == 's' else '---:' for _, form in columns.values())}|")
+    for row in rows.to_dict("records"):
+        cells = [_cell(row[name], form) for name, (_, form) in columns.items()]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def grid(
+    rows: pd.DataFrame,
+    index: tuple[str, str],
+    columns: str,
+    values: str,
+    form: str,
+    heads: str = "{}",
+    how: str = "mean",
+) -> str:
+    """A table with a row for each value of one column and a column for each value of another one.
+
+    Args:
+        rows: to show.
+        index: name and header of the column that names the rows.
+        columns: name of the column that names the columns.
+        values: name of the column in the cells.
+        form: format of a cell.
+        heads: format of a header.
+        how: what a cell shows of several rows, by its name in pandas.
+    """
+    cells = rows.pivot_table(index=index[0], columns=columns, values=values, sort=False, aggfunc=how)
+    shown = {name: (heads.format(name), form) for name in cells}
+    return table(cells.reset_index(), {index[0]: (index[1], "s"), **shown})
+
+
+def fold(title: str, text: str) -> str:
+    """A part that is closed until the reader opens it."""
+    return f'??? note "{title}"\n\n{textwrap.indent(text, "    ")}'
+
+
+def sources(rows: pd.DataFrame) -> str:
+    """Command, day, commit and machine of the rows, an entry for each that differs."""
+    entries = []
+    for (command, commit), part in rows.groupby(["command", "commit"], sort=False):
+        first, days = part.iloc[0], sorted({str(date)[:10] for date in part["date"]})
+        day = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        on = f"{first['machine']}, {first['cores']} cores" if "cores" in part else first["machine"]
+        seeds = ", ".join(sorted({str(seed) for seed in part["seed"]})) if "seed" in part else ""
+        made = f"{day}, commit {commit}, torch {first['torch']}, {on}{f', seed {seeds}' if seeds else ''}."
+        entries.append(f"```sh\n{command}\n```\n\n{made}")
+    text = "\n\n".join(entries)
+    return text if len(entries) <= SHOWN else fold(f"{len(entries)} commands, with commits and machines", text)
+
+
+def remarks(rows: pd.DataFrame, script: str) -> list[str]:
+    """What a reader cannot repeat as it is written there: the script, the commit, the paths."""
+    found = []
+    if script:
+        found.append(f"The study is finished. Its script is in an earlier commit: `git show {script}` prints it.")
+    if lost := sorted(NOT_IN_HISTORY & {commit.rstrip("+") for commit in rows["commit"]}):
+        found.append(
+            f"The history of the repository does not have {' and '.join(lost)}: rows of such a commit were measured "
+            "before it was rebased."
+        )
+    if any(word.startswith("/") for command in rows["command"].unique() for word in command.split()):
+        found.append("Paths that begin with / belong to the machine of the measurement. Name your own.")
+    return [" ".join(found)] if found else []
+
+
+def _cell(value: Any, form: str) -> str:
+    if pd.isna(value):
+        return ""
+    return format(int(value) if form.endswith("d") else value, form)
