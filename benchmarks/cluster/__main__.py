@@ -36,7 +36,7 @@ import tyro
 
 from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import CLUSTER_METHODS, require_methods
-from benchmarks.cluster.network.links import MAX_HOSTS, MIN_HOSTS, EmulatedNetwork, LinkRates
+from benchmarks.cluster.network.links import CONGESTION_CONTROLS, MAX_HOSTS, MIN_HOSTS, EmulatedNetwork, LinkRates
 from benchmarks.cluster.network.namespaces import or_exit
 from benchmarks.cluster.processes import Fleet, TrialError
 from benchmarks.cluster.table import COLUMNS, failed_row, frame, markdown, rows_of, rows_of_trial
@@ -67,6 +67,8 @@ class Cluster:
     """How much longer the last rank computes in every step."""
     slow_link_share: float = 0.0
     """Share of the rate that the last host's link has; 0: as the others."""
+    congestion_control: str = CONGESTION_CONTROLS[0]
+    """Of TCP on the links: cubic or bbr. For bbr the kernel needs the module tcp_bbr."""
     repeats: int = 3
     """Of each method in each cell."""
     steps: int = 12
@@ -95,7 +97,11 @@ class Cluster:
             raise ValueError(f"got {self}, expected repeats, steps and parameters >= 1, and compute >= 0; see --help")
         self.delays(0)
         for rate in self.rates:
-            LinkRates(rate * 1e9, self.slow_link_share)
+            self.links(rate)
+
+    def links(self, rate: float) -> LinkRates:
+        """Of the hosts, at a rate in Gbit/s."""
+        return LinkRates(rate * 1e9, self.slow_link_share, self.congestion_control)
 
     def delays(self, repeat: int) -> Delays:
         """Of all methods in a repeat."""
@@ -139,8 +145,7 @@ class Cluster:
             if not missing:
                 continue
             print(f"== {num_hosts} hosts, {rate:g} Gbit/s", flush=True)
-            links = LinkRates(rate * 1e9, self.slow_link_share)
-            with EmulatedNetwork(num_hosts, links) as network, closing(Fleet(network, self.out / "logs")) as fleet:
+            with EmulatedNetwork(num_hosts, self.links(rate)) as network, closing(Fleet(network, self.out / "logs")) as fleet:
                 if network.has_neighbours():
                     print("   another cluster runs on this machine: times are no measure", flush=True)
                 for number in missing:
@@ -201,6 +206,7 @@ class Cluster:
             "planned_steps": self.steps,
             **delays,
             "slow_link_share": self.slow_link_share,
+            "congestion_control": self.congestion_control,
             "seed": self.seed,
         }
 

@@ -28,6 +28,7 @@ COLUMNS = (
         "slow_factor",
         "slow_host",
         "slow_link_share",
+        "congestion_control",
     ),
     *("seed", "error"),
 )

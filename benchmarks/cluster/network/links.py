@@ -25,8 +25,8 @@ MIN_RATE = 1e6
 """In bit/s; slower links would take minutes for a step."""
 BURST, LATENCY = "128kb", "20ms"
 """Of the token bucket: bytes that may pass at once, and how long a packet may queue before it is dropped."""
-CONGESTION_CONTROL = "cubic"
-"""Linux's default. What the machine itself has set may be another one, and would decide how full the links are."""
+CONGESTION_CONTROLS = ("cubic", "bbr")
+"""Of TCP; the first is Linux's default. The machine's own setting would decide how full the links are."""
 LINE_SHARE = 0.957
 """What TCP/IP leaves of a link for payload, at 1500 bytes a packet."""
 _serials = itertools.count()
@@ -39,6 +39,7 @@ class LinkRates:
     Args:
         rate: in bit/s, both ways; 0: not shaped.
         slow_share: the last host's link has this share of the rate; 0: all links are equal.
+        congestion_control: the algorithm of TCP, one of CONGESTION_CONTROLS.
 
     Raises:
         ValueError: out of range.
@@ -46,8 +47,11 @@ class LinkRates:
 
     rate: float
     slow_share: float = 0.0
+    congestion_control: str = CONGESTION_CONTROLS[0]
 
     def __post_init__(self) -> None:
+        if self.congestion_control not in CONGESTION_CONTROLS:
+            raise ValueError(f"got congestion_control={self.congestion_control!r}, expected one of {CONGESTION_CONTROLS}")
         slowest = self.rate * (self.slow_share or 1.0)
         if not (self.rate == 0 or MIN_RATE <= slowest < math.inf) or not 0 <= self.slow_share <= 1:
             raise ValueError(
@@ -89,12 +93,12 @@ class EmulatedNetwork:
         self.hosts: tuple[str, ...] = tuple(f"{prefix}{rank}" for rank in range(num_hosts))
         self._reaper = Reaper(prefix)
         try:
-            self._build(f"{prefix}switch", links.rates(num_hosts))
+            self._build(f"{prefix}switch", links.rates(num_hosts), links.congestion_control)
         except BaseException:
             self.close()
             raise
 
-    def _build(self, switch: str, rates: Sequence[float]) -> None:
+    def _build(self, switch: str, rates: Sequence[float], congestion_control: str) -> None:
         for namespace in (switch, *self.hosts):
             namespaces.run("ip", "netns", "add", namespace)
         ranks = range(len(self.hosts))
@@ -121,7 +125,7 @@ class EmulatedNetwork:
                 # By the route: a namespace may not choose what is not allowed to everyone on the machine.
                 lines.append(
                     f"route replace 10.{network}.0.0/24 dev {interface} src {_address(network, rank)} "
-                    f"congctl {CONGESTION_CONTROL}"
+                    f"congctl {congestion_control}"
                 )
             namespaces.run_batch(host, lines)
             if rate:

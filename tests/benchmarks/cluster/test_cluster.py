@@ -261,6 +261,7 @@ def test_pictures(tmp_path: Path, figures: list[Figure]) -> None:
         ({"repeats": 0}, "expected repeats, steps and parameters >= 1"),
         ({"rates": (1e-6,)}, r"got a rate of 1000 bit/s.*options are in Gbit/s"),
         ({"slow_link_share": 2.0}, "a share of at most 1"),
+        ({"congestion_control": "vegas"}, r"got congestion_control='vegas', expected one of \('cubic', 'bbr'\)"),
         ({"slow_link_share": 1e-4}, r"the slowest link 100000 bit/s, expected 0 or at least 1e\+06"),
         ({"hosts": (8, 8)}, r"got hosts=\(8, 8\).*each once"),
         ({"straggle_chance": -0.1}, "a straggle_chance from 0 to 1"),
