@@ -122,15 +122,15 @@ class TwoLate(Compute):
 RING: Mapping[str, Any] = {
     "all-reduce": "ar",
     "D-PSGD": "dpsgd:ring",
-    "SGP": "sgp",
-    "MATCHA, budget 0.5": "MATCHA(budget=0.5):ring",
-    "MATCHA, budget 0.1": "MATCHA(budget=0.1):ring",
     "PowerGossip, rank 1": "PowerGossip(rank=1):ring",
-    "PowerGossip, rank 2": "PowerGossip(rank=2):ring",
+    "MATCHA, budget 0.5": "MATCHA(budget=0.5):ring",
+    "SGP": "sgp",
     "CHOCO, signs": "Choco(SignNorm(), step_size=0.45):ring",
+    "MATCHA, budget 0.1": "MATCHA(budget=0.1):ring",
     "CHOCO, top 1 %": "Choco(TopK(0.01), step_size=0.0375):ring",
     "DeepSqueeze, signs": "DeepSqueeze(SignNorm(), step_size=0.01):ring",
     "Moniqua, 8 bits": "Moniqua(theta=1.0):ring",
+    "PowerGossip, rank 2": "PowerGossip(rank=2):ring",
 }
 """Methods on a ring of 8, with the published step sizes; SGP has its own graph."""
 NUMBERS: Mapping[str, Any] = {
@@ -174,7 +174,8 @@ IMAGES: Mapping[str, Study] = {
         partial(Images, 8, normalizes=False),
         lambda workers: RING,
         cells=tuple((8, 14_000, seed) for seed in (1, 2, 3)),
-        rates=(0.05, 0.1, 0.2),
+        rates=(0.025, 0.05, 0.1),
+        tuning=0.05,
     ),
     "worker_numbers": Study(
         partial(Images, 16, normalizes=True),
@@ -185,8 +186,9 @@ IMAGES: Mapping[str, Study] = {
     "straggler_accuracy": Study(
         partial(Images, 8, normalizes=True),
         lambda workers: LATE,
-        cells=tuple((64, 1000, seed) for seed in (1, 2, 3)),
+        cells=tuple((64, 500, seed) for seed in (1, 2, 3)),
         rates=(0.1, 0.2, 0.4),
+        tuning=0.2,
         compute=TwoLate(0.6),
         network=Network("80 Gbit/s, 0.01 ms", memory_byte_s=500e9),
         num_parameters=25_600_000,
@@ -194,8 +196,8 @@ IMAGES: Mapping[str, Study] = {
     "matcha_time": Study(
         partial(Images, 8, normalizes=False),
         on_graphs,
-        cells=tuple((n, 2000, seed) for seed in (1, 2, 3) for n in GRAPHS),
-        rates=(0.1,),
+        cells=tuple((n, 1000, seed) for seed in (1, 2, 3) for n in GRAPHS),
+        rates=(0.05,),
         compute=Compute(0.1),
         network=Network("5 Gbit/s"),
         num_parameters=14_700_000,
