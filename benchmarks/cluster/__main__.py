@@ -145,7 +145,8 @@ class Cluster:
             if not missing:
                 continue
             print(f"== {num_hosts} hosts, {rate:g} Gbit/s", flush=True)
-            with EmulatedNetwork(num_hosts, self.links(rate)) as network, closing(Fleet(network, self.out / "logs")) as fleet:
+            links = self.links(rate)
+            with EmulatedNetwork(num_hosts, links) as network, closing(Fleet(network, self.out / "logs")) as fleet:
                 if network.has_neighbours():
                     print("   another cluster runs on this machine: times are no measure", flush=True)
                 for number in missing:

@@ -50,8 +50,9 @@ class LinkRates:
     congestion_control: str = CONGESTION_CONTROLS[0]
 
     def __post_init__(self) -> None:
-        if self.congestion_control not in CONGESTION_CONTROLS:
-            raise ValueError(f"got congestion_control={self.congestion_control!r}, expected one of {CONGESTION_CONTROLS}")
+        control = self.congestion_control
+        if control not in CONGESTION_CONTROLS:
+            raise ValueError(f"got congestion_control={control!r}, expected one of {CONGESTION_CONTROLS}")
         slowest = self.rate * (self.slow_share or 1.0)
         if not (self.rate == 0 or MIN_RATE <= slowest < math.inf) or not 0 <= self.slow_share <= 1:
             raise ValueError(
