@@ -22,12 +22,14 @@ from benchmarks.pages.gap import GAP
 from benchmarks.pages.hosts import HOSTS
 from benchmarks.pages.markdown import NOT_IN_HISTORY, fold, remarks, sources, table
 from benchmarks.pages.membership import MEMBERSHIP
+from benchmarks.pages.reproduction import reproduction_page
+from benchmarks.pages.studies import STUDIES
 from benchmarks.pages.training import TRAINING
 from benchmarks.record import DTYPES, RESULTS, ROOT
 
 __all__ = ["NOT_IN_HISTORY", "PAGES", "main", "page", "stale", "table"]
 
-PAGES: Mapping[str, Page] = {**GAP, **FINISHED, **TRAINING, **HOSTS, **MEMBERSHIP, **ALGORITHMS}
+PAGES: Mapping[str, Page] = {**STUDIES, **GAP, **FINISHED, **TRAINING, **HOSTS, **MEMBERSHIP, **ALGORITHMS}
 """By the name of the file, in the order of the index."""
 
 DOCS = ROOT / "docs" / "benchmarks"
@@ -68,6 +70,7 @@ def index() -> str:
         "Each page begins with its result. The commands at its end repeat the "
         "measurement. Compare ratios within a page: "
         "absolute times depend on the machine. `benchmarks/README.md` says how to run the benchmarks.",
+        "[Reproduction](reproduction.md) has the results of the papers beside ours.",
     ]
     for question in (*QUESTIONS, ""):
         listed = {name: own for name, own in PAGES.items() if own.question == question}
@@ -81,7 +84,8 @@ def index() -> str:
 
 def texts() -> dict[Path, str]:
     """All pages but those of FINISHED, by their file."""
-    return {DOCS / "index.md": index(), **{DOCS / f"{name}.md": page(name) for name in PAGES if name not in FINISHED}}
+    own = {DOCS / "index.md": index(), DOCS / "reproduction.md": reproduction_page()}
+    return {**own, **{DOCS / f"{name}.md": page(name) for name in PAGES if name not in FINISHED}}
 
 
 def stale() -> list[Path]:

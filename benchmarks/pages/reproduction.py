@@ -1,0 +1,434 @@
+"""The page Reproduction: one row for each headline of a paper, and what was not reproduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import pandas as pd
+
+from benchmarks.pages.headline import ENOUGH, IN_PART, NO, YES, Headline, by_effect, by_limit, by_ratio, rows_of
+from benchmarks.pages.markdown import fold
+from benchmarks.pages.studies import REPRODUCED
+from benchmarks.record import RESULTS
+
+TITLE = "Reproduction: the figures of the papers, and ours"
+INTRODUCTION = """\
+The papers trained ImageNet or large language models on up to 1,024 GPUs. Here the same methods train small models, and
+run on emulated networks and in the Lab. So compare order and direction first, then sizes.
+
+"yes" means that at least {enough:.0f} % of the published effect was found, or that a gap is within the published one.
+"in part" means that the direction is the published one and the size is smaller. All thresholds are compared before
+figures are rounded. The links lead to the rows, the number of seeds, the machine and the commit."""
+
+LINK_SPEEDS = {0.1: "0.1", 1.0: "1", 10.0: "10"}
+SMALL_IMAGES = "CIFAR-10 at 16 pixels, three convolutions without normalisation, 4,000 steps, 3 seeds"
+EIGHT_HOSTS = "8 emulated hosts, 2.8 M parameters, 40 ms of computation"
+FOUR_HOSTS = "4 emulated hosts, 1.1 M parameters, a twentieth of the steps 10 times as long"
+
+TABLE_2: Mapping[str, tuple[float, float, float]] = {
+    "ar": (90.2, 90.2, 90.2),
+    "relaysgd": (90.2, 89.5, 89.1),
+    "sgp": (89.5, 89.2, 87.5),
+    "qgdsgdm": (89.5, 84.8, 63.3),
+    "d2": (88.2, 88.5, 61.0),
+}
+"""Accuracies in per cent of RelaySum's Table 2 with momentum, for alpha = 1, 0.1 and 0.01."""
+
+
+def accuracies(csv: str, **setting: float) -> pd.Series:
+    """Return the accuracies in percent by method and number of workers, in the mean over seeds.
+
+    Each is at the learning rate that is best with the first seed.
+
+    Args:
+        csv: `uneven_data.csv` or `uneven_workers.csv`.
+        setting: values of columns.
+    """
+    rows = rows_of(csv)
+    for name, value in setting.items():
+        rows = rows[rows[name] == value]
+    found = {}
+    for key, own in rows.groupby(["method", "workers"]):
+        tuned = own[own["seed"] == own["seed"].min()]
+        rate = tuned.loc[tuned["accuracy_percent"].idxmax(), "learning_rate"]
+        hundredths = (100 * own[own["learning_rate"] == rate]["accuracy_percent"]).round()  # sums of these are exact
+        found[key] = hundredths.sum() / (100 * len(hundredths))
+    return pd.Series(found).rename_axis(["method", "workers"])
+
+
+def step_ms(csv: str, **setting: float) -> pd.Series:
+    """Return milliseconds of a step of all ranks, by method and Gbit/s, from a file of `benchmarks.cluster`."""
+    rows = rows_of(csv)
+    for name, value in setting.items():
+        rows = rows[rows[name] == value]
+    rows = rows[rows["error"].isna()].astype({"fleet_step_ms": float})
+    return rows.groupby(["method", "rate_gbit"])["fleet_step_ms"].median()
+
+
+def final_losses(method: str) -> pd.Series:
+    """Return the losses at the end by seed of a method of loss_steps.csv, at its best rate, in nats per byte."""
+    rows = rows_of("loss_steps.csv")
+    rows = rows[(rows["method"] == method) & rows["error"].isna()].sort_values("num_steps")
+    ends = rows.groupby(["seed", "learning_rate"])["score"].last()
+    tuned = ends[rows["seed"].min()]
+    return ends.xs(tuned.idxmin(), level="learning_rate")
+
+
+def per_speed(ratios: pd.Series) -> str:
+    """Return ratios by Gbit/s in words."""
+    texts = [f"{ratio:.2f} at {LINK_SPEEDS[speed]}" for speed, ratio in ratios.items()]
+    return f"{', '.join(texts[:-1])} and {texts[-1]} Gbit/s"
+
+
+def sgp_small() -> tuple[str, str]:
+    """SGP with up to 8 workers."""
+    means = accuracies("uneven_workers.csv", alpha=0.0, steps=4000)
+    gaps = (means["ar"] - means["sgp"]).loc[:8]
+    text = f"{gaps.min():.1f} to {gaps.max():.1f} points below, {_list(gaps.index)} workers"
+    return text, by_limit(gaps.max(), 0.3, 1.2)
+
+
+def sgp_large() -> tuple[str, str]:
+    """SGP with the largest number of workers that was trained."""
+    means = accuracies("uneven_workers.csv", alpha=0.0, steps=4000)
+    gaps = means["ar"] - means["sgp"]
+    few = gaps.loc[:12]
+    text = f"{gaps.loc[25]:.1f} points below with 25 workers; at most {few.max():.1f} with up to 12"
+    return text, by_limit(gaps.loc[25], 1.2, 2.4)
+
+
+def sgp_speed() -> tuple[str, str]:
+    """Time of a step of DDP over that of SGP."""
+    times = step_ms("loss_cells.csv", straggle_chance=0.0)
+    ratios = times["ddp"] / times["sgp"]
+    return per_speed(ratios), by_ratio(ratios.max(), 5.1 / 1.6)
+
+
+def osgp_speed() -> tuple[str, str]:
+    """The part of the time of SGP that overlap saves."""
+    times = step_ms("loss_cells.csv", straggle_chance=0.0)
+    saved = 1 - times["osgp"] / times["sgp"]
+    text = f"{100 * saved[1.0]:.0f} % at 1 Gbit/s, {100 * saved[0.1]:.0f} % at 0.1 Gbit/s"
+    return text, by_effect(saved[1.0], 0.4)
+
+
+def adpsgd_speed() -> tuple[str, str]:
+    """Time of a step of DDP over that of AD-PSGD, with stragglers."""
+    times = step_ms("straggler_cells.csv")
+    ratios = times["ddp"] / times["adpsgd"]
+    return per_speed(ratios), YES if ratios.min() >= 4 else IN_PART if ratios.max() >= 4 else NO
+
+
+def wagma_speed() -> tuple[str, str]:
+    """Times of a step of DDP and SGP over that of WAGMA, with stragglers."""
+    times = step_ms("straggler_cells.csv")
+    ddp, sgp = (times[name] / times["wagma"] for name in ("ddp", "sgp"))
+    text = f"over DDP {per_speed(ddp)}; over SGP {per_speed(sgp)}"
+    return text, min(by_ratio(ddp.max(), 1.26), by_ratio(sgp.max(), 1.25), key=[NO, IN_PART, YES].index)
+
+
+def wagma_large() -> tuple[str, str]:
+    """Times of a step of SGP over that of WAGMA in the Lab, with 1,024 workers."""
+    times = rows_of("simulator.csv").set_index("method")["step_seconds"]
+    sgp, wagma = times["sgp on npeer-exponential"], times["wagma"]
+    return f"{sgp / wagma:.2f} ({wagma:.2f} s for {sgp:.2f} s per step)", by_ratio(sgp / wagma, 2.1)
+
+
+def power_consensus() -> tuple[str, str]:
+    """Rounds and megabits of PowerGossip until ranks agree."""
+    row = rows_of("consensus.csv").set_index("method").loc["power-r1-i1"]
+    rounds, megabits = row["steps_to_0.01"], row["megabits_to_0.01"]
+    off = max(abs(rounds / 550 - 1), abs(megabits / 3.5 - 1))
+    return f"{rounds:.0f} rounds and {megabits:.2f} Mbit", by_limit(off, 0.1, 0.5)
+
+
+def power_loss() -> tuple[str, str]:
+    """The loss of PowerGossip and D-PSGD, and the ratio of a message."""
+    power, plain = final_losses("powergossip"), final_losses("dpsgd")
+    code = rows_of("compression.csv").set_index("name").loc["PowerGossip, rank 1, 1 iteration"]
+    gap = power.median() - plain.median()
+    text = f"{gap:.2f} nats per byte above D-PSGD; messages {code['plain_bytes'] / code['num_bytes']:.0f} times smaller"
+    return text, YES if power.min() <= plain.max() else IN_PART
+
+
+def diloco_loss() -> tuple[str, str]:
+    """The losses of DiLoCo with a period of 4, of DDP, and of workers by themselves."""
+    diloco, ddp, alone = (final_losses(name).median() for name in ("diloco", "ddp", "local"))
+    text = f"{diloco:.2f} nats per byte with H = 4, all-reduce {ddp:.2f}, no communication {alone:.2f}"
+    return text, YES if diloco <= ddp else IN_PART if diloco < alone else NO
+
+
+def pairs_in_order(means: Mapping[str, float], published: Mapping[str, float]) -> tuple[int, int, int]:
+    """Return of how many pairs the order is the published one, with at least half of the gap, and how many there are.
+
+    A pair counts if its published figures differ by a point or more.
+    """
+    gaps = [
+        (means[better] - means[worse], published[better] - published[worse])
+        for better in published
+        for worse in published
+        if published[better] - published[worse] >= 1 - 1e-9
+    ]
+    return sum(ours > 0 for ours, _ in gaps), sum(ours >= theirs / 2 for ours, theirs in gaps), len(gaps)
+
+
+def relay_order() -> tuple[str, str]:
+    """The order of Table 2 of RelaySum."""
+    counts = []
+    for column, alpha in enumerate((1.0, 0.1, 0.01)):
+        means = accuracies("uneven_data.csv", alpha=alpha, momentum=0.9, steps=4000).droplevel("workers")
+        counts.append(pairs_in_order(means.to_dict(), {name: row[column] for name, row in TABLE_2.items()}))
+    in_order, half, total = (sum(count) for count in zip(*counts, strict=True))
+    text = f"{in_order} of {total} pairs in order, {half} with at least half of the gap"
+    return text, YES if half == total else IN_PART if in_order > total / 2 else NO
+
+
+def relay_gap() -> tuple[str, str]:
+    """RelaySGD below all-reduce on very uneven data."""
+    means = accuracies("uneven_data.csv", alpha=0.01, momentum=0.9, steps=4000).droplevel("workers")
+    relay, sgp = means["ar"] - means["relaysgd"], means["ar"] - means["sgp"]
+    return f"{relay:.1f} points below; SGP {sgp:.1f}", by_limit(relay, 1.1, sgp)
+
+
+def noloco_loss() -> tuple[str, str]:
+    """NoLoCo beside DiLoCo in the run of the script of language models."""
+    bits = rows_of("language_model.csv").fillna({"options": ""}).set_index(["recipe", "options"])["bits_per_byte"]
+    noloco, diloco, tuned = bits["noloco", ""], bits["diloco", ""], bits["diloco", "--outer-momentum 0.5"]
+    text = f"{noloco:.2f} bits per byte, DiLoCo {diloco:.2f}, with momentum 0.5 {tuned:.2f}; one seed"
+    return text, by_effect(tuned / noloco - 1, 0.04)
+
+
+def base_graph() -> tuple[str, str]:
+    """D-PSGD on Base-2 over SGP on the exponential graph with 25 workers."""
+    means = accuracies("uneven_workers.csv", alpha=0.1, steps=4000)
+    gap = means["base", 25] - means["sgp", 25]
+    return f"{gap:.1f} points above; seeds spread over 2 to 3", by_effect(gap, 1.5)
+
+
+HEADLINES: Sequence[Headline] = (
+    Headline(
+        "SGP",
+        "up to 8 nodes: the accuracy of all-reduce",
+        f"{SMALL_IMAGES}, data alike",
+        ("uneven_workers.csv",),
+        "uneven_workers",
+        sgp_small,
+    ),
+    Headline(
+        "SGP",
+        "32 nodes: within 1.2 points of all-reduce (76.2 %), ResNet-50 on ImageNet",
+        f"{SMALL_IMAGES}, data alike",
+        ("uneven_workers.csv",),
+        "uneven_workers",
+        sgp_large,
+    ),
+    Headline(
+        "SGP",
+        "1.6 h for 5.1 h of all-reduce: 3.2 times as fast, 32 nodes, 10 Gbit/s",
+        EIGHT_HOSTS,
+        ("loss_cells.csv",),
+        "time_to_loss",
+        sgp_speed,
+    ),
+    Headline(
+        "Overlap SGP",
+        "overlap saves 40 % of the time, 32 nodes",
+        EIGHT_HOSTS,
+        ("loss_cells.csv",),
+        "time_to_loss",
+        osgp_speed,
+    ),
+    Headline(
+        "AD-PSGD",
+        "4 to 8 times as fast per epoch as synchronous methods on a shared network, 128 GPUs",
+        FOUR_HOSTS,
+        ("straggler_cells.csv",),
+        "stragglers",
+        adpsgd_speed,
+    ),
+    Headline(
+        "WAGMA-SGD",
+        "throughput 1.26 times that of all-reduce and 1.25 times that of SGP, 64 GPUs, two random ones 320 ms late",
+        FOUR_HOSTS,
+        ("straggler_cells.csv",),
+        "stragglers",
+        wagma_speed,
+    ),
+    Headline(
+        "WAGMA-SGD",
+        "throughput 2.1 times that of SGP, 1,024 GPUs, reinforcement learning with steps of 1.7 to 43.5 s",
+        "1,024 workers in the Lab, 25 M parameters, 1 Gbit/s, even steps",
+        ("simulator.csv",),
+        "simulator",
+        wagma_large,
+    ),
+    Headline(
+        "PowerGossip",
+        "consensus to 1 % on a ring of 8: about 550 rounds and 3.5 Mbit, by the authors' rule",
+        "the setting of the paper",
+        ("consensus.csv",),
+        "consensus",
+        power_consensus,
+    ),
+    Headline(
+        "PowerGossip",
+        "the accuracy of D-PSGD, with messages 34 to 56 times smaller (ResNet-20)",
+        "decoder of bytes, 8 workers, 320 steps, 3 seeds; messages of a ResNet-18",
+        ("loss_steps.csv", "compression.csv"),
+        "time_to_loss",
+        power_loss,
+    ),
+    Headline(
+        "DiLoCo",
+        "8 workers learn as synchronous training does, with 500 times less communication",
+        "decoder of bytes, 8 workers, 320 steps, 3 seeds",
+        ("loss_steps.csv",),
+        "time_to_loss",
+        diloco_loss,
+    ),
+    Headline(
+        "RelaySGD",
+        "Table 2 with momentum: the order of five methods for Dirichlet 1, 0.1 and 0.01",
+        f"16 workers, {SMALL_IMAGES}",
+        ("uneven_data.csv",),
+        "uneven_data",
+        relay_order,
+    ),
+    Headline(
+        "RelaySGD",
+        "1.1 points below all-reduce for Dirichlet 0.01; SGP 2.7",
+        f"16 workers, {SMALL_IMAGES}",
+        ("uneven_data.csv",),
+        "uneven_data",
+        relay_gap,
+    ),
+    Headline(
+        "NoLoCo",
+        "converges up to 4 % faster than DiLoCo",
+        "decoder on Python's sources, 4 ranks, 400 steps, H = 10",
+        ("language_model.csv",),
+        "language_model",
+        noloco_loss,
+    ),
+    Headline(
+        "Base-(k+1) graph",
+        "87.1 % on Base-2, 85.6 % on the exponential graph, 25 workers, Dirichlet 0.1",
+        SMALL_IMAGES,
+        ("uneven_workers.csv",),
+        "uneven_workers",
+        base_graph,
+    ),
+)
+"""In the order of the page; those of `benchmarks.pages.studies` follow."""
+
+NOT_REPRODUCED: Sequence[tuple[str, str, str]] = (
+    (
+        "SGP, WAGMA-SGD: ResNet-50 on ImageNet, 64 to 256 GPUs, 90 epochs",
+        "The images, the GPUs and the weeks of GPU time are not available to this project.",
+        "CIFAR-10 at small sizes",
+    ),
+    (
+        "SGP: WMT'16 English-German with a large transformer, batches of 400,000 tokens",
+        "The data set and eight nodes with eight GPUs each are not available. The published curves have no table.",
+        "[a language model of bytes](gap.md), with Adam and SGP; `train.translate` trains Multi30k",
+    ),
+    (
+        "SGP: scaling efficiency of 88.6 % from 4 to 32 nodes at 10 Gbit/s",
+        "32 emulated hosts share two cores, which bound the steps at this speed.",
+        "[8 hosts](default.md) at 0.1, 1 and 10 Gbit/s",
+    ),
+    (
+        "SGP, AD-PSGD: InfiniBand and NCCL between nodes",
+        "At most one GPU was at hand, and NCCL refuses two ranks on one GPU.",
+        "Gloo on an emulated network; one GPU for overhead and overlap",
+    ),
+    (
+        "MATCHA: up to 5 times less time to the same loss, CIFAR-100 and Penn Treebank",
+        "The published tables by data set and budget were not found.",
+        "[planning](matcha_planning.md)",
+    ),
+    (
+        "WAGMA-SGD: 1,024 GPUs, reinforcement learning in Habitat; WMT'17",
+        "The simulator Habitat, its scenes and the GPUs are not available.",
+        "the Lab with 1,024 workers; 4 emulated hosts with stragglers",
+    ),
+    (
+        "PowerGossip: 300 epochs of ResNet-20 on CIFAR-10, an LSTM on WikiText-2",
+        "The published tables of accuracy were not found, and 300 epochs of 8 workers take days on two cores.",
+        "the consensus figure; a language model of 320 steps",
+    ),
+    (
+        "dpwa",
+        "Its authors published no results, so there is nothing to compare with.",
+        "dpwa in the tests and in the Lab",
+    ),
+    (
+        "DiLoCo, Streaming DiLoCo, NoLoCo: models of 60 M to 7 B parameters on C4",
+        "The data and thousands of GPU hours are not available.",
+        "decoders of 20,000 to 800,000 parameters on Python's sources",
+    ),
+    (
+        "RelaySGD: VGG-11 at 32 pixels for 200 epochs, ImageNet, BERT",
+        "200 epochs of 16 workers take days on two cores.",
+        "CIFAR-10 at 16 pixels for up to 41 epochs",
+    ),
+)
+"""The claim, the reason, and the nearest measurement here."""
+
+
+def headlines() -> list[Headline]:
+    """Return all headlines whose files are there."""
+    return [each for each in (*HEADLINES, *REPRODUCED) if all((RESULTS / csv).exists() for csv in each.csvs)]
+
+
+def reproduction_page() -> str:
+    """Return the page."""
+    rows, counts = [], {YES: 0, IN_PART: 0, NO: 0}
+    for each in headlines():
+        ours, agrees = each.measure()
+        counts[agrees] += 1
+        link = f"[{each.csvs[0]}]({each.page}.md)"
+        rows.append(f"| {each.paper} | {each.theirs} | {ours} | {each.scale} | {agrees} | {link} |")
+    return (
+        "\n\n".join(
+            [
+                f"# {TITLE}",
+                "<!-- Written by `python -m benchmarks.pages` from benchmarks/results/: change that, not this. -->",
+                f"**Of {sum(counts.values())} published results {counts[YES]} were reproduced, "
+                f"{counts[IN_PART]} in part, and {counts[NO]} were not.**",
+                INTRODUCTION.format(enough=100 * ENOUGH),
+                "\n".join(
+                    [
+                        "| method | theirs | ours | scale here | reproduced? | rows and command |",
+                        "|---|---|---|---|---|---|",
+                        *rows,
+                    ]
+                ),
+                "## What was not reproduced, and why",
+                "\n".join(
+                    [
+                        "| result | why not | nearest measurement here |",
+                        "|---|---|---|",
+                        *(f"| {' | '.join(row)} |" for row in NOT_REPRODUCED),
+                    ]
+                ),
+                "## Measured with",
+                "\n\n".join(_commands()),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _commands() -> Iterator[str]:
+    """Yield for each file the commands of its rows, folded."""
+    for csv in dict.fromkeys(csv for each in headlines() for csv in each.csvs):
+        rows = rows_of(csv)
+        days = " to ".join(dict.fromkeys((rows["date"].min()[:10], rows["date"].max()[:10])))
+        commands = "\n".join(dict.fromkeys(rows["command"]))
+        yield fold(f"benchmarks/results/{csv}, {days}", f"```sh\n{commands}\n```")
+
+
+def _list(values: Sequence[int] | pd.Index) -> str:
+    texts = [str(value) for value in values]
+    return f"{', '.join(texts[:-1])} and {texts[-1]}"
