@@ -93,7 +93,7 @@ class RunConfig(WrapperOptions, ABC):
 
     elastic: bool = False
     """Workers may die, come back and be added while the others train on. Each is started by itself, with the same
-    command, and all meet at --store; see docs/guides/elasticity.md. Recipes that cannot do so say why."""
+    command, and all meet at --store; see docs/guides/elasticity_operating.md. Recipes that cannot do so say why."""
     min_workers: int = 1
     """The run begins with so many workers; learning rate and epochs are counted as for these."""
     max_workers: int = 0
