@@ -12,7 +12,7 @@ The check reads prose only, without code, tables, headings, comments and signatu
 - at least 5 "you", "your" or "yours" in 1,000 words;
 - none of `IMAGES`, private images that only their author understands.
 
-In all pages no row of a table begins with "the same": a reader reads one row alone.
+In all pages no row of a table begins with "the same", and no cell is "the same": a reader reads one row alone.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ IMAGES = re.compile(
     r"|house|anew|siblings?)\b",
     re.IGNORECASE,
 )
+
+SAME = re.compile(r"^[ \t]*\| *the same\b.*$|(?<=\| )the same(?= \||,)", re.IGNORECASE | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Voice:
         if is_guide and self.images:
             found.append(f"got {', '.join(map(repr, self.images))}, expected plain words")
         if self.num_same:
-            found.append(f'got {self.num_same} rows that begin "the same", expected rows that can be read alone')
+            found.append(f'got {self.num_same} rows or cells "the same", expected rows that can be read alone')
         return found
 
 
@@ -108,7 +110,7 @@ def listen(text: str) -> Voice:
         num_clauses=clauses,
         num_you=sum(word in ("you", "your", "yours", "yourself") for word in spoken),
         images=tuple(sorted({found.lower() for found in IMAGES.findall(read)})),
-        num_same=len(re.findall(r"^[ \t]*\| *[*_]*the same\b", text, flags=re.MULTILINE | re.IGNORECASE)),
+        num_same=len(SAME.findall(text)),
     )
 
 

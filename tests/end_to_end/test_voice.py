@@ -12,9 +12,9 @@ GOOD = """# Which method, that is, whose?
 
 Wrap your model. Check that you see a lower loss, so that you know that it trains. That is all.
 
-| a method that who which | the same |
+| a method that who which | for whom |
 |---|---|
-| a row | the same |
+| a row | the same for all |
 
 ```python
 which = "who"  # that which
@@ -56,7 +56,7 @@ def test_a_page_that_speaks_passes(tmp_path: Path, capsys: pytest.CaptureFixture
         ("You see the worker that died. " * 3, "got 166.7 relative clauses in 1,000 words, expected at most 20"),
         ("The model trains. " * 3, 'got 0.0 "you" in 1,000 words, expected at least 5'),
         ("Your life is silent.", "got 'life', 'silent', expected plain words"),
-        ("You.\n\n| graph |\n|---|\n| the same, slower |", 'got 1 rows that begin "the same"'),
+        ("You.\n\n| graph |\n|---|\n| the same, slower |\n| ring | the same |", 'got 2 rows or cells "the same"'),
     ],
 )
 def test_a_page_that_does_not_speak_fails(
