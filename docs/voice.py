@@ -12,7 +12,8 @@ The check reads prose only, without code, tables, headings, comments and signatu
 - at least 5 "you", "your" or "yours" in 1,000 words;
 - none of `IMAGES`, private images that only their author understands.
 
-In all pages no row of a table begins with "the same", and no cell is "the same": a reader reads one row alone.
+The pages of `REFERENCE` may speak of methods alone, without "you". In all pages no row of a table begins with "the same",
+and no cell is "the same": a reader reads one row alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 GUIDES = ("*.md", "learn/*.md", "guides/*.md", "coming_from/*.md", "extend/*.md")
+REFERENCE = ("methods/*.md",)
 MOST_CLAUSES = 20.0
 FEWEST_YOU = 5.0
 
@@ -67,14 +69,15 @@ class Voice:
         """How often the reader is spoken to, in 1,000 words."""
         return 1000 * self.num_you / max(self.num_words, 1)
 
-    def faults(self, *, is_guide: bool) -> list[str]:
+    def faults(self, *, is_guide: bool, is_reference: bool = False) -> list[str]:
         """What fails, as got and expected."""
+        is_prose = is_guide or is_reference
         found = []
-        if is_guide and self.clauses > MOST_CLAUSES:
+        if is_prose and self.clauses > MOST_CLAUSES:
             found.append(f"got {self.clauses:.1f} relative clauses in 1,000 words, expected at most {MOST_CLAUSES:.0f}")
         if is_guide and self.you < FEWEST_YOU:
             found.append(f'got {self.you:.1f} "you" in 1,000 words, expected at least {FEWEST_YOU:.0f}')
-        if is_guide and self.images:
+        if is_prose and self.images:
             found.append(f"got {', '.join(map(repr, self.images))}, expected plain words")
         if self.num_same:
             found.append(f'got {self.num_same} rows or cells "the same", expected rows that can be read alone')
@@ -120,13 +123,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("pages", nargs="*", type=Path, help="pages to read; all of docs/ when none is named")
     parser.add_argument("--report", action="store_true", help="print all figures, and exit with code 0 in any case")
     options = parser.parse_args(arguments)
-    guides = {page for pattern in GUIDES for page in DOCS.glob(pattern)}
+    guides, reference = (
+        {page for pattern in patterns for page in DOCS.glob(pattern)} for patterns in (GUIDES, REFERENCE)
+    )
     named = [page.resolve() for page in options.pages]
     failed = 0
     for page in named or sorted(DOCS.rglob("*.md"), key=lambda page: (page not in guides, page)):
-        is_guide = page in guides or page in named
+        is_guide = page in guides or (page in named and page not in reference)
         voice = listen(page.read_text(encoding="utf-8"))
-        faults = voice.faults(is_guide=is_guide)
+        faults = voice.faults(is_guide=is_guide, is_reference=page in reference)
         failed += bool(faults)
         name = page.relative_to(DOCS.parent) if page.is_relative_to(DOCS.parent) else page
         figures = f"{voice.num_words} words, {voice.clauses:.1f} relative clauses, {voice.you:.1f} you"
