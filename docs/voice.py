@@ -12,8 +12,8 @@ The check reads prose only, without code, tables, headings, comments and signatu
 - at least 5 "you", "your" or "yours" in 1,000 words;
 - none of `IMAGES`, private images that only their author understands.
 
-The pages of `REFERENCE` need no "you". In all pages no row of a table begins with "the same", and no cell is "the same":
-a reader reads one row alone.
+The pages of `REFERENCE` need no "you". In all pages no row of a table begins with "the same", and no cell is it: a reader
+reads one row alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
@@ -99,14 +100,11 @@ def prose(text: str) -> str:
 def listen(text: str) -> Voice:
     """What is counted in a page of Markdown."""
     read = prose(text)
-    words = re.findall(r"[A-Za-z][A-Za-z'-]*|[.:;!?]", read)
-    spoken = [word.lower() for word in words if word[0].isalpha()]
+    words = [".", *re.findall(r"[a-z][a-z'-]*|[.:;!?]", read.lower())]  # a sentence begins after a mark
+    spoken = [word for word in words if word[0].isalpha()]
     clauses = sum(word in ("which", "who", "whom", "whose") for word in spoken)
     clauses += sum(
-        word == "that" and before[0].isalpha() and before not in BEFORE_CONJUNCTIONS
-        for before, word in zip(
-            ["."] + [word.lower() for word in words], [word.lower() for word in words], strict=False
-        )
+        word == "that" and before[0].isalpha() and before not in BEFORE_CONJUNCTIONS for before, word in pairwise(words)
     )
     return Voice(
         num_words=len(spoken),
