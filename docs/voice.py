@@ -12,8 +12,8 @@ The check reads prose only, without code, tables, headings, comments and signatu
 - at least 5 "you", "your" or "yours" in 1,000 words;
 - none of `IMAGES`, private images that only their author understands.
 
-The pages of `REFERENCE` need no "you". In all pages no row of a table begins with "the same", and no cell is it: a reader
-reads one row alone.
+The pages of `REFERENCE` need no "you". In all pages no row of a table begins with "the same", and no cell is it: a
+reader reads one row alone.
 """
 
 from __future__ import annotations
