@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.pages.base import Page
 from benchmarks.pages.headline import Headline
+from benchmarks.pages.image_studies import IMAGE_HEADLINES, IMAGE_STUDIES
 
-STUDIES: Mapping[str, Page] = {}
+STUDIES: Mapping[str, Page] = {**IMAGE_STUDIES}
 """By the name of the page."""
 
-REPRODUCED: Sequence[Headline] = ()
+REPRODUCED: Sequence[Headline] = (*IMAGE_HEADLINES,)
 """The headlines of papers that the studies measure; see `benchmarks.pages.reproduction`."""

@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from benchmarks.pages import image_studies
+from benchmarks.pages.study_tables import ends, progress
 from benchmarks.record import DTYPES, PROVENANCE
 from benchmarks.studies import __main__ as studies
 from benchmarks.studies import images
@@ -161,3 +163,34 @@ def test_data_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOSSIP_DATA", raising=False)
     with pytest.raises(ValueError, match="expected it; set GOSSIP_DATA"):
         images.Images(4, normalizes=True)
+
+
+def rows_of(errors: Mapping[tuple[str, int], float], **others: Any) -> pd.DataFrame:
+    """Rows of trainings of 8 workers by method and seed, and of a point before the end."""
+    shared = {"workers": 8, "rate": 0.1, "steps": 20, "is_tuning": False, "megabytes": 2.0, "seconds": 4.0, **others}
+    return pd.DataFrame(
+        {**shared, "method": method, "seed": seed, "step": step, "test": error, "validation": error}
+        for (method, seed), error in errors.items()
+        for step in (10, 20)
+    )
+
+
+def test_gaps_are_those_of_common_seeds() -> None:
+    rows = rows_of({("a", 1): 40.0, ("a", 2): 20.0, ("b", 1): 41.0, ("b", 2): 22.0, ("c", 1): 40.5})
+    found = ends(rows, "a").set_index("method")
+    assert found["gap"].to_dict() == pytest.approx({"a": 0.0, "b": 1.5, "c": 0.5})
+    assert found["seeds"].to_dict() == {"a": 2, "b": 2, "c": 1}
+    assert found["accuracy"].to_dict() == pytest.approx({"a": 70.0, "b": 68.5, "c": 59.5})
+
+
+def test_gaps_are_compared_before_rounding() -> None:
+    assert image_studies.within(float(np.float32(41.23)) - float(np.float32(40.23)), 1.0)
+    assert not image_studies.within(1.01, 1.0)  # an image of 10,000
+
+
+def test_a_page_says_how_many_trainings_have_run() -> None:
+    rows = rows_of({("a", 1): 40.0})
+    assert progress(rows, 1) == ""
+    assert progress(rows, 3).startswith("1 of 3 trainings have run")
+    planned = {name: sum(len(study.methods(n)) for n, *_ in study.cells) for name, study in images.IMAGES.items()}
+    assert planned == image_studies.PLANNED

@@ -1,0 +1,402 @@
+"""Pages of the studies of `benchmarks.studies.images`, and their rows of the page Reproduction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import pandas as pd
+
+from benchmarks.pages.base import QUESTIONS, Page
+from benchmarks.pages.headline import YES, Headline, by_effect, by_limit, by_ratio, rows_of
+from benchmarks.pages.markdown import table
+from benchmarks.pages.study_tables import all_rows, ends, progress, trainings
+from benchmarks.record import RESULTS
+
+EXACT = 1e-5
+"""Errors are float32: gaps are compared with thresholds plus this."""
+SETUP = """\
+All workers run in one process, in the [Lab](../guides/lab.md). They learn CIFAR-10, scaled to 16 pixels and mirrored
+half of the time, by SGD with Nesterov momentum 0.9 and weight decay 1e-4. The model has two convolutions of patches
+and a linear layer, {model}. A worker reads batches of {batch} images that it draws from all of them. The learning rate
+rises in the first tenth of the steps and falls linearly to zero. {rates}
+5,000 training images are the validation split. Accuracies are those of the averaged model on the 10,000 test images.
+{more}
+
+Set `GOSSIP_DATA` to the folder with cifar10-jpeg.tar.gz and `OMP_NUM_THREADS=1` before you run the command. The column
+`data` of the CSV file has the first digits of the SHA-256 of this archive. A training with rows is not run again."""
+TUNED = """\
+Each method has the rate that is best on the validation split in short trainings with the first seed; the grid is below
+all rows. A further rate is tried while the best one is at an end of the grid."""
+PLAIN, NORMED = "22,154 parameters, without normalisation", "22,272 parameters and batch normalisation"
+ENDS = {
+    "method": ("method", "s"),
+    "seeds": ("seeds", "d"),
+    "accuracy": ("accuracy, %", ".1f"),
+    "lowest": ("lowest", ".1f"),
+    "highest": ("highest", ".1f"),
+    "gap": ("points below", "+.2f"),
+}
+
+
+def beside(gap: float, other: str) -> str:
+    """Return a gap in words."""
+    return f"{abs(gap):.1f} points {'below' if gap > 0 else 'above'} {other}"
+
+
+def of(found: pd.DataFrame, method: str) -> pd.Series:
+    """Return the row of a method."""
+    return found.set_index("method").loc[method]
+
+
+def within(gap: float, limit: float) -> bool:
+    """Return whether a gap is at most a limit, before rounding."""
+    return gap <= limit + EXACT
+
+
+# Accuracy against bytes.
+
+
+def bytes_ends(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return `ends` beside D-PSGD, with the ratio of bytes."""
+    found = ends(rows, "D-PSGD")
+    return found.assign(ratio=of(found, "D-PSGD")["megabytes"] / found["megabytes"])
+
+
+def bytes_said(rows: pd.DataFrame) -> str:
+    """Return the result of the study in words."""
+    found = bytes_ends(rows)
+    power, ring = of(found, "PowerGossip, rank 1"), of(found, "D-PSGD")
+    text = (
+        f"**PowerGossip with rank 1 ends {beside(power['gap'], 'D-PSGD')} and sends {power['ratio']:.0f} times fewer "
+        f"bytes.** D-PSGD reaches {ring['accuracy']:.1f} % on a ring of 8 in {rows['steps'].max():,} steps."
+    )
+    others = found[~found["method"].isin(["D-PSGD", "PowerGossip, rank 1"])]
+    near = [f"{row.method} ({row.ratio:.1f} times fewer bytes)" for row in others.itertuples() if within(row.gap, 0.5)]
+    return f"{text} Within half a point of D-PSGD, or above it, are {' and '.join(near)}." if near else text
+
+
+def bytes_summary(rows: pd.DataFrame) -> str:
+    """Write the table of methods."""
+    columns = {**ENDS, "megabytes": ("MB sent by a worker", ",.0f"), "ratio": ("times fewer bytes", ".1f")}
+    return table(bytes_ends(rows), columns)
+
+
+def power_headline() -> tuple[str, str]:
+    """PowerGossip beside D-PSGD."""
+    power = of(bytes_ends(rows_of("accuracy_bytes.csv")), "PowerGossip, rank 1")
+    verdict = by_limit(power["gap"], 1.0 + EXACT, 2.0)
+    return f"{beside(power['gap'], 'D-PSGD')}, {power['ratio']:.0f} times fewer bytes", verdict
+
+
+def matcha_headline() -> tuple[str, str]:
+    """MATCHA with half of the messages beside D-PSGD."""
+    half = of(bytes_ends(rows_of("accuracy_bytes.csv")), "MATCHA, budget 0.5")
+    text = f"{beside(half['gap'], 'D-PSGD')}, {half['ratio']:.1f} times fewer bytes"
+    return text, by_limit(half["gap"], 0.5 + EXACT, 1.0)
+
+
+# Numbers of workers.
+
+
+def numbers_said(rows: pd.DataFrame) -> str:
+    """Return the result of the study in words."""
+    found = ends(rows, "all-reduce")
+    own = found[(found["workers"] == 16) & (found["method"] != "all-reduce")]
+    near = [row.method for row in own.itertuples() if within(row.gap, 1.0)]
+    listed = f": {', '.join(near)}" if near else ""
+    text = (
+        f"**With 16 workers {len(near)} of {len(own)} methods end at most one point below all-reduce{listed}.** All "
+        f"workers together read {_samples(rows):,} images."
+    )
+    sgp = found[found["method"] == "SGP"].sort_values("workers")
+    gaps = [f"{beside(row.gap, 'it')} with {row.workers}" for row in sgp.itertuples()]
+    return f"{text} SGP ends {', '.join(gaps)} workers."
+
+
+def _samples(rows: pd.DataFrame) -> int:
+    last = trainings(rows).iloc[0]
+    return int(last["workers"] * last["steps"] * 16)
+
+
+def numbers_summary(rows: pd.DataFrame) -> str:
+    """Write the gaps to all-reduce, a column for each number of workers."""
+    found = ends(rows, "all-reduce")
+    cells = found.pivot(index="method", columns="workers", values=["accuracy", "gap", "seeds"])
+    shown = pd.DataFrame({"method": cells.index})
+    columns = {"method": ("method", "s")}
+    for workers in sorted(found["workers"].unique()):
+        for name, head, form in (("accuracy", "%", ".1f"), ("gap", "below", "+.2f"), ("seeds", "seeds", "d")):
+            shown[f"{name} {workers}"] = cells[name, workers].to_numpy()
+            columns[f"{name} {workers}"] = (f"{workers} workers, {head}" if name == "accuracy" else head, form)
+    return table(shown.sort_values(f"gap {found['workers'].unique()[0]}"), columns)
+
+
+def sgp_headline() -> tuple[str, str]:
+    """SGP with the most workers beside all-reduce."""
+    found = ends(rows_of("worker_numbers.csv"), "all-reduce")
+    sgp = found[found["method"] == "SGP"].sort_values("workers")
+    last = sgp.iloc[-1]
+    text = "; ".join(f"{beside(row.gap, 'it')} with {row.workers}" for row in sgp.itertuples())
+    return text, by_limit(last["gap"], 1.2 + EXACT, 2.4)
+
+
+# Stragglers.
+
+
+def late_ends(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return `ends` beside all-reduce, with the time of a step, and the time until the target accuracy."""
+    found, target = ends(rows, "all-reduce"), late_target(rows)
+    curves = rows[~rows["is_tuning"] & (100 - rows["test"] >= target - EXACT)]
+    first = curves.groupby(["method", "seed"])["seconds"].min().groupby("method").mean()
+    step = found["seconds"] / rows.loc[~rows["is_tuning"], "steps"].iloc[0]
+    return found.assign(step=step, reached=found["method"].map(first))
+
+
+def late_target(rows: pd.DataFrame) -> float:
+    """Return the target accuracy: two points below all-reduce at the end."""
+    return float(of(ends(rows, "all-reduce"), "all-reduce")["accuracy"]) - 2
+
+
+def late_said(rows: pd.DataFrame) -> str:
+    """Return the result of the study in words."""
+    found = late_ends(rows)
+    wagma, base, sgp = (of(found, name) for name in ("WAGMA-SGD", "all-reduce", "SGP, 2 peers"))
+    text = (
+        f"**A step of WAGMA-SGD takes {wagma['step']:.2f} s, of all-reduce {base['step']:.2f} s and of SGP with two "
+        f"peers {sgp['step']:.2f} s: {base['step'] / wagma['step']:.2f} and {sgp['step'] / wagma['step']:.2f} times as "
+        "long.**"
+    )
+    fastest = found.dropna(subset="reached").sort_values("reached")
+    first = fastest.iloc[0]
+    return (
+        f"{text} {first['method']} is the first to reach {late_target(rows):.1f} %, after {first['reached']:.0f} s; "
+        f"all-reduce needs {base['reached']:.0f} s."
+    )
+
+
+def late_summary(rows: pd.DataFrame) -> str:
+    """Write the table of methods."""
+    head = f"s to {late_target(rows):.1f} %"
+    return table(late_ends(rows), {**ENDS, "step": ("s per step", ".3f"), "reached": (head, ".0f")})
+
+
+def wagma_headline() -> tuple[str, str]:
+    """The time of a step of all-reduce and of SGP over that of WAGMA."""
+    found = late_ends(rows_of("straggler_accuracy.csv"))
+    wagma, base, sgp = (of(found, name)["step"] for name in ("WAGMA-SGD", "all-reduce", "SGP, 2 peers"))
+    verdicts = by_ratio(base / wagma, 1.26), by_ratio(sgp / wagma, 1.25)
+    text = f"{base / wagma:.2f} times all-reduce, {sgp / wagma:.2f} times SGP with two peers"
+    return text, verdicts[0] if verdicts[0] == verdicts[1] else max(verdicts, key=(YES, "in part").count)
+
+
+# MATCHA.
+
+
+def matcha_ends(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return graph, budget, accuracy, the time of a step and of the target accuracy for each method.
+
+    The target of a graph is one point below budget 1 at the end.
+    """
+    last = trainings(rows)
+    names = last["method"].str.extract(r"graph (?P<graph>\d), budget (?P<budget>[\d.]+)").astype(float)
+    last = last.assign(graph=names["graph"].astype(int), budget=names["budget"])
+    found = []
+    for (graph, budget), own in last.groupby(["graph", "budget"]):
+        whole = last[(last["graph"] == graph) & (last["budget"] == 1)]["accuracy"].mean()
+        curve = rows[(rows["method"] == own["method"].iloc[0]) & (100 - rows["test"] >= whole - 1 - EXACT)]
+        reached = curve.groupby("seed")[["seconds", "step"]].min().mean()
+        step = (own["seconds"] / own["steps"]).mean()
+        found.append((graph, budget, len(own), own["accuracy"].mean(), step, reached["step"], reached["seconds"]))
+    names_ = ["graph", "budget", "seeds", "accuracy", "s_step", "steps_to", "seconds_to"]
+    return pd.DataFrame(found, columns=names_)
+
+
+def fastest(found: pd.DataFrame) -> pd.DataFrame:
+    """Return for each graph the budget with the least time, and how much less it is than that of budget 1."""
+    reached = found.dropna(subset="seconds_to")
+    best = reached.loc[reached.groupby("graph")["seconds_to"].idxmin()].set_index("graph")
+    whole = found[found["budget"] == 1].set_index("graph")["seconds_to"]
+    return best.assign(factor=whole / best["seconds_to"]).reset_index()
+
+
+def matcha_said(rows: pd.DataFrame) -> str:
+    """Return the result of the study in words."""
+    best = fastest(matcha_ends(rows))
+    listed = [
+        f"{row.factor:.1f} times as fast on graph {row.graph} (budget {row.budget:g})" for row in best.itertuples()
+    ]
+    return (
+        f"**To one point below the accuracy with all links, the best budget of MATCHA is {best['factor'].min():.1f} to "
+        f"{best['factor'].max():.1f} times as fast.** It is {', '.join(listed)}."
+    )
+
+
+def matcha_summary(rows: pd.DataFrame) -> str:
+    """Write the table of graphs and budgets."""
+    columns = {
+        "graph": ("graph", "d"),
+        "budget": ("budget", "g"),
+        "seeds": ("seeds", "d"),
+        "accuracy": ("accuracy, %", ".1f"),
+        "s_step": ("s per step", ".3f"),
+        "steps_to": ("steps to the target", ",.0f"),
+        "seconds_to": ("s to the target", ".0f"),
+    }
+    return table(matcha_ends(rows), columns)
+
+
+def matcha_time_headline() -> tuple[str, str]:
+    """The time of D-PSGD over that of MATCHA with the best budget."""
+    best = fastest(matcha_ends(rows_of("matcha_time.csv")))["factor"]
+    return f"{best.min():.1f} to {best.max():.1f} times less on six graphs", by_effect(best.max() - 1, 4.0)
+
+
+PLANNED = {"accuracy_bytes": 33, "worker_numbers": 132, "straggler_accuracy": 18, "matcha_time": 90}
+"""The numbers of trainings of the studies."""
+
+
+def study_page(
+    name: str,
+    title: str,
+    said: Callable[[pd.DataFrame], str],
+    summary: Callable[[pd.DataFrame], str],
+    setup: str,
+    question: str,
+) -> Page | None:
+    """Return the page of a study; None: it has no rows yet."""
+    csv = f"{name}.csv"
+    if not (RESULTS / csv).is_file():
+        return None
+    rows = rows_of(csv)
+    text = said(rows)
+    result = text.partition("**")[2].partition("**")[0]
+    return Page(
+        title,
+        csv,
+        f"{text} {progress(rows, PLANNED[name])}".rstrip(),
+        render=all_rows,
+        summary=summary,
+        setup=setup,
+        question=question,
+        result=result,
+    )
+
+
+_PAGES: Mapping[str, Callable[[], Page | None]] = {
+    "accuracy_bytes": partial(
+        study_page,
+        "accuracy_bytes",
+        "Accuracy against bytes on a ring of 8",
+        bytes_said,
+        bytes_summary,
+        SETUP.format(
+            model=PLAIN,
+            batch=8,
+            rates=TUNED,
+            more="""\
+Points below are those below D-PSGD, in the mean over the seeds of both. Bytes are those of parameters in float32.
+CHOCO and DeepSqueeze have the published step sizes for a ring of 8. SGP has its own graph, and all-reduce is a ring
+all-reduce of gradients.""",
+        ),
+        QUESTIONS[0],
+    ),
+    "worker_numbers": partial(
+        study_page,
+        "worker_numbers",
+        "Accuracy with 4 to 32 workers and equal numbers of images",
+        numbers_said,
+        numbers_summary,
+        SETUP.format(
+            model=NORMED,
+            batch=16,
+            rates=TUNED,
+            more="""\
+Points below are those below all-reduce, in the mean over the seeds of both. All steps take equal times, and the running
+statistics are mixed as the models are in methods that work in lockstep.""",
+        ),
+        QUESTIONS[0],
+    ),
+    "straggler_accuracy": partial(
+        study_page,
+        "straggler_accuracy",
+        "Time to accuracy with two late workers of 64",
+        late_said,
+        late_summary,
+        SETUP.format(
+            model=NORMED,
+            batch=8,
+            rates=TUNED,
+            more="""\
+Two workers of 64, drawn anew for each step, compute 320 ms longer, as in the experiments of WAGMA-SGD. A step computes
+for 0.6 s, as the published steps per second say. Times are those of a ResNet-50, 25.6 M parameters, on links of 80
+Gbit/s, by the clock of the Lab. Steps of AD-PSGD and dpwa are ticks of the fastest worker's step.""",
+        ),
+        QUESTIONS[1],
+    ),
+    "matcha_time": partial(
+        study_page,
+        "matcha_time",
+        "MATCHA against time on its six graphs",
+        matcha_said,
+        matcha_summary,
+        SETUP.format(
+            model=PLAIN,
+            batch=8,
+            rates="The rate is 0.05 for all.",
+            more="""\
+Graphs are those of `select_graph`; graphs 0 and 5 have 8 workers, the others 16. Budget 1 uses all links in each round,
+with MATCHA's weights. Times are those of 14.7 M parameters, 100 ms of computation and links of 5 Gbit/s, by the clock
+of the Lab. The target of a graph is one point below the accuracy of budget 1.""",
+        ),
+        QUESTIONS[1],
+    ),
+}
+IMAGE_STUDIES: Mapping[str, Page] = {
+    name: page for name, page in ((name, make()) for name, make in _PAGES.items()) if page is not None
+}
+"""The pages of the studies with rows."""
+
+IMAGE_HEADLINES: Sequence[Headline] = (
+    Headline(
+        "PowerGossip",
+        "the accuracy of D-PSGD on a ring of 8 with 30 to 50 times fewer bytes (ResNet-20, CIFAR-10)",
+        "CIFAR-10 at 16 pixels, 22,154 parameters, 14,000 steps",
+        ("accuracy_bytes.csv",),
+        "accuracy_bytes",
+        power_headline,
+    ),
+    Headline(
+        "MATCHA",
+        "a budget of 0.5 costs no accuracy",
+        "CIFAR-10 at 16 pixels, 22,154 parameters, 14,000 steps on a ring of 8",
+        ("accuracy_bytes.csv",),
+        "accuracy_bytes",
+        matcha_headline,
+    ),
+    Headline(
+        "SGP",
+        "32 nodes: within 1.2 points of all-reduce (76.2 %), ResNet-50 on ImageNet",
+        "CIFAR-10 at 16 pixels, batch normalisation, equal numbers of images",
+        ("worker_numbers.csv",),
+        "worker_numbers",
+        sgp_headline,
+    ),
+    Headline(
+        "WAGMA-SGD",
+        "throughput 1.26 times that of all-reduce and 1.25 times that of SGP, 64 GPUs, two random ones 320 ms late",
+        "the times of the paper in the Lab, 64 workers",
+        ("straggler_accuracy.csv",),
+        "straggler_accuracy",
+        wagma_headline,
+    ),
+    Headline(
+        "MATCHA",
+        "up to 5 times less time than D-PSGD to the same training loss",
+        "CIFAR-10 at 16 pixels, 22,154 parameters, the six published graphs in the Lab",
+        ("matcha_time.csv",),
+        "matcha_time",
+        matcha_time_headline,
+    ),
+)
+"""The headlines of papers that these studies measure."""
