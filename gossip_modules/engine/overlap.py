@@ -53,7 +53,7 @@ class OverlapEngine(LockstepEngine):
     waits for it.
 
     [Note: Filling] If x is sent in chunks, the gossip thread corrects x, copies it into the snapshot and sends it,
-    chunk by chunk. So the first chunk leaves after 4 MB instead of two passes over the model. Training waits until the
+    chunk by chunk. So the first chunk leaves after 16 MB instead of two passes over the model. Training waits until the
     last chunk is copied, but not until all are posted. On a fast link posting takes the gossip thread longer than
     copying, since a send first copies into the socket. So the thread fills twice as many chunks before each next post.
     A correction belongs to the flight in `_flight` until one assignment replaces the flight. An interrupt before or

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..flat.layout import CHUNK_BYTES
 from ..flat.nonfinite import is_finite, refuse
 from ..flat.vector import FlatVector, in_chunks
 from ..graph_manager.butterfly_groups import ButterflyGroups, Phase
@@ -17,6 +16,7 @@ from ..profiling import span
 from ..rounds.mixer import Mixer
 from ..transport.base import Pending, Transport
 
+CHUNK_BYTES = 8 << 20  # half of plain gossip's, since there is memory for several chunks
 _NUM_POSTED = 3  # chunks that are under way at a time
 
 
@@ -93,7 +93,7 @@ class GroupAverage(Mixer):
         """
         assert not self._posted, "a round is in flight: finish() it before the next start()"
         self._t, self._source, self._fill, self._messages, self._num_posted = t, s, fill, [], 0
-        chunks, is_mean = s.chunks(), False
+        chunks, is_mean = chunks_of(s), False
         for phase in self.groups.phases(self.transport.rank, t):
             self._messages += [_Message(phase, k, is_mean) for k in range(len(chunks))]
             is_mean |= phase.in_peer is not None
@@ -126,11 +126,11 @@ class GroupAverage(Mixer):
             with span("gossip.wait"):
                 self._posted.popleft().wait()
             if phase.in_peer is not None:
-                first, second = (out if is_mean else self._source).chunks()[k], self._inbox[i % len(self._inbox)][k]
+                first, second = chunks_of(out if is_mean else self._source)[k], self._inbox[i % len(self._inbox)][k]
                 if not phase.is_first:
                     first, second = second, first
                 with self.writing():
-                    _mean_to(out.chunks()[k], first, second, phase.weight)
+                    _mean_to(chunks_of(out)[k], first, second, phase.weight)
         self.partner = -1
 
     def _post(self, stop: int, out: FlatVector) -> None:
@@ -139,7 +139,7 @@ class GroupAverage(Mixer):
         for i in range(self._num_posted, min(stop, len(self._messages))):
             phase, k, is_mean = self._messages[i]
             self.partner = _partner(phase)
-            own = (out if is_mean else self._source).chunks()[k]
+            own = chunks_of(out if is_mean else self._source)[k]
             if i == k:  # in the first phase
                 if self._fill is not None:
                     with self.writing():
@@ -153,6 +153,11 @@ class GroupAverage(Mixer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.groups})"
+
+
+def chunks_of(x: FlatVector) -> Sequence[FlatVector]:
+    """The chunks in which x is sent."""
+    return x.chunks(CHUNK_BYTES)
 
 
 def _mean_to(out: FlatVector, first: FlatVector, second: FlatVector, weight: float) -> None:
@@ -172,6 +177,6 @@ def _partner(phase: Phase) -> int:
 
 def _inbox_like(s: FlatVector) -> tuple[tuple[FlatVector, ...], ...]:
     """Receive buffers for the chunks of s that are under way at a time: in each one there is a place for any chunk."""
-    layouts = [chunk.layout for chunk in s.chunks()]
+    layouts = [chunk.layout for chunk in chunks_of(s)]
     memory = [s.raw.new_zeros(min(CHUNK_BYTES, s.layout.num_bytes)) for _ in layouts[:_NUM_POSTED]]
     return tuple(tuple(FlatVector(layout, raw[: layout.num_bytes]) for layout in layouts) for raw in memory)

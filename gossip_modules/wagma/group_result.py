@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..engine.snapshots import SnapshotPool
 from ..flat.vector import FlatVector
+from .group_average import chunks_of
 
 
 class GroupResult:
@@ -100,12 +101,12 @@ class LentModel:
 
     def fill(self, k: int) -> None:
         """Chunk k of y <- chunk k of x."""
-        self._y.chunks()[k].raw.copy_(self.x.chunks()[k].raw)
+        chunks_of(self._y)[k].raw.copy_(chunks_of(self.x)[k].raw)
         self._num_filled = k + 1
 
     def take_back(self) -> None:
         """x <- the model of before a round that has failed; y too."""
-        for k, (own, copy) in enumerate(zip(self.x.chunks(), self._y.chunks(), strict=True)):
+        for k, (own, copy) in enumerate(zip(*map(chunks_of, (self.x, self._y)), strict=True)):
             if k < self._num_filled:
                 own.raw.copy_(copy.raw)
             else:
