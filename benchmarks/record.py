@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import os
 import shlex
 import shutil
@@ -45,8 +46,32 @@ def cpu_model() -> str:
 
 
 def command() -> str:
-    """The command line of this process, with `python` for whichever interpreter it is."""
-    return shlex.join(["python", *sys.orig_argv[1:]])
+    """The command line of this process, as a reader can type it in the root of the repository.
+
+    The interpreter is `python`. A path below $GOSSIP_DATA begins with this variable. A path elsewhere outside of the
+    repository becomes one in benchmarks/results/ if it is a CSV file, and one in runs/, which git ignores, if not.
+    """
+    return " ".join(["python", *(_typed(argument) for argument in sys.orig_argv[1:])])
+
+
+def _typed(argument: str) -> str:
+    head, equals, value = argument.rpartition("=")
+    path = Path(value)
+    if not (path.is_absolute() or ".." in path.parts):
+        return shlex.quote(argument)
+    path, data = path.resolve(), os.environ.get("GOSSIP_DATA")
+    if path.is_relative_to(ROOT):
+        value = path.relative_to(ROOT).as_posix()
+    elif data and path.is_relative_to(Path(data).resolve()):
+        return f"{head}{equals}$GOSSIP_DATA/{shlex.quote(path.relative_to(Path(data).resolve()).as_posix())}"
+    else:
+        value = f"{'benchmarks/results' if path.suffix == '.csv' else 'runs'}/{path.name}"
+    return f"{head}{equals}{shlex.quote(value)}"
+
+
+def digest(path: Path) -> str:
+    """The name of a file of data and the first 16 digits of its SHA-256: the column `data` of rows that used it."""
+    return f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
 
 
 def provenance(seed: int) -> dict[str, Any]:

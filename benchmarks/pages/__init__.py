@@ -2,6 +2,7 @@
 
     python -m benchmarks.pages              # writes them
     python -m benchmarks.pages --check      # exit code 1 where a page is not what its CSV file says
+    python -m benchmarks.pages --review     # counts the later commits again, and writes all pages
 
 A page has the result first, then a short table, then all rows, and the commands with commit, machine, day and seed
 last. A figure without a row in a CSV file has no place on a page.
@@ -10,11 +11,13 @@ last. A figure without a row in a CSV file has no place on a page.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
 
+from benchmarks.pages.age import REVIEW, aged, reviewed_at, with_age
 from benchmarks.pages.algorithms import ALGORITHMS
 from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.finished import FINISHED
@@ -42,7 +45,7 @@ def page(name: str) -> str:
     rows = _read(own.csv)
     texts = [f"# {own.title}", MADE.format(csv=own.csv), *_figures(own, rows), *map(_part, own.parts)]
     texts += ["## Setup", own.setup] if own.setup else []
-    return "\n\n".join([*texts, "## Measured with", *remarks(rows, own.script), sources(rows)]) + "\n"
+    return "\n\n".join([*texts, "## Measured with", *_remarks(own, rows), sources(rows)]) + "\n"
 
 
 def _figures(own: Page, rows: pd.DataFrame) -> list[str]:
@@ -55,7 +58,12 @@ def _part(own: Page) -> str:
     """A related measurement, folded."""
     rows = _read(own.csv)
     setup = [own.setup] if own.setup else []
-    return fold(own.title, "\n\n".join([*_figures(own, rows), *setup, *remarks(rows, own.script), sources(rows)]))
+    return fold(own.title, "\n\n".join([*_figures(own, rows), *setup, *_remarks(own, rows), sources(rows)]))
+
+
+def _remarks(own: Page, rows: pd.DataFrame) -> list[str]:
+    age = aged(own, rows)
+    return [*remarks(rows, own.script), *([age] if age else [])]
 
 
 def _read(csv: str) -> pd.DataFrame:
@@ -88,6 +96,12 @@ def texts() -> dict[Path, str]:
     return {**own, **{DOCS / f"{name}.md": page(name) for name in PAGES if name not in FINISHED}}
 
 
+def reviewed() -> dict[Path, str]:
+    """The pages of FINISHED with the ages of their rows, by their file; nothing else of them is written."""
+    paths = {DOCS / f"{name}.md": own for name, own in FINISHED.items()}
+    return {path: with_age(path.read_text(encoding="utf-8"), own, _read(own.csv)) for path, own in paths.items()}
+
+
 def stale() -> list[Path]:
     """Files that are not what the CSV files say, and pages that no CSV file makes."""
     wanted = texts()
@@ -99,12 +113,17 @@ def main() -> int:
     """Write the pages or check them; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page is out of date")
-    if parser.parse_args().check:
+    parser.add_argument("--review", action="store_true", help="first count the commits later than the rows")
+    options = parser.parse_args()
+    if options.check:
         for path in (wrong := stale()):
             print(f"error: got {path} out of date, expected what its CSV file says; run python -m benchmarks.pages")
         return 1 if wrong else 0
+    if options.review:
+        review = reviewed_at("HEAD", PAGES.values())
+        REVIEW.write_text(json.dumps(review, indent=1) + "\n", encoding="utf-8")
     DOCS.mkdir(parents=True, exist_ok=True)
-    for path, text in texts().items():
+    for path, text in {**texts(), **(reviewed() if options.review else {})}.items():
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(ROOT))
     return 0

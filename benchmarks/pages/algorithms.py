@@ -104,6 +104,7 @@ time on the link than encoding and decoding take. The ratio is 15 for PowerGossi
 CHOCO with signs. At 10 Gbit/s, only PowerGossip of rank 1 with one iteration (1.5) and random 1 % (1.6) stay above 1.
 On a GPU, all codecs pay at 10 Gbit/s too: bfloat16 by 60, PowerGossip of rank 1 by 7.6.""",
         _CODES,
+        measures=("gossip_modules/compression",),
         script="cb643b0e:benchmarks/compression.py",
         summary=codes,
         setup="""\
@@ -119,6 +120,7 @@ longer.""",
                 "done the work. The commit was given "
                 "by hand, since the machine had a copy of the files without git.",
                 _CODES,
+                measures=("gossip_modules/compression",),
                 script="cb643b0e:benchmarks/compression.py",
             ),
         ),
@@ -140,6 +142,7 @@ iteration, or 274 rounds and as many bits with two.""",
             "steps_to_0.0001": ("steps to 0.0001", "d"),
             "megabits_to_0.0001": ("Mbit", ".2f"),
         },
+        measures=("gossip_modules/algorithms", "gossip_modules/compression", "gossip_modules/rounds"),
         script="cb643b0e:benchmarks/consensus.py",
         setup="""\
 Eight ranks in a ring gossip until they agree. Each begins with a 100x100 matrix of normal numbers. The error is the
@@ -167,6 +170,7 @@ error of 1e-6. The default push-sum graph takes 44, a ring 1,306. With two peers
             "noise": ("noise", ".2f"),
             "drift": ("drift", ".2f"),
         },
+        measures=("gossip_modules/graph_manager", "gossip_modules/mixing_manager"),
         script="bb6c722:benchmarks/default_graphs.py",
         summary=messages,
         setup="""\
@@ -204,6 +208,7 @@ times as long.""",
             "joint_seconds": ("joint, s", ".2f"),
             "joint_rho": ("joint rho", ".5f"),
         },
+        measures=("gossip_modules/matcha",),
         script="bb6c722:benchmarks/matcha_planning.py",
         setup="""\
 The graphs are random and geometric. A plan colours the edges into matchings, then finds the probability p of each
@@ -220,6 +225,7 @@ mean: less is better. Times are the least of the repeats.""",
 answer in less than 0.01 ms and use less than 5 kB. `NetworkXGraph` stores your edges, so it grows with the number of
 ranks: with 100,000 it takes a second to build.""",
         _GRAPHS,
+        measures=("gossip_modules/graph_manager", "gossip_modules/mixing_manager"),
         script="bb6c722:benchmarks/graph_scaling.py",
         summary=largest,
         setup="""\
@@ -239,6 +245,7 @@ graph. The peak is Python's memory over all of it. Times are the least of the re
             "parameters": ("parameters", ",d"),
             "milliseconds": ("ms per worker and step", ".2f"),
         },
+        measures=("gossip_modules/lab", "gossip_modules/rounds"),
         script="cb643b0e:benchmarks/lab.py",
         setup="""\
 64 workers train a transformer of 30,592 parameters by SGP with AdamW, in one process on one core. A step has 8
@@ -255,6 +262,7 @@ sequences of 32 words. Milliseconds are processor time. See [the Lab](../guides/
 setting. The simulator does not know your loss: small models learn slowly with DiLoCo in
 [the measured runs](time_to_loss.md).""",
         _SIMULATED,
+        measures=("gossip_modules/algorithms", "gossip_modules/lab", "gossip_modules/rounds"),
         script="cb643b0e:benchmarks/simulator.py",
         summary=simulated,
         setup="""\

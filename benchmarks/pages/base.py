@@ -31,6 +31,7 @@ class Page:
         columns: columns of the table of all rows: the name in the CSV file, the header here, the format of a number.
         render: writes all rows where they are no plain table.
         also: names of other files there that it reads.
+        measures: the files and folders of the library that the figures depend on.
         script: of a finished study, which is not in the tree any more: a commit that has the script, a colon, its path.
         summary: writes a short table or a picture.
         setup: how it was measured, and what the columns mean.
@@ -45,6 +46,7 @@ class Page:
     columns: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     render: Callable[[pd.DataFrame], str] | None = None
     also: tuple[str, ...] = ()
+    measures: tuple[str, ...] = ("gossip_modules",)
     script: str = ""
     summary: Callable[[pd.DataFrame], str] | None = None
     setup: str = ""

@@ -10,6 +10,7 @@ FINISHED: Mapping[str, Page] = {
     "uneven_data": Page(
         "Accuracy on uneven data",
         "uneven_data.csv",
+        measures=("gossip_modules/algorithms", "gossip_modules/rounds"),
         question="Is it as accurate?",
         result="On uneven data RelaySGD ends 1.9 points below all-reduce, SGP 6.4 and "
         "D-PSGD on a ring 15.8 (alpha 0.1).",
@@ -17,6 +18,7 @@ FINISHED: Mapping[str, Page] = {
     "uneven_workers": Page(
         "Accuracy with 3 to 25 workers",
         "uneven_workers.csv",
+        measures=("gossip_modules/graph_manager", "gossip_modules/mixing_manager"),
         question="Is it as accurate?",
         result="With equal data and 25 workers, `BaseGraph` ends 3.4 points below all-reduce "
         "with one peer, 0.7 with four.",
@@ -24,12 +26,14 @@ FINISHED: Mapping[str, Page] = {
     "consensus_control": Page(
         "Consensus control and SlowMo on a ring of 16",
         "consensus_control.csv",
+        measures=("gossip_modules/consensus_control.py", "gossip_modules/rounds"),
         question="Is it as accurate?",
         result="SlowMo ends 0.26 points below all-reduce for a quarter of its bytes, consensus control 1.6.",
     ),
     "time_to_loss": Page(
         "Seconds to a fixed validation loss",
         "loss_steps.csv",
+        measures=("gossip_modules/algorithms", "gossip_modules/rounds", "gossip_modules/transport"),
         also=("loss_cells.csv",),
         question="Is it as fast?",
         result="At 0.1 Gbit/s SparseLoCo takes a quarter of the time of other libraries to 2.5 nats.",

@@ -168,6 +168,7 @@ Overlap SGP, and ends 0.15 above all-reduce. At 0.1 Gbit/s, DDP with its fp16 ho
 takes half of its time.
 
 ![Test loss against seconds for each speed of the links.](../assets/default.svg)""",
+        measures=("gossip_modules/rounds", "gossip_modules/transport", "gossip_modules/wrappers"),
         render=default,
         setup="""\
 Losses are those of [the accuracy study](gap.md) after 320 steps of eight workers. Times are those of 320 steps on an
@@ -186,6 +187,13 @@ are one run of each cell, with SGD as optimizer. A band spans the seeds.""",
 **AD-PSGD is as fast as ranks without communication, at all three link speeds: 49 to 50 ms for 48.** Overlap SGP and
 Decent-DP follow (62 to 68 ms at 1 and 10 Gbit/s): they wait for a straggler one step later. SGP, WAGMA and DDP take 99
 to 106 ms at 1 Gbit/s. At 0.1 Gbit/s, the 352 ms of a message decide.""",
+        measures=(
+            "gossip_modules/ad_psgd",
+            "gossip_modules/rounds",
+            "gossip_modules/transport",
+            "gossip_modules/wagma",
+            "gossip_modules/wrappers",
+        ),
         render=stragglers,
         setup="""\
 Four emulated hosts train a model of 1.1 million parameters. A step computes for 40 ms, and each rank takes ten times as
@@ -206,6 +214,7 @@ Seeds of all-reduce spread over 0.08.
 **Images: with 25 workers and SGD, SGP ends 3.2 points above the error of all-reduce, with four peers 2.1.** With four
 times the batch the gap is 0.3 points (one seed). With 8 workers it is 1.5 points. No learning rate closes it. Take
 AllReduce, large batches or more peers where this matters.""",
+        measures=("gossip_modules/lab", "gossip_modules/optim", "gossip_modules/rounds"),
         render=tables,
         script="cb643b0e:benchmarks/gap.py",
         summary=language,

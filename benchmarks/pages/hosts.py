@@ -35,6 +35,7 @@ four ranks share two cores. The accuracy of a method is the same in each host, 9
             "accuracy": ("accuracy", ".1%"),
             "load": ("load", ".1f"),
         },
+        measures=("gossip_modules/integrations", "gossip_modules/wrappers"),
         summary=integration,
         setup="""\
 Ranks on one machine train a perceptron of 2.2 M parameters on handwritten digits. Steps, batches, rates and clipping

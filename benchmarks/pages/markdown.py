@@ -70,7 +70,7 @@ def sources(rows: pd.DataFrame) -> str:
 
 
 def remarks(rows: pd.DataFrame, script: str) -> list[str]:
-    """What a reader cannot repeat as it is written there: the script, the commit, the paths."""
+    """What a reader cannot repeat as it is written there: the script, the commit, the data."""
     found = []
     if script:
         found.append(f"The study is finished. Its script is in an earlier commit: `git show {script}` prints it.")
@@ -79,9 +79,15 @@ def remarks(rows: pd.DataFrame, script: str) -> list[str]:
             f"The history of the repository does not have {' and '.join(lost)}: rows of such a commit were measured "
             "before it was rebased."
         )
-    if any(word.startswith("/") for command in rows["command"].unique() for word in command.split()):
-        found.append("Paths that begin with / belong to the machine of the measurement. Name your own.")
+    if not names_data(rows):
+        found.append("The rows have no hash of the data that the command reads.")
     return [" ".join(found)] if found else []
+
+
+def names_data(rows: pd.DataFrame) -> bool:
+    """Whether rows have a hash of the data, if a command of them reads some."""
+    reads = rows["command"].str.contains(r"\$GOSSIP_DATA|--data |--images ").any()
+    return not reads or ("data" in rows and bool(rows["data"].str.contains(r"\b[0-9a-f]{12,}\b").all()))
 
 
 def _cell(value: Any, form: str) -> str:

@@ -75,6 +75,7 @@ store is gone. torchft, for comparison, pauses for 5.2 s, its default heartbeat 
             "rounds_until_joined": ("rounds until joined", "d"),
             "survivors_that_failed": ("survivors that failed", "d"),
         },
+        measures=("gossip_modules/membership", "gossip_modules/wrappers"),
         summary=kills,
         setup="""\
 Eight workers with a [membership](../guides/elasticity.md) run as processes on one machine with two cores. A step
@@ -106,6 +107,7 @@ delay in each direction, or with 5 % of the packets lost, steps take up to 1.26 
                     "members_afterwards": ("workers at the end", "d"),
                     "others_that_failed": ("others that failed", "d"),
                 },
+                measures=("gossip_modules/membership", "gossip_modules/transport"),
                 setup="""\
 Each of eight workers is on a host of its own: a network namespace behind a router that delays, loses or drops packets.
 At step 100 one worker is disturbed. A worker without a heartbeat for the deadline is excluded. Times are those of the
@@ -129,6 +131,7 @@ slowest step takes 0.6 s with 32 workers, 0.3 s with 8.""",
                     "seconds_to_join": ("to join, s", ".2f"),
                     "survivors_that_failed": ("survivors that failed", "d"),
                 },
+                measures=("gossip_modules/membership",),
                 setup="""\
 Each worker is on an emulated host with a link of 1 Gbit/s. All share two cores. The first worker is killed, and one is
 started again 40 steps later. Seconds run from the moment when all are ready to the last worker's first step; from the
@@ -149,6 +152,7 @@ within 0.5 points of their run without faults.** DiLoCo ends 0.7 points below, a
 costs 0.09 to 0.29 s, in the median over faults. A stop for longer than the deadline of 2 s costs the others 2 s once.
 
 ![The number of workers in the run with SGP, and the slowest step after each fault.](../assets/chaos.svg)""",
+        measures=("gossip_modules/membership", "gossip_modules/rounds", "gossip_modules/wrappers"),
         render=chaos,
         summary=outcomes,
         setup="""\
@@ -175,6 +179,7 @@ at once. AD-PSGD and PowerGossip ran beside tests, at a load of 20 to 45.
 The slowest step of any worker between a fault and the next one, in ms: the median over the faults, nine of ten of them,
 and the slowest. A worker that is stopped for longer than 2 s costs the others these 2 s, mostly after the next fault
 has come. So most steps of more than 1.3 s after a fault of another kind belong to an earlier stop.""",
+                measures=("gossip_modules/membership", "gossip_modules/rounds", "gossip_modules/wrappers"),
                 render=chaos_faults,
             ),
             Page(
@@ -184,6 +189,7 @@ has come. So most steps of more than 1.3 s after a fault of another kind belong 
 At a load of 20 to 45, Overlap SGP ended 0.57 points below its run without faults, and D-PSGD 1.56: workers took half as
 many steps between two faults. One worker of D-PSGD failed. With WAGMA, descriptors grew from 41 to 82, since former
 generations were not released.""",
+                measures=("gossip_modules/membership", "gossip_modules/rounds", "gossip_modules/wrappers"),
                 render=chaos,
             ),
         ),
@@ -215,6 +221,7 @@ to 1.5 % of a core while nothing is trained.""",
             "elastic_wall_ms": ("wall with, ms", ".2f"),
             "background_percent": ("of a core, %", ".1f"),
         },
+        measures=("gossip_modules/membership", "gossip_modules/rounds", "gossip_modules/wrappers"),
         summary=cost,
         setup="""\
 Four workers with a [membership](../guides/elasticity.md) and four without one train the same network, each in a process
@@ -241,6 +248,7 @@ slower in all rows, since workers that start share the cores.""",
                     "slowest_serving_ms": ("slowest while giving", ".1f"),
                     "ratio": ("by the median", ".2f"),
                 },
+                measures=("gossip_modules/membership",),
                 summary=joins,
                 script="bb6c722:benchmarks/elastic/joins.py",
                 setup="""\
@@ -266,6 +274,7 @@ see [Transport and failures](../decisions/transport.md).""",
             "round_ms": ("step and round, ms", ".2f"),
             "average_ms": ("exact average, ms", ".2f"),
         },
+        measures=("gossip_modules/transport", "gossip_modules/wrappers"),
         setup="""\
 Ranks are threads of one process over Gloo, in groups whose ranks have few connections. Times are CPU time of the thread
 of a rank, the median of all ranks. The model is tiny.""",

@@ -171,6 +171,12 @@ describes the task.""",
 times.** On a tiny perceptron with steps of 1 ms, the work around a round shows: SGP takes 1.17 times the hand-written
 loop, Overlap SGP 1.40, DiLoCo 1.56. Decent-DP takes 1.07 and 1.20.""",
         _STEP_COLUMNS,
+        measures=(
+            "gossip_modules/flat",
+            "gossip_modules/rounds",
+            "gossip_modules/transport",
+            "gossip_modules/wrappers",
+        ),
         summary=steps,
         setup="""\
 All methods take turns of a few steps in one run. A ratio is the median over turns of the method's time over the time of
@@ -198,6 +204,7 @@ reads and writes anchor, drift, momentum and model several times, each of 45 MB.
                     "ratio_low": ("from", ".3f"),
                     "ratio_high": ("to", ".3f"),
                 },
+                measures=("gossip_modules/algorithms", "gossip_modules/rounds"),
                 summary=outer_ratios,
                 script="bb6c722:benchmarks/outer_steps.py",
                 setup="""\
@@ -214,6 +221,7 @@ fused=True)`.""",
                 "of the hand-written loop, 1.22 before.** "
                 "The model has 9.4 M parameters in eight tensors. The machine did other work.",
                 _STEP_COLUMNS,
+                measures=("gossip_modules/algorithms", "gossip_modules/rounds"),
                 summary=before_and_after,
             ),
             Page(
@@ -222,6 +230,7 @@ fused=True)`.""",
                 "**With 9.4 M parameters WAGMA takes 34.8 ms of CPU time beyond a local step, 41.3 before.** SGP takes "
                 "1.7 ms beyond the hand-written loop, which takes 23.2 beyond a local step.",
                 _STEP_COLUMNS,
+                measures=("gossip_modules/wagma",),
                 summary=before_and_after,
             ),
         ),

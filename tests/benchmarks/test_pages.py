@@ -15,6 +15,7 @@ import pytest
 from benchmarks import pages
 from benchmarks.pages.base import QUESTIONS
 from benchmarks.record import PROVENANCE, RESULTS, ROOT, write_rows
+from tests.benchmarks.test_provenance import has_history
 
 
 def test_pages_are_up_to_date() -> None:
@@ -81,20 +82,6 @@ def test_a_page_that_was_edited_by_hand_is_named(
     assert f"error: got {stray} out of date" in said
 
 
-def _has_history() -> bool:
-    is_complete = ["git", "rev-parse", "--is-shallow-repository"]
-    return subprocess.run(is_complete, cwd=ROOT, capture_output=True, text=True).stdout == "false\n"
-
-
-def test_commits_of_rows_are_in_the_history_or_the_page_says_that_they_are_not() -> None:
-    named = {commit.rstrip("+") for path in RESULTS.glob("*.csv") for commit in pd.read_csv(path, dtype=str)["commit"]}
-    if not _has_history():
-        pytest.skip("the history of this repository is not here")
-    for commit in named:
-        merged = subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True)
-        assert (merged.returncode == 0) != (commit in pages.NOT_IN_HISTORY), commit
-
-
 def test_the_page_of_a_finished_study_names_a_script_that_its_commit_has() -> None:
     scripts = {own.script for page in pages.PAGES.values() for own in page.measurements() if own.script}
     assert [script for script in scripts if (ROOT / script.partition(":")[2]).exists()] == []
@@ -103,10 +90,9 @@ def test_the_page_of_a_finished_study_names_a_script_that_its_commit_has() -> No
     assert scripts <= set(named)
     asked = ["git", "cat-file", "--batch-check=%(objecttype)"]
     found = subprocess.run(asked, cwd=ROOT, input="\n".join(named), capture_output=True, text=True).stdout
-    if _has_history():
+    if has_history():
         assert [name for name, kind in zip(named, found.splitlines(), strict=True) if kind != "blob"] == []
     assert "does not have 7ec9a98290: rows" in pages.page("elastic")
-    assert "Paths that begin with / belong to the machine" in pages.page("chaos")
 
 
 @pytest.mark.parametrize("name", pages.FINISHED)

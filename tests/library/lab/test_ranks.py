@@ -1,0 +1,108 @@
+"""Training in the Lab is training by ranks, for each method of the registry whose ranks take all steps together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossip_modules.lab import Compute, LabPlan, LabTask, Network, Setting
+from gossip_modules.lab.comparison import LabTraining
+from gossip_modules.methods import METHODS, wrapping
+from gossip_modules.methods.chosen import Chosen, read_algorithm
+from gossip_modules.methods.options import Context, WrapperOptions
+from tests.harness.ranks import run_ranks
+
+N, STEPS, PERIOD = 5, 9, 3
+LOCKSTEP = [name for name, method in METHODS.items() if method.pace == "lockstep"]
+
+
+class Net(nn.Module):
+    """Two layers of 512 parameters in all, which fragments of two or four cut at multiples of 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch) - batch.roll(1, 1)).square().mean()
+
+
+def task(momentum: float) -> LabTask:
+    return LabTask(
+        lambda: Net().double(),
+        loss,
+        lambda worker, step, generator: torch.randn(4, 16, generator=generator, dtype=torch.float64) + worker / N,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=momentum),
+    )
+
+
+def chosen(name: str) -> Chosen:
+    """The recipe, with few steps between rounds."""
+    found = read_algorithm(name, seed=0)
+    period = found.method.period
+    return replace(found, made=replace(found.made, **{period: PERIOD})) if period else found
+
+
+def by_ranks(name: str, own: LabTask, start: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """The models [n, d] of ranks in threads, which train by the recipe."""
+    this = threading.local()
+
+    def in_group(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda module, **arguments: wrapper(module, process_group=this.group, **arguments)
+
+    for wrapper in ("AllReduceDataParallel", "GossipDataParallel"):
+        monkeypatch.setattr(wrapping, wrapper, in_group(getattr(wrapping, wrapper)))
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        this.group = group
+        module = own.model()
+        module.load_state_dict(start)
+        found = chosen(name)
+        context = Context(group.rank(), N, seed=0, timeout=timedelta(minutes=1))
+        model: Any = found.method.wrap(module, found, WrapperOptions(), context)
+        assert own.optimizer is not None
+        optimizer = own.optimizer(list(model.parameters()))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            own.loss(model, own.batch(group.rank(), step, 0)).backward()
+            optimizer.step()
+        model(own.batch(group.rank(), STEPS, 0))
+        getattr(model, "settle", lambda: None)()
+        getattr(model, "close", lambda: None)()
+        return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+    return torch.stack(run_ranks(N, body))
+
+
+@pytest.mark.parametrize("name", LOCKSTEP)
+def test_a_method_trains_as_by_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, so that rounding crosses no threshold of a code."""
+    own = task(0.9 if METHODS[name].needs_sgd else 0.0)
+    plan = replace(LabPlan.of(name), chosen=chosen(name), is_text=False)
+    training = LabTraining(plan, Setting(N, None, Compute(0.1), Network("1 Gbit/s"), seed=0), own)
+    begin = {n.removeprefix("model."): p.detach().clone() for n, p in training.models.module.named_parameters()}
+    for _ in training.run(STEPS):
+        pass
+    assert float(training.models.x[0].std()) > 0.01
+    moved = torch.cat([p.flatten() for p in begin.values()])
+    z = training.settle()
+    assert float((z - moved).norm(dim=1).min()) > 0.01, "nothing was learnt"
+    names = [n.removeprefix("model.") for n in training.models.names]
+    assert names == list(begin), "the order of the flat vector"
+    torch.testing.assert_close(z, by_ranks(name, own, begin, monkeypatch), rtol=0, atol=1e-6)
+
+
+def test_methods_at_their_own_pace_are_those_whose_rounds_depend_on_time() -> None:
+    assert sorted(set(METHODS) - set(LOCKSTEP)) == ["a2cid2", "adpsgd", "dpwa", "wagma"]
