@@ -34,6 +34,7 @@ CONSENSUS_TARGETS_TO_TRY = (2.0, 4.0, 8.0)
 OUTER_LRS_TO_TRY = (0.4, 0.7, 1.0)
 OUTER_MOMENTA_TO_TRY = (0.0, 0.5, 0.9)
 _COLUMNS = ("method", "graph", "steps", "s per step", "s to target", "MB per rank", "waiting", "disagreement", "")
+_TOO_MUCH_WAITING = 0.75  # of a step
 _LITTLE_WAITING = 0.1  # of a worker's time
 _NUM_LEFT = 2  # columns that are aligned to the left, from the first on
 
@@ -279,13 +280,22 @@ def best(predictions: Sequence[Prediction]) -> Prediction | None:
 def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
     """Return the method to choose, what bounds it, and the methods that were left out since their workers disagree.
 
+    The method is the fastest of those that communicate in every step. If that one waits for most of its step, a method
+    that averages every few steps is advised where it is faster.
+
     Args:
         predictions: of methods in the same setting.
         setting: their setting.
     """
-    chosen = best(predictions)
+    steady, rare = (
+        best([p for p in predictions if bool(p.plan.method.period) is is_rare]) for is_rare in (False, True)
+    )
+    chosen = steady or rare
     if chosen is None:
         return Advice(None, _despair(predictions))
+    is_faster = steady is not None and rare is not None and rare.seconds < steady.seconds
+    if is_faster and chosen.waiting_share > _TOO_MUCH_WAITING:
+        chosen = rare or chosen
     sentences = [_choice(chosen, predictions), _bound(chosen, setting)]
     others = [p.name for p in predictions if p.has_reached and not p.has_agreed]
     if others:
@@ -293,12 +303,12 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
             f"Not weighed: {', '.join(others)}: the target was reached, but workers' models differ by more than "
             f"{chosen.max_disagreement:g} of their size, so they are not one model."
         )
-    every_step = best([p for p in predictions if not p.plan.method.period])
-    if chosen.plan.method.period and every_step is not None:
+    if is_faster and steady is not None and rare is not None:
         sentences.append(
-            f"{chosen.name} averages rarely, which this small problem forgives: a language model learnt less in equal "
-            "steps that way (docs/guides/default.md). Of the methods that communicate in every step "
-            f"{every_step.name} is the fastest, with {every_step.seconds:.1f} s."
+            f"{rare.name} averages rarely ({rare.seconds:.1f} s), which this small problem forgives: a language model "
+            "learnt less in equal steps that way (docs/guides/default.md). Of the methods that communicate in every "
+            f"step {steady.name} is the fastest, with {steady.seconds:.1f} s; rare averages are advised where it waits "
+            f"for more than {_TOO_MUCH_WAITING:.0%} of its step, here {steady.waiting_share:.0%}."
         )
     if chosen.settings:
         sentences.append(f"It was simulated with {chosen.settings}.")

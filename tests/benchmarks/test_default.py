@@ -61,9 +61,15 @@ def advice(rate: str) -> Advice:
     return advise([simulate(plan, setting, Digits()) for plan in plans], setting)
 
 
-def test_the_planner_names_the_fastest_method_that_communicates_in_every_step() -> None:
-    (sentence,) = [sentence for sentence in advice("1 Gbit/s").sentences if "averages rarely" in sentence]
-    assert "communicate in every step osgp " in sentence
+@pytest.mark.parametrize(("rate", "name"), [("1 Gbit/s", "osgp"), ("100 Mbit/s", "localsgd")])
+def test_the_planner_advises_as_the_first_rows_of_the_readme(rate: str, name: str) -> None:
+    """The second row is for links on which one message per step is too much."""
+    best = advice(rate).best
+    assert best is not None
+    assert best.plan.method.name == name
+    first, second = text("README.md").partition("<!-- methods: begin -->")[2].splitlines()[3:5]
+    assert 'overlap="auto"' in first
+    assert "LocalSGD(" in second
 
 
 def test_where_links_cost_nothing_the_planner_names_all_reduce() -> None:

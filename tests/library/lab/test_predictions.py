@@ -83,6 +83,20 @@ def test_the_best_reaches_the_target_and_agrees() -> None:
     assert advice.sentences[2].startswith("Not weighed: dpwa: the target was reached, but workers' models differ")
 
 
+def test_rare_averages_are_advised_where_links_bound_every_step() -> None:
+    rare = prediction("localsgd", error=0.3, seconds=2.0)
+    for share, expected in ((0.6, "osgp"), (0.9, "localsgd")):
+        steady = replace(prediction("osgp", error=0.3, seconds=9.0), waiting_share=share)
+        advice = advise([steady, rare], CLUSTER)
+        assert advice.best is not None
+        assert advice.best.plan.method.name == expected
+        (sentence,) = [sentence for sentence in advice.sentences if "averages rarely" in sentence]
+        assert sentence.endswith(f"more than 75% of its step, here {share:.0%}.")
+    slower = advise([steady, replace(rare, seconds=10.0)], CLUSTER)
+    assert slower.best is steady
+    assert not any("averages rarely" in sentence for sentence in slower.sentences)
+
+
 def test_advice_says_what_to_change_where_nothing_works() -> None:
     far = [prediction("sgp", error=0.5, seconds=9.0), prediction("moniqua", error=math.nan, seconds=1.0)]
     advice = advise(far, CLUSTER)
