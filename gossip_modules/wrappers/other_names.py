@@ -18,7 +18,7 @@ _UNUSED = Ignored("a step needs no gradient of any other rank, so parameters wit
 
 
 def _devices(value: Any, given: Mapping[str, Any]) -> Action:
-    """`device_ids`, a list of one, and `output_device`: the device of the parameters goes without saying."""
+    """Leave it out: a model computes on the device of its parameters; call module.to(device) before wrapping."""
     device = _device(given.get("module"))
     asked = list(value) if isinstance(value, list | tuple) else [value]
     if device is not None and device.type != "cpu" and len(asked) == 1 and _is(asked[0], device):
@@ -45,7 +45,7 @@ def _is(asked: Any, device: torch.device) -> bool:
 
 
 def _buffers(value: Any, given: Mapping[str, Any]) -> Action:
-    """`broadcast_buffers` and its like."""
+    """Leave True out; write gossip_buffers=False where you had False."""
     if value:
         return Ignored("buffers are averaged with those of peers where gossip_buffers is True, the default")
     return Refused("gossip_buffers says whether ranks share buffers; write gossip_buffers=False")

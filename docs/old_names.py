@@ -1,4 +1,4 @@
-"""The tables of docs/guides/migrating.md, from the tables in the code: `python docs/migrating.py` writes them anew."""
+"""The tables of docs/coming_from, from the tables in the code: `python docs/old_names.py` writes them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from gossip_modules.old_calls import (  # noqa: E402
     NewName,
     Refused,
 )
-from gossip_modules.wrappers.other_names import (  # noqa: E402  # noqa: E402
+from gossip_modules.wrappers.other_names import (  # noqa: E402
     AD_PSGD_ARGUMENTS,
     ALL_REDUCE_ARGUMENTS,
+    DDP_ARGUMENTS,
+    DDP_ATTRIBUTES,
     MISSING,
     SGP_ARGUMENTS,
     WAGMA_ARGUMENTS,
@@ -30,7 +32,7 @@ from gossip_modules.wrappers.other_names import (  # noqa: E402  # noqa: E402
 from train.old_options.actions import Action, Gone, Same  # noqa: E402
 from train.old_options.tables import DPWA, MATCHA, POWERGOSSIP, SGP, WAGMA  # noqa: E402
 
-PAGE = ROOT / "docs" / "guides" / "migrating.md"
+PAGES = sorted((ROOT / "docs" / "coming_from").glob("*.md"))
 
 
 def table(head: str, rows: Iterable[tuple[str, str, str]]) -> str:
@@ -58,7 +60,7 @@ def _argument(action: Any) -> tuple[str, str]:
 def attributes() -> str:
     """Of the methods and attributes of the wrappers."""
     rows = [(name, remedy, "works, with a warning") for name, remedy in WORKING.items()]
-    return table("method or attribute", [*rows, *((name, remedy, "an error") for name, remedy in MISSING.items())])
+    return table("method or attribute", [*rows, *missing(MISSING)])
 
 
 def options(actions: Mapping[str, Action], *, dashes: str = "--") -> str:
@@ -74,7 +76,14 @@ def _option(action: Action) -> tuple[str, str]:
     return f"leave it out: {action.why}", "a warning"
 
 
+def missing(remedies: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Rows of attributes that are not here, without those that begin with an underscore."""
+    return [(name, remedy, "an error") for name, remedy in remedies.items() if not name.startswith("_")]
+
+
 TABLES: Mapping[str, str] = {
+    "ddp-arguments": arguments(DDP_ARGUMENTS),
+    "ddp-attributes": table("method or attribute", missing(DDP_ATTRIBUTES)),
     "sgp-arguments": arguments(SGP_ARGUMENTS),
     "adpsgd-arguments": arguments(AD_PSGD_ARGUMENTS),
     "allreduce-arguments": arguments(ALL_REDUCE_ARGUMENTS),
@@ -91,7 +100,7 @@ TABLES: Mapping[str, str] = {
 
 
 def rendered(text: str) -> str:
-    """The text of the page, with each table as it is now."""
+    """The text of a page, with each table as it is now."""
 
     def replace(match: re.Match[str]) -> str:
         return f"{match[1]}\n\n{TABLES[match[2]]}\n\n{match[3]}"
@@ -100,4 +109,5 @@ def rendered(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(rendered(page.read_text(encoding="utf-8")), encoding="utf-8")
