@@ -66,7 +66,7 @@ class MetricsLogger:
             raise TypeError(
                 f"got a {type(model).__name__}, expected a wrapper such as GossipDataParallel, or a module of gossip()"
             )
-        if isinstance(to, str) or callable(to) or not all(map(callable, to)):
+        if isinstance(to, str) or not isinstance(to, Sequence) or not all(map(callable, to)):
             raise TypeError(f"got to={to!r}, expected functions of a row, such as [JSONLines('runs/a')]")
         if every < 1 or num_steps < 0:
             raise ValueError(f"got every={every} and num_steps={num_steps}, expected at least 1 and at least 0")

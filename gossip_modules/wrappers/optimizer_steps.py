@@ -235,7 +235,7 @@ class OptimizerSteps(Stepped):
         """See `Stepped`.
 
         Raises:
-            RuntimeError: the second step of one optimizer without a round; once.
+            RuntimeError: the second step of one optimizer without a round, or after forwards in eval mode; once.
         """
         self._is_inside = False
         if self._num_extra:
@@ -247,6 +247,8 @@ class OptimizerSteps(Stepped):
         if self.when is RoundTime.FORWARD:
             self._make_up(optimizer, count)
             if count == 2:
+                if self._unsynced.is_watching:  # the forwards are in eval mode: that error says so
+                    self.evaluate()
                 self._raise_once(
                     f"got two steps of {type(optimizer).__name__} over parameters of a {self._name} without a gossip "
                     "round between them: this rank trains alone; expected a training forward of the wrapper for each "
