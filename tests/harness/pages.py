@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 
 from gossip_modules import AllReduceDataParallel
 from gossip_modules.extend import GossipWrapper
+from gossip_modules.membership.serve import serve
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 4
@@ -50,12 +51,13 @@ def snippets(page: Path) -> list[str]:
     return [block for block in blocks(page, "python") if not block.startswith("# torchrun ")]
 
 
-def beginning(folder: Path, shared_folder: Path) -> dict[str, Any]:
+def beginning(folder: Path, shared_folder: Path, store: str) -> dict[str, Any]:
     """The names that blocks may use without importing them.
 
     Args:
         folder: of this rank.
         shared_folder: of all ranks.
+        store: the address of a store for memberships.
     """
     return {
         "torch": torch,
@@ -66,6 +68,7 @@ def beginning(folder: Path, shared_folder: Path) -> dict[str, Any]:
         "model": nn.Linear(4, 3),
         "folder": folder,
         "shared_folder": shared_folder,
+        "store": store,
     }
 
 
@@ -89,8 +92,12 @@ def main(folder: Path, pages: Sequence[str]) -> None:
     dist.init_process_group("gloo")
     own = folder / f"rank_{dist.get_rank()}"
     own.mkdir()
+    server = serve(0) if dist.get_rank() == 0 else None
+    address: list[str | None] = [None if server is None else f"127.0.0.1:{server.port}"]
+    dist.broadcast_object_list(address)
     for page in pages:
-        run_page(Path(page), beginning(own, folder / f"{Path(page).stem}_of_all_ranks"))
+        shared_folder = folder / f"{Path(page).parent.name}_{Path(page).stem}_of_all_ranks"
+        run_page(Path(page), beginning(own, shared_folder, str(address[0])))
         gc.collect()
         dist.barrier()
         if dist.get_rank() == 0:

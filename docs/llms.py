@@ -1,0 +1,130 @@
+"""docs/llms.txt, the library in one file for an assistant: `python docs/llms.py` writes it.
+
+It has the twelve idioms of docs/idioms.md, and each name of the API reference in a line: signature and first sentence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+FILE = ROOT / "docs" / "llms.txt"
+API = ROOT / "docs" / "api"
+WITH_METHODS = ("wrappers", "membership", "metrics")  # pages of classes whose methods a script calls
+
+HEAD = """# gossip_modules
+
+> Decentralised (gossip) data-parallel training in PyTorch. Wrap a model in GossipDataParallel in place of
+> DistributedDataParallel: each rank keeps its own model, takes steps with its own gradients, and averages parameters
+> with one or a few peers in every step, or with all ranks every few steps. Install: pip install gossip-modules.
+
+Rules that are easy to break:
+
+- One optimizer step is one round. The round runs at the first training forward after optimizer.step(); add no call.
+- Every rank takes as many steps as the others. Where a rank leaves out a batch, call model.gossip_step() there.
+- averaged(), averaged_state_dict(), average_(), consensus_distance(), settle() and the constructor are collective: call
+  them on every rank, at the same point. Write `if rank == 0:` around the saving, not around the call.
+- With several forwards in a step, put all but the last in `with model.no_sync():`.
+- Ranks have different models: save model.checkpoint(optimizer) by torch.distributed.checkpoint to resume, and
+  averaged_state_dict() to use the model.
+- Errors say what was got, what was expected and what to write; docs/troubleshooting.md has each message.
+- With a Membership do not call init_process_group, unless one worker is a whole node.
+
+Pages: docs/choosing.md (which method), docs/guides/training_loop.md, docs/guides/checkpoints.md,
+docs/guides/elasticity.md, docs/guides/sharding.md, docs/guides/hosts.md, docs/extend/algorithm.md, docs/faq.md,
+docs/troubleshooting.md, docs/coming_from/ (DDP, FSDP, SGP, MATCHA, PowerGossip, dpwa, WAGMA-SGD, Decent-DP, torchft).
+"""
+
+
+def first_sentence(value: object) -> str:
+    """The first sentence of a docstring, on one line."""
+    text = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+    return re.split(r"(?<=\.)\s", text)[0].rstrip(".")
+
+
+def signature(value: Any) -> str:
+    """The arguments of a function or of a constructor, without self; empty for what cannot be called."""
+    try:
+        own = inspect.signature(value)
+    except (TypeError, ValueError):
+        return ""
+    shown, is_keyword = [], False
+    for parameter in own.parameters.values():
+        if parameter.name in ("self", "cls"):
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword:
+            shown.append("*")
+        is_keyword = is_keyword or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        kind = "" if parameter.annotation is parameter.empty else f": {inspect.formatannotation(parameter.annotation)}"
+        shown.append(f"{stars}{parameter.name}{kind.replace(chr(39), '')}{_default(parameter)}")
+    return f"({', '.join(shown)})"
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    """The default of a parameter; dots for one that is a function or is made anew for each call."""
+    if parameter.default is parameter.empty:
+        return ""
+    text = repr(parameter.default)
+    return " = ..." if text.startswith("<") else f" = {text}"
+
+
+def methods(cls: type) -> Iterator[tuple[str, str]]:
+    """The public methods and properties of the library that a class has: the name, and a line."""
+    for name in sorted(dir(cls)):
+        owner = next((base for base in cls.__mro__ if name in vars(base)), object)
+        if name.startswith("_") or not owner.__module__.startswith("gossip_modules"):
+            continue
+        bases = [base for base in cls.__mro__ if base.__module__.startswith("gossip_modules")]
+        versions = [vars(base)[name] for base in bases if name in vars(base)]
+        value = getattr(versions[0], "__func__", versions[0])
+        told = next((found for found in versions if not first_sentence(found).startswith("See `")), value)
+        if inspect.getdoc(value) and (callable(value) or isinstance(value, property)):
+            arguments = "" if isinstance(value, property) else signature(value)
+            yield name, f".{name}{arguments}: {first_sentence(told)}"
+
+
+def entries(page: Path) -> Iterator[str]:
+    """A line for each name of a page of the API reference; a method has one at the first class that has it."""
+    listed: set[str] = set()
+    for dotted in re.findall(r"^::: (gossip_modules[\w.]*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        module, _, name = dotted.rpartition(".")
+        value = getattr(importlib.import_module(module), name)
+        call = signature(value) if isinstance(value, type) or inspect.isroutine(value) else ""
+        yield f"- {dotted}{call}: {first_sentence(value)}"
+        if page.stem in WITH_METHODS and isinstance(value, type):
+            for name, line in methods(value):
+                if name not in listed:
+                    yield f"  - {line}"
+                listed.add(name)
+
+
+def surface() -> str:
+    """All names, page by page."""
+    pages = [page for page in sorted(API.glob("*.md")) if page.stem != "index"]
+    parts = []
+    for page in sorted(pages, key=lambda page: (page.stem not in WITH_METHODS, page.stem)):
+        title = page.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        if lines := list(entries(page)):
+            parts.append(f"### {title}\n\n" + "\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def rendered() -> str:
+    """The text of the file, as it is now."""
+    idioms = (ROOT / "docs" / "idioms.md").read_text(encoding="utf-8")
+    idioms = "## " + idioms.partition("\n## ")[2]
+    idioms = re.sub(r"^## ", "### ", re.sub(r"\[([^]]*)\]\([\w/.#-]*\)", r"\1", idioms), flags=re.MULTILINE)
+    return f"{HEAD}\n## Twelve idioms\n\n{idioms.strip()}\n\n## Public names\n\n{surface()}\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(rendered(), encoding="utf-8")
