@@ -24,7 +24,7 @@ HEAD = """# gossip_modules
 
 > Decentralised (gossip) data-parallel training in PyTorch. Wrap a model in GossipDataParallel in place of
 > DistributedDataParallel: each rank keeps its own model, takes steps with its own gradients, and averages parameters
-> with one or a few peers in every step, or with all ranks every few steps. Install: pip install gossip-modules.
+> with one or a few peers in every step, or with all ranks every few steps. Install: `pip install .` in a clone.
 
 Rules that are easy to break:
 
