@@ -63,7 +63,7 @@ def signature(value: Any) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword:
             shown.append("*")
         is_keyword = is_keyword or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
-        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        stars = "*" * (parameter.kind is parameter.VAR_POSITIONAL) + "**" * (parameter.kind is parameter.VAR_KEYWORD)
         kind = "" if parameter.annotation is parameter.empty else f": {inspect.formatannotation(parameter.annotation)}"
         shown.append(f"{stars}{parameter.name}{kind.replace(chr(39), '')}{_default(parameter)}")
     return f"({', '.join(shown)})"

@@ -214,7 +214,7 @@ PROVOKED: Mapping[str, list[Callable[[], object]]] = {
         lambda: wrapped(graph="rnig"),
         lambda: wrapped(max_staleness=2),
         lambda: wrapped(algoritm="d2"),
-        lambda: gm.GossipDataParallel(nn.Linear(4, 3), "ring"),  # type: ignore[misc]
+        lambda: gm.GossipDataParallel(nn.Linear(4, 3), "ring"),  # type: ignore[call-arg]
     ],
     "foreign-arguments": [
         lambda: wrapped(static_graph=True),
