@@ -6,8 +6,9 @@ python -m visualization.cluster runs/cluster/cluster.csv
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -26,22 +27,77 @@ HATCHES = ("", "////", "", "xxxx", "....", "\\\\\\\\")
 LINE_SHARE = 0.957
 """What TCP/IP leaves of a link for payload."""
 COLUMNS = (
-    *("hosts", "rate_gbit", "method", "title", "repeat", "step_ms", "is_hidden", "line_share", "error"),
+    *(
+        "hosts",
+        "rate_gbit",
+        "method",
+        "title",
+        "repeat",
+        "step_ms",
+        "fleet_step_ms",
+        "is_hidden",
+        "line_share",
+        "error",
+    ),
     *(f"{part}_ms" for part in PARTS),
 )
+
+
+SETTINGS: Mapping[str, Callable[[Any], str]] = {
+    "hosts": lambda hosts: f"{hosts} hosts",
+    "rate_gbit": lambda rate: f"{rate:g} Gbit/s" if rate else "links not shaped",
+    "num_parameters": lambda number: f"{number / 1e6:g} million parameters",
+    "planned_ms": lambda ms: f"{ms:g} ms of computation",
+    "planned_steps": lambda steps: f"{steps} steps",
+    "spread": lambda spread: f"computation varies by {spread:g}" if spread else "",
+    "straggle_chance": lambda chance: f"{chance:.0%} of steps straggle" if chance else "no stragglers",
+    "slow_factor": lambda factor: f"stragglers {factor:g} x slower",
+    "slow_host": lambda factor: f"one host {factor:g} x slower" if factor != 1 else "",
+    "slow_link_share": lambda share: f"one link at {share:.0%}" if share else "",
+    "congestion_control": str,
+}
+"""Columns of settings: rows that differ in one of them are of different cells; what a cell is called by each."""
+
+
+def cells_of(table: pd.DataFrame, *, without: str = "") -> list[tuple[str, pd.DataFrame]]:
+    """The cells of a table by a title each: hosts and rate, and every setting that differs between cells.
+
+    Args:
+        table: of `medians`.
+        without: a setting that may differ inside a cell.
+    """
+    own = [name for name in SETTINGS if name in table and name != without]
+    shown = [name for name in own if name in ("hosts", "rate_gbit") or table[name].nunique() > 1]
+    cells = []
+    for _, cell in table.groupby(own, sort=False):
+        texts = [SETTINGS[name](cell[name].iloc[0]) for name in shown]
+        cells.append((", ".join(text for text in texts if text), cell))
+    return cells
+
+
+def facts_of(table: pd.DataFrame) -> str:
+    """The settings that all cells share, and how many repeats there are, in a line."""
+    own = [name for name in SETTINGS if name in table and name not in ("hosts", "rate_gbit", "congestion_control")]
+    if "straggle_chance" in table and not table["straggle_chance"].any():
+        own = [name for name in own if name != "slow_factor"]
+    texts = [SETTINGS[name](table[name].iloc[0]) for name in own if table[name].nunique() == 1]
+    return ", ".join([*(text for text in texts if text), f"repeats: {table['repeats'].max()}"])
 
 
 def medians(rows: pd.DataFrame) -> pd.DataFrame:
     """Medians over repeats of the mean over ranks, a row per cell and method that has results."""
     done = rows[rows["error"].isna()]
-    numbers = ["step_ms", "line_share", *(f"{part}_ms" for part in PARTS)]
-    key = ["hosts", "rate_gbit", "title", "is_hidden"]
+    numbers = ["step_ms", "fleet_step_ms", "line_share", *(f"{part}_ms" for part in PARTS)]
+    key = [*(name for name in SETTINGS if name in rows), "title", "is_hidden"]
     per_repeat = done.groupby([*key, "repeat"], sort=False)[numbers].mean().reset_index()
-    return per_repeat.groupby(key, sort=False)[numbers].median().reset_index()
+    cells = per_repeat.groupby(key, sort=False)
+    return cells[numbers].median().assign(repeats=cells.size()).reset_index()
 
 
 def draw_parts(axis: Axes, cell: pd.DataFrame) -> None:
-    """A bar per method, the shortest on top: its mean step by parts, and as a mark the median of the slowest rank's.
+    """A bar per method, the shortest on top: its mean step by parts, and as a mark the step of all ranks together.
+
+    Ranks that wait for each other take turns in being slow, so that the mark is right of the bar where they do.
 
     Args:
         axis: where to draw.
@@ -54,11 +110,12 @@ def draw_parts(axis: Axes, cell: pd.DataFrame) -> None:
     places = range(len(cell))
     left = pd.Series(0.0, index=cell.index)
     for part, color, hatch in zip(PARTS, PART_COLORS, HATCHES):
+        label = "rest (other libraries: all but compute)" if part == "rest" else part
         axis.barh(
-            places, widths[part], 0.8, left=left, label=part, facecolor=color, hatch=hatch, edgecolor="white", lw=0
+            places, widths[part], 0.8, left=left, label=label, facecolor=color, hatch=hatch, edgecolor="white", lw=0
         )
         left += widths[part]
-    axis.plot(cell["step_ms"], places, "|", color="black", markersize=8, label="slowest rank, median")
+    axis.plot(cell["fleet_step_ms"], places, "|", color="black", markersize=8, label="a step of all ranks together")
     axis.set_yticks(places, cell["title"])
     axis.invert_yaxis()
     axis.set(xlabel="ms per step")
@@ -74,37 +131,39 @@ def draw_line_shares(axis: Axes, cell: pd.DataFrame) -> None:
     axis.axvline(LINE_SHARE, color=MUTED, lw=0.8)
     axis.set_yticks(range(len(cell)), cell["title"])
     axis.invert_yaxis()
-    axis.set(xlabel=f"share of the link's rate (TCP/IP leaves {LINE_SHARE})")
+    axis.set(xlabel=f"share of the link's rate (TCP/IP leaves {LINE_SHARE})", xlim=(0, 1))
     axis.grid(visible=False, axis="y")
 
 
 def _per_cell(table: pd.DataFrame, draw_cell: Callable[[Axes, pd.DataFrame], None]) -> Figure:
-    cells = list(table.groupby(["hosts", "rate_gbit"], sort=False))
+    cells = cells_of(table)
     heights = [0.8 + 0.16 * len(cell) for _, cell in cells]
-    figure = new_figure(PAGE, sum(heights) + 0.4)
+    figure = new_figure(PAGE, sum(heights) + 0.8)
     axes = figure.subplots(len(cells), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axis, ((hosts, rate), cell) in zip(axes, cells):
+    for axis, (title, cell) in zip(axes, cells):
         draw_cell(axis, cell)
-        axis.set(title=f"{hosts} hosts, {f'{rate:g} Gbit/s' if rate else 'links not shaped'}")
+        axis.set(title=title)
+    figure.suptitle(f"Emulated cluster: {facts_of(table)}", wrap=True)
     add_legend(figure, axes)
     return figure
 
 
 def _scaling(table: pd.DataFrame) -> Figure:
-    """Time per step against hosts, a line per method, a panel per rate."""
-    rates = list(table.groupby("rate_gbit", sort=False))
+    """Time per step against hosts, a line per method, a panel per rate and other setting."""
+    panels = cells_of(table, without="hosts")
     looks = method_styles(list(dict.fromkeys(table["title"])))
     figure = new_figure(PAGE, 3.2 + 0.12 * len(looks))
-    axes = figure.subplots(1, len(rates), squeeze=False)[0]
-    for axis, (rate, rows) in zip(axes, rates):
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (name, rows) in zip(axes, panels):
         for title, points in rows.groupby("title", sort=False):
             points = points.sort_values("hosts")
             axis.plot(points["hosts"], points["step_ms"], label=title, **looks[title])
         hosts = sorted(rows["hosts"].unique())
         axis.set_xscale("log", base=2)
         axis.set_xticks(hosts, [str(x) for x in hosts])
-        axis.set(title=f"{rate:g} Gbit/s" if rate else "links not shaped", xlabel="hosts [log scale]", ylim=(0, None))
+        axis.set(title=name, xlabel="hosts [log scale]", ylim=(0, None))
     axes[0].set(ylabel="ms per step, slowest rank")
+    figure.suptitle(f"Emulated cluster: {facts_of(table)}", wrap=True)
     add_legend(figure, axes)
     return figure
 

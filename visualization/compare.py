@@ -32,10 +32,18 @@ def draw(csv: Path, path: Path) -> Path:
             for axis, (column, label) in zip(row, AXES.items(), strict=True):
                 axis.set_xlabel(label)
                 own = table[table["workers"] == size]
-                for index, (method, rows) in enumerate(own.groupby("method", sort=False)):
-                    points = rows.groupby("step", as_index=False)[["megabytes", "seconds", "loss"]].mean()
-                    marks = mark_every(index, len(points))
+                for method, rows in own.groupby("method", sort=False):
+                    steps = rows.groupby("step", as_index=False)[["megabytes", "seconds", "loss"]]
+                    points, low, high = steps.mean(), steps.min()["loss"], steps.max()["loss"]
+                    marks = mark_every(len(points))
                     axis.plot(points[column], points["loss"], label=as_label(method), markevery=marks, **looks[method])
+                    axis.fill_between(points[column], low, high, color=looks[method]["color"], alpha=0.18, lw=0)
+        num_seeds = table["seed"].nunique()
+        figure.suptitle(
+            f"The Lab: mean of {num_seeds} seeds, bands from the lowest to the highest"
+            if num_seeds > 1
+            else "The Lab: one seed"
+        )
         add_legend(figure, axes.flatten())
         return save(figure, path)
 

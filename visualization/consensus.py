@@ -43,6 +43,14 @@ def _rank(run: pd.DataFrame) -> tuple[float, ...]:
     return (*(float("inf") if pd.isna(m) else m for m in megabits), float(run["error"].fillna(float("inf")).iloc[-1]))
 
 
+def _title(points: pd.DataFrame) -> str:
+    """Says what was averaged, by how many workers and with how many seeds, as far as the table does."""
+    facts = [f"{points['data'].iloc[0]} matrices"] if "data" in points else []
+    facts += [f"{points[name].iloc[0]} workers" for name in ("workers", "world_size", "num_workers") if name in points]
+    facts += [f"seed {points['seed'].iloc[0]}"] if "seed" in points else []
+    return f"Consensus{': ' if facts else ''}{', '.join(facts)}\neach method with its best step size"
+
+
 def draw(csv: Path, path: Path) -> Path:
     """Draw the CSV of train/consensus.py as the file `path`; returns it.
 
@@ -55,13 +63,13 @@ def draw(csv: Path, path: Path) -> Path:
         axes = figure.subplots(1, 2, sharey=True)
         best = best_runs(points)
         looks = method_styles(list(best))
-        for index, (method, run) in enumerate(best.items()):
+        for method, run in best.items():
             end = " (diverges)" if run["diverged"].any() else ""
             label = f"{method}, step size {run['step_size'].iloc[0]:.3g}{end}"
             # A logarithm has no place for step 0, nor for an error that is 0 or no number.
             run = run[(run["step"] > 0) & (run["error"] > 0)]
             for axis, x in zip(axes, ("step", "megabits"), strict=True):
-                style = looks[method] | {"markevery": mark_every(index, len(run))}
+                style = looks[method] | {"markevery": mark_every(len(run))}
                 if len(run) <= MAX_SEEN:
                     style |= {"markevery": 1, "markersize": 2.5}
                 axis.plot(run[x], run["error"], label=label, **style)
@@ -76,8 +84,7 @@ def draw(csv: Path, path: Path) -> Path:
             for threshold in THRESHOLDS:
                 axis.axhline(threshold, color=MUTED, linewidth=0.8)
         axes[0].set_ylabel("squared distance to the mean, start = 1 [log scale]")
-        data = f" of {points['data'].iloc[0]} matrices" if "data" in points else ""
-        figure.suptitle(f"Consensus{data}: each method with its best step size")
+        figure.suptitle(_title(points))
         add_legend(figure, axes)
         return save(figure, path)
 

@@ -1,7 +1,8 @@
 """Curves of runs side by side in one picture: error, or NLL and BLEU, loss, consensus distance.
 
 python -m visualization.curves runs/digits_sgp                        # writes curves.png there
-python -m visualization.curves runs/a runs/b --output compare.png     # one colour per run
+python -m visualization.curves runs/sgp runs/ddp --output both.png    # beside a run with --recipe ar, which is DDP's
+python -m visualization.curves runs/sgp_seed* --output seeds.png      # runs that differ in the seed only are one line
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from visualization.command import run_command
-from visualization.logs.runs import SUMMARY, LoggedRun, find_runs, read_run, read_summary
+from visualization.logs.runs import SUMMARY, LoggedRun, find_runs, read_run, read_summary, seeds_together
 from visualization.logs.tables import FileProblem
 from visualization.panels.panel import BLEU_STEPS, CAPTION, CONSENSUS, ERROR_EPOCHS, ERROR_TIME, LOSS_EPOCHS, NLL_STEPS
 from visualization.style import METHOD_STYLES, PAGE, add_legend, as_label, new_figure, save, styled
@@ -53,6 +54,7 @@ def draw_runs(runs: Sequence[LoggedRun]) -> Figure:
     Raises:
         ValueError: there is none.
     """
+    runs = seeds_together(runs)
     panels = [panel for panel in PANELS if panel.runs_with(runs)]
     if not panels:
         names = ", ".join(str(run.folder) for run in runs)
@@ -70,13 +72,20 @@ def draw_runs(runs: Sequence[LoggedRun]) -> Figure:
 
 
 def title_of(runs: Sequence[LoggedRun]) -> str:
-    """The name of one run with its method and ranks, as far as they are known; of several how many they are."""
-    if len(runs) > 1:
-        return f"{len(runs)} runs"
-    (run,) = runs
-    name, method = as_label(run.name), METHOD_STYLES.get(run.recipe or "")
-    ranks = f"{run.world_size} rank{'' if run.world_size == 1 else 's'}"
-    return f"{name}: {method.title if method else run.recipe}, {ranks}" if run.recipe else f"{name}: {ranks}"
+    """The name of one run and its method, or how many runs there are; then ranks, data and seeds that all share."""
+    name, method = as_label(runs[0].name), METHOD_STYLES.get(runs[0].recipe or "")
+    texts = [f"{len(runs)} runs" if len(runs) > 1 else f"{name}: {method.title}" if method else name]
+    facts = {
+        (
+            f"{run.world_size} rank{'' if run.world_size == 1 else 's'}",
+            str(run.config.get("dataset", "")),
+            f"seed {', '.join(map(str, run.seeds or (run.config.get('seed', ''),)))}",
+        )
+        for run in runs
+    }
+    if len(facts) == 1:
+        texts += [text for text in facts.pop() if text.strip() not in ("", "seed")]
+    return ", ".join(texts)
 
 
 def _read(runs: Mapping[str, Path]) -> tuple[list[LoggedRun], list[FileProblem]]:

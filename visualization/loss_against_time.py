@@ -55,7 +55,7 @@ def draw(gap_csv: Path, cells_csv: Path, output: Path) -> Path:
     cells = read_columns(cells_csv, ("rate_gbit", "method", "fleet_step_ms"), source="benchmarks/cluster")
     rates, looks = sorted(cells["rate_gbit"].unique()), method_styles(list(LINES))
     with styled():
-        figure = new_figure(PAGE, 3.2)
+        figure = new_figure(PAGE, 3.4)
         axes = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
         for axis, rate in zip(axes, rates, strict=True):
             for label, (change, method) in LINES.items():
@@ -69,6 +69,11 @@ def draw(gap_csv: Path, cells_csv: Path, output: Path) -> Path:
             axis.set(xlabel="seconds", title=f"{rate:g} Gbit/s")
             log_scale(axis, "x")
         axes[0].set(ylabel="test loss [nats per byte]")
+        workers, seeds = gap["workers"].iloc[0], gap["run_seed"].nunique()
+        figure.suptitle(
+            f"Small language model of Python's sources, {workers} workers, {NUM_STEPS} steps\n"
+            f"mean of {seeds} seeds, bands from the lowest to the highest"
+        )
         add_legend(figure, axes)
         return save(figure, output)
 

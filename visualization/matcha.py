@@ -21,7 +21,7 @@ from matplotlib.colors import Normalize
 
 from visualization.command import run_command
 from visualization.graphs import circle
-from visualization.style import COLUMN, MUTED, PAGE, SMALL, add_legend, method_styles, new_figure, save, styled
+from visualization.style import COLUMN, DASHES, METHOD_STYLES, PAGE, SMALL, add_legend, new_figure, save, styled
 
 MAX_LABELS = 64
 """Up to so many ranks carry their number."""
@@ -29,8 +29,14 @@ MAX_CIRCLE = 32
 """Up to so many ranks without a place stand in a circle, where no link runs through a third rank."""
 NEVER = "darkgray"
 COLORS = mpl.colormaps["viridis_r"]
-MATCHA_METHODS = ("MATCHA", "MATCHA, p and alpha jointly", "equal p", "periodic D-PSGD")
-"""In the order of their looks."""
+LOOKS: Mapping[str, dict[str, Any]] = {
+    "MATCHA": {"color": METHOD_STYLES["matcha"].color, "linestyle": DASHES[0]},
+    "MATCHA, p and alpha jointly": {"color": "#CC79A7", "linestyle": DASHES[1]},
+    "equal p": {"color": "#56B4E9", "linestyle": DASHES[3]},
+    "periodic D-PSGD": {"color": METHOD_STYLES["dpsgd"].color, "linestyle": DASHES[1]},
+    "D-PSGD": {"color": "black", "linestyle": DASHES[0]},
+}
+"""Colour and dashes of each line of rho; lines that lie close have different colours."""
 
 
 def read_plan(path: Path) -> dict[str, Any]:
@@ -103,12 +109,11 @@ def draw_graph(axis: Axes, plan: Mapping[str, Any]) -> None:
 
 
 def draw_rhos(axis: Axes, plan: Mapping[str, Any]) -> None:
-    """rho of every method against the budget, D-PSGD as a line, and the budget of this plan."""
-    looks = method_styles(["D-PSGD", *MATCHA_METHODS])
+    """rho of every method against the budget, D-PSGD as a line, and this plan as a star."""
     for name, rhos in plan["rhos"].items():
-        axis.plot(plan["budgets"], rhos, label=name, **looks[name])
-    axis.axhline(plan["dpsgd"]["rho"], label="D-PSGD, budget 1", **{**looks["D-PSGD"], "marker": ""})
-    axis.axvline(plan["budget"], color=MUTED, linestyle=":", linewidth=1.2, label="this plan")
+        axis.plot(plan["budgets"], rhos, label=name, **LOOKS[name])
+    axis.axhline(plan["dpsgd"]["rho"], label="D-PSGD, budget 1", **LOOKS["D-PSGD"])
+    axis.plot([plan["budget"]], [plan["rho"]], "*", color="black", markersize=9, zorder=3, label="this plan")
     axis.set(
         title="Squared distance after a round",
         xlabel="budget [share of the full schedule]",

@@ -21,7 +21,7 @@ from typing import Annotated
 import tyro
 
 from visualization.command import read_arguments, run_command
-from visualization.logs.runs import LoggedRun, read_runs
+from visualization.logs.runs import LoggedRun, read_runs, seeds_together
 from visualization.panels import scaling
 from visualization.panels.panel import CAPTION, PANELS, Panel
 from visualization.style import Format, add_legend, new_figure, save, styled
@@ -67,12 +67,13 @@ def draw_figures(
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     paths, left_out = [], {}
+    lines = seeds_together(runs)
     with styled():
         for panel in PANELS:
             if panel.name not in figures:
                 continue
-            if panel.runs_with(runs):
-                paths.append(_draw_panel(panel, runs, out_dir / f"{panel.name}.{ending}"))
+            if panel.runs_with(lines):
+                paths.append(_draw_panel(panel, lines, out_dir / f"{panel.name}.{ending}"))
             else:
                 left_out[panel.name] = f"no run has both {panel.x} and {panel.y}"
         if scaling.NAME in figures:

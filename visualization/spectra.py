@@ -6,7 +6,9 @@
 By dense linear algebra on the mixing matrices that training uses. Of graphs that change, over a
 whole period. Rounds to consensus count from round 0 until the distance from the average is at most
 --error times that of the worst start; the spectral gap says how it shrinks per round in the long
-run. A gap of 1: the average is exact after some rounds.
+run. A gap of 1: the average is exact after some rounds. More peers do not always help: one peer per
+round of npeer-exponential gives the exact average of 2^k ranks after k rounds; two peers, with
+weights of 1/3, never do.
 
 Random graphs have no period. Their figures are expectations, and say so: with rho, the factor
 by which a round shrinks the squared distance in expectation (E[W^T W], for the worst start), the
@@ -203,7 +205,8 @@ def draw_spectra(table: pd.DataFrame, *, error: float) -> Figure:
         is_expected = (table["basis"][table["graph"].map(lambda case: CASES[case][0]) == graph] == EXPECTATION).any()
         row[0].set_title(f"{graph}, in expectation" if is_expected else graph, loc="left")
     for axis, title in zip(axes[0], QUANTITIES.values(), strict=True):
-        axis.set_title(title.format(error=error), loc="right", color=MUTED, fontsize="medium")
+        text, place, above = title.format(error=error), (0.5, 1), (0, 16)
+        axis.annotate(text, place, above, "axes fraction", "offset points", ha="center", color=MUTED)
     for axis in axes[-1]:
         axis.set(xlabel="ranks [log scale]")
     add_legend(figure, axes.flat, least=1)

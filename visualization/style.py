@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -113,6 +114,8 @@ SETTINGS: Mapping[str, Any] = {
     "pdf.fonttype": 42,
 }
 MAX_MARKERS = 12
+DARK = "@media (prefers-color-scheme: dark) { svg { filter: invert(1) hue-rotate(180deg) } }"
+"""For pictures in a page; the page tells an image its colour scheme."""
 
 
 @contextmanager
@@ -139,13 +142,13 @@ def line_style(index: int, num_points: int) -> dict[str, Any]:
 
     Args:
         index: of the line, from 0.
-        num_points: of the line; of many points some carry a marker, other ones on each line.
+        num_points: of the line.
     """
     return {
         "color": COLORS[index % len(COLORS)],
         "linestyle": DASHES[index % len(DASHES)],
         "marker": MARKERS[index % len(MARKERS)],
-        "markevery": mark_every(index, num_points),
+        "markevery": mark_every(num_points),
     }
 
 
@@ -188,10 +191,9 @@ def method_styles(labels: Sequence[str], methods: Sequence[str | None] | None = 
     return looks
 
 
-def mark_every(index: int, num_points: int) -> tuple[int, int]:
-    """Of many points some carry a marker, other ones on each line; matplotlib's `markevery`."""
-    every = max(1, -(-num_points // MAX_MARKERS))
-    return index % every, every
+def mark_every(num_points: int) -> list[int]:
+    """Each of a few points has a marker; of many only the last one, as a marker looks like a datum; `markevery`."""
+    return list(range(num_points)) if num_points <= MAX_MARKERS else [num_points - 1]
 
 
 def log_scale(axis: Axes, which: Literal["x", "y"]) -> None:
@@ -257,10 +259,21 @@ def add_legend(figure: Figure, axes: Iterable[Axes], *, least: int = 2) -> Legen
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write the figure as PNG, SVG or PDF, as the name ends; returns `path`.
+    """Write the figure as PNG, SVG or PDF, as the name ends; returns `path`. The folder is made if need be.
 
     Files have no date in them, so that equal data make equal files.
     """
-    undated: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-    figure.savefig(path, metadata=undated.get(path.suffix.lower(), {}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix.lower() == ".svg":
+        path.write_text(as_svg(figure), encoding="utf-8")
+    else:
+        undated: dict[str, dict[str, Any]] = {".pdf": {"CreationDate": None}}
+        figure.savefig(path, metadata=undated.get(path.suffix.lower(), {}))
     return path
+
+
+def as_svg(figure: Figure) -> str:
+    """The figure as an SVG picture that a dark page shows light on dark, with the hues as they are."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None}, transparent=True)
+    return re.sub(r"(<svg [^>]*>)", rf"\1\n <style>{DARK}</style>", file.getvalue(), count=1)

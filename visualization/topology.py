@@ -6,7 +6,8 @@
     python -m visualization.topology --graph all --num-nodes 8  # every graph of so many ranks
 
 A line is a link whose two ends give each other the same weight, an arrow points from sender to
-receiver. Of a graph that changes the first rounds are drawn, and the title says of how many.
+receiver. Of a graph that changes the first rounds are drawn, and the title says of how many; of a
+random one the first rounds that differ.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from visualization.graphs import Matrix, MatrixRounds, circle, make_mixing
 from visualization.style import COLORS, COLUMN, DASHES, MUTED, PAGE, Format, legend_columns, new_figure, save, styled
 
 MAX_ROUNDS, MAX_COLUMNS = 8, 4
+MAX_LOOKED_AT = 100
+"""So many rounds of a random graph are looked at for different ones."""
 MAX_WEIGHTS = 6
 """Distinct weights of links that have a look of their own; more share looks by range."""
 SAME = 1e-9
@@ -100,7 +103,8 @@ def as_text(weight: float) -> str:
 
 def draw_rounds(rounds: MatrixRounds, *, max_rounds: int = MAX_ROUNDS) -> Figure:
     """The first rounds as panels, one legend of all weights; to be called within `styled`."""
-    matrices = [rounds.matrix(t) for t in range(min(rounds.period or max_rounds, max_rounds))]
+    shown = first_rounds(rounds, max_rounds)
+    matrices = list(shown.values())
     links = [links_of(matrix) for matrix in matrices]
     looks = _looks([link.weight for each in links for link in each], max(map(len, links)))
     own = {as_text(weight) for matrix in matrices for weight in np.diag(matrix).tolist()}
@@ -109,9 +113,9 @@ def draw_rounds(rounds: MatrixRounds, *, max_rounds: int = MAX_ROUNDS) -> Figure
     num_columns = -(-len(matrices) // num_rows)
     width = COLUMN if num_columns == 1 else PAGE
     panel = min(width / num_columns, COLUMN)
-    figure = new_figure(width, num_rows * (panel + 0.15) + 0.5)
+    figure = new_figure(width, num_rows * (panel + 0.15) + 0.8)
     axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
-    for t, (axis, matrix) in enumerate(zip(axes, matrices)):
+    for axis, (t, matrix) in zip(axes, shown.items()):
         draw_round(axis, matrix, looks, has_own=len(own) > 1, width=panel)
         if rounds.period != 1:
             axis.set_title(f"round {t}")
@@ -122,10 +126,33 @@ def draw_rounds(rounds: MatrixRounds, *, max_rounds: int = MAX_ROUNDS) -> Figure
     handles = [Line2D([], [], **look, label=f"weight {text}") for text, look in looks.items()]
     mark = {"marker": "$w$", "color": MUTED, "mew": 0.3} if len(own) > 1 else {"marker": "o", "mfc": "w", "mec": "k"}
     label = "own weight" if len(own) > 1 else f"own weight {own.pop()}"
+    if any((np.diag(matrix) < 0).any() for matrix in matrices):
+        label += " (negative where the links of a rank weigh more than 1 together)"
     handles.append(Line2D([], [], linestyle="none", ms=6, label=label, **mark))
+    if len({link.is_mutual for each in links for link in each}) > 1:
+        handles.append(Line2D([], [], color=MUTED, label="line: both ways"))
+        handles.append(Line2D([], [], color=MUTED, marker=">", markevery=[1], label="arrow: one way"))
     labels = [str(handle.get_label()) for handle in handles]
     figure.legend(handles, labels, loc="outside lower center", ncols=legend_columns(labels, width))
     return figure
+
+
+def first_rounds(rounds: MatrixRounds, max_rounds: int) -> dict[int, Matrix]:
+    """W(t) of the first rounds, by t; of rounds without a period, which are random, those that differ from all before.
+
+    Args:
+        rounds: of a graph.
+        max_rounds: at most so many.
+    """
+    if rounds.period:
+        return {t: rounds.matrix(t) for t in range(min(rounds.period, max_rounds))}
+    found: dict[bytes, tuple[int, Matrix]] = {}
+    for t in range(MAX_LOOKED_AT):
+        matrix = rounds.matrix(t)
+        found.setdefault(matrix.tobytes(), (t, matrix))
+        if len(found) == max_rounds:
+            break
+    return dict(found.values())
 
 
 def draw_round(axis: Axes, matrix: Matrix, looks: Looks, *, has_own: bool, width: float) -> None:
@@ -199,7 +226,7 @@ def _title(rounds: MatrixRounds, num_panels: int) -> str:
     if rounds.period == 1:
         return f"{title}: every round"
     if rounds.period == 0:
-        return f"{title}: the first {num_panels} rounds"
+        return f"{title}: {num_panels} different rounds of a random sequence"
     if num_panels < rounds.period:
         return f"{title}: {num_panels} of the {rounds.period} rounds of a period"
     return f"{title}: a period of {rounds.period} rounds"

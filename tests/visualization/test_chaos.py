@@ -31,19 +31,30 @@ def write(path: Path) -> Path:
 def test_members_and_slowest_steps_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: list[Figure]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["chaos", str(write(tmp_path / "faults.csv"))])
+    runs = {"method": ["SGP"], "num_workers": [8], "seed": [1], "median_ms": [60.0]}
+    pd.DataFrame(runs).to_csv(tmp_path / "chaos.csv", index=False)
+    faults, table = str(write(tmp_path / "faults.csv")), str(tmp_path / "chaos.csv")
+    monkeypatch.setattr(sys, "argv", ["chaos", faults, "--runs", table])
     chaos.main()
     with Image.open(tmp_path / "faults.png") as image:
         assert image.width >= 1000
     above, below = figures[0].axes
-    live, members = above.get_lines()
-    np.testing.assert_array_equal(live.get_ydata(), [7, 7, 8, 8])
+    (members,), (live,) = above.get_lines(), above.collections
+    assert np.asarray(live.get_paths()[0].vertices)[:, 1].max() == 8
     np.testing.assert_array_equal(members.get_ydata(), [8, 7, 6, 7])
     points = {str(own.get_label()): np.asarray(own.get_xydata()).tolist() for own in below.get_lines()}
-    assert points == {"killed": [[2.0, 80.0]], "stopped": [[4.0, 2100.0]], "store killed": [[8.0, 70.0]]}
-    assert above.get_title() == "SGP: 4 faults in 8 s"
+    lines = {label: xy[0][1] for label, xy in points.items() if len(xy) == 2}
+    assert lines == {"deadline of a silent worker, 2 s": 2000.0, "median of all steps, 60 ms": 60.0}
+    faults_drawn = {label: xy for label, xy in points.items() if label not in lines}
+    assert faults_drawn == {"killed": [[2.0, 80.0]], "stopped": [[4.0, 2100.0]], "store killed": [[8.0, 70.0]]}
+    assert above.get_title() == "SGP on digits: 8 workers, seed 1, 4 faults in 8 s"
 
 
 def test_a_method_that_was_not_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"got no faults of WAGMA in .*, expected one of SGP, MATCHA"):
         chaos.draw(write(tmp_path / "faults.csv"), tmp_path / "a.png", method="WAGMA")
+    pd.DataFrame({"method": ["SGP"], "num_workers": [8], "seed": [1], "median_ms": [60.0]}).to_csv(
+        tmp_path / "chaos.csv", index=False
+    )
+    with pytest.raises(ValueError, match=r"got no run of MATCHA in .*chaos\.csv, expected the table of the runs"):
+        chaos.draw(tmp_path / "faults.csv", tmp_path / "a.png", method="MATCHA", runs=tmp_path / "chaos.csv")

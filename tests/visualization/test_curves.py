@@ -21,7 +21,6 @@ from gossip_modules.methods import METHODS
 from tests.harness.finished_runs import TEXT_METRICS, write_run
 from visualization import style
 from visualization.curves import draw, draw_run, main
-from visualization.panels.panel import zoom
 
 
 def lines_of(axis: Axes) -> list[list[tuple[float, float]]]:
@@ -55,22 +54,22 @@ def test_the_title_has_run_and_method_and_the_floor_of_the_loss(tmp_path: Path, 
     summary["config"] |= {"dataset": "digits", "label_smoothing": 0.1}
     (folder / "summary.json").write_text(json.dumps(summary))
     draw_run(folder)
-    assert figures[0].get_suptitle().startswith("mine: SGP, 2 ranks\n")
+    assert figures[0].get_suptitle().startswith("mine: SGP, 2 ranks, digits, seed 1\n")
     losses = figures[0].axes[2]
     labels = np.full(10, 0.01)
     labels[0] += 0.9
     # The loss of a model whose probabilities are the smoothed labels themselves.
     floor = float(-(labels * np.log(labels)).sum())
-    assert [y for _, y in lines_of(losses)[-1]] == pytest.approx([floor, floor])
-    assert [text.get_text() for text in losses.texts] == ["floor 0.50: label smoothing 0.1"]
-    assert losses.get_ylim()[0] == 0
+    np.testing.assert_allclose([y for _, y in lines_of(losses)[0]], [1 / epoch - floor for epoch in range(1, 5)])
+    assert losses.get_title() == "Training loss by epoch\nabove 0.50, the least with smoothed labels"
+    assert losses.get_yscale() == "log"
     summary["config"]["dataset"] = "imagefolder"  # of how many classes is not known
     (folder / "summary.json").write_text(json.dumps(summary))
     draw_run(folder)
-    assert len(figures[1].axes[2].get_lines()) == 1
+    assert lines_of(figures[1].axes[2])[0] == [(epoch, 1 / epoch) for epoch in range(1, 5)]
     (folder / "summary.json").unlink()
     draw_run(folder)
-    assert figures[2].get_suptitle().startswith("mine: 2 ranks\n")
+    assert figures[2].get_suptitle().startswith("mine, 2 ranks\n")
 
 
 def test_curves_of_a_translation(tmp_path: Path, figures: list[Figure]) -> None:
@@ -132,15 +131,22 @@ def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
         draw_run(tmp_path)
 
 
-def test_zoom_shows_what_it_is_told_and_says_what_it_hides() -> None:
-    axis = Figure().subplots()
-    axis.plot([1, 2, 3], [9.0, 1.2, 1.0])
-    assert zoom(axis, pd.Series([1.2, 1.0, float("inf")]))
-    low, high = axis.get_ylim()
-    assert low == 0
-    assert 1.2 < high < 1.3
-    assert not zoom(axis, pd.Series([1.0, 9.0]))
-    assert not zoom(axis, pd.Series([float("nan")]))
+def test_runs_that_differ_in_the_seed_are_one_line_with_a_band(tmp_path: Path, figures: list[Figure]) -> None:
+    runs = {}
+    for seed, distance in ((1, 0.1), (2, 0.3)):
+        folder = runs[f"sgp_{seed}"] = write_run(tmp_path / f"sgp_{seed}", distance=distance)
+        summary = json.loads((folder / "summary.json").read_text())
+        summary["config"]["seed"] = seed
+        (folder / "summary.json").write_text(json.dumps(summary))
+    runs["ar"] = write_run(tmp_path / "ar", recipe="ar")
+    draw(runs, tmp_path / "all.png")
+    distances = figures[0].axes[3]
+    assert [line.get_label() for line in distances.get_lines()] == ["sgp_1, 2 seeds", "ar"]
+    np.testing.assert_allclose([y for _, y in lines_of(distances)[0]], [0.2, 0.1, 0.05])
+    (band,) = distances.collections
+    vertices = np.asarray(band.get_paths()[0].vertices)
+    assert (vertices[:, 1].min(), vertices[:, 1].max()) == pytest.approx((0.025, 0.3))
+    assert figures[0].get_suptitle().startswith("2 runs\n")
 
 
 def test_lines_are_told_apart_without_colour_and_settings_are_put_back() -> None:
@@ -218,8 +224,8 @@ def test_percents_are_shown_by_whole_tens() -> None:
 
 
 def test_many_points_have_few_markers() -> None:
-    first, step = style.line_style(3, 1000)["markevery"]
-    assert len(range(first, 1000, step)) <= style.MAX_MARKERS
+    assert style.line_style(3, 1000)["markevery"] == [999]
+    assert style.line_style(3, 4)["markevery"] == [0, 1, 2, 3]
 
 
 def test_legends_are_as_wide_as_the_figure() -> None:

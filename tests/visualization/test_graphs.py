@@ -257,7 +257,7 @@ def test_the_command_draws_every_graph_of_a_size(tmp_path: Path, capsys: pytest.
 
 def test_matcha_is_drawn_by_its_first_rounds(tmp_path: Path, figures: list[Figure]) -> None:
     assert topology.main(Topology("ring", 4, budget=0.5, rounds=3, out_dir=tmp_path)) == 0
-    assert figures[0].get_suptitle() == "MATCHA on ring, budget 0.5, 4 ranks: the first 3 rounds"
+    assert figures[0].get_suptitle() == "MATCHA on ring, budget 0.5, 4 ranks: 3 different rounds of a random sequence"
     with pytest.raises(ValueError, match="expected an undirected graph that never changes"):
         rounds_named("linear", Topology("linear", 4, budget=0.5))
 

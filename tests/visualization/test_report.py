@@ -55,8 +55,12 @@ def test_a_report_is_one_file_with_everything_in_it(tmp_path: Path, capsys: pyte
     code, page = report_of(folder)
     assert code == 0
     assert capsys.readouterr().out == f"wrote {folder / 'report.html'}\n"
-    assert page.tags.count("img") == 2, "curves and topology"
+    assert page.tags.count("img") == 5, "four panels and the topology"
+    tables = ["rank_0000.csv", "rank_0001.csv", "rank_0002.csv", "rank_0003.csv", "summary.json"]
+    assert [link for link in page.links if not link.startswith("data:")] == tables
     for link in page.links:
+        if link in tables:
+            continue
         kind, data = link.split(",")
         assert kind == "data:image/svg+xml;base64"
         assert ElementTree.fromstring(b64decode(data)).tag.endswith("svg")
@@ -117,6 +121,26 @@ def test_options_without_effect_stand_apart(tmp_path: Path) -> None:
     begin = page.texts.index("Set, and not used by sgp:")
     assert page.texts.index("peers_per_itr") < begin
     assert [text for text in page.texts[begin + 1 :] if text.strip()][:2] == ["theta", "2.5"]
+
+
+@pytest.mark.usefixtures("_draws_nothing")
+def test_changed_options_come_before_all_others(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**summary, "changed": ["seed"]}), encoding="utf-8")
+    _, page = report_of(folder)
+    begin = page.texts.index("Options that are not at their defaults:")
+    every = page.texts.index("All options")
+    assert page.texts[begin + 1 : every] == ["recipe", "sgp", "seed", "1"]
+    assert "peers_per_itr" in page.texts[every:]
+
+
+@pytest.mark.usefixtures("_draws_nothing")
+def test_a_baseline_is_drawn_beside(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert main(Report(folder, baseline=write_run(tmp_path / "ddp", recipe="ar"))) == 0
+    assert "Test error by epoch of run, ddp" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("_draws_nothing")

@@ -90,11 +90,12 @@ def write_report(
         "world_size": len(results),
         "ranks": [result.columns for result in results],
         "config": config.used_choices,
+        "changed": [name for name, value in config.used_choices.items() if value != getattr(type(config), name)],
         "unused": config.unused_choices,
         **({"membership": list(changes), "workers": list(numbers)} if changes else {}),
         "made": {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": shlex.join(sys.orig_argv),
+            "command": shlex.join(["python", *sys.orig_argv[1:]]),  # not where the interpreter of this machine is
             "python": platform.python_version(),
             "torch": torch.__version__,
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",

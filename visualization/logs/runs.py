@@ -21,6 +21,8 @@ INDEX = ("epoch", "step", "time_seconds")
 """Columns without which a row has no place."""
 COLUMNS = (*INDEX, "own_steps", "loss", "bytes_sent", "consensus_distance")
 """Columns of every task; those of its metrics are own_test_<metric> and averaged_test_<metric>."""
+OWN_OPTIONS = ("seed", "out_dir", "overwrite", "resume")
+"""Options in which runs of several seeds differ."""
 SUMMARY_KEYS: Mapping[str, type] = {"config": dict, "world_size": int, "ranks": list, "averaged_test": dict}
 
 
@@ -33,12 +35,14 @@ class LoggedRun:
         folder: of the run.
         table: a row per rank and epoch: the columns of the CSVs, and `rank`.
         summary: summary.json; empty while the run has not ended.
+        seeds: of several runs in one table, see `seeds_together`.
     """
 
     name: str
     folder: Path
     table: pd.DataFrame
     summary: Mapping[str, Any] = field(default_factory=dict)
+    seeds: tuple[int, ...] = ()
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -63,6 +67,27 @@ class LoggedRun:
     def has(self, column: str) -> bool:
         """Whether some row has a value there."""
         return column in self.table and bool(self.table[column].notna().any())
+
+
+def seeds_together(runs: Sequence[LoggedRun]) -> list[LoggedRun]:
+    """Runs that differ in the seed and nothing else as one, with the ranks of all in its table; others as they are."""
+    groups: dict[str, list[LoggedRun]] = {}
+    for run in runs:
+        options = {name: value for name, value in run.config.items() if name not in OWN_OPTIONS}
+        key = json.dumps([run.world_size, options], sort_keys=True, default=str) if "seed" in run.config else run.name
+        groups.setdefault(key, []).append(run)
+    found: list[LoggedRun] = []
+    for group in groups.values():
+        seeds = {run.config.get("seed") for run in group}
+        found += [_together(group)] if len(seeds) == len(group) > 1 else group
+    return found
+
+
+def _together(runs: Sequence[LoggedRun]) -> LoggedRun:
+    tables = [run.table.assign(rank=run.table["rank"] + index * run.world_size) for index, run in enumerate(runs)]
+    first = runs[0]
+    seeds = tuple(int(run.config["seed"]) for run in runs)
+    return LoggedRun(f"{first.name}, {len(runs)} seeds", first.folder, pd.concat(tables), first.summary, seeds)
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[dict[str, Path], list[FileProblem]]:

@@ -14,7 +14,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from visualization.logs.runs import LoggedRun
 from visualization.style import (
     METHOD_STYLES,
-    MUTED,
     as_label,
     log_scale,
     mark_every,
@@ -25,8 +24,6 @@ from visualization.style import (
 
 NUM_CLASSES: Mapping[str, int] = {"digits": 10, "cifar10": 10}
 """Of data sets, for the floor of the loss."""
-SETTLED = 0.2
-"""Share of the epochs after which the loss is to fill its axis: its start would press all recipes into one line."""
 ERROR_TICKS = (0, 0.5, 1, 2, 5, 10, 20, 50, 100)
 MAX_NAMES = 3
 """So many runs are named in a title."""
@@ -59,6 +56,7 @@ class Panel:
         xlabel, ylabel: of the axes; where UNITS has x, its unit is added.
         band: column whose range over ranks is shaded around the line; empty: none.
         is_error: draw 100 - y, and so the band.
+        floor: of the runs, the least value that y may have; what is drawn is above it.
         finish: called with the axis and the runs, when all lines are drawn: scales and limits.
     """
 
@@ -70,6 +68,7 @@ class Panel:
     ylabel: str
     band: str = ""
     is_error: bool = False
+    floor: Callable[[Sequence[LoggedRun]], float] = lambda runs: 0.0
     finish: Callable[[Axes, Sequence[LoggedRun]], None] = lambda axis, runs: None
 
     def runs_with(self, runs: Sequence[LoggedRun]) -> list[LoggedRun]:
@@ -85,9 +84,10 @@ class Panel:
             rows = rows[rows[self.x] > 0]
         epochs = rows.groupby("epoch")
         points = pd.DataFrame({"x": epochs[self.x].mean(), "y": epochs[self.y].mean()})
-        has_band = bool(self.band) and run.has(self.band)
-        points["low"] = epochs[self.band].min() if has_band else points["y"]
-        points["high"] = epochs[self.band].max() if has_band else points["y"]
+        band = self.band if self.band and run.has(self.band) else self.y
+        has_band = band == self.band or len(run.seeds) > 1
+        points["low"] = epochs[band].min() if has_band else points["y"]
+        points["high"] = epochs[band].max() if has_band else points["y"]
         if self.is_error:
             points = points.assign(y=100 - points["y"], low=100 - points["high"], high=100 - points["low"])
         return points if len(points) else None
@@ -96,15 +96,17 @@ class Panel:
         """Draw the runs that have both quantities, each in the style of its place among all `runs`."""
         lines = {index: points for index, run in enumerate(runs) if (points := self.points(run)) is not None}
         unit = unit_of(self.x, max((points["x"].max() for points in lines.values()), default=0.0))
-        looks = run_styles(runs)
+        looks, floor = run_styles(runs), self.floor(runs)
         for index, points in lines.items():
+            points[["y", "low", "high"]] -= floor
             xs = points["x"] / unit.size
-            style = looks[index] | {"markevery": mark_every(index, len(points))}
+            style = looks[index] | {"markevery": mark_every(len(points))}
             axis.plot(xs, points["y"], label=as_label(runs[index].name), **style)
             if (points["high"] > points["low"]).any():
                 axis.fill_between(xs, points["low"], points["high"], color=style["color"], alpha=0.18, linewidth=0)
         xlabel = f"{self.xlabel} [{unit.name}]" if unit.name else self.xlabel
-        axis.set(title=self.title, xlabel=xlabel, ylabel=self.ylabel)
+        title = f"{self.title}\nabove {floor:.2f}, the least with smoothed labels" if floor else self.title
+        axis.set(title=title, xlabel=xlabel, ylabel=self.ylabel)
         if self.x in ("epoch", "step"):
             axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axis.set_xlim(left=0)
@@ -138,16 +140,19 @@ def unit_of(column: str, largest: float) -> Unit:
 
 
 def finish_error(axis: Axes, runs: Sequence[LoggedRun]) -> None:
-    """An error axis: from 0; logarithmic above 1 % where errors are small, so that the end shows next to the start."""
+    """An error axis: from 0; logarithmic where errors are small, so that the end shows next to the start.
+
+    Zero has a place below the smallest error, in a part of the axis that is linear and has no other point.
+    """
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axis.get_lines()] or [np.zeros(1)])
     bands = [float(np.asarray(path.vertices)[:, 1].max()) for band in axis.collections for path in band.get_paths()]
     top = min(100.0, 1.15 * max(float(values.max()), *bands, 0.0) or 1.0)
-    if values.min() < SMALL_ERROR:
-        axis.set_yscale("symlog", linthresh=1.0, linscale=0.5)
-        axis.yaxis.set_major_locator(FixedLocator(ERROR_TICKS))
+    if values.min() < SMALL_ERROR and (positive := values[values > 0]).size:
+        axis.set_yscale("symlog", linthresh=float(positive.min()), linscale=0.3)
+        axis.yaxis.set_major_locator(FixedLocator([tick for tick in ERROR_TICKS if not 0 < tick < positive.min()]))
         axis.yaxis.set_minor_locator(NullLocator())
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_ylabel(f"{axis.get_ylabel().rstrip(']')}, log above 1]")
+        axis.set_ylabel(f"{axis.get_ylabel().rstrip(']')}, log scale]")
     axis.set_ylim(0, top)
 
 
@@ -168,27 +173,19 @@ def finish_log(axis: Axes, runs: Sequence[LoggedRun]) -> None:
         axis.set_title(f"{axis.get_title()}\n0 throughout: {shown}")
 
 
+def common_floor(runs: Sequence[LoggedRun]) -> float:
+    """The floor of the loss if it is known and the same for all runs, else 0."""
+    floors = {loss_floor(run) for run in runs}
+    return (floors.pop() or 0.0) if len(floors) == 1 else 0.0
+
+
 def finish_loss(axis: Axes, runs: Sequence[LoggedRun]) -> None:
-    """From 0 to the settled losses, and say so if some are above; a line where label smoothing ends the descent."""
-    settled = [run.table.loc[run.table["epoch"] > SETTLED * run.table["epoch"].max(), "loss"] for run in runs]
-    is_cut = zoom(axis, pd.concat(settled))
-    floors = {run.config.get("label_smoothing"): floor for run in runs if (floor := loss_floor(run)) is not None}
-    for smoothing, floor in floors.items():
-        axis.axhline(floor, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)))
-        text = f"floor {floor:.2f}: label smoothing {smoothing:g}"
-        axis.annotate(
-            text,
-            (1, floor),
-            (0, -2),
-            ("axes fraction", "data"),
-            "offset points",
-            ha="right",
-            va="top",
-            color=MUTED,
-            fontsize="small",
-        )
-    if is_cut:
-        axis.set_title(f"{axis.get_title()} (start above frame)")
+    """A logarithmic axis, if something is above 0."""
+    if any((np.asarray(line.get_ydata()) > 0).any() for line in axis.get_lines()):
+        axis.set_yscale("log", nonpositive="mask")
+        axis.autoscale_view()
+        log_scale(axis, "y")
+        axis.set_ylabel(f"{axis.get_ylabel().rstrip(']')}, log scale]")
 
 
 def finish_zero(axis: Axes, runs: Sequence[LoggedRun]) -> None:
@@ -217,35 +214,41 @@ def finish_bleu_bytes(axis: Axes, runs: Sequence[LoggedRun]) -> None:
     finish_bytes(axis, runs)
 
 
-def zoom(axis: Axes, values: pd.Series) -> bool:
-    """Let the vertical axis end at 0 and a little above `values`; whether something drawn lies outside."""
-    finite = values[np.isfinite(values)]
-    if not len(finite) or not finite.max() > 0:
-        return False
-    high = 1.05 * finite.max()
-    is_cut = bool(axis.dataLim.y1 > high)
-    axis.set_ylim(min(0.0, 1.05 * finite.min()), high)
-    return is_cut
-
-
 _EPOCH, _STEP, _TIME, _SENT = "epoch", "optimizer step", "training time", "sent per rank"
 _ACCURACY, _OWN_ACCURACY = "averaged_test_accuracy_percent", "own_test_accuracy_percent"
 
 ERROR_EPOCHS = Panel(
-    "error_epochs", "Test error", "epoch", _ACCURACY, _EPOCH, "error [%]", _OWN_ACCURACY, True, finish_error
+    "error_epochs",
+    "Test error by epoch",
+    "epoch",
+    _ACCURACY,
+    _EPOCH,
+    "error [%]",
+    _OWN_ACCURACY,
+    True,
+    finish=finish_error,
 )
 ERROR_TIME = Panel(
-    *("error_time", "Test error", "time_seconds", _ACCURACY, _TIME, "error [%]", _OWN_ACCURACY, True, finish_error)
+    *("error_time", "Test error by time", "time_seconds", _ACCURACY, _TIME, "error [%]", _OWN_ACCURACY, True),
+    finish=finish_error,
 )
-LOSS_EPOCHS = Panel("loss_epochs", "Training loss", "epoch", "loss", _EPOCH, "loss [nat]", "loss", finish=finish_loss)
-LOSS_TIME = Panel("loss_time", "Training loss", "time_seconds", "loss", _TIME, "loss [nat]", "loss", finish=finish_loss)
+_LOSS: dict[str, Any] = {
+    "y": "loss",
+    "ylabel": "loss [nat]",
+    "band": "loss",
+    "floor": common_floor,
+    "finish": finish_loss,
+}
+LOSS_EPOCHS = Panel("loss_epochs", "Training loss by epoch", "epoch", xlabel=_EPOCH, **_LOSS)
+LOSS_TIME = Panel("loss_time", "Training loss by time", "time_seconds", xlabel=_TIME, **_LOSS)
 CONSENSUS = Panel(
     *("consensus", "Distance of ranks from average", "epoch", "consensus_distance", _EPOCH, "consensus distance"),
     finish=finish_log,
 )
 NLL_STEPS = Panel(
     *("nll_steps", "Test negative log-likelihood", "step", "averaged_test_nll", _STEP, "NLL per token [nat]"),
-    *("own_test_nll", False, finish_zero),
+    *("own_test_nll", False),
+    finish=finish_zero,
 )
 BLEU_STEPS = Panel("bleu_steps", "Test BLEU", "step", "averaged_test_bleu", _STEP, "BLEU", finish=finish_zero)
 ACCURACY_BYTES = Panel(
@@ -259,4 +262,7 @@ BLEU_BYTES = Panel(
 PANELS = (
     *(ERROR_EPOCHS, ERROR_TIME, LOSS_EPOCHS, LOSS_TIME, ACCURACY_BYTES, CONSENSUS, NLL_STEPS, BLEU_STEPS, BLEU_BYTES),
 )
-CAPTION = "Lines: averaged model, or mean over ranks. Bands: ranks, from the lowest to the highest."
+CAPTION = (
+    "Lines: averaged model, or mean over ranks; mean over seeds.\n"
+    "Bands: ranks of all seeds, from the lowest to the highest."
+)
