@@ -25,6 +25,9 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 )
 """Optimizers that compute each element of a parameter by itself, so that one of them may step all workers at once."""
 
+CHUNK = 64
+"""The workers whose losses are computed at once: with more, the tensors of a step leave the caches."""
+
 
 class Objective(nn.Module):
     """A model with its loss, as one module.
@@ -215,7 +218,7 @@ class Models:
         batches = _moved(self.task.batches(len(self.x), k, self.seed), self.x.device)
         with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():  # fused attention has no rule for vmap
             warnings.simplefilter("ignore", UserWarning)
-            return torch.vmap(loss)({**parameters, **self.buffers}, batches)
+            return torch.vmap(loss, chunk_size=CHUNK)({**parameters, **self.buffers}, batches)
 
     def mean_model(self, z: Tensor, workers: Indices) -> nn.Module:
         """Return the module with the mean of the models z [n, d], and of their buffers, in evaluation mode."""
