@@ -18,11 +18,10 @@ __all__ = ["ChocoCommunicator", "FixedProcessor", "MatchaProcessor", "centralize
 
 
 class Communicator:
-    """What the communicators share: a `GossipDataParallel` around the model, made at the first `communicate`.
+    """The base of the communicators: a `GossipDataParallel` around the model, made at the first `communicate`.
 
-    A step is in the order of MATCHA: x <- W(t) (x - lr g). The model stays a plain module, which the loop calls as
-    before. Every rank keeps the parameters that it starts from; `torch.manual_seed` before the model is built makes
-    them equal.
+    A step is in the order of MATCHA: x <- W(t) (x - lr g). The model stays a plain module, and the loop calls it as
+    before. Every rank keeps its own initial parameters; `torch.manual_seed` before the model is built makes them equal.
 
     Args:
         rank: the rank of this process.
@@ -46,10 +45,10 @@ class Communicator:
             model: a plain module, the same one in every call. The first call makes its parameters views of one vector.
 
         Returns:
-            The seconds that the round took.
+            The seconds of the round.
 
         Raises:
-            ValueError: another module than before, a module that is wrapped already, or ranks that disagree.
+            ValueError: another module than before, a wrapped module, or ranks with different settings.
             TimeoutError, ConnectionError: a peer is late or gone; names it.
         """
         start = time.perf_counter()

@@ -70,21 +70,21 @@ class BilatGossipDataParallel(GossipWrapper):
             name ("bipartite-exponential") or a networkx graph; None = pairs at exponential distances where the world is
             even, else every active rank meets every passive one in turn.
         mixing: the weights of a pair: a MixingManager, or a class or function of the graph; None = one half each.
-        process_group: a Gloo group that carries nothing else; None = a new one over all ranks.
+        process_group: a Gloo group without other traffic; None = a new one over all ranks.
         device_mesh: as for `GossipDataParallel`.
         timeout: the limit of every wait on a peer, in seconds or as a timedelta. The death of a
             process is raised at the next step, without waiting for it. A `Membership` has its own.
         continuous_momentum: A2CiD2, see [Note: continuous momentum]. Takes one more vector beside the model, and needs
             pairs that average half and half.
-        on_nonfinite: the reaction to a difference of two models that holds infinities or NaN. "raise":
-            FloatingPointError at both of them, "skip": leave it out at both, which `comm_stats()` counts, "spread": do
-            not look. With "raise", `settle()` and `close()` also look at the rank's own model, which may not have been
-            exchanged since.
+        on_nonfinite: the reaction to infinities or NaN in the difference of two models. "raise": FloatingPointError at
+            both of them, "skip": leave it out at both, which `comm_stats()` counts, "spread": do not look. With
+            "raise", `settle()` and `close()` also look at the rank's own model, which may not have been exchanged
+            since.
         init_sync: whether training starts from the parameters and buffers of rank 0; with a membership it always does.
         gossip_buffers: whether pairs average running statistics (BatchNorm) too, or each keeps its own; a sequence of
             names or patterns = those floating-point buffers in their place; see `Selection`.
-        ignore: the names of parameters and buffers that always stay local, also at the start, such as "head.bias", or
-            patterns, such as "adapter.*"; beside those that the module's `_ddp_params_and_buffers_to_ignore` names.
+        ignore: names of parameters and buffers to leave local, also at the start, such as "head.bias", or patterns,
+            such as "adapter.*"; in addition to the module's `_ddp_params_and_buffers_to_ignore`.
         gossip_in_eval_mode: whether forwards in eval mode with grad enabled train as well, so that they ask a peer.
         rounds: when a rank asks a peer: see `GossipDataParallel`.
         membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then,
@@ -92,7 +92,7 @@ class BilatGossipDataParallel(GossipWrapper):
 
     Raises:
         FloatingPointError: (forward, `flush()`, `settle()`, `close()`) see `on_nonfinite`.
-        ValueError: arguments that do not fit, or ranks that disagree on model, graph, mixing or options.
+        ValueError: invalid arguments, or ranks with different models, graphs, mixing or options.
         RuntimeError: torch.distributed is not initialised.
         TimeoutError, ConnectionError: (construction, forward, `flush()`, collectives) a peer is late or has died; names
             it, also where another rank has found out.
@@ -171,7 +171,7 @@ class BilatGossipDataParallel(GossipWrapper):
         self._start(engine, GlobalAverage(local.transport))
 
     def settle(self) -> None:
-        """See `AveragingMixin`. When no rank asks any more, all corrections that have come are applied.
+        """See `AveragingMixin`. Once no rank asks any more, all received corrections are applied.
 
         Until its next training forward a rank replies "not yet" to its peers. So its model stays as it is now, and all
         checkpoints are of one moment.

@@ -55,7 +55,7 @@ _EXAMPLE = "a list like [{nodes: [{name: w0, host: 10.0.0.1, port: 45000}, ...]}
 
 @dataclass(frozen=True)
 class PairwiseConfig:
-    """The options of a worker: its name, the peers that it may ask, and how it merges their models.
+    """The options of a worker: its name, its peers, and the rule for merging their models.
 
     Args:
         name: the name of this worker.
@@ -63,7 +63,7 @@ class PairwiseConfig:
         interpolation: how far a merge goes towards a peer.
         divergence_threshold: the loss below which merges become smaller: see `DivergenceThreshold`; 0 = none.
         fetch_probability: the probability of asking a peer in a round.
-        timeout: the time that one round may take, for all peers that are tried in it together; a number means seconds.
+        timeout: the time limit of one round, for all peers together; a number means seconds.
         seed: the seed of the choice of peers. The name is part of it, so workers with one seed make different choices.
         on_nonfinite: the reaction to infinities or NaN in the own model, which are found when a fetch ends: "raise"
             an error; "skip": merge nothing into it, unless the peer's model replaces it completely (f = 1), count that
@@ -74,11 +74,10 @@ class PairwiseConfig:
             the default.
         average_timeout: the timeout of averages over all ranks, which wait for all of them; None = `timeout` if you
             give one, else 10 s, as workers do not come to an average at the same time.
-        server_ssl: the context of TLS with which this worker serves its model, with its certificate; its `verify_mode`
-            says whether peers must show one too. None = in the clear: everybody with access to the address can read the
-            model.
-        client_ssl: the context of TLS with which this worker fetches models. It says which certificates count; the
-            certificate of a peer must be for the host in its address. Give both contexts or none, on all workers alike.
+        server_ssl: the TLS context for serving the model, with the worker's certificate; its `verify_mode` says whether
+            peers must show one too. None = in the clear: everybody with access to the address can read the model.
+        client_ssl: the TLS context for fetching models. It decides about valid certificates; the certificate of a peer
+            must be for the host in its address. Give both contexts or none, on all workers alike.
 
     Raises:
         ValueError: an argument out of range, or no own entry.
@@ -153,7 +152,7 @@ class PairwiseConfig:
 
     @property
     def time_to_average(self) -> timedelta:
-        """The time for which an average over all ranks waits for them."""
+        """The time limit of an average over all ranks."""
         default = DEFAULT_AVERAGE_TIMEOUT if self.timeout == DEFAULT_TIMEOUT else self.timeout
         return self.average_timeout or default
 
@@ -176,8 +175,8 @@ class PairwiseConfig:
         Args:
             name: the name of the worker.
             path: the file.
-            options: the arguments of `PairwiseConfig` that no file has: `seed`, `on_nonfinite`, `max_distance`,
-                `average_timeout`, `server_ssl`, `client_ssl`.
+            options: further arguments of `PairwiseConfig`: `seed`, `on_nonfinite`, `max_distance`, `average_timeout`,
+                `server_ssl`, `client_ssl`.
 
         Raises:
             ImportError: PyYAML is missing.

@@ -35,19 +35,19 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
     again: see `PeerScores`. Merging is one-sided, so the mean over workers is not kept.
 
     Peers get the model from the beginning, and nothing between `load_state_dict` and the next training forward. Load
-    checkpoints on all workers before any of them trains on, or they merge models of before. A copy (`deepcopy`,
-    pickle) is a snapshot that stays local: it computes, reports and loads state, but has no address and no peers.
+    checkpoints on all workers before any of them trains on, or they merge models of before. A copy (`deepcopy`, pickle)
+    is a local snapshot: it computes, reports and loads state, but has no address and no peers.
 
     Messages are fixed binary headers and raw tensors over TCP; nothing is ever unpickled, sizes are checked before
     anything is read, and models with infinities or NaN are refused. Without TLS everybody with access to the address
-    can read the model, and a stranger who takes over the address of a peer can have another model merged.
+    can read the model, and a stranger at the address of a peer can have another model merged.
 
     Jin, Yuan, Iandola, Keutzer, "How to scale distributed deep learning?", 2016, arXiv 1611.04581 (pull-gossip SGD).
     `PairwiseEngine` in dpwa/engine.py shows a round as pseudo-code.
 
     Args:
-        module: mutated: its trained tensors become views of one flat vector, which keeps their values. On its device,
-            in its dtype: both must stay.
+        module: mutated: its trained tensors become views of one flat vector, with their values. On its device, in its
+            dtype: both must stay.
         name: of this worker.
         peers: "tcp://host:port" of every worker by name; the own entry is where to bind ("tcp://0.0.0.0:45000").
         interpolation: f: `ConstantInterpolation`, `ClockInterpolation` or `LossInterpolation`.
@@ -58,23 +58,23 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         seed: of the choice of peers; each worker's choices are its own.
         on_nonfinite: "raise", "skip" or "spread": the reaction to infinities or NaN in the own model. See
             `PairwiseConfig`.
-        max_distance: from the own model, beyond which a peer's is refused. See `PairwiseConfig`.
+        max_distance: from the own model; a peer's model further away is refused. See `PairwiseConfig`.
         average_timeout: of `averaged()`, `average_()` and `consensus_distance()`, which wait for all ranks; None =
             `timeout` if you give one, else 10 s.
-        server_ssl: the context of TLS with which this worker serves. See `PairwiseConfig`.
-        client_ssl: the context of TLS with which it fetches. Give both or none.
+        server_ssl: the TLS context for serving. See `PairwiseConfig`.
+        client_ssl: the TLS context for fetching. Give both or none.
         init_from_peers: start from the model of a live peer if there is one: for workers that start late or restart.
             Workers that start at the same time start from their own: give them equal weights by `torch.manual_seed`.
         gossip_buffers: whether running statistics (BatchNorm) travel too; a sequence of names or patterns = those
             floating-point buffers in their place; see `Selection`.
-        ignore: the names of parameters and buffers that always stay local, also at the start, such as "head.bias", or
-            patterns, such as "adapter.*"; beside those that the module's `_ddp_params_and_buffers_to_ignore` names.
+        ignore: names of parameters and buffers to leave local, also at the start, such as "head.bias", or patterns,
+            such as "adapter.*"; in addition to the module's `_ddp_params_and_buffers_to_ignore`.
         gossip_in_eval_mode: whether forwards in eval mode (frozen BatchNorm statistics, no dropout) with grad enabled
             are training forwards too.
         rounds: when a worker merges: see `GossipDataParallel`.
 
     Raises:
-        ValueError: arguments that do not fit.
+        ValueError: invalid arguments.
         ConnectionError: the own address cannot be bound.
         RuntimeError: (forward) a loss is needed and was not reported, or a background thread failed.
         FloatingPointError: (forward, eval, flush) the own model holds infinities or NaN.
@@ -147,7 +147,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
             module: see the class.
             name: the name of the worker in the file.
             path: the file.
-            options: the arguments of the class that no file has.
+            options: further arguments of the class.
         """
         config = PairwiseConfig.from_yaml(name, path)
         return cls(module, **{**vars(config), **options})
@@ -163,7 +163,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         return self
 
     def close(self) -> None:
-        """See `AveragingMixin`. A fetch that is under way is given up, not waited for."""
+        """See `AveragingMixin`. A fetch under way is abandoned."""
         self._engine.close()
         super().close()
 
@@ -171,10 +171,10 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         self._local.averager.close()
 
     def report_loss(self, loss: float) -> None:
-        """The loss of the last batch, which peers merge by, and `divergence_threshold`; call it after every batch."""
+        """The loss of the last batch, for merges by loss and for `divergence_threshold`; call it after every batch."""
         self._engine.report_loss(loss)
 
     @property
     def last_peer(self) -> str | None:
-        """With whose model this one was merged last; None before."""
+        """The peer of the last merge; None before."""
         return self._engine.last_peer

@@ -30,13 +30,14 @@ class FlatBuffer:
     Trainable parameters and running statistics (BatchNorm) are re-pointed into one contiguous vector with one segment
     per dtype: matrices first, matrices of one shape side by side, then parameters of one dimension, then buffers, so
     that codes of matrices work in few batches. Frozen parameters and all other buffers stay where they are, and so do
-    running statistics that hold an infinity or NaN: see [Note: kinds of buffers] of `Selection`. A tensor shared by
-    several modules is taken once. Strides are kept, so `channels_last` stays `channels_last`. Other tensors in the same
-    memory, such as `weight.detach()`, move too, so that they go on showing the values of the module.
+    running statistics with an infinity or NaN: see [Note: kinds of buffers] of `Selection`. A tensor shared by several
+    modules is taken once. Strides are kept, so `channels_last` stays `channels_last`. Other tensors in the same memory,
+    such as `weight.detach()`, move too, so they still show the values of the module.
 
     `.to()`, `.half()`, `load_state_dict(assign=True)` and `copy.deepcopy` make tensors that no longer view the
-    vector: `is_attached()` notices, and `reattach()` takes in the new ones, with their values. `requires_grad_()` and
-    layers that come or go change which tensors are trained: `is_complete()` notices, and `attach()` chooses anew. Ranks
+    vector: `is_attached()` notices, and `reattach()` takes in the new ones, with their values. `requires_grad_()`, and
+    new or removed layers, change the set of trained tensors: `is_complete()` notices, and `attach()` chooses again.
+    Ranks
     whose vectors differ cannot exchange them, so `attach()` is for a point of training that all ranks come to alike,
     and `is_current()` is false until `agree()` says that they have compared their signatures.
 
@@ -49,10 +50,10 @@ class FlatBuffer:
 
     Attributes:
         vector: the tensors are views of it.
-        slots: the tensors that view it, with their places in the module.
-        agreed: the signature that all ranks have, as far as is known: the signature at construction, and at each
+        slots: its views, with their places in the module.
+        agreed: the common signature of all ranks, as far as is known: the signature at construction, and at each
             `agree()`.
-        parameters: the trained parameters that view it, in their order there.
+        parameters: its trained parameters, in their order there.
         is_sharded: whether this process held shards of parameters, trained or frozen, at construction.
 
     Raises:
@@ -99,11 +100,11 @@ class FlatBuffer:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that view the vector: matrices, vectors, buffers."""
+        """All views of the vector: matrices, vectors, buffers."""
         return [slot.tensor for slot in self.slots]
 
     def gradient_source(self, parameter: Tensor) -> Tensor:
-        """The tensor into which autograd accumulates the gradient of a parameter, for hooks."""
+        """The tensor of a parameter's accumulated gradient, for hooks."""
         return next((shard.gradient_source for _, shard, _ in self._sharded if shard.parameter is parameter), parameter)
 
     def parameters_in(self, vector: FlatVector) -> list[Tensor]:
@@ -114,7 +115,7 @@ class FlatBuffer:
         return [view if slot.shard is None else slot.shard.like(view) for slot, view in pairs]
 
     def copied_signature(self) -> list[str]:
-        """Names, shapes and dtypes of the buffers that an average of all ranks takes from rank 0; walks the module."""
+        """Names, shapes and dtypes of the buffers taken from rank 0 in an average of all ranks; walks the module."""
         return [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in self.selection.copied(self.module).items()]
 
     def signature(self) -> list[str]:
@@ -122,7 +123,7 @@ class FlatBuffer:
         return [slot.signature() for slot in self.slots]
 
     def places(self) -> list[TensorPlace]:
-        """Where the tensors are in the vector, in the order in which the module has them."""
+        """Where the tensors are in the vector, in the module's order."""
         order = self._order()
         places = [
             TensorPlace(spec.name, k, first, first + spec.numel)
@@ -158,12 +159,12 @@ class FlatBuffer:
         return not self._sharded or all(shard.is_at(slot.there, pointer) for slot, shard, pointer in self._sharded)
 
     def pull(self) -> None:
-        """The vector <- the values of tensors that the module holds in place of ours, where shapes are equal."""
+        """The vector <- the values of the module's tensors in place of ours, where shapes are equal."""
         for view, tensor in self._replaced():
             view.copy_(tensor)
 
     def push(self) -> None:
-        """The tensors that the module holds in place of ours <- the vector; the opposite of `pull()`."""
+        """The module's tensors in place of ours <- the vector; the opposite of `pull()`."""
         for view, tensor in self._replaced():
             tensor.copy_(view)
 
@@ -184,14 +185,14 @@ class FlatBuffer:
             self._shards.reshard()
 
     def is_complete(self) -> bool:
-        """Whether nothing has changed that says which tensors are trained: `requires_grad`, layers, their tensors.
+        """Whether the set of trained tensors is unchanged: `requires_grad`, layers, their tensors.
 
         One look per parameter and per submodule, under 0.2 us each.
         """
         return self._choice.is_current()
 
     def is_trained(self) -> bool:
-        """Whether the module has a parameter of its own that is trained now; walks the module up to the first one."""
+        """Whether the module has a trained parameter of its own now; walks the module up to the first one."""
         if self.is_lent():
             return False
         ignored = self.selection.ignored_ids(self.module)
@@ -222,15 +223,15 @@ class FlatBuffer:
         return {id(slot.tensor) for slot in self._trained_tensors()} <= set(map(id, self.tensors))
 
     def keep(self, *, is_complete: bool = True) -> None:
-        """Go on with the tensors that are in the vector, whatever is frozen meanwhile.
+        """Keep the present tensors of the vector, whatever is frozen meanwhile.
 
-        is_complete: False: until the next round, which chooses anew.
+        is_complete: False: until the next round chooses again.
         """
         self._choice = _Choice(self.module, self.selection)
         self._choice.is_over = not is_complete
 
     def frozen(self) -> list[Slot]:
-        """The parameters in the vector that the module still has, and that are not trained now; walks the module."""
+        """Parameters of the vector and the module without training at present; walks the module."""
         owners = set(map(id, self.module.modules()))
         return [
             slot
@@ -242,7 +243,7 @@ class FlatBuffer:
         ]
 
     def candidates(self, *, kept: Sequence[Slot] = (), frozen: Collection[str] = ()) -> list[Slot]:
-        """What `attach` would make views of a vector: the tensors that are trained now, and others.
+        """What `attach` would make views of a vector: the present trained tensors, and others.
 
         Args:
             kept: others that are in the vector.
@@ -253,7 +254,7 @@ class FlatBuffer:
         return in_order(sorted(chosen, key=lambda slot: order.get(slot.name, len(order))))
 
     def attach(self, slots: list[Slot] | None = None) -> None:
-        """Choose which tensors are trained, and make them views of a new vector, keeping their values and strides.
+        """Choose the trained tensors, and make them views of a new vector, keeping their values and strides.
 
         slots: as `candidates` gave them; None: those that are trained now.
         """
@@ -263,7 +264,7 @@ class FlatBuffer:
         self._lay_out(slots)
 
     def reattach(self) -> None:
-        """Make the tensors that stand where ours stood views of a new vector, whether they are trained now or not.
+        """Make the tensors in the places of ours views of a new vector, trained or not.
 
         The vectors of ranks that do this at different times still match.
         """

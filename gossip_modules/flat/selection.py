@@ -15,10 +15,10 @@ _STATISTIC = re.compile(r"(^|_)(running|moving)_(mean|var|variance|std)$")
 
 @dataclass(frozen=True)
 class Selection:
-    """The buffers of a module that ranks average like its trained parameters, and the tensors that stay local.
+    """The averaged buffers and the local tensors of a module.
 
     [Note: kinds of buffers] A mean over ranks means something for running statistics, and nothing for singular
-    vectors, masks, queues or counters. So the kind of a buffer says what becomes of it:
+    vectors, masks, queues or counters. So the kind of a buffer decides about it:
 
     | buffers                                                   | in a round | in an average of all ranks    |
     |-----------------------------------------------------------|------------|-------------------------------|
@@ -33,7 +33,7 @@ class Selection:
     Args:
         gossip_buffers: True: running statistics travel. False: no buffer does. A sequence of names, or of patterns as
             in `fnmatch`: those floating-point buffers do, in place of the running statistics.
-        ignore: the names of parameters and buffers of the module that always stay local, or patterns; also those that
+        ignore: names of parameters and buffers of the module to leave local, or patterns; also those that
             `DistributedDataParallel` is told to leave alone by the module's `_ddp_params_and_buffers_to_ignore`.
 
     Raises:
@@ -51,14 +51,14 @@ class Selection:
         object.__setattr__(self, "ignore", _names("ignore", self.ignore, expected))
 
     def check(self, module: nn.Module) -> None:
-        """Raise ValueError where an entry matches nothing of the module; names those that are nearest."""
+        """Raise ValueError where an entry matches nothing of the module; names the nearest ones."""
         floats = [name for name, buffer in _buffers(module) if buffer.is_floating_point()]
         _check_found("ignore", self.ignore, [name for name, _ in _tensors(module)], "parameter or buffer", module)
         if not isinstance(self.gossip_buffers, bool):
             _check_found("gossip_buffers", self.gossip_buffers, floats, "floating-point buffer", module)
 
     def ignored(self, module: nn.Module) -> dict[str, Tensor]:
-        """The parameters and buffers that always stay local, by every name that they have in the module."""
+        """The parameters and buffers to leave local, by all their names in the module."""
         # DistributedDataParallel looks up parameters of the module itself with a point in front of their names.
         listed = {name.removeprefix(".") for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
         if not (listed or self.ignore):
@@ -68,7 +68,7 @@ class Selection:
         return {name: x for name, x in named if id(x) in found}
 
     def ignored_ids(self, module: nn.Module) -> frozenset[int]:
-        """The ids of what `ignored` gives."""
+        """The ids of the tensors of `ignored`."""
         return frozenset(map(id, self.ignored(module).values()))
 
     def averages(self, owner: nn.Module, attribute: str, name: str) -> bool:
@@ -82,7 +82,7 @@ class Selection:
         return self.gossip_buffers and is_persistent and _STATISTIC.search(attribute) is not None
 
     def averaged(self, module: nn.Module) -> dict[str, Tensor]:
-        """The buffers that travel, by name."""
+        """The averaged buffers, by name."""
         ignored = self.ignored_ids(module)
         return {
             name: buffer
@@ -91,7 +91,7 @@ class Selection:
         }
 
     def kept(self, module: nn.Module) -> dict[str, Tensor]:
-        """The persistent buffers that do not travel and are not ignored, by name."""
+        """The persistent buffers without an average that are not ignored, by name."""
         left = self.ignored_ids(module) | frozenset(map(id, self.averaged(module).values()))
         return {
             name: buffer
@@ -100,11 +100,11 @@ class Selection:
         }
 
     def copied(self, module: nn.Module) -> dict[str, Tensor]:
-        """Those of `kept` that an average of all ranks takes from rank 0."""
+        """The buffers of `kept` taken from rank 0 in an average of all ranks."""
         return {} if self.gossip_buffers is False else self.kept(module)
 
     def others(self, module: nn.Module, travelling: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Parameters and buffers that neither travel nor are ignored: frozen ones, counters; each once, by name."""
+        """Parameters and buffers that are neither averaged nor ignored: frozen ones, counters; each once, by name."""
         left = {id(x) for x in travelling} | self.ignored_ids(module)
         others: dict[int, tuple[str, Tensor]] = {}
         for name, x in (*module.named_parameters(), *module.named_buffers()):

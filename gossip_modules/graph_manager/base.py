@@ -34,9 +34,9 @@ class GraphManager(ABC):
 
     Args:
         world_size: the number of ranks n, at least 1. A world of one has no peers and accepts any `peers_per_itr`.
-        peers_per_itr: the number of peers that a rank sends to per round, or a schedule `{first round: peers}`, the
-            same on all ranks. `{0: 2, 3000: 1}` sends to two peers in rounds 0..2999 and to one from round 3000 on.
-            Each entry of the schedule starts at the beginning of the row.
+        peers_per_itr: the number of peers per rank and round, or a schedule `{first round: peers}`, the same on all
+            ranks. `{0: 2, 3000: 1}` sends to two peers in rounds 0..2999 and to one from round 3000 on. Each entry of
+            the schedule starts at the beginning of the row.
 
     Raises:
         ValueError: there is no graph of this size or with this schedule.
@@ -73,15 +73,15 @@ class GraphManager(ABC):
 
     @abstractmethod
     def phone_book(self, rank: int) -> Sequence[int]:
-        """All the peers that `rank` ever sends to: ordered, distinct, never `rank` itself."""
+        """All peers of `rank` in any round: ordered, distinct, never `rank` itself."""
 
     def out_peers(self, rank: int, t: int) -> tuple[int, ...]:
-        """The ranks that `rank` sends to in round `t`."""
+        """The receivers of `rank` in round `t`."""
         start, num_peers = self._segment(t)
         return window(self.phone_book(rank), num_peers, t - start)
 
     def in_peers(self, rank: int, t: int) -> tuple[int, ...]:
-        """The ranks that send to `rank` in round `t`: always the transpose of `out_peers`."""
+        """The senders to `rank` in round `t`: always the transpose of `out_peers`."""
         self._check_rank(rank)
         return tuple(j for j in range(self.world_size) if j != rank and rank in self.out_peers(j, t))
 

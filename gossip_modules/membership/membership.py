@@ -29,19 +29,18 @@ _GENERATION_SECONDS = 1.0  # that a step waits for the next generation, which do
 
 
 class Membership:
-    """The workers that take part in training. They may die, come back and be added; the others do not wait for them.
+    """The workers of a training job. They may die, come back and be added; the others do not wait for them.
 
     Give one to a wrapper. Its workers meet in a key-value store that outlives them, and need it only when a worker
     comes or goes; heartbeats and messages go from worker to worker. torch.distributed is not initialised.
 
-    A worker whose connection closes, or that is silent for longer than its deadline, is left out of rounds at once:
-    each message to or from it stays with the worker that has it, so nothing is lost but the state of the lost worker.
-    Meanwhile the remaining workers form the next generation, with a graph for their number, and begin it at one
-    training step.
+    A worker is excluded from rounds at once if its connection closes, or if it sends no heartbeat for its deadline:
+    each message to or from it stays with its present holder, so only the state of the lost worker is lost. Meanwhile
+    the remaining workers form the next generation, with a graph for their number, and begin it at one training step.
 
-    Each start of a process is a new worker. One that comes to a job that runs already gets model, optimizer and step
-    from one of the others, its donor, beside the donor's training. A worker that was declared dead and wakes notices
-    it and joins again, by itself.
+    Each start of a process is a new worker. A worker that joins a running job gets model, optimizer and step from
+    another worker, its donor, during the donor's training. A worker that was wrongly declared dead notices it and joins
+    again by itself.
 
     Wrap the model last, with data and all else ready, and train at once. The others wait for a worker that has wrapped
     it: a donor copies the state of training for it, and if it does not take it within ten seconds, another donor does.
@@ -53,13 +52,13 @@ class Membership:
             different numbers, the largest counts, and the others warn.
         max_workers: the largest number of workers, the same on all: others are refused; 0: any number.
         name: of the job, where several share a store.
-        description: other facts that all workers must have in common, by name, compared as text: workers that differ
-            are refused, with both sides named.
-        timeout: the limit of every wait, in seconds or as a timedelta. Only a worker whose process lives and whose
-            training stands still is waited for so long.
+        description: other facts to be equal on all workers, by name, compared as text: a worker with other values is
+            refused, with both sides named.
+        timeout: the limit of every wait, in seconds or as a timedelta. Others wait that long only for a live process
+            with halted training.
         interval: seconds between two heartbeats.
-        min_deadline: seconds of silence that are always allowed; more where heartbeats are irregular. A machine that
-            runs more threads than it has cores may keep a thread waiting for some tenths of a second.
+        min_deadline: seconds of silence that are always allowed; more where heartbeats are irregular. A machine with
+            more threads than cores may keep a thread waiting for some tenths of a second.
         on_partition: where workers cannot reach each other: "majority": the larger part forms a generation, the others
             train on without it and join again when they can; "both": each part forms one.
         host: the name or address of this machine at which others reach it; None: the address of the interface towards
@@ -67,7 +66,7 @@ class Membership:
 
     Raises:
         ConnectionError: the store does not answer; names address and seconds.
-        ValueError: arguments that do not fit.
+        ValueError: invalid arguments.
 
     Example (each worker is a process of its own, started with the same command):
         >>> membership = Membership("node0:29400", min_workers=4)
@@ -149,23 +148,23 @@ class Membership:
 
     @property
     def rank(self) -> int:
-        """The position of this worker in the generation that trains; it changes with generations."""
+        """The position of this worker in the present generation; it changes with generations."""
         return self.view.ids.index(self.id)
 
     @property
     def world_size(self) -> int:
-        """The number of workers in the generation that trains."""
+        """The number of workers in the present generation."""
         return len(self.view.members)
 
     @property
     def generation(self) -> int:
-        """The number of the generation that trains; 0 before the first."""
+        """The number of the present generation; 0 before the first."""
         view = self.worker.generations.active
         return 0 if view is None else view.generation
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The numbers of the workers of the generation that trains, by rank."""
+        """The numbers of the workers of the present generation, by rank."""
         return tuple(member.number for member in self.view.members)
 
     @property
@@ -180,24 +179,24 @@ class Membership:
 
     @property
     def transport(self) -> LinkTransport:
-        """The links of the generation that trains."""
+        """The links of the present generation."""
         transport = self.worker.generations.transport
         assert transport is not None, "attach() or join() comes first"
         return transport
 
     @property
     def num_joins(self) -> int:
-        """Workers that have joined since the start."""
+        """The number of joins since the start."""
         return self.job.num_joins
 
     @property
     def num_deaths(self) -> int:
-        """Workers that have died or left since the start."""
+        """The number of deaths and departures since the start."""
         return self.job.num_deaths
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The numbers of members that this worker has lost, and which the generation still counts."""
+        """The numbers of lost members in the present generation, as seen by this worker."""
         return self.worker.lost() if self.node is None else self.node.lost
 
     def stats(self) -> dict[str, float]:
@@ -207,7 +206,7 @@ class Membership:
     # The user's loop.
 
     def track(self, **objects: Any) -> None:
-        """Name the state that a worker gets beside the model when it joins: objects with a state dict.
+        """Name the state to send to a joining worker beside the model: objects with a state dict.
 
         Args:
             objects: by name, the same on all workers: an optimizer, a learning rate scheduler, a sampler. They have
@@ -220,7 +219,7 @@ class Membership:
         self.job.tracked.update(objects)
 
     def on_change(self, callback: Callable[[Change], None]) -> None:
-        """Call `callback` with every generation that begins, in the training thread, before its first round.
+        """Call `callback` with every new generation, in the training thread, before its first round.
 
         Its error is raised in `steps`, `join` or the forward, when all callbacks were called. A script that catches it
         may go on: the generation has begun. The first generation of a job begins where the model is wrapped: there an
@@ -230,10 +229,10 @@ class Membership:
         self._callbacks.append(callback)
 
     def join(self) -> int:
-        """Begin; returns the training step that this worker goes on from, 0 at the start of the job.
+        """Begin; returns the training step to continue from, 0 at the start of the job.
 
-        A worker that comes to a job that runs gets the state of training first, and returns when its generation
-        begins. The first training forward calls it otherwise.
+        In a running job a worker first gets the state of training, and returns when its generation begins. The first
+        training forward calls it otherwise.
 
         Raises:
             TimeoutError: no donor, or no generation, within `timeout`.
@@ -255,10 +254,10 @@ class Membership:
         self.has_joined = True
 
     def steps(self, num_steps: int) -> Iterator[int]:
-        """The training steps from the one that this worker comes to, up to `num_steps`: 0, 1, ... for a founder.
+        """The training steps from the worker's own first one, up to `num_steps`: 0, 1, ... for a founder.
 
-        A generation that is due begins before its first step is yielded, so `rank` and `world_size` are right for
-        the round that comes. A worker that was declared dead and has joined again goes on with the step of the others.
+        A new generation begins before its first step is yielded, so `rank` and `world_size` are right for the next
+        round. A worker that rejoins continues with the step of the others.
 
         The others go on at once where an error leaves the loop, or nothing catches one. A script that catches it and
         calls this again joins again. After `break` or `return` this worker is a member still.
@@ -308,11 +307,10 @@ class Membership:
     def turn(self, step: int) -> int:
         """The number of this worker's step `step` among the steps of all workers since the start of the job.
 
-        No number is given twice: draw the batch of this number, and workers that come and go repeat none. Left out are
-        the numbers of a worker that has died, or has left, from its last step to the first of the next generation,
-        which begins without it. A worker that was declared dead and lives counts on by itself until it joins again.
-        Where the wrapper has loaded the checkpoint of an earlier job, `min_workers`, the same on all, count for each
-        step of that one.
+        No number is given twice: draw the batch of this number, and no batch is repeated when workers come and go. If a
+        worker dies or leaves, its numbers are skipped from its last step to the first step of the next generation. A
+        worker that was wrongly declared dead keeps counting until it joins again. Where the wrapper has loaded the
+        checkpoint of an earlier job, `min_workers`, the same on all, count for each step of that one.
 
         Args:
             step: one that `steps` has yielded in this generation.
@@ -356,7 +354,7 @@ class Membership:
             )
 
     def describe(self) -> dict[str, str]:
-        """The settings that the processes of one worker must have in common, by name."""
+        """The common settings of the processes of one worker, by name."""
         store = self.job.store.given
         own = {
             "store": store if isinstance(store, str) else type(store).__name__,
@@ -401,11 +399,11 @@ class Membership:
 
     @property
     def is_watched(self) -> bool:
-        """Whether the thread that reads the roster runs."""
+        """Whether the roster's reading thread runs."""
         return self._watcher is not None
 
     def begin_watch(self) -> None:
-        """Start the thread that reads the roster, unless it runs."""
+        """Start the roster's reading thread, unless it runs."""
         if self._watcher is None:
             self._watcher = watch(self)
 

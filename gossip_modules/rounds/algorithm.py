@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class Algorithm(ABC):
     """A method of decentralised training: its settings, and one round as a generator.
 
-    An algorithm is a frozen dataclass whose fields are its settings, so that one object may serve several wrappers.
-    `round` yields requests (`Mix(x)`, `Average(x)`, `Share(message)`, `Exchange(messages)`, `Gather(message)`) and
-    goes on with the replies. The state from round to round is in a `Memory`. An algorithm has no code for processes,
-    threads, devices, checkpoints or failed workers; drivers handle these.
+    An algorithm is a frozen dataclass of its settings, so one object may serve several wrappers. `round` yields
+    requests (`Mix(x)`, `Average(x)`, `Share(message)`, `Exchange(messages)`, `Gather(message)`) and goes on with the
+    replies. The state from round to round is in a `Memory`. An algorithm has no code for processes, threads, devices,
+    checkpoints or failed workers; drivers handle these.
 
     A round is a transaction. It changes `v.x` and the vectors of its memory only after the last reply. If a peer is
     lost or a reply is refused, the driver closes the generator, and model and memory are as before the round. A round
@@ -36,7 +36,7 @@ class Algorithm(ABC):
     `Mix(v.x)`, if there is one, is the last request.
 
     Attributes:
-        short_name: the name that `algorithm=` and `--recipe` accept, a word in lower case; "": the name of the class.
+        short_name: the name for `algorithm=` and `--recipe`, a word in lower case; "": the name of the class.
         title, summary, paper: the name in tables, a description of one sentence, and the publication, for help and
             documentation. Without title and summary the name of the class and the first line of its docstring serve.
         is_plain: whether a round is `yield Mix(v.x)` and nothing else. Drivers then run it without a generator.
@@ -47,7 +47,7 @@ class Algorithm(ABC):
         keeps_models: whether the algorithm keeps models of peers from round to round. It would undo exact averages in
             between, and it cannot overlap training.
         is_skippable: whether a rank may leave a round out after it has received the replies. False if peers rely on the
-            state that the round would have changed on this rank.
+            round's change of state on this rank.
         needs_symmetric_weights: whether W(t) must be symmetric, on an undirected graph.
         needs_doubly_stochastic: whether W(t) must keep the mean.
         needs_static_graph: whether W(t) must be symmetric and never change.
@@ -126,7 +126,7 @@ class Algorithm(ABC):
 
     @property
     def mixes(self) -> bool:
-        """Whether some rounds mix on a graph, so that graph and weights matter."""
+        """Whether some rounds mix on a graph, with graph and weights."""
         return not self.averages_exactly
 
     @property
@@ -157,7 +157,7 @@ class Algorithm(ABC):
 
     @property
     def parts(self) -> tuple[Algorithm, ...]:
-        """The algorithms that this one is composed of, the outermost first; see `Over`."""
+        """The parts of this algorithm, the outermost first; see `Over`."""
         return (self,)
 
     def over(self, inner: Algorithm) -> Over:
@@ -215,7 +215,7 @@ class Algorithm(ABC):
         return self
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
-        """Describe the settings that ranks compare when the model is wrapped.
+        """Describe the settings to compare between ranks when the model is wrapped.
 
         Args:
             dtypes: the dtypes of the parameters, widened to float32 at least.

@@ -48,12 +48,12 @@ class Memory:
     tensors that are still trained keep their values, and new tensors start as declared.
 
     Attributes:
-        num_rounds: the number of rounds that have ended so far.
+        num_rounds: the number of complete rounds so far.
         weights: a description of the graph and its weights.
         layout: the places of the parameters in the parts of a vector; None: there was no round yet, or no layout.
         entries, optimizers: the vectors and the optimizers, by name.
-        units: the learning rates that are the units of vectors.
-        rates: the learning rates of the round that runs.
+        units: the learning rates as units of vectors.
+        rates: the learning rates of the present round.
         numbers: numbers of the algorithm, by name; joining workers get a copy.
     """
 
@@ -133,7 +133,7 @@ class Memory:
         Args:
             name: the name of the optimizer, also in checkpoints.
             make: makes the optimizer from the parts of the vector.
-            of: the vector that the optimizer steps.
+            of: the vector of the optimizer.
 
         Returns:
             The optimizer; None if the vector is empty.
@@ -325,12 +325,12 @@ class Memory:
         self.rates = rates
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Count a step of this rank, and the tokens that it has trained on."""
+        """Count a step of this rank, and its tokens."""
         for name, count in (("tokens", num_tokens), ("steps", 1)):
             self.numbers[name] = self.numbers.get(name, 0) + count
 
     def end_round(self) -> None:
-        """Count a round that has ended."""
+        """Count the end of a round."""
         self.num_rounds += 1
         self.put_back()
 

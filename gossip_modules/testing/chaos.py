@@ -24,16 +24,16 @@ BACKENDS: dict[str, type[Backend]] = {
 class Chaos:
     """Runs a training loop on several workers, and kills, stops and starts them at given training steps.
 
-    For tests that a loop with a `Membership` goes on: `run` raises what a worker raises that nobody has killed.
+    For tests of loops with a `Membership`: `run` raises the error of any worker that was not killed.
 
     Args:
         events: `Kill`, `Stop`, `Continue`, `Join`, `StoreKill`, ... in any order.
         backend: "threads": all workers are threads of this process, and a killed one leaves its loop by an exception
             that no `except Exception` catches, after its connections were closed; for the logic, in seconds.
-            "processes": each is a process, which is sent SIGKILL, SIGSTOP and SIGCONT. "network": processes, each on a
-            host of its own: a network namespace, behind a router that delays, loses and drops packets, for `Delay`,
-            `Loss` and `Partition`; on Linux with /dev/net/tun, as root.
-        seconds: after which a run that has not ended is ended by an error.
+            "processes": each is a process and gets SIGKILL, SIGSTOP and SIGCONT. "network": processes, each on a host
+            of its own: a network namespace, behind a router that delays, loses and drops packets, for `Delay`, `Loss`
+            and `Partition`; on Linux with /dev/net/tun, as root.
+        seconds: after this time the run ends with an error.
 
     Raises:
         ValueError: the backend cannot do one of the events; says which can.
@@ -88,21 +88,21 @@ class Chaos:
         self._backend = BACKENDS[backend]
 
     def run(self, body: Body, num_workers: int) -> dict[int, Any]:
-        """Run `body(worker)` on each of so many workers, and on those that join, until all have ended.
+        """Run `body(worker)` on so many workers, and on joining ones, until all have ended.
 
-        Workers that stand still for ever are ended with the last of the others.
+        Workers stopped for ever are ended with the last of the others.
 
         Args:
-            body: the training loop; it gets a `Worker`, whose `membership()` it trains with. In processes it is a
-                function of a module, and returns what JSON can say.
+            body: the training loop; it gets a `Worker` and trains with its `membership()`. In processes it is a
+                function of a module, and returns a JSON value.
             num_workers: that begin.
 
         Returns:
-            By rank, what the body has returned; without those who were killed or stand still.
+            By rank, the results of the body; without killed or stopped workers.
 
         Raises:
-            ValueError: an event for a worker that never is, or no workers.
-            Exception: what a worker raised that was not killed; of a process, a RuntimeError with its traceback.
+            ValueError: an event for a worker that never exists, or no workers.
+            Exception: the error of a worker that was not killed; of a process, a RuntimeError with its traceback.
             TimeoutError: workers still run after `seconds`; names them.
             RuntimeError: the run has ended before one of the events.
         """

@@ -53,7 +53,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 class ProcessGroupTransport(PointToPoint):
-    """A transport over one process group that carries nothing else while it is in use, but for other transports.
+    """A transport over one process group. Only other transports may use the group meanwhile.
 
     Sends and receives go to the group itself, not through `torch.distributed`'s global state, so that several ranks
     can live in one process. NCCL is the exception: its round must be one `batch_isend_irecv` or it deadlocks.
@@ -67,10 +67,10 @@ class ProcessGroupTransport(PointToPoint):
     Args:
         group: Gloo, NCCL or MPI; the calling process is a member.
         device: where messages live on the wire. Tensors elsewhere (GPU tensors over Gloo) are staged through pinned
-            memory that is kept from round to round.
+            memory, kept from round to round.
         timeout: for every wait. NCCL waits are in stream order and end by the group's own timeout instead.
         names: the global rank of each member, for error messages; None = 0, 1, ...
-        notes: where failing ranks say why; None: errors name what this rank sees itself.
+        notes: where failing ranks say why; None: errors name this rank's own observations.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class ProcessGroupTransport(PointToPoint):
 
     @property
     def is_shared(self) -> bool:
-        """Whether the group has other users, for whom `close()` leaves it open."""
+        """Whether the group has other users. Then `close()` leaves it open."""
         return not self.is_closed and self._use.shared.num_users > 1
 
     def own_group(self) -> None:
@@ -159,8 +159,8 @@ class ProcessGroupTransport(PointToPoint):
     def close(self) -> None:
         """Give back the channel, and the group if it was made for this transport; idempotent, waits for no rank.
 
-        The group stays until its other users have closed. A rank that still waits for this one gets an error that
-        names it.
+        The group stays until its other users have closed. A rank still waiting for this one gets an error with its
+        name.
         """
         if self._lost.detach() is None:
             return
@@ -327,7 +327,7 @@ class ProcessGroupTransport(PointToPoint):
     def watch_changes(
         self, *, step: Callable[[], int], tensors: Callable[[], list[str]], end_waits: Callable[[], None] | None = None
     ) -> None:
-        """Let ranks change the tensors that they exchange: see `ChangeBoard`, which also has the arguments.
+        """Let ranks change their exchanged tensors: see `ChangeBoard`, also for the arguments.
 
         end_waits: a bound method; None: `close_connections`.
         """
@@ -356,7 +356,7 @@ class ProcessGroupTransport(PointToPoint):
             self.waits.close()
 
     def closed_peers(self) -> list[int]:
-        """After a failure on Gloo, the ranks whose connection is gone: posting a receive fails at once.
+        """After a failure on Gloo, the ranks without a connection: posting a receive fails at once.
 
         Proves nothing after a wait of this rank has timed out, which closes all its connections.
         """

@@ -36,11 +36,11 @@ from .worker import control_peers
 class GroupAverageDataParallel(GossipWrapper):
     """WAGMA-SGD: averages models in changing groups of S ranks; a rank that is late counts with its previous model.
 
-    The first rank that ends a step starts the group averages of that step on all ranks, in background threads. A rank
-    that ends it later contributes the model that it published at the end of its previous step, and merges its new model
-    with the newest average. In every `sync_period`-th round all ranks wait for each other and average over all, which
-    bounds how old a contribution can be. See `ButterflyGroups` and the notes of `WaitAvoidingEngine`; where that
-    differs from the paper is said in its [Note: stragglers]. Optimizer state is not averaged.
+    The first rank that ends a step starts the group averages of that step on all ranks, in background threads. A later
+    rank contributes its published model, from the end of its previous step, and merges its new model with the newest
+    average. In every `sync_period`-th round all ranks wait for each other and average over all. This bounds the age of
+    a contribution. See `ButterflyGroups` and the notes of `WaitAvoidingEngine`; where that differs from the paper is
+    said in its [Note: stragglers]. Optimizer state is not averaged.
 
     Special cases, as in the paper:
 
@@ -52,14 +52,15 @@ class GroupAverageDataParallel(GossipWrapper):
     The first training forward, and the first after a checkpoint was loaded, wait until all ranks have come. Load it on
     all ranks, before training or after `settle()`.
 
-    A fast rank does more of the work: ranks that are always late skip rounds. So let training last a number of rounds
-    that all ranks share, as in the example; each rank ends it in the same round. Call `settle()` on all ranks before a
+    A fast rank does more of the work: ranks that are always late skip rounds. So let training last an equal number of
+    rounds on all ranks, as in the example; each rank ends it in the same round. Call `settle()` on all ranks before a
     checkpoint that all save together; `averaged()` and its like call it.
 
-    Call `settle()` before a collective of your own too (`dist.barrier()`, an `all_reduce` of the loss). Ranks that skip
-    rounds may come to an average over all ranks in an earlier step than others. Such a rank waits there for one that
-    waits for it in your collective, until the timeout. A rank in `settle()` takes part in the averages of those that
-    still train. With `wait_avoiding=False` ranks are always in the same round, and nothing need be called.
+    Call `settle()` before a collective of your own too (`dist.barrier()`, an `all_reduce` of the loss). Since ranks
+    skip rounds, some come to an average over all ranks in an earlier step than others. Such a rank waits there for a
+    rank in your collective, and that rank waits for it, until the timeout. A rank in `settle()` takes part in the
+    averages of those that still train. With `wait_avoiding=False` ranks are always in the same round, and nothing need
+    be called.
 
     End with `close()` on all ranks. It settles if training went on since `settle()`, so that no rank leaves while
     others need it; loops of equal length may end in it too. It waits as long as the others take steps. In the handler
@@ -82,26 +83,26 @@ class GroupAverageDataParallel(GossipWrapper):
         init_sync: whether all ranks begin with the model of rank 0, its buffers included; with a membership they do.
         gossip_buffers: whether group averages include running statistics (BatchNorm); a sequence of names or patterns
             = those floating-point buffers in their place; see `Selection`.
-        ignore: the names of parameters and buffers that always stay local, also at the start, such as "head.bias", or
-            patterns, such as "adapter.*"; beside those that the module's `_ddp_params_and_buffers_to_ignore` names.
+        ignore: names of parameters and buffers to leave local, also at the start, such as "head.bias", or patterns,
+            such as "adapter.*"; in addition to the module's `_ddp_params_and_buffers_to_ignore`.
         gossip_in_eval_mode: whether a forward in eval mode counts as one of training where grad is enabled, for
             frozen BatchNorm statistics.
         rounds: when rounds run: see `GossipDataParallel`.
-        process_group: a group that carries nothing else, and of Gloo if wait-avoiding; None = a new one over all ranks.
+        process_group: a group without other traffic, and of Gloo if wait-avoiding; None = a new one over all ranks.
         device_mesh: as for `GossipDataParallel`.
         comm_device: "cpu" sends GPU parameters through pinned memory, as wait-avoiding always does; None = the GPU if
             the group has NCCL.
-        timeout: the time that a rank waits for a peer before it fails; a number means seconds.
+        timeout: the time limit of a wait for a peer; a number means seconds.
         membership: a `Membership`, where workers may die and join; it has the timeout then. There are groups
             for any number of workers, see [Note: generations of WAGMA] of `WaitAvoidingEngine`. `close()` does not
             wait.
-        on_nonfinite: the reaction to a model that holds infinities or NaN. "raise": FloatingPointError at the rank
-            that has it, before others get it; for them it is a rank that has left. "skip": leave out averages that are
-            not finite, which `comm_stats()` counts; it costs a copy of the model at averages over all ranks. "spread":
-            do not look.
+        on_nonfinite: the reaction to infinities or NaN in the model. "raise": FloatingPointError at the rank that has
+            it, before others get it; for them it is a rank that has left. "skip": leave out averages that are not
+            finite, which `comm_stats()` counts; it costs a copy of the model at averages over all ranks. "spread": do
+            not look.
 
     Raises:
-        ValueError: arguments that do not fit, or ranks that disagree on model or options.
+        ValueError: invalid arguments, or ranks with different models or options.
         RuntimeError: torch.distributed is not initialised.
         TimeoutError, ConnectionError: (construction, forward, `settle()`) a peer is late or gone; names it.
 
@@ -196,7 +197,7 @@ class GroupAverageDataParallel(GossipWrapper):
 
     @property
     def round(self) -> int:
-        """How far training is: rounds that this rank has taken part in or skipped."""
+        """How far training is: this rank's rounds, skipped ones included."""
         return self._local.engine.t
 
     @property
@@ -208,7 +209,7 @@ class GroupAverageDataParallel(GossipWrapper):
     def settle(self) -> None:
         """On return all ranks are in the same round and nothing is in flight on any of them; collective.
 
-        Until all have called it, a rank in here goes to the averages over all ranks that the others come to.
+        Until all have called it, this rank takes part in the others' averages over all ranks.
         """
         self._settle(is_patient=False)
 

@@ -77,19 +77,19 @@ class PackedModel(AveragedModel):
 class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
     """AllReduce SGD: gradients averaged over all ranks, bit for bit as DistributedDataParallel does.
 
-    What it adds is what the gossip wrappers have too: `flush`, `close`, `average_`, `averaged`, `consensus_distance`
-    and `comm_stats`, so that one training loop serves all methods; and over Gloo, errors that name who failed.
+    It adds the methods of the gossip wrappers: `flush`, `close`, `average_`, `averaged`, `consensus_distance` and
+    `comm_stats`, so that one training loop serves all methods; and over Gloo, errors that name the failed rank.
 
     Args:
         module: as for DistributedDataParallel.
         timeout: for the waits of the added methods, in seconds or as a timedelta; the gradients' all-reduce has the
             process group's own.
-        on_nonfinite: what to do about parameters that hold infinities or NaN, which one rank's gradients bring to all.
-            "raise": FloatingPointError at a training forward, on all ranks: at the next one if all parameters hold
-            some, and within sixteen if any does (each forward looks at a sixteenth of the tensors in turn); "spread":
-            do not look, as DistributedDataParallel.
-        ignore: the names of parameters and buffers that always stay local, also at the start, such as "head.bias", or
-            patterns, such as "adapter.*"; beside those that the module's `_ddp_params_and_buffers_to_ignore` names.
+        on_nonfinite: the reaction to infinities or NaN in parameters. One rank's gradients bring them to all. "raise":
+            FloatingPointError at a training forward, on all ranks: at the next one if all parameters hold some, and
+            within sixteen if any does (each forward looks at a sixteenth of the tensors in turn); "spread": do not
+            look, as DistributedDataParallel.
+        ignore: names of parameters and buffers to leave local, also at the start, such as "head.bias", or patterns,
+            such as "adapter.*"; in addition to the module's `_ddp_params_and_buffers_to_ignore`.
         membership: a `Membership`, where workers may die and join: the wrapper is an `ElasticAllReduce` then.
         ddp_options: any argument of DistributedDataParallel; `gradient_as_bucket_view` is True if you leave it out.
 
@@ -173,13 +173,13 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
         """Nothing is ever in flight after a backward."""
 
     def close(self) -> None:
-        """Give back what averages need; a script that trains on still averages gradients."""
+        """Release the resources of averages; further training still averages gradients."""
         let_go(self)
         self._transport.close()
 
     def comm_stats(self) -> dict[str, float]:
-        """As the gossip wrappers' `comm_stats`. bytes_sent is what a ring all-reduce of the gradients sends, by
-        calculation; wait_seconds is NaN, as the waits are inside DistributedDataParallel's backward."""
+        """As the gossip wrappers' `comm_stats`. bytes_sent is computed for a ring all-reduce of the gradients;
+        wait_seconds is NaN, as the waits are inside DistributedDataParallel's backward."""
         return super().comm_stats()
 
     def _round_stats(self) -> dict[str, float]:
@@ -192,13 +192,13 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
 
 @AllReduceDataParallel.register
 class ElasticAllReduce(GossipWrapper):
-    """All-reduce SGD among workers that may die and join: `AllReduceDataParallel(module, membership=membership)`.
+    """All-reduce SGD with a membership: `AllReduceDataParallel(module, membership=membership)`.
 
     At the end of each backward the gradients of all workers are averaged, as one message for each dtype. A backward
     of a forward inside `no_sync()` averages nothing. Where a worker dies in an average, all workers drop the gradients
     of that step, which `comm_stats()["num_skipped"]` counts and the log of the membership names, and the next step
-    waits for the next generation. A worker that has missed an average takes model and tracked state of one that has
-    not, when the generation begins; see `GradientEngine`. So all workers hold the same model, as without a membership.
+    waits for the next generation. A worker that missed an average takes model and tracked state from another worker
+    when the generation begins; see `GradientEngine`. So all workers hold the same model, as without a membership.
 
     Run a backward for each step on all workers, as with DistributedDataParallel: averages meet in their order, so a
     worker that leaves one out averages gradients of other steps than the rest. A nested backward, as in a reentrant
@@ -210,8 +210,8 @@ class ElasticAllReduce(GossipWrapper):
         module: the model, on its device. Its trained tensors become views of one flat vector.
         membership: its workers. All of them begin with the model of the first one.
         timeout: leave it out, as a `Membership` has its own.
-        on_nonfinite: the reaction to parameters that hold infinities or NaN. "raise": FloatingPointError at the next
-            training forward; "spread": do not look.
+        on_nonfinite: the reaction to infinities or NaN in parameters. "raise": FloatingPointError at the next training
+            forward; "spread": do not look.
         ignore: the names of parameters and buffers that always stay local, or patterns; their gradients are not
             averaged.
         broadcast_buffers: whether rank 0 sends its floating-point buffers, such as running statistics, in each step.

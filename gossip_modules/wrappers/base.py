@@ -62,7 +62,7 @@ _ROUNDING = 4  # units in the last place by which an average of equal numbers ma
 
 
 class GossipWrapper(OldNames, AveragingMixin):
-    """A module whose parameters are mixed with the parameters of other ranks before its training forwards.
+    """A module that mixes its parameters with other ranks before its training forwards.
 
     [Note: Where a round runs] At the first training forward of an optimizer step (the wrapped module in train mode,
     grad enabled, something to train) the parameters are exactly "after optimizer.step()", so the round runs there, like
@@ -75,7 +75,7 @@ class GossipWrapper(OldNames, AveragingMixin):
     The constructor of a subclass connects the ranks (`_open`, or a `Participant`), and ends with `_start`.
 
     Args:
-        module: mutated: its trained tensors become views of one flat vector, which keeps their values.
+        module: mutated: its trained tensors become views of one flat vector, with their values.
         selection: the buffers that are mixed too, and the parameters and buffers that stay local.
         gossip_in_eval_mode: whether forwards in eval mode with grad enabled are training forwards too.
         rounds: when rounds run: see `RoundTime`.
@@ -254,10 +254,10 @@ class GossipWrapper(OldNames, AveragingMixin):
         """Run the round of an optimizer step now.
 
         With `rounds="manual"` only this runs rounds: call it once per optimizer step, on all ranks alike, where no
-        backward is under way (after `optimizer.step()`, or before the forward). Use it in loops in which a forward of
-        the wrapper does not say when a step begins: pipeline schedules, several models, losses computed by the inner
-        module. With the other settings of `rounds` it runs the round of the present step early; the next forward or
-        optimizer step then starts none for that step. A rank that leaves out a batch alone calls it in its place.
+        backward is under way (after `optimizer.step()`, or before the forward). Use it in loops without a forward of
+        the wrapper at the beginning of a step: pipeline schedules, several models, losses computed by the inner module.
+        With the other settings of `rounds` it runs the round of the present step early; the next forward or optimizer
+        step then starts none for that step. Call it on a rank in place of a batch that only this rank leaves out.
 
         Raises:
             RuntimeError: inside a backward or `averaged()`, or after `close()`.
@@ -511,7 +511,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         return {**state, "engine": WholeState(state["engine"])}
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
-        """Take back what `get_extra_state` gave; None starts anew, as after loading other weights into the module.
+        """Take back what `get_extra_state` gave; None restarts it, as after loading other weights into the module.
 
         Raises:
             ValueError: it is the state of another rank, or of a world of another size; nothing is changed then.
@@ -524,8 +524,8 @@ class GossipWrapper(OldNames, AveragingMixin):
     def checkpoint(self, *optimizers: Optimizer) -> Checkpoint:
         """Return the state of all ranks as a `Stateful`, for torch.distributed.checkpoint.
 
-        Its keys are per rank, so that each rank gets its own model, memory and optimizers back, and the average of all
-        ranks is under the names of the module. Another number of ranks begins with the average: pass
+        Each rank has keys of its own, so it gets its own model, memory and optimizers back. The average of all ranks is
+        under the names of the module. Another number of ranks begins with the average: pass
         `planner=DefaultLoadPlanner(allow_partial_load=True)` to load. See `Checkpoint` for the keys and errors. Save
         and load on all ranks, with the default process group of this rank's job.
 

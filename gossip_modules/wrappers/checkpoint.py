@@ -24,7 +24,7 @@ _OWN = "memory (of other ranks or shards: pass planner=DefaultLoadPlanner(allow_
 
 
 class Checkpoint:
-    """The state of all ranks: a `Stateful` of torch.distributed.checkpoint, which `model.checkpoint(...)` returns.
+    """The state of all ranks: a `Stateful` of torch.distributed.checkpoint, made by `model.checkpoint(...)`.
 
     [Note: Keys of a checkpoint] `torch.distributed.checkpoint` keeps one value per key, of any rank. So each rank has
     keys of its own:
@@ -36,9 +36,9 @@ class Checkpoint:
         gossip.rank_i_of_n.model.<name>     its model
         gossip.rank_i_of_n.optimizers       its optimizers
 
-    `torch.distributed.checkpoint.load` asks for the keys of the run that loads, and refuses a file that lacks one. For
-    a file of another number of ranks it has to be told to leave out the keys of a rank, which the name of the first of
-    them says, as torch puts that name into its error. The fingerprints show which tensors came from the file.
+    `torch.distributed.checkpoint.load` asks for the keys of the loading run, and refuses a file without one of them.
+    For a file of another number of ranks it has to be told to leave out the keys of a rank, which the name of the first
+    of them says, as torch puts that name into its error. The fingerprints show which tensors came from the file.
 
     Where a replica is sharded over processes, its rank is that of the replica, tensors of models are DTensors, which
     torch loads with another sharding too, and what is of one process has the name of its shard besides:
@@ -78,10 +78,9 @@ class Checkpoint:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return copies on the CPU, which training does not change; collective. Nothing is in flight then.
+        """Return copies on the CPU, independent of training; collective. Nothing is in flight then.
 
-        See [Note: Keys of a checkpoint]. `torch.save` may save the result of one rank, which another number of ranks
-        loads.
+        See [Note: Keys of a checkpoint]. `torch.save` may save the result of one rank, for another number of ranks.
 
         Raises:
             TimeoutError, ConnectionError: a rank did not call it, or is gone; names it.

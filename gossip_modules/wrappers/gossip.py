@@ -92,47 +92,47 @@ class GossipDataParallel(GossipWrapper, Joinable):
             overlap, and a staleness of at most `max_staleness`; see `overlap_choice`, and [Note: overlap="auto"] of
             `MeasuringEngine`. Not for algorithms that cannot overlap, outer methods (theirs is delay="auto") or a
             membership.
-        max_staleness: the number of forwards that an overlapped round may be late before training waits for it;
-            rounds then start every max_staleness + 1 steps.
-        algorithm: what a round does: an `Algorithm`, such as `D2()`, or one over another, such as
+        max_staleness: the number of forwards before training waits for a late overlapped round; rounds then start every
+            max_staleness + 1 steps.
+        algorithm: the method of a round: an `Algorithm`, such as `D2()`, or one over another, such as
             `GASLoC(momentum=0).over(Choco(...))`; its class or its name, "d2"; None = plain gossip: SGP or D-PSGD, as
             `push_sum` says.
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
             "auto", with overlap="auto": ranks choose bfloat16 if a round takes longer than the rest of a step.
-        schedule: the steps that gossip and those that average globally; a number k = gossip at every k-th step; a
+        schedule: the steps with gossip and with global averages; a number k = gossip at every k-th step; a
             `ConsensusControl` = as often as the distance between the models asks for.
-        process_group: a group that carries nothing else; None = a new one over all ranks.
+        process_group: a group without other traffic; None = a new one over all ranks.
         device_mesh: in place of `process_group`, the dimension of a mesh over which replicas gossip, such as
             mesh["replicate"]. A replica may be sharded over the other dimensions, by `fully_shard` or a plan of
             DTensors, see `ShardedReplica`. Not with a membership.
-        nprocs_per_node: the number of consecutive ranks that form one node and hold one model, see `Node`. With a
-            membership: of processes that are one worker, all of torch.distributed or of `process_group`; the first one
-            gossips for all, by any method that takes a membership, and only its `state_dict()` has all of the node's.
+        nprocs_per_node: the number of consecutive ranks of a node, with one model; see `Node`. With a membership: of
+            processes that are one worker, all of torch.distributed or of `process_group`; the first one gossips for
+            all, by any method for memberships, and only its `state_dict()` has the whole state of the node.
         comm_device: "cpu" sends GPU parameters through pinned memory; None = the GPU if the group has NCCL or XCCL.
         init_sync: whether all ranks start from the parameters and buffers of rank 0; with a membership they always do.
         gossip_buffers: whether running statistics (BatchNorm) are averaged like parameters; a sequence of names or
             patterns = those floating-point buffers in their place. An averaged model has the other buffers of rank 0,
             see `Selection`.
-        ignore: the names of parameters and buffers that always stay local, also at the start, such as "head.bias", or
-            patterns, such as "adapter.*"; beside those that the module's `_ddp_params_and_buffers_to_ignore` names.
+        ignore: names of parameters and buffers to leave local, also at the start, such as "head.bias", or patterns,
+            such as "adapter.*"; in addition to the module's `_ddp_params_and_buffers_to_ignore`.
         gossip_in_eval_mode: whether a forward in eval mode with grad enabled is a training forward, which starts a
             round: for training with frozen BatchNorm statistics.
         rounds: when rounds run. "forward": before the first training forward of each optimizer step, see [Note: One
             step is one round]. "step": after each step of the torch optimizer that holds the parameters. "manual": in
             `gossip_step()` only.
-        on_nonfinite: the reaction to infinities and NaN, which gossip would hand to all ranks in a few rounds.
+        on_nonfinite: the reaction to infinities and NaN. Gossip would spread them to all ranks in a few rounds.
             "raise": FloatingPointError at the rank that has them, before others get them (with overlap, also at those
             that were sent them, before they are applied). "skip": leave out such rounds, which `comm_stats()` counts;
             without overlap it costs a copy of the model, and no compressed algorithm can. "spread": do not look.
         find_unused_parameters: as for DistributedDataParallel; for `nprocs_per_node > 1`.
         timeout: the limit of every wait; a number = seconds. A `Membership` has its own.
         membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then.
-            The processes that hold a sharded module are one worker, see `ReplicaProcesses`.
-    Arguments of DistributedDataParallel that are not here are accepted with a warning where they change nothing;
-    for the others an error says what takes their place.
+            The processes of a sharded module are one worker, see `ReplicaProcesses`.
+    Other arguments of DistributedDataParallel give a warning if they change nothing, and an error with their
+    replacement otherwise.
 
     Raises:
-        ValueError: arguments that do not fit, or ranks that disagree on model, graph, mixing or options.
+        ValueError: invalid arguments, or ranks with different models, graphs, mixing or options.
         RuntimeError: torch.distributed is not initialised.
         TimeoutError, ConnectionError: (construction, forward, `flush()`) a peer is late or gone; names it.
         FloatingPointError: (forward, `flush()`) see `on_nonfinite`.
@@ -310,20 +310,21 @@ class GossipDataParallel(GossipWrapper, Joinable):
 
     @property
     def max_staleness(self) -> int:
-        """The number of forwards that an overlapped round may be late; with "auto" the limit, until it is chosen."""
+        """The number of forwards before training waits for a late overlapped round; with "auto" the limit, until it is
+        chosen."""
         return self._max_staleness if self.overlap_choice is None else self.overlap_choice.max_staleness
 
     @property
     def overlap_choice(self) -> OverlapChoice | None:
         """The choice of overlap="auto", with its measurements; None before it, and without "auto".
 
-        `state_dict()` has it, and a run that loads the state goes on with it.
+        `state_dict()` has it, and a run with this state continues with it.
         """
         choice = getattr(getattr(self._local, "engine", None), "choice", None)
         return None if choice is None else OverlapChoice(**choice)
 
     def settle(self) -> None:
-        """See `AveragingMixin`. As all ranks call it, later rounds mix the tensors that are trained now."""
+        """See `AveragingMixin`. All ranks call it, so later rounds mix the present trained tensors."""
         local = self._local
         if not (local.is_closed or local.is_averaged):
             for _ in range(local.steps.take_left_out()):
@@ -332,7 +333,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         super().settle()
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Count tokens that this rank has trained on, for an algorithm that weighs ranks by them.
+        """Count the tokens of this rank, for an algorithm with weights by tokens.
 
         Call it once for each optimizer step, before or after it and before the next forward. A batch of other data has
         no tokens: count its samples. If several processes hold one model, count the tokens of all of them, in
