@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks.pages.base import Page
+from benchmarks.pages.computed_studies import COMPUTED_HEADLINES, COMPUTED_STUDIES
 from benchmarks.pages.headline import Headline
 from benchmarks.pages.image_studies import IMAGE_HEADLINES, IMAGE_STUDIES
+from benchmarks.pages.language_studies import LANGUAGE_HEADLINES, LANGUAGE_STUDIES
 
-STUDIES: Mapping[str, Page] = {**IMAGE_STUDIES}
+STUDIES: Mapping[str, Page] = {**IMAGE_STUDIES, **LANGUAGE_STUDIES, **COMPUTED_STUDIES}
 """By the name of the page."""
 
-REPRODUCED: Sequence[Headline] = (*IMAGE_HEADLINES,)
+REPRODUCED: Sequence[Headline] = (*IMAGE_HEADLINES, *LANGUAGE_HEADLINES, *COMPUTED_HEADLINES)
 """The headlines of papers that the studies measure; see `benchmarks.pages.reproduction`."""

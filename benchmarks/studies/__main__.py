@@ -14,21 +14,30 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.studies.computed import Computed
+from benchmarks.studies.consensus import CONSENSUS
+from benchmarks.studies.goodput import GOODPUT
 from benchmarks.studies.images import IMAGES
+from benchmarks.studies.language import LANGUAGE
 from benchmarks.studies.study import Study, Trainings
+from benchmarks.studies.utilisation import UTILISATION
 
-STUDIES: Mapping[str, Study] = {**IMAGES}
+STUDIES: Mapping[str, Study] = {**IMAGES, **LANGUAGE}
 """The studies by name."""
+COMPUTED: Mapping[str, Computed] = {**CONSENSUS, **UTILISATION, **GOODPUT}
+"""The studies without training by name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a study; returns the exit code, 3 if the time was over before the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=STUDIES)
+    parser.add_argument("name", choices=[*STUDIES, *COMPUTED])
     parser.add_argument("--output", type=Path, required=True, help="the CSV file")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no training begins after them")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
+    if options.name in COMPUTED:
+        return 0 if COMPUTED[options.name].run(options.output, options.minutes) else 3
     return 0 if Trainings(STUDIES[options.name], options.output, options.minutes).run() else 3
 
 

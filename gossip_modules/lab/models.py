@@ -143,6 +143,8 @@ class Models:
         """Give a worker that joins the parameters, the buffers and the state of the optimizer of another one."""
         for rows in (self.x, self.losses, *self.buffers.values()):
             rows[worker] = rows[donor]
+        if not self.optimizers:
+            return
         if not self._is_stacked:
             self.optimizers[worker].load_state_dict(self.optimizers[donor].state_dict())
             return

@@ -1,0 +1,216 @@
+"""The page of the studies of `benchmarks.studies.language`, and its rows of the page Reproduction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import pandas as pd
+
+from benchmarks.pages.base import QUESTIONS, Page
+from benchmarks.pages.headline import IN_PART, NO, YES, Headline, rows_of
+from benchmarks.pages.markdown import grid, table
+from benchmarks.record import RESULTS
+
+CSV = "outer_language.csv"
+PLANNED = 60
+"""Trainings of all seeds and methods."""
+ORDER = ("MuLoCo of one worker, H = 30", "all-reduce, Muon", "DiLoCo of one worker, H = 30", "all-reduce")
+"""MuLoCo's table, from the lowest loss to the highest: the means of its five models."""
+
+
+def language_ends(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the test losses of each method with each number of workers, in the mean over seeds, the best first.
+
+    Returns:
+        method, workers, rate, seeds, loss, lowest, highest, gap (above all-reduce by AdamW, of the seeds that both
+        have), megabytes of a worker, fewer (bytes of all-reduce over those).
+    """
+    last = rows[~rows["is_tuning"] & (rows["step"] == rows["steps"])]
+    base = last[(last["method"] == "all-reduce")].set_index(["workers", "seed"])
+    found = []
+    for (method, workers), own in last.groupby(["method", "workers"], sort=False):
+        many = workers if (workers, own["seed"].iloc[0]) in base.index else 8
+        seeds = [seed for seed in own["seed"] if (many, seed) in base.index]
+        gaps = [own.set_index("seed")["test"][seed] - base["test"][many, seed] for seed in seeds]
+        gap = sum(gaps) / len(gaps) if gaps else float("nan")
+        sent = own["megabytes"].iloc[0]
+        fewer = base["megabytes"].xs(many, level="workers").iloc[0] / sent if sent and len(base) else float("nan")
+        test = own["test"]
+        found.append(
+            (method, workers, own["rate"].iloc[0], len(own), test.mean(), test.min(), test.max(), gap, sent, fewer)
+        )
+    names = ["method", "workers", "rate", "seeds", "loss", "lowest", "highest", "gap", "megabytes", "fewer"]
+    return pd.DataFrame(found, columns=names).sort_values(["workers", "loss"], ascending=[False, True])
+
+
+def of(found: pd.DataFrame, method: str, workers: int = 8) -> pd.Series | None:
+    """Return the row of a method; None: it has not run."""
+    own = found[(found["method"] == method) & (found["workers"] == workers)]
+    return own.iloc[0] if len(own) else None
+
+
+def language_said(rows: pd.DataFrame) -> str:
+    """Return the result of the study in words."""
+    found = language_ends(rows)
+    base = of(found, "all-reduce")
+    texts = []
+    if base is not None:
+        own = found[(found["workers"] == 8) & (found["method"] != "all-reduce")]
+        parts = [
+            f"{row.method} ends {abs(row.gap):.2f} nats {'above' if row.gap > 0 else 'below'} it and sends "
+            f"{row.fewer:,.0f} times fewer bytes"
+            for row in own.itertuples()
+            if row.method.startswith("DiLoCo")
+        ]
+        texts.append(f"**With 8 workers all-reduce ends at {base['loss']:.2f} nats per byte{_after(parts)}.**")
+        alone = of(found, "one worker alone", 1)
+        if alone is not None:
+            texts.append(f"One worker alone, which reads an eighth of the data, ends at {alone['loss']:.2f}.")
+    done = int((~rows["is_tuning"] & (rows["step"] == rows["steps"])).sum())
+    if done < PLANNED:
+        texts.append(f"{done} of {PLANNED} trainings have run; the commands below go on with them.")
+    return " ".join(texts)
+
+
+def _after(parts: Sequence[str]) -> str:
+    return f"; {'; '.join(parts)}" if parts else ""
+
+
+def language_summary(rows: pd.DataFrame) -> str:
+    """Write the table of methods."""
+    columns = {
+        "method": ("method", "s"),
+        "workers": ("workers", "d"),
+        "rate": ("rate", "g"),
+        "seeds": ("seeds", "d"),
+        "loss": ("nats per byte", ".3f"),
+        "lowest": ("lowest", ".3f"),
+        "highest": ("highest", ".3f"),
+        "gap": ("above all-reduce", "+.3f"),
+        "megabytes": ("MB sent by a worker", ",.2f"),
+        "fewer": ("times fewer bytes", ",.0f"),
+    }
+    return table(language_ends(rows), columns)
+
+
+def language_rows(rows: pd.DataFrame) -> str:
+    """Write the end of each training, and the grid of rates."""
+    last = rows[~rows["is_tuning"] & (rows["step"] == rows["steps"])]
+    columns = {
+        "method": ("method", "s"),
+        "workers": ("workers", "d"),
+        "seed": ("seed", "d"),
+        "rate": ("rate", "g"),
+        "steps": ("steps", ",d"),
+        "validation": ("validation", ".3f"),
+        "test": ("test", ".3f"),
+        "consensus": ("distance", ".3g"),
+        "megabytes": ("MB sent", ",.2f"),
+        "cpu_seconds": ("CPU s", ".0f"),
+    }
+    texts = [table(last, columns)]
+    tuning = rows[rows["is_tuning"] & (rows["step"] == rows["steps"])].sort_values("rate", kind="stable")
+    if len(tuning):
+        texts.append("Validation losses of the short trainings that chose rates, with the first seed:")
+        for workers, own in tuning.groupby("workers", sort=False):
+            texts.append(f"{workers} workers, {own['steps'].iloc[0]:,} steps")
+            texts.append(grid(own, ("method", "method"), "rate", "validation", ".3f", "rate {:g}"))
+    return "\n\n".join(texts)
+
+
+SETUP = """\
+A decoder of two layers with 20,480 parameters learns the characters of the sources of Python's standard library, in
+3,000 steps of sequences of 32 characters, in the [Lab](../guides/lab.md). In each step a worker reads four sequences;
+"one worker" reads 32, and "one worker alone" four. The last two twentieths of the text are the validation split and the
+test split. The loss is that of the averaged model on the test split.
+
+AdamW has betas (0.9, 0.95) and weight decay 0.1. Muon steps the hidden matrices of "Muon" and "MuLoCo", and AdamW the
+embedding. The learning rate rises in the first tenth of the steps and falls linearly to zero. Its highest value is
+tuned for each method alike in short trainings of 600 steps on the validation split, with the first seed.
+
+Settings of the methods are the published ones, which are the defaults of this library: the outer rate 0.7 and momentum
+0.9 of DiLoCo, 0.7 and 0.6 of MuLoCo, 1.8 and 0.8 of IsoLoCo, and 0.8 as momentum of DiLoCo of one worker. Streaming
+DiLoCo has four fragments, a delay of five steps and codes of 4 bits. Bytes are those that a worker sends for these
+parameters in float32, and all-reduce is a ring. A training with rows is not run again."""
+
+
+def diloco_headline() -> tuple[str, str]:
+    """DiLoCo with the longest period beside all-reduce."""
+    found = language_ends(rows_of(CSV))
+    row, alone = of(found, "DiLoCo, H = 500"), of(found, "one worker alone", 1)
+    base = of(found, "all-reduce")
+    if row is None or base is None:
+        return "not run yet", NO
+    spread = base["highest"] - base["lowest"]
+    text = f"{row['gap']:+.2f} nats per byte with {row['fewer']:,.0f} times fewer bytes, H = 500"
+    helps = alone is not None and row["loss"] < alone["loss"]
+    return text, YES if row["gap"] <= spread else IN_PART if helps else NO
+
+
+def muloco_headline() -> tuple[str, str]:
+    """The order of MuLoCo's table."""
+    found = language_ends(rows_of(CSV))
+    ends = [of(found, name, 1 if "one worker" in name else 8) for name in ORDER]
+    losses = [float(row["loss"]) for row in ends if row is not None]
+    text = ", ".join(f"{row['method'].partition(', H')[0]} {row['loss']:.3f}" for row in ends if row is not None)
+    in_order = sum(a <= b for a, b in pairwise(losses))
+    return text, YES if in_order == len(losses) - 1 else IN_PART if losses[0] < losses[-1] else NO
+
+
+def _page() -> Page:
+    text = language_said(rows_of(CSV))
+    return Page(
+        "A language model by outer methods at their published settings",
+        CSV,
+        text,
+        render=language_rows,
+        summary=language_summary,
+        setup=SETUP,
+        question=QUESTIONS[0],
+        result=text.partition("**")[2].partition("**")[0],
+    )
+
+
+def _has(*methods: str) -> bool:
+    """Whether the file has complete trainings of all of these methods."""
+    if not (RESULTS / CSV).exists():
+        return False
+    rows = rows_of(CSV)
+    return set(methods) <= set(rows[~rows["is_tuning"] & (rows["step"] == rows["steps"])]["method"])
+
+
+LANGUAGE_STUDIES: Mapping[str, Page] = {"outer_language": _page()} if _has("all-reduce") else {}
+"""The page, once there is something to compare with."""
+
+LANGUAGE_HEADLINES: Sequence[Headline] = (
+    *(
+        [
+            Headline(
+                "DiLoCo",
+                "8 workers learn as synchronous training does, with 500 times less communication",
+                "decoder of 20,480 parameters, 3,000 steps",
+                (CSV,),
+                "outer_language",
+                diloco_headline,
+            )
+        ]
+        if _has("all-reduce", "DiLoCo, H = 500")
+        else []
+    ),
+    *(
+        [
+            Headline(
+                "MuLoCo",
+                "one worker, losses in the order MuLoCo, Muon, DiLoCo, AdamW (3.120 to 3.158 with 150 M parameters)",
+                "decoder of 20,480 parameters, 3,000 steps",
+                (CSV,),
+                "outer_language",
+                muloco_headline,
+            )
+        ]
+        if _has(*ORDER)
+        else []
+    ),
+)
+"""The headlines of papers that this study measures."""

@@ -1,0 +1,116 @@
+"""Goodput against the number of workers, with failures: pauses that were measured, in a formula.
+
+    python -m benchmarks.studies goodput --output benchmarks/results/goodput.csv
+
+The goodput is the useful part of the time of all workers, beside a run without failures. A worker fails once in M on
+average, so n workers fail n times in M. At a failure all workers lose a pause, and the worker that failed is missing
+until it is back:
+
+    goodput = 1 / (1 + n pause / M) (1 - min(1, missing / M))
+
+Pauses are those of `elastic_scale.csv`, `elastic.csv` and `restart.csv`; see `pauses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from benchmarks.record import DTYPES, RESULTS
+from benchmarks.studies.computed import Cell, Computed
+
+WORKERS = (8, 16, 32, 64, 128, 256, 512, 1024)
+GPUS = 8
+"""Of a worker."""
+LLAMA_HOURS = 54 * 24 * 16_384 / 419
+"""Hours between unexpected interruptions of one GPU in the training of Llama 3: 419 in 54 days with 16,384 GPUs."""
+WORKER_HOURS = {"Llama 3": LLAMA_HOURS / GPUS, "100 times as often": LLAMA_HOURS / GPUS / 100, "1 hour": 1.0}
+"""Hours between failures of a worker, by name."""
+CHECKPOINT_SECONDS = 600.0
+"""Between checkpoints of a job that restarts, an assumption; writing one takes no time here."""
+
+
+class Pause(NamedTuple):
+    """What a failure costs, in seconds.
+
+    all_seconds: the time that all workers lose, with n workers, as a function of n.
+    missing_seconds: the time for which the worker that failed is missing.
+    """
+
+    all_seconds: Callable[[int], float]
+    missing_seconds: float
+
+
+def goodput(num_workers: int, between_seconds: float, pause: Pause) -> float:
+    """Return the useful part of the time.
+
+    Args:
+        num_workers: n.
+        between_seconds: M, the time between failures of one worker.
+        pause: the cost of a failure.
+    """
+    lost = num_workers * pause.all_seconds(num_workers) / between_seconds
+    return (1 - min(1.0, pause.missing_seconds / between_seconds)) / (1 + lost)
+
+
+def pauses() -> dict[str, Pause]:
+    """Return the costs of a failure by system.
+
+    - A membership, with SGP: the slowest step after a kill less the median step, and likewise after the join. The pause
+      of more than 32 workers is taken to grow as n, although two cores shared by all processes make most of it.
+    - torchft: the same figures of 8 workers for any n. Most of the pause is its time limit for heartbeats, 5 s.
+    - DDP: the job starts again, and repeats half of the time between two checkpoints on average.
+
+    A worker is back after the time in which a job resumed.
+    """
+    scale, elastic, restart = (
+        pd.read_csv(RESULTS / f"{name}.csv", dtype=DTYPES) for name in ("elastic_scale", "elastic", "restart")
+    )
+    resume = float(restart["seconds_to_resume"].median())
+    steps = scale.set_index(["method", "num_workers"])
+    killed = (steps["slowest_after_kill_ms"] - steps["median_ms"]) / 1e3
+    own = elastic[(elastic["method"] == "SGP") & (elastic["store"] == "lives")]
+    joined = float((own["slowest_after_join_ms"] - own["median_ms"]).median()) / 1e3
+    sgp, most = killed["SGP"], 32
+
+    def membership(n: int) -> float:
+        at = min(count for count in sgp.index if count >= min(n, most))
+        return (float(sgp[at]) + joined) * max(1.0, n / most)
+
+    other = float(killed["torchft, all-reduce", 8])
+    torchft = elastic[(elastic["method"] == "torchft, all-reduce") & (elastic["store"] == "lives")]
+    other += float((torchft["slowest_after_join_ms"] - torchft["median_ms"]).median()) / 1e3
+    again = resume + CHECKPOINT_SECONDS / 2
+    return {
+        "SGP with a membership": Pause(membership, resume),
+        "torchft, all-reduce": Pause(lambda n: other, resume),
+        "DDP, restarted": Pause(lambda n: again, 0.0),
+    }
+
+
+def cells(rows: Callable[[], Any]) -> Iterator[Cell]:
+    """Yield a cell for each time between failures, system and number of workers."""
+    for failures, hours in WORKER_HOURS.items():
+        for system, pause in pauses().items():
+            for n in WORKERS:
+                yield {"failures": failures, "system": system, "workers": n}, partial(_row, n, 3600 * hours, pause)
+
+
+def _row(num_workers: int, between_seconds: float, pause: Pause) -> Mapping[str, Any]:
+    return {
+        "worker_hours": round(between_seconds / 3600, 3),
+        "pause_seconds": round(pause.all_seconds(num_workers), 4),
+        "missing_seconds": pause.missing_seconds,
+        "goodput": round(goodput(num_workers, between_seconds, pause), 6),
+    }
+
+
+GOODPUT: Mapping[str, Computed] = {
+    "goodput": Computed(
+        cells, ("failures", "system", "workers", "worker_hours", "pause_seconds", "missing_seconds", "goodput")
+    )
+}
+"""The study by name."""

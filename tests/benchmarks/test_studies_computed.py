@@ -1,0 +1,156 @@
+"""The studies without training: rows are computed once, and agree with closed forms and published values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from benchmarks.pages import computed_studies as pages
+from benchmarks.studies import __main__ as studies
+from benchmarks.studies import consensus, goodput, utilisation
+from benchmarks.studies.computed import Cell, Computed
+from gossip_modules import DiLoCo, StreamingDiLoCo
+from gossip_modules.lab import Compute, Join, Kill, LabPlan, LabTask, Network, Setting
+from gossip_modules.lab.comparison import LabTraining
+from gossip_modules.mixing_manager.momentum_rates import MomentumRates
+
+
+def test_rows_are_computed_once_and_later_cells_see_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def cells(rows: Callable[[], Any]) -> Iterator[Cell]:
+        for name in ("a", "b"):
+            yield {"name": name, "before": len(seen)}, partial(compute, name)
+
+    def compute(name: str) -> dict[str, Any]:
+        seen.append(name)
+        return {"value": len(seen)}
+
+    monkeypatch.setattr(studies, "COMPUTED", {"own": Computed(cells, ("name", "before", "value"))})
+    path = tmp_path / "own.csv"
+    assert studies.main(["own", "--output", str(path), "--minutes", "-1"]) == 3
+    assert studies.main(["own", "--output", str(path)]) == 0
+    seen.clear()
+    monkeypatch.setattr(studies, "COMPUTED", {"own": Computed(cells, ("name", "before", "value"))})
+    rows = pd.read_csv(path)
+    assert rows["value"].tolist() == [1, 2]
+    assert rows["before"].tolist() == [0, 1]
+    assert studies.main(["own", "--output", str(path)]) == 0
+    assert seen == ["b"]  # of another key, since nothing was computed before it
+
+
+# Utilisation.
+
+
+@pytest.mark.parametrize(("period", "mbit"), [(1, 50), (8, 1000)])
+def test_the_utilisation_of_diloco_is_the_arithmetic_of_a_ring(period: int, mbit: int) -> None:
+    n, compute = utilisation.WORKERS, period * utilisation.STEP_SECONDS
+    ring = 2 * (n - 1) / n * 32 * utilisation.PARAMETERS / (0.957e6 * mbit)
+    share = utilisation.utilisation(DiLoCo(sync_every=period), mbit, 4 * period)
+    assert share == pytest.approx(compute / (compute + ring), rel=0.02)
+
+
+def test_a_delay_hides_rounds_that_fit_into_it() -> None:
+    late = StreamingDiLoCo(sync_every=8, fragments=4, delay=7, arrival="carry")
+    assert utilisation.utilisation(late, 50_000, 32) > 0.97
+    assert utilisation.utilisation(DiLoCo(sync_every=8), 50_000, 32) < 0.9
+
+
+def test_cells_are_compared_with_a_fifth_before_rounding() -> None:
+    rows = pd.DataFrame({"utilisation_percent": [1.2, 1.21, 0.8, 0.79, 5.0]})
+    assert pages.within_a_fifth(rows.assign(published_percent=[1.0, 1.0, 1.0, 1.0, math.nan])) == (2, 4)
+
+
+# Goodput.
+
+
+def test_goodput_by_hand() -> None:
+    pause = goodput.Pause(lambda n: 0.5 * n, 100.0)
+    assert goodput.goodput(10, 1000.0, pause) == pytest.approx(0.9 / 1.05)
+    assert goodput.goodput(10, 50.0, pause) == 0.0
+
+
+def test_goodput_is_that_of_a_training_in_the_lab_whose_workers_die_and_join() -> None:
+    task = LabTask(utilisation.Vector, utilisation.Vector.loss, lambda *_: torch.zeros(()), None)
+    setting = Setting(4, None, Compute(0.1), Network("100 Gbit/s, 0 ms", memory_byte_s=1e15))
+    events = [Kill(step=50, worker=3, seconds=0.75), Join(step=60, seconds=0.25)]
+    training = LabTraining(LabPlan.of("sgp"), setting, task, events)
+    for _ in training.run(100):
+        pass
+    pause = goodput.Pause(lambda n: 1.0, 0.0)
+    assert 10 / training.seconds == pytest.approx(goodput.goodput(4, 4 * 10.0, pause), rel=1e-4)
+
+
+def test_pauses_are_those_of_the_tables() -> None:
+    found = goodput.pauses()
+    sgp, torchft, ddp = found.values()
+    assert sgp.all_seconds(8) == pytest.approx(0.0330 + 0.052, abs=0.03)
+    assert sgp.all_seconds(64) == pytest.approx(2 * sgp.all_seconds(32))
+    assert torchft.all_seconds(8) == torchft.all_seconds(1024) > 4.8
+    assert ddp.all_seconds(8) > 300
+
+
+# Agreement.
+
+
+def test_plain_gossip_agrees_after_seven_rounds() -> None:
+    row = consensus.agreement("plain", 1.3084, 0)
+    assert (row["rounds"], row["megabits"], row["diverged"]) == (7, 4.48, False)
+
+
+def test_the_step_size_with_the_fewest_rounds_is_chosen_with_the_first_seed() -> None:
+    columns = ["method", "step_size", "run_seed", "rounds", "last_error"]
+    rows = [("a", 0.1, 1, math.nan, 0.5), ("a", 0.2, 1, 90, 0.1), ("a", 0.4, 1, 80, 0.2), ("a", 0.1, 2, 1, 0.0)]
+    assert consensus.best_step(pd.DataFrame(rows, columns=columns), "a") == 0.4
+    assert consensus.best_step(pd.DataFrame(rows[:1], columns=columns), "a") == 0.1
+
+
+def test_the_table_of_codes_has_the_step_size_of_all_seeds() -> None:
+    columns = ["method", "step_size", "run_seed", "rounds", "megabits", "last_error", "diverged"]
+    rows = [
+        ("a", 0.1, 1, math.nan, math.nan, 0.5, True),
+        ("a", 0.2, 1, 80, 4.0, 0.01, False),
+        ("a", 0.2, 2, 90, 5.0, 0.01, False),
+        ("b", 0.3, 1, 60, 2.0, 0.01, False),
+    ]
+    found = pages.code_table(pd.DataFrame(rows, columns=columns)).set_index("method")
+    assert found.index.tolist() == ["b", "a"]
+    assert found.loc["a", ["step_size", "seeds", "rounds", "megabits"]].tolist() == [0.2, 2, 85, 4.5]
+    assert found["diverged"].tolist() == ["0 of 1", "1 of 2"]
+
+
+def test_disagreement_on_a_cycle_is_that_of_the_law() -> None:
+    rates = MomentumRates.of(consensus.cycle_rates(32))
+    assert (rates.eta, rates.alpha) == (pytest.approx(0.070418, rel=1e-4), pytest.approx(3.6648, rel=1e-4))
+    for has_momentum in (False, True):
+        law = consensus.law(8, has_momentum=has_momentum)
+        for seconds in (4, 12):
+            runs = [consensus.disagreement(8, seconds, has_momentum=has_momentum, seed=seed) for seed in range(40)]
+            assert sum(runs) / len(runs) == pytest.approx(law[seconds], rel=0.25)
+
+
+def test_the_law_without_momentum_falls_as_the_smallest_eigenvalue_says() -> None:
+    """E|x|^2 falls as exp(-lambda t) in the end, with lambda = 1 - cos(2 pi / n)."""
+    law, slowest = consensus.law(8, has_momentum=False), 1 - math.cos(2 * math.pi / 8)
+    assert law[61] / law[60] == pytest.approx(math.exp(-slowest), rel=0.02)
+    plain, fast = (consensus.seconds_to_agree(8, has_momentum=has_momentum) for has_momentum in (False, True))
+    assert plain == pytest.approx(math.log(1e3 * 2 / 7) / slowest, rel=0.02)
+    assert fast < plain
+
+
+def test_rho_of_the_published_graphs() -> None:
+    cells = {(key["graph"], key["budget"]): compute for key, compute in consensus.rho_cells(list)}
+    assert len(cells) == 60
+    for budget, rho in ((0.5, 0.6440), (0.1, 0.9368), (1.0, 0.6538)):
+        row = cells[0, budget]()
+        assert row["workers"] == 8
+        assert row["rho"] == pytest.approx(rho, abs=2e-3)
