@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from benchmarks.record import DTYPES, RESULTS
@@ -27,7 +28,7 @@ GPUS = 8
 """Of a worker."""
 LLAMA_HOURS = 54 * 24 * 16_384 / 419
 """Hours between unexpected interruptions of one GPU in the training of Llama 3: 419 in 54 days with 16,384 GPUs."""
-WORKER_HOURS = {"Llama 3": LLAMA_HOURS / GPUS, "100 times as often": LLAMA_HOURS / GPUS / 100, "1 hour": 1.0}
+WORKER_HOURS = {"Llama 3": LLAMA_HOURS / GPUS, "100 times as often": LLAMA_HOURS / GPUS / 100, "one an hour": 1.0}
 """Hours between failures of a worker, by name."""
 CHECKPOINT_SECONDS = 600.0
 """Between checkpoints of a job that restarts, an assumption; writing one takes no time here."""
@@ -59,10 +60,12 @@ def goodput(num_workers: int, between_seconds: float, pause: Pause) -> float:
 def pauses() -> dict[str, Pause]:
     """Return the costs of a failure by system.
 
-    - A membership, with SGP: the slowest step after a kill less the median step, and likewise after the join. The pause
-      of more than 32 workers is taken to grow as n, although two cores shared by all processes make most of it.
-    - torchft: the same figures of 8 workers for any n. Most of the pause is its time limit for heartbeats, 5 s.
+    - A membership, with SGP: the slowest step after a kill less the median step, and likewise after the join.
+    - torchft: the same figures. Most of the pause is its time limit for heartbeats, 5 s.
     - DDP: the job starts again, and repeats half of the time between two checkpoints on average.
+
+    Pauses after a kill were measured with 8, 16 and 32 workers. Beyond 32 they go on along the line from 16 to 32,
+    although two cores shared by all processes make most of this growth.
 
     A worker is back after the time in which a job resumed.
     """
@@ -72,23 +75,24 @@ def pauses() -> dict[str, Pause]:
     resume = float(restart["seconds_to_resume"].median())
     steps = scale.set_index(["method", "num_workers"])
     killed = (steps["slowest_after_kill_ms"] - steps["median_ms"]) / 1e3
-    own = elastic[(elastic["method"] == "SGP") & (elastic["store"] == "lives")]
-    joined = float((own["slowest_after_join_ms"] - own["median_ms"]).median()) / 1e3
-    sgp, most = killed["SGP"], 32
-
-    def membership(n: int) -> float:
-        at = min(count for count in sgp.index if count >= min(n, most))
-        return (float(sgp[at]) + joined) * max(1.0, n / most)
-
-    other = float(killed["torchft, all-reduce", 8])
-    torchft = elastic[(elastic["method"] == "torchft, all-reduce") & (elastic["store"] == "lives")]
-    other += float((torchft["slowest_after_join_ms"] - torchft["median_ms"]).median()) / 1e3
+    lives = elastic[elastic["store"] == "lives"]
+    joined = ((lives["slowest_after_join_ms"] - lives["median_ms"]) / 1e3).groupby(lives["method"]).median()
     again = resume + CHECKPOINT_SECONDS / 2
     return {
-        "SGP with a membership": Pause(membership, resume),
-        "torchft, all-reduce": Pause(lambda n: other, resume),
+        **{
+            name: Pause(partial(_along, killed[method], float(joined[method])), resume)
+            for name, method in (("SGP with a membership", "SGP"), ("torchft, all-reduce", "torchft, all-reduce"))
+        },
         "DDP, restarted": Pause(lambda n: again, 0.0),
     }
+
+
+def _along(measured: pd.Series, more: float, num_workers: int) -> float:
+    """Return a pause between the measured ones, or beyond them along the last line; and more seconds."""
+    counts, seconds = measured.index.to_numpy(), measured.to_numpy()
+    slope = (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
+    beyond = max(0.0, num_workers - counts[-1]) * slope
+    return float(np.interp(num_workers, counts, seconds) + beyond + more)
 
 
 def cells(rows: Callable[[], Any]) -> Iterator[Cell]:

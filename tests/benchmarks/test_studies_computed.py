@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -90,12 +91,17 @@ def test_goodput_is_that_of_a_training_in_the_lab_whose_workers_die_and_join() -
     assert 10 / training.seconds == pytest.approx(goodput.goodput(4, 4 * 10.0, pause), rel=1e-4)
 
 
-def test_pauses_are_those_of_the_tables() -> None:
-    found = goodput.pauses()
-    sgp, torchft, ddp = found.values()
-    assert sgp.all_seconds(8) == pytest.approx(0.0330 + 0.052, abs=0.03)
-    assert sgp.all_seconds(64) == pytest.approx(2 * sgp.all_seconds(32))
-    assert torchft.all_seconds(8) == torchft.all_seconds(1024) > 4.8
+def test_pauses_are_those_of_the_tables_and_go_on_along_their_last_line() -> None:
+    sgp, torchft, ddp = goodput.pauses().values()
+    scale = pd.read_csv(goodput.RESULTS / "elastic_scale.csv").query("method == 'SGP'")
+    pause = (scale["slowest_after_kill_ms"] - scale["median_ms"]).to_numpy() / 1e3
+    measured = [sgp.all_seconds(n) for n in (8, 16, 32)]
+    assert [b - a for a, b in itertools.pairwise(measured)] == pytest.approx(
+        [b - a for a, b in itertools.pairwise(pause)]
+    )
+    assert measured[0] > pause[0]
+    assert sgp.all_seconds(48) - measured[2] == pytest.approx(measured[2] - measured[1])
+    assert torchft.all_seconds(8) > 4.8
     assert ddp.all_seconds(8) > 300
 
 
