@@ -62,7 +62,7 @@ class FlatVector:
 
     @classmethod
     def over(cls, x: Tensor) -> FlatVector:
-        """A vector that shares memory with a contiguous floating-point or complex tensor of any shape.
+        """A vector in the memory of a contiguous floating-point or complex tensor of any shape.
 
         Raises:
             ValueError: `x` is not contiguous or not floating point or complex.
@@ -96,7 +96,7 @@ class FlatVector:
         return vector
 
     def unpack_to(self, tensors: Sequence[Tensor]) -> None:
-        """Every tensor <- its values in a vector that `pack` made; in place, without autograd."""
+        """Every tensor <- its values in a vector of `pack`; in place, without autograd."""
         for x, place in self._places(tensors):
             x.copy_(place)
 
@@ -109,7 +109,7 @@ class FlatVector:
             yield x, segments[x.dtype][start : offsets[x.dtype]].view(x.shape)
 
     def where(self, *, is_buffer: bool) -> FlatVector:
-        """The elements that are buffers, or that are not; shares memory, with a weight of its own."""
+        """The elements of buffers, or the others; shares memory, with a weight of its own."""
         return FlatVector(self.layout.where(is_buffer=is_buffer), self.raw)
 
     @property
@@ -119,7 +119,7 @@ class FlatVector:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The buffers of each segment that has some; shares memory. Made once."""
+        """The buffers of each segment with buffers; shares memory. Made once."""
         half = self._made_once((-1,), lambda: (self.where(is_buffer=True),))[0]
         return [x for x in half.segments if x.numel()]
 
@@ -143,7 +143,7 @@ class FlatVector:
         return self._made_once((index, num_shards), make)[0]
 
     def chunks(self, num_bytes: int = CHUNK_BYTES) -> tuple[FlatVector, ...]:
-        """Consecutive chunks of at most `num_bytes` that share memory with this vector; see [Note: chunks]. Made once.
+        """Consecutive chunks of at most `num_bytes`, in the memory of this vector; see [Note: chunks]. Made once.
 
         The weight is in none of them: theirs are of no use. A vector of one chunk is its own chunk, weight included.
         """
@@ -182,7 +182,7 @@ class FlatVector:
     def apply_and_refresh_(self, correction: FlatVector, *, alpha: float) -> None:
         """self <- self + alpha * correction, then correction <- self, without the weights; of one layout.
 
-        As `add_segments_` and a copy, to the bit, but in chunks that are still in cache when they are copied.
+        As `add_segments_` and a copy, to the bit, but in chunks still in cache for the copy.
         """
         for x, y in zip(self.segments, correction.segments, strict=True):
             size = torch.get_num_threads() * CACHED_BYTES // x.element_size()
@@ -211,7 +211,7 @@ class FlatVector:
         return 1.0 if alpha is None else alpha
 
     def factor(self, weights: Sequence[float]) -> float | None:
-        """The number that `difference_` factors out of these weights; None, which is as good as one: nothing.
+        """The factor of `difference_` for these weights; None counts as one: nothing.
 
         A property of the whole vector: all its chunks have the same.
         """

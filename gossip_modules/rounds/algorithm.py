@@ -51,8 +51,7 @@ class Algorithm(ABC):
         needs_symmetric_weights: whether W(t) must be symmetric, on an undirected graph.
         needs_doubly_stochastic: whether W(t) must keep the mean.
         needs_static_graph: whether W(t) must be symmetric and never change.
-        needs_sgd: whether the algorithm reads and writes the momentum of the user's optimizer, which must be
-            `torch.optim.SGD`.
+        needs_sgd: whether the algorithm reads and writes the momentum of the user's optimizer, a `torch.optim.SGD`.
         takes_nesterov: whether that optimizer may have nesterov=True.
         needs_gradients: with `needs_sgd`, whether the optimizer must also step parameters without a gradient; their
             gradient is then zero.
@@ -61,16 +60,16 @@ class Algorithm(ABC):
         averages_exactly: whether rounds average over all ranks instead of mixing on a graph.
         has_own_times: whether the algorithm decides at which steps its rounds run. Such an algorithm cannot be the
             inner one of `Over`.
-        takes_wire_dtype: whether `wire_dtype=` applies to the vectors that the algorithm mixes or averages. False if
-            all its messages are its own.
+        takes_wire_dtype: whether `wire_dtype=` applies to the algorithm's mixed or averaged vectors. False if all its
+            messages are its own.
         is_whole: whether a round sends whole vectors. Compressed rounds leave a rest for later rounds.
         needs_whole_rounds: whether differences between ranks may grow if the inner algorithm is not `is_whole`.
         writes_early: whether a round changes x or the memory before its last reply, so that it is not a transaction. In
             a membership such a round catches `RoundLost` at its averages, mends its vectors, and raises it again.
         needs_whole_tensors: whether a round needs each tensor of the model whole, not in shards of several processes.
         needs_inner_rate: whether drivers call `inner_rate` after each optimizer step.
-        keeps_links: whether the memory has a state for each link, which must be equal at both ends.
-        is_elastic: whether a round continues without peers that fail. A membership needs such rounds.
+        keeps_links: whether the memory has a state for each link, equal at both ends.
+        is_elastic: whether a round continues without failed peers. A membership needs such rounds.
         checks_messages: whether each message has a header with its number and a digest of all earlier messages. False
             where the check costs too much, for example because messages are whole models.
         takes_rows: whether a round works on the models of all ranks at once, stacked as the rows of one tensor [n, d].
@@ -141,9 +140,9 @@ class Algorithm(ABC):
         """Replace v.x, which has infinities or NaN, by a finite model; called if on_nonfinite="skip"."""
 
     def inner_rate(self, optimizer: Optimizer) -> float:
-        """Return the learning rate of the step that an optimizer of the model has just taken.
+        """Return the learning rate of the last step of the model's optimizer.
 
-        `v.inner_rate` is the last rate that this method returned.
+        `v.inner_rate` is the last result of this method.
 
         Args:
             optimizer: holds some of the model's parameters.

@@ -90,7 +90,7 @@ class Mixer(ABC):
 
     @property
     def sources(self) -> Sequence[int]:
-        """The ranks from which this one receives in the last started round."""
+        """The senders to this rank in the last started round."""
         return range(self.transport.world_size)
 
     has_news: bool = False
@@ -116,11 +116,11 @@ class Mixer(ABC):
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether `flush()` would apply rounds that the mixer itself has in flight."""
+        """Whether `flush()` would apply the mixer's own rounds in flight."""
         return False
 
     def flush(self, x: FlatVector) -> bool:
-        """Wait for all rounds that the mixer itself has in flight, and apply them to x.
+        """Wait for the mixer's own rounds in flight, and apply them to x.
 
         Returns:
             Whether x was written.
@@ -132,14 +132,14 @@ class Mixer(ABC):
         return True
 
     def forget_models(self) -> None:
-        """Restart the state that depends on models: the user has set all ranks to one model."""
+        """Restart the state of models: the user has set all ranks to one model."""
         self.reset()
 
     def end_average(self) -> None:
-        """Restart the state that an exact average in place of a round makes wrong."""
+        """Restart the state invalid after an exact average in place of a round."""
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Count tokens that this rank has trained on; see `GossipDataParallel.count_tokens`."""
+        """Count the tokens of this rank; see `GossipDataParallel.count_tokens`."""
         raise ValueError(
             f"got count_tokens() with {self}, which gives all ranks equal weights, expected an algorithm that counts "
             "tokens, such as DiLoCo(weighted_by='tokens'); leave the call out"
@@ -154,7 +154,7 @@ class Mixer(ABC):
         """
 
     def shared(self, x: FlatVector) -> Sequence[Tensor]:
-        """Return the tensors that a round writes beside the model x, and that all processes of a node need."""
+        """Return the tensors of a round beside the model x, for all processes of a node."""
         return ()
 
     def take_shared(self, x: FlatVector) -> None:
@@ -173,7 +173,7 @@ class Mixer(ABC):
         return {}
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
-        """Describe the settings that ranks compare when the model is wrapped.
+        """Describe the settings to compare between ranks when the model is wrapped.
 
         Args:
             dtypes: the dtypes of the parameters, widened to float32 at least.
@@ -193,7 +193,7 @@ class Mixer(ABC):
         """
 
     def chunks(self, s: FlatVector) -> Sequence[FlatVector]:
-        """Return the chunks in which s is sent, in order; s itself if it is sent whole. Equal on all ranks."""
+        """Return the chunks of s for sending, in order; s itself if it is sent whole. Equal on all ranks."""
         return (s,)
 
     def start_filling(self, s: FlatVector, t: int, fill: Callable[[int], None]) -> None:
@@ -266,7 +266,7 @@ class Mixer(ABC):
         self.load_state_dict({})
 
     def begin_anew(self, x: FlatVector, k: int) -> None:
-        """Drop all state, and begin with a model that is equal on all ranks; arguments as for `begin`."""
+        """Drop all state, and begin with equal models on all ranks; arguments as for `begin`."""
         self.reset()
         self.begin(x, k)
 

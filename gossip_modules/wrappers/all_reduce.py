@@ -94,7 +94,7 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
         ddp_options: any argument of DistributedDataParallel; `gradient_as_bucket_view` is True if you leave it out.
 
     Raises:
-        ValueError: arguments that do not fit.
+        ValueError: invalid arguments.
         RuntimeError: torch.distributed is not initialised.
         TimeoutError, ConnectionError: (construction, forward, backward) a peer is late or gone; names it.
     """
@@ -195,14 +195,14 @@ class ElasticAllReduce(GossipWrapper):
     """All-reduce SGD with a membership: `AllReduceDataParallel(module, membership=membership)`.
 
     At the end of each backward the gradients of all workers are averaged, as one message for each dtype. A backward
-    of a forward inside `no_sync()` averages nothing. Where a worker dies in an average, all workers drop the gradients
-    of that step, which `comm_stats()["num_skipped"]` counts and the log of the membership names, and the next step
-    waits for the next generation. A worker that missed an average takes model and tracked state from another worker
+    of a forward inside `no_sync()` averages nothing. If a worker dies in an average, all workers drop the gradients of
+    that step, and the next step waits for the next generation. `comm_stats()["num_skipped"]` counts such steps, and the
+    log of the membership names them. A worker that missed an average takes model and tracked state from another worker
     when the generation begins; see `GradientEngine`. So all workers hold the same model, as without a membership.
 
     Run a backward for each step on all workers, as with DistributedDataParallel: averages meet in their order, so a
     worker that leaves one out averages gradients of other steps than the rest. A nested backward, as in a reentrant
-    checkpoint, and `torch.autograd.grad` of parameters average once more, which changes nothing but the bytes.
+    checkpoint, and `torch.autograd.grad` of parameters average once more. This changes nothing but the bytes.
 
     A `torch.amp.GradScaler` refuses a step without gradients: skip `scaler.step` where all gradients are None.
 
@@ -217,7 +217,7 @@ class ElasticAllReduce(GossipWrapper):
         broadcast_buffers: whether rank 0 sends its floating-point buffers, such as running statistics, in each step.
 
     Raises:
-        ValueError: arguments that do not fit, or a job of other workers.
+        ValueError: invalid arguments, or a job of other workers.
         FloatingPointError: (forward) see `on_nonfinite`.
     """
 

@@ -76,7 +76,7 @@ class GossipWrapper(OldNames, AveragingMixin):
 
     Args:
         module: mutated: its trained tensors become views of one flat vector, with their values.
-        selection: the buffers that are mixed too, and the parameters and buffers that stay local.
+        selection: the mixed buffers, and the local parameters and buffers.
         gossip_in_eval_mode: whether forwards in eval mode with grad enabled are training forwards too.
         rounds: when rounds run: see `RoundTime`.
         num_shards: the vector is padded to this many equal shards.
@@ -468,7 +468,7 @@ class GossipWrapper(OldNames, AveragingMixin):
 
     @property
     def own_place(self) -> Place:
-        """The rank and the world size that its state belongs to; None with a membership, whose workers change."""
+        """The rank and the world size of its state; None with a membership, whose workers change."""
         return None if self._local.world.changes else self._local.place
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -37,15 +37,15 @@ class Checkpoint:
         gossip.rank_i_of_n.optimizers       its optimizers
 
     `torch.distributed.checkpoint.load` asks for the keys of the loading run, and refuses a file without one of them.
-    For a file of another number of ranks it has to be told to leave out the keys of a rank, which the name of the first
-    of them says, as torch puts that name into its error. The fingerprints show which tensors came from the file.
+    For a file of another number of ranks, tell it to leave out the keys of a rank: the name of the first of them says
+    how, since torch puts that name into its error. The fingerprints show which tensors came from the file.
 
     Where a replica is sharded over processes, its rank is that of the replica, tensors of models are DTensors, which
     torch loads with another sharding too, and what is of one process has the name of its shard besides:
     `gossip.rank_i_of_n_shard_j_of_m`, `gossip.optimizers_shard_j_of_m`. Another sharding begins with the average.
 
-    With a membership no state belongs to a rank, so that one worker writes for all: `gossip.worker` stands in the
-    place of `gossip.rank_i_of_n`, its model is the average, and the optimizers are its own.
+    With a membership no state belongs to a rank, so one worker writes for all: `gossip.worker` stands in the place of
+    `gossip.rank_i_of_n`, its model is the average, and the optimizers are its own.
 
     Args:
         model: the wrapper, or the module of `gossip()`.
@@ -53,7 +53,7 @@ class Checkpoint:
         local: its model.
         optimizers: of this rank, over the parameters of the model.
         begin_anew: lets the wrapper keep nothing of the models from before.
-        lost: the names of the state that another number of ranks begins anew, for the warning.
+        lost: the names of the state to restart with another number of ranks, for the warning.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Checkpoint:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the entry of this rank, or the average where it was saved by another number of ranks; on all ranks.
 
-        With the average all state of gossip begins anew, which a warning in the log says: the logger
+        With the average all state of gossip restarts, with a warning in the log: the logger
         "gossip_modules.checkpoint".
 
         Raises:
