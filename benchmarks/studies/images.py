@@ -1,4 +1,4 @@
-"""Studies with CIFAR-10 at 16 pixels: accuracy against bytes, numbers of workers, stragglers, and MATCHA."""
+"""Studies with CIFAR-10 at 16 pixels and drawn digits: bytes, numbers of workers, stragglers, and MATCHA."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch.nn import functional as F
 
 from benchmarks.studies.study import Study
 from gossip_modules.graph_manager import NetworkXGraph
-from gossip_modules.lab import Compute, LabPlan, Network
+from gossip_modules.lab import Compute, Digits, LabPlan, Network
 from gossip_modules.matcha import select_graph
 from train.tasks.images.data import DATASETS, Source
 
 ARCHIVE = "cifar10-jpeg.tar.gz"
 SIDE, NUM_CLASSES = 16, 10
-NUM_VALIDATION = 5000
-"""The number of training images that no worker learns from."""
+NUM_VALIDATION, NUM_DRAWN = 5000, 1024
+"""The number of images in the validation split of CIFAR-10, and in each of the two splits of drawn digits."""
 LAYERS = ((4, 64), (2, 64))
 """The kernel, which is the stride too, and the channels of each convolution."""
 
@@ -53,7 +53,42 @@ class Patches(nn.Module):
         return found.view(num, rows, rows, -1)
 
 
-class Images:
+class Labelled:
+    """Labelled images, from which workers draw their batches.
+
+    Attributes:
+        data: see `Task`.
+        batch_size: the images of a worker in a step.
+        images, labels: the images that workers learn.
+        splits: the images and labels of the validation split and of the test split.
+    """
+
+    data: str
+    batch_size: int
+    images: Tensor
+    labels: Tensor
+    splits: list[tuple[Tensor, Tensor]]
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """See `Task`."""
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def batch(self, worker: int, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """See `Task`."""
+        chosen = torch.randint(len(self.labels), (self.batch_size,), generator=generator)
+        return self.images[chosen], self.labels[chosen]
+
+    def optimizer(self, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        """See `Task`."""
+        return torch.optim.SGD(parameters, lr=rate, momentum=0.9, nesterov=True, weight_decay=1e-4)
+
+    def score(self, model: nn.Module) -> tuple[float, float]:
+        """See `Task`: the errors in percent."""
+        errors = [100 * float((model(x).argmax(-1) != y).float().mean()) for x, y in self.splits]
+        return errors[0], errors[1]
+
+
+class Images(Labelled):
     """CIFAR-10 at 16 pixels, mirrored half of the time, for two convolutions and a linear layer of 22,000 parameters.
 
     Args:
@@ -73,7 +108,7 @@ class Images:
         train, test = (self._small(split) for split in DATASETS["cifar10"](Source("cifar10", str(path))))
         order = torch.from_numpy(np.random.default_rng(0).permutation(len(train[0])))
         held, learned = order.split([NUM_VALIDATION, len(order) - NUM_VALIDATION])
-        self.splits = [tuple(part[held] for part in train), test]
+        self.splits = [(train[0][held], train[1][held]), test]
         images, labels = (part[learned] for part in train)
         self.images, self.labels = torch.cat([images, images.flip(2)]), labels.repeat(2)
 
@@ -90,23 +125,27 @@ class Images:
             channels, side = outputs, side // kernel
         return nn.Sequential(*parts, nn.Flatten(), nn.Linear(channels * side**2, NUM_CLASSES))
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """See `Task`."""
-        return F.cross_entropy(model(batch[0]), batch[1])
 
-    def batch(self, worker: int, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """See `Task`."""
-        chosen = torch.randint(len(self.labels), (self.batch_size,), generator=generator)
-        return self.images[chosen], self.labels[chosen]
+class DrawnDigits(Labelled):
+    """The drawn digits of `gossip_modules.lab.Digits`, for two linear layers of 2,410 parameters.
 
-    def optimizer(self, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        """See `Task`."""
-        return torch.optim.SGD(parameters, lr=rate, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True)
+    Args:
+        batch_size: the images of a worker in a step.
+        normalizes: whether the model has batch normalisation.
+    """
 
-    def score(self, model: nn.Module) -> tuple[float, float]:
-        """See `Task`: the errors in percent."""
-        errors = [100 * float((model(x).argmax(-1) != y).float().mean()) for x, y in self.splits]
-        return errors[0], errors[1]
+    def __init__(self, batch_size: int, *, normalizes: bool = False) -> None:
+        problem, self.batch_size, self.normalizes = Digits(), batch_size, normalizes
+        order = torch.from_numpy(np.random.default_rng(0).permutation(len(problem.labels)))
+        *held, learned = order.split([NUM_DRAWN, NUM_DRAWN, len(order) - 2 * NUM_DRAWN])
+        self.splits = [(problem.images[part], problem.labels[part]) for part in held]
+        self.images, self.labels = problem.images[learned], problem.labels[learned]
+        self.data = hashlib.sha256(problem.labels.numpy().tobytes()).hexdigest()[:12]
+
+    def model(self) -> nn.Module:
+        """See `Task`."""
+        norm = nn.BatchNorm1d(50) if self.normalizes else nn.Identity()
+        return nn.Sequential(nn.Linear(self.images.shape[1], 50), norm, nn.ReLU(), nn.Linear(50, NUM_CLASSES))
 
 
 @dataclass(frozen=True)
@@ -173,31 +212,31 @@ IMAGES: Mapping[str, Study] = {
     "accuracy_bytes": Study(
         partial(Images, 8, normalizes=False),
         lambda workers: RING,
-        cells=tuple((8, 14_000, seed) for seed in (1, 2, 3)),
+        cells=tuple((8, 4000, seed) for seed in (1, 2, 3)),
         rates=(0.025, 0.05, 0.1),
-        tuning=0.05,
     ),
     "worker_numbers": Study(
-        partial(Images, 16, normalizes=True),
+        partial(DrawnDigits, 8, normalizes=True),
         lambda workers: NUMBERS,
-        cells=tuple((n, 32_000 // n, seed) for seed in (1, 2, 3) for n in (16, 8, 32, 4)),
+        cells=tuple((n, 6400 // n, seed) for seed in (1, 2, 3) for n in (16, 8, 32, 4)),
         rates=(0.05, 0.1, 0.2),
     ),
     "straggler_accuracy": Study(
-        partial(Images, 8, normalizes=True),
+        partial(DrawnDigits, 2),
         lambda workers: LATE,
-        cells=tuple((64, 500, seed) for seed in (1, 2, 3)),
-        rates=(0.1, 0.2, 0.4),
-        tuning=0.2,
+        cells=tuple((64, 240, seed) for seed in (1, 2, 3)),
+        rates=(0.025, 0.05, 0.1),
+        tuning=0.25,
         compute=TwoLate(0.6),
         network=Network("80 Gbit/s, 0.01 ms", memory_byte_s=500e9),
         num_parameters=25_600_000,
     ),
     "matcha_time": Study(
-        partial(Images, 8, normalizes=False),
+        partial(DrawnDigits, 2),
         on_graphs,
-        cells=tuple((n, 1000, seed) for seed in (1, 2, 3) for n in GRAPHS),
-        rates=(0.05,),
+        cells=tuple((n, 240, seed) for seed in (1, 2, 3) for n in GRAPHS),
+        rates=(0.1,),
+        points=40,
         compute=Compute(0.1),
         network=Network("5 Gbit/s"),
         num_parameters=14_700_000,

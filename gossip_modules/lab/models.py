@@ -104,6 +104,10 @@ class Models:
         leaves = [[nn.Parameter(view) for view in views.values()]]
         optimizer = make(leaves[0])
         group = optimizer.param_groups[0]
+        if group.get("fused"):
+            raise ValueError(
+                f"got {optimizer}, expected fused=False: fused steps take rows of stacked models for whole"
+            )
         is_plain = type(optimizer) is torch.optim.SGD and not (group["momentum"] or group["weight_decay"])
         is_elementwise = type(optimizer) in ELEMENTWISE or getattr(optimizer, "is_elementwise", False)
         self._is_stacked = is_elementwise and (is_plain or not is_alone)

@@ -122,6 +122,12 @@ def test_every_algorithm_trains_as_by_ranks(algorithm: Algorithm) -> None:
     assert training.sent_bytes == pytest.approx(sent, rel=0.05), algorithm
 
 
+def test_fused_optimizers_are_refused() -> None:
+    """Torch's fused SGD on the CPU takes a parameter for contiguous: models of other workers would change."""
+    with pytest.raises(ValueError, match="expected fused=False"):
+        trained("sgp", task(lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True)), steps=0)
+
+
 def test_bytes_of_messages_that_take_turns() -> None:
     def draw(worker: int, step: int, generator: torch.Generator) -> Tensor:
         return torch.randn(2, 64, generator=generator)
