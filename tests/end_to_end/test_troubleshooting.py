@@ -31,7 +31,8 @@ KNOWN = list(messages(PACKAGE, {*EXPLAINED, "ValueError", "AttributeError"}))
 SHOWN = [
     tuple(line.split(": ", 1))
     for block in re.findall(r"^```\{ \.text \.message \}\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
-    for line in block.splitlines()
+    for line in block.split("\n")
+    if line
 ]
 # Messages that other messages contain or take the place of: no script sees them alone.
 INTERNAL = ("NotMet", "ConnectionLost")
