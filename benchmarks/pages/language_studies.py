@@ -167,6 +167,7 @@ def _page() -> Page:
         render=language_rows,
         summary=language_summary,
         setup=SETUP,
+        measures=("gossip_modules/algorithms", "gossip_modules/lab", "gossip_modules/rounds"),
         question=QUESTIONS[0],
         result=text.partition("**")[2].partition("**")[0],
     )
