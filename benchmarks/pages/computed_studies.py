@@ -224,16 +224,14 @@ def goodput_said(rows: pd.DataFrame) -> str:
     own = rows.set_index(["workers", "failures", "system"])["goodput"]
 
     def shares(workers: int, failures: str) -> str:
-        shown = (
-            f"{100 * own[workers, failures, name]:.2f}".rstrip("0").rstrip(".") for name in rows["system"].unique()
-        )
-        return "{} %, torchft {} %, and DDP with restarts {} %".format(*shown)
+        percent = [100 * own[workers, failures, name] for name in rows["system"].unique()]
+        return "{} %, torchft {} %, and DDP with restarts {} %".format(*(f"{x:.2f}".rstrip("0") for x in percent))
 
     return (
-        f"**With 32 workers that fail once an hour each, SGP with a membership keeps {shares(32, 'one an hour')} of its "
-        f"time.** With 1,024 workers and the failures of Llama 3's training SGP keeps {shares(1024, 'Llama 3')}, if "
-        "pauses go on to grow as from 16 to 32 workers. Goodput is computed from pauses that were measured with 4 to 32 "
-        "processes on two cores."
+        f"**With 32 workers that fail once an hour each, SGP with a membership keeps {shares(32, 'one an hour')} of "
+        f"its time.** With 1,024 workers and the failures of Llama 3's training SGP keeps {shares(1024, 'Llama 3')}, if "
+        "pauses go on to grow as from 16 to 32 workers. Goodput is computed from pauses that were measured with 4 to "
+        "32 processes on two cores."
     )
 
 
