@@ -230,8 +230,8 @@ def goodput_said(rows: pd.DataFrame) -> str:
     return (
         f"**With 32 workers that fail once an hour each, SGP with a membership keeps {shares(32, 'one an hour')} of "
         f"its time.** With 1,024 workers and the failures of Llama 3's training SGP keeps {shares(1024, 'Llama 3')}, "
-        "if pauses go on to grow as from 16 to 32 workers. Goodput is computed from pauses that were measured with 4 to "
-        "32 processes on two cores."
+        "if pauses go on to grow as from 16 to 32 workers. Goodput is computed from pauses that were measured with 4 "
+        "to 32 processes on two cores."
     )
 
 
