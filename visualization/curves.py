@@ -79,7 +79,7 @@ def title_of(runs: Sequence[LoggedRun]) -> str:
         (
             f"{run.world_size} rank{'' if run.world_size == 1 else 's'}",
             str(run.config.get("dataset", "")),
-            f"seed {', '.join(map(str, run.seeds or (run.config.get('seed', ''),)))}",
+            f"seeds {', '.join(map(str, run.seeds))}" if run.seeds else f"seed {run.config.get('seed', '')}",
         )
         for run in runs
     }

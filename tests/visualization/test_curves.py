@@ -61,7 +61,7 @@ def test_the_title_has_run_and_method_and_the_floor_of_the_loss(tmp_path: Path, 
     # The loss of a model whose probabilities are the smoothed labels themselves.
     floor = float(-(labels * np.log(labels)).sum())
     np.testing.assert_allclose([y for _, y in lines_of(losses)[0]], [1 / epoch - floor for epoch in range(1, 5)])
-    assert losses.get_title() == "Training loss by epoch\nabove 0.50, the least with smoothed labels"
+    assert losses.get_title() == "Training loss by epoch\nabove its floor of 0.50"
     assert losses.get_yscale() == "log"
     summary["config"]["dataset"] = "imagefolder"  # of how many classes is not known
     (folder / "summary.json").write_text(json.dumps(summary))

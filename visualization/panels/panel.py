@@ -105,7 +105,7 @@ class Panel:
             if (points["high"] > points["low"]).any():
                 axis.fill_between(xs, points["low"], points["high"], color=style["color"], alpha=0.18, linewidth=0)
         xlabel = f"{self.xlabel} [{unit.name}]" if unit.name else self.xlabel
-        title = f"{self.title}\nabove {floor:.2f}, the least with smoothed labels" if floor else self.title
+        title = f"{self.title}\nabove its floor of {floor:.2f}" if floor else self.title
         axis.set(title=title, xlabel=xlabel, ylabel=self.ylabel)
         if self.x in ("epoch", "step"):
             axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
