@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import sys
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from typing import Any
 from latex2mathml.converter import convert
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from docs.tutorial import with_whole_files  # noqa: E402
+
 # What a browser would fetch by itself; links that a reader may follow are none of these.
 FETCHED = re.compile(r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?https?://|<link\b[^>]*\bhref=["']?https?://""")
 # As pymdownx.arithmatex writes them, in a line or in a block.
@@ -64,6 +69,11 @@ def _pages(docs: Path, pattern: str, taken: set[str]) -> list[str]:
     pages = [page for page in (path.relative_to(docs).as_posix() for path in paths) if page not in taken]
     taken.update(pages)
     return pages
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Adds the whole scripts to the tutorial, below the diffs."""
+    return with_whole_files(markdown) if page.file.src_uri == "learn/tutorial.md" else markdown
 
 
 def on_page_content(content: str, page: Any, **_: Any) -> str:
