@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 FILE = ROOT / "docs" / "llms.txt"
 API = ROOT / "docs" / "api"
 HOSTS = tuple(f"gossip_modules.integrations.{host}" for host in ("accelerate", "lightning", "transformers"))
-WITH_METHODS = ("wrappers", "membership", "metrics")  # pages of classes whose methods a script calls
+WITH_METHODS = ("wrappers", "asynchronous", "checkpoints", "membership", "metrics")  # whose methods a script calls
 
 HEAD = """# gossip_modules
 
@@ -83,8 +83,8 @@ def _default(parameter: inspect.Parameter) -> str:
     return " = ..." if text.startswith("<") else f" = {text}"
 
 
-def methods(cls: type) -> Iterator[tuple[str, str]]:
-    """The public methods and properties of the library that a class has: the name, and a line."""
+def methods(cls: type) -> Iterator[str]:
+    """A line for each public method and property of the library that a class has."""
     for name in sorted(dir(cls)):
         owner = next((base for base in cls.__mro__ if name in vars(base)), object)
         if name.startswith("_") or not owner.__module__.startswith("gossip_modules"):
@@ -95,12 +95,11 @@ def methods(cls: type) -> Iterator[tuple[str, str]]:
         told = next((found for found in versions if not first_sentence(found).startswith("See `")), value)
         if inspect.getdoc(value) and (callable(value) or isinstance(value, property)):
             arguments = "" if isinstance(value, property) else signature(value)
-            yield name, f".{name}{arguments}: {first_sentence(told)}"
+            yield f".{name}{arguments}: {first_sentence(told)}"
 
 
-def entries(page: Path) -> Iterator[str]:
-    """A line for each name of a page of the API reference; a method has one at the first class that has it."""
-    listed: set[str] = set()
+def entries(page: Path, listed: set[str]) -> Iterator[str]:
+    """A line for each name of a page of the API reference; of methods those that are not listed before."""
     for dotted in re.findall(r"^::: (gossip_modules[\w.]*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
         module, _, name = dotted.rpartition(".")
         if module.startswith(HOSTS):  # importing the package of the host takes seconds
@@ -110,10 +109,10 @@ def entries(page: Path) -> Iterator[str]:
         call = signature(value) if isinstance(value, type) or inspect.isroutine(value) else ""
         yield f"- {dotted}{call}: {first_sentence(value)}"
         if page.stem in WITH_METHODS and isinstance(value, type):
-            for name, line in methods(value):
-                if name not in listed:
+            for line in methods(value):
+                if line not in listed:
                     yield f"  - {line}"
-                listed.add(name)
+                listed.add(line)
 
 
 def _read(module: str, name: str) -> str:
@@ -126,10 +125,11 @@ def _read(module: str, name: str) -> str:
 def surface() -> str:
     """All names, page by page."""
     pages = [page for page in sorted(API.glob("*.md")) if page.stem != "index"]
-    parts = []
-    for page in sorted(pages, key=lambda page: (page.stem not in WITH_METHODS, page.stem)):
+    parts, listed = [], set[str]()
+    order = {stem: place for place, stem in enumerate(WITH_METHODS)}
+    for page in sorted(pages, key=lambda page: (order.get(page.stem, len(order)), page.stem)):
         title = page.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-        if lines := list(entries(page)):
+        if lines := list(entries(page, listed)):
             parts.append(f"### {title}\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
 
