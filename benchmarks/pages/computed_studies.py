@@ -360,7 +360,8 @@ gossip. Other codes have the best of four step sizes from 0.01 to it, found with
 rounds, or when its error has grown tenfold: it diverges. Top-k and random-k send 1 % of the entries, and qsgd has 4
 bits.
 
-Means are over seeds. The figures do not depend on how busy the machine is.""",
+Means are over seeds, whose number is in the table. A code that has no row yet, and further seeds, are computed by
+the command below. The figures do not depend on how busy the machine is.""",
     ),
     "pairwise": _Spec(
         "A2CiD2 and AD-PSGD on cycles",
@@ -436,7 +437,7 @@ COMPUTED_HEADLINES: Sequence[Headline] = (
     Headline(
         "PowerGossip",
         "consensus to 1 % on a ring of 8: about 550 rounds and 3.5 Mbit, by the authors' rule",
-        "the setting of the paper, 3 seeds",
+        "the setting of the paper",
         ("consensus_codes.csv",),
         "consensus_codes",
         power_codes_headline,

@@ -134,14 +134,6 @@ def wagma_large() -> tuple[str, str]:
     return f"{sgp / wagma:.2f} ({wagma:.2f} s for {sgp:.2f} s per step)", by_ratio(sgp / wagma, 2.1)
 
 
-def power_consensus() -> tuple[str, str]:
-    """Rounds and megabits of PowerGossip until ranks agree."""
-    row = rows_of("consensus.csv").set_index("method").loc["power-r1-i1"]
-    rounds, megabits = row["steps_to_0.01"], row["megabits_to_0.01"]
-    off = max(abs(rounds / 550 - 1), abs(megabits / 3.5 - 1))
-    return f"{rounds:.0f} rounds and {megabits:.2f} Mbit", by_limit(off, 0.1, 0.5)
-
-
 def power_loss() -> tuple[str, str]:
     """The loss of PowerGossip and D-PSGD, and the ratio of a message."""
     power, plain = final_losses("powergossip"), final_losses("dpsgd")
@@ -261,14 +253,6 @@ HEADLINES: Sequence[Headline] = (
         ("simulator.csv",),
         "simulator",
         wagma_large,
-    ),
-    Headline(
-        "PowerGossip",
-        "consensus to 1 % on a ring of 8: about 550 rounds and 3.5 Mbit, by the authors' rule",
-        "the setting of the paper",
-        ("consensus.csv",),
-        "consensus",
-        power_consensus,
     ),
     Headline(
         "PowerGossip",
