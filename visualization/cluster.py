@@ -59,6 +59,11 @@ SETTINGS: Mapping[str, Callable[[Any], str]] = {
 """Columns of settings: rows that differ in one of them are of different cells; what a cell is called by each."""
 
 
+def settings_of(table: pd.DataFrame) -> list[str]:
+    """The columns of settings that the table has values of."""
+    return [name for name in SETTINGS if name in table and table[name].notna().all()]
+
+
 def cells_of(table: pd.DataFrame, *, without: str = "") -> list[tuple[str, pd.DataFrame]]:
     """The cells of a table by a title each: hosts and rate, and every setting that differs between cells.
 
@@ -66,7 +71,7 @@ def cells_of(table: pd.DataFrame, *, without: str = "") -> list[tuple[str, pd.Da
         table: of `medians`.
         without: a setting that may differ inside a cell.
     """
-    own = [name for name in SETTINGS if name in table and name != without]
+    own = [name for name in settings_of(table) if name != without]
     shown = [name for name in own if name in ("hosts", "rate_gbit") or table[name].nunique() > 1]
     cells = []
     for _, cell in table.groupby(own, sort=False):
@@ -77,8 +82,8 @@ def cells_of(table: pd.DataFrame, *, without: str = "") -> list[tuple[str, pd.Da
 
 def facts_of(table: pd.DataFrame) -> str:
     """The settings that all cells share, and how many repeats there are, in a line."""
-    own = [name for name in SETTINGS if name in table and name not in ("hosts", "rate_gbit", "congestion_control")]
-    if "straggle_chance" in table and not table["straggle_chance"].any():
+    own = [name for name in settings_of(table) if name not in ("hosts", "rate_gbit", "congestion_control")]
+    if "straggle_chance" in own and not table["straggle_chance"].any():
         own = [name for name in own if name != "slow_factor"]
     texts = [SETTINGS[name](table[name].iloc[0]) for name in own if table[name].nunique() == 1]
     return ", ".join([*(text for text in texts if text), f"repeats: {table['repeats'].max()}"])
@@ -88,7 +93,7 @@ def medians(rows: pd.DataFrame) -> pd.DataFrame:
     """Medians over repeats of the mean over ranks, a row per cell and method that has results."""
     done = rows[rows["error"].isna()]
     numbers = ["step_ms", "fleet_step_ms", "line_share", *(f"{part}_ms" for part in PARTS)]
-    key = [*(name for name in SETTINGS if name in rows), "title", "is_hidden"]
+    key = [*settings_of(rows), "title", "is_hidden"]
     per_repeat = done.groupby([*key, "repeat"], sort=False)[numbers].mean().reset_index()
     cells = per_repeat.groupby(key, sort=False)
     return cells[numbers].median().assign(repeats=cells.size()).reset_index()
