@@ -57,7 +57,7 @@ class Labelled:
     """Labelled images, from which workers draw their batches.
 
     Attributes:
-        data: see `Task`.
+        data: see `StudyTask`.
         batch_size: the images of a worker in a step.
         images, labels: the images that workers learn.
         splits: the images and labels of the validation split and of the test split.
@@ -70,25 +70,25 @@ class Labelled:
     splits: list[tuple[Tensor, Tensor]]
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """See `Task`."""
+        """See `StudyTask`."""
         return F.cross_entropy(model(batch[0]), batch[1])
 
     def batch(self, worker: int, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """See `Task`."""
+        """See `StudyTask`."""
         chosen = torch.randint(len(self.labels), (self.batch_size,), generator=generator)
         return self.images[chosen], self.labels[chosen]
 
     def optimizer(self, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        """See `Task`."""
+        """See `StudyTask`."""
         return torch.optim.SGD(parameters, lr=rate, momentum=0.9, nesterov=True, weight_decay=1e-4)
 
     def score(self, model: nn.Module) -> tuple[float, float]:
-        """See `Task`: the errors in percent."""
+        """See `StudyTask`: the errors in percent."""
         errors = [100 * float((model(x).argmax(-1) != y).float().mean()) for x, y in self.splits]
         return errors[0], errors[1]
 
 
-class Images(Labelled):
+class SmallImages(Labelled):
     """CIFAR-10 at 16 pixels, mirrored half of the time, for two convolutions and a linear layer of 22,000 parameters.
 
     Args:
@@ -118,7 +118,7 @@ class Images(Labelled):
         return images, torch.from_numpy(split.labels)
 
     def model(self) -> nn.Module:
-        """See `Task`."""
+        """See `StudyTask`."""
         parts, channels, side = list[nn.Module](), 3, SIDE
         for kernel, outputs in LAYERS:
             parts.append(Patches(channels, outputs, kernel, normalizes=self.normalizes))
@@ -143,7 +143,7 @@ class DrawnDigits(Labelled):
         self.data = hashlib.sha256(problem.labels.numpy().tobytes()).hexdigest()[:12]
 
     def model(self) -> nn.Module:
-        """See `Task`."""
+        """See `StudyTask`."""
         norm = nn.BatchNorm1d(50) if self.normalizes else nn.Identity()
         return nn.Sequential(nn.Linear(self.images.shape[1], 50), norm, nn.ReLU(), nn.Linear(50, NUM_CLASSES))
 
@@ -210,7 +210,7 @@ def on_graphs(workers: int) -> Mapping[str, Any]:
 
 IMAGES: Mapping[str, Study] = {
     "accuracy_bytes": Study(
-        partial(Images, 8, normalizes=False),
+        partial(SmallImages, 8, normalizes=False),
         lambda workers: RING,
         cells=tuple((8, 4000, seed) for seed in (1, 2, 3)),
         rates=(0.025, 0.05, 0.1),

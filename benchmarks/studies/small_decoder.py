@@ -92,27 +92,27 @@ class Text:
         self.data = hashlib.sha256(symbols.numpy().tobytes()).hexdigest()[:12]
 
     def model(self) -> nn.Module:
-        """See `Task`."""
+        """See `StudyTask`."""
         return Decoder()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """See `Task`: nats per symbol, of (symbols, next symbols)."""
+        """See `StudyTask`: nats per symbol, of (symbols, next symbols)."""
         return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
 
     def batch(self, worker: int, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """See `Task`."""
+        """See `StudyTask`."""
         starts = torch.randint(len(self.train) - LENGTH, (self.batch_size, 1), generator=generator)
         rows = self.train[starts + torch.arange(LENGTH + 1)].long()
         return rows[:, :-1], rows[:, 1:]
 
     def optimizer(self, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-        """See `Task`."""
+        """See `StudyTask`."""
         if self.muon:
             return StackedMuon(parameters, rate)
         return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
 
     def score(self, model: nn.Module) -> tuple[float, float]:
-        """See `Task`: nats per symbol."""
+        """See `StudyTask`: nats per symbol."""
         with torch.no_grad():
             losses = [float(self.loss(model, split)) for split in self.splits]
         return losses[0], losses[1]

@@ -29,7 +29,7 @@ WARM_UP = 0.1
 """The share of the steps in which the rate rises; it falls linearly to zero in the others."""
 
 
-class Task(Protocol):
+class StudyTask(Protocol):
     """The model, the data and the optimizer of a study.
 
     Attributes:
@@ -71,7 +71,7 @@ class Study:
         compute, network, num_parameters: see `compare`.
     """
 
-    task: Callable[[], Task]
+    task: Callable[[], StudyTask]
     methods: Callable[[int], Mapping[str, Any]]
     cells: tuple[tuple[int, int, int], ...]
     rates: tuple[float, ...]

@@ -123,7 +123,7 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("archive")
 def test_images_are_split_scaled_and_mirrored() -> None:
-    task = images.Images(4, normalizes=True)
+    task = images.SmallImages(4, normalizes=True)
     assert [len(labels) for _, labels in task.splits] == [10, 10]
     assert task.images.shape == (40, 16, 16, 3)
     torch.testing.assert_close(task.images[:20].flip(2), task.images[20:])
@@ -162,7 +162,7 @@ def test_two_workers_are_late_in_each_step() -> None:
 def test_data_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOSSIP_DATA", raising=False)
     with pytest.raises(ValueError, match="expected it; set GOSSIP_DATA"):
-        images.Images(4, normalizes=True)
+        images.SmallImages(4, normalizes=True)
 
 
 def rows_of(errors: Mapping[tuple[str, int], float], **others: Any) -> pd.DataFrame:
