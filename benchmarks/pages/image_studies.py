@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -164,7 +165,9 @@ def late_ends(rows: pd.DataFrame) -> pd.DataFrame:
     """
     found, target = ends(rows, "all-reduce"), late_target(rows)
     curves = rows[~rows["is_tuning"] & (100 - rows["test"] >= target - EXACT)]
-    first = curves.groupby(["method", "seed"])["seconds"].min().groupby("method").mean()
+    reached = curves.groupby(["method", "seed"])["seconds"].min().groupby("method").agg(["mean", "count"])
+    seeds = found.set_index("method")["seeds"].reindex(reached.index)
+    first = reached["mean"].where(reached["count"] == seeds)  # NaN unless all seeds have
     step = found["method"].map(COMPUTE / (1 - trainings(rows).groupby("method")["waiting"].mean()))
     return found.assign(step=step, own=found["seconds"] / step, reached=found["method"].map(first))
 
@@ -215,18 +218,20 @@ def wagma_headline() -> tuple[str, str]:
 def matcha_ends(rows: pd.DataFrame) -> pd.DataFrame:
     """Return graph, budget, accuracy, the time of a step and of the target accuracy for each method.
 
-    The target of a graph is one point below budget 1 at the end.
+    The target of a graph and seed is one point below budget 1 at the end.
     """
     last = trainings(rows)
     names = last["method"].str.extract(r"graph (?P<graph>\d), budget (?P<budget>[\d.]+)").astype(float)
     last = last.assign(graph=names["graph"].astype(int), budget=names["budget"])
     found = []
+    whole = last[last["budget"] == 1].set_index(["graph", "seed"])["accuracy"].to_dict()
     for (graph, budget), own in last.groupby(["graph", "budget"]):
-        whole = last[(last["graph"] == graph) & (last["budget"] == 1)]["accuracy"].mean()
-        curve = rows[(rows["method"] == own["method"].iloc[0]) & (100 - rows["test"] >= whole - 1 - EXACT)]
-        reached = curve.groupby("seed")[["seconds", "step"]].min().mean()
+        curve = rows[rows["method"] == own["method"].iloc[0]]
+        targets = curve["seed"].map({seed: found for (index, seed), found in whole.items() if index == graph}) - 1
+        reached = curve[100 - curve["test"] >= targets - EXACT].groupby("seed")[["seconds", "step"]].min()
+        first = reached.mean() if len(reached) == len(own) else {"step": math.nan, "seconds": math.nan}
         step = (own["seconds"] / own["steps"]).mean()
-        found.append((graph, budget, len(own), own["accuracy"].mean(), step, reached["step"], reached["seconds"]))
+        found.append((graph, budget, len(own), own["accuracy"].mean(), step, first["step"], first["seconds"]))
     names_ = ["graph", "budget", "seeds", "accuracy", "s_step", "steps_to", "seconds_to"]
     return pd.DataFrame(found, columns=names_)
 
