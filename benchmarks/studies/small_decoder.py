@@ -35,7 +35,7 @@ class Block(nn.Module):
         return x + self.down(F.relu(self.up(_norm(x))).square())
 
 
-class Decoder(nn.Module):
+class SmallDecoder(nn.Module):
     """A decoder of two layers with 20,480 parameters: scores of the next symbol.
 
     Attention has a bias that falls linearly with the distance (ALiBi) in place of embeddings of places. The head is the
@@ -93,7 +93,7 @@ class Text:
 
     def model(self) -> nn.Module:
         """See `StudyTask`."""
-        return Decoder()
+        return SmallDecoder()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """See `StudyTask`: nats per symbol, of (symbols, next symbols)."""

@@ -66,7 +66,7 @@ def utilisation(method: Any, mbit: float, num_steps: int) -> float:
         num_steps: the steps that are counted; the first round is at the end of them, or earlier.
     """
     learns = method == "ar"  # gradients are averaged in buckets, under the backward pass
-    task = LabTask(Vector, Vector.loss, _no_data, (lambda x: torch.optim.SGD(x, lr=0.0)) if learns else None)
+    task = LabTask(Weights, Weights.loss, _no_data, (lambda x: torch.optim.SGD(x, lr=0.0)) if learns else None)
     network = Network(f"{mbit} Mbit/s", memory_byte_s=MEMORY_BYTE_S)
     setting = Setting(WORKERS, PARAMETERS, Compute(STEP_SECONDS), network)
     training = LabTraining(LabPlan.of(method), setting, task)
@@ -75,7 +75,7 @@ def utilisation(method: Any, mbit: float, num_steps: int) -> float:
     return num_steps * STEP_SECONDS / training.seconds
 
 
-class Vector(nn.Module):
+class Weights(nn.Module):
     """A model of a few numbers in place of the real one, whose size the clock knows."""
 
     def __init__(self) -> None:

@@ -81,7 +81,7 @@ def test_goodput_by_hand() -> None:
 
 
 def test_goodput_is_that_of_a_training_in_the_lab_whose_workers_die_and_join() -> None:
-    task = LabTask(utilisation.Vector, utilisation.Vector.loss, lambda *_: torch.zeros(()), None)
+    task = LabTask(utilisation.Weights, utilisation.Weights.loss, lambda *_: torch.zeros(()), None)
     setting = Setting(4, None, Compute(0.1), Network("100 Gbit/s, 0 ms", memory_byte_s=1e15))
     events = [Kill(step=50, worker=3, seconds=0.75), Join(step=60, seconds=0.25)]
     training = LabTraining(LabPlan.of("sgp"), setting, task, events)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks.studies import language, small_decoder
-from benchmarks.studies.small_decoder import LENGTH, NUM_SYMBOLS, WIDTH, Decoder, StackedMuon, Text, orthogonalized
+from benchmarks.studies.small_decoder import LENGTH, NUM_SYMBOLS, WIDTH, SmallDecoder, StackedMuon, Text, orthogonalized
 from gossip_modules import MuonAdamW
 from gossip_modules.lab import LabPlan
 
@@ -36,7 +36,7 @@ def test_splits_are_parts_of_the_text_that_no_worker_reads(text: Text) -> None:
 
 def test_a_decoder_at_its_start_knows_nothing_and_sees_no_later_symbol(text: Text) -> None:
     torch.manual_seed(0)
-    model = Decoder()
+    model = SmallDecoder()
     assert sum(p.numel() for p in model.parameters()) == 20_480
     assert text.score(model)[0] == pytest.approx(4.85, abs=0.3)  # log(128)
     symbols = torch.randint(NUM_SYMBOLS, (1, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -49,7 +49,7 @@ def test_a_decoder_at_its_start_knows_nothing_and_sees_no_later_symbol(text: Tex
 
 def test_muon_of_all_workers_steps_each_as_muon_of_one(text: Text) -> None:
     torch.manual_seed(1)
-    models = [Decoder(), Decoder()]
+    models = [SmallDecoder(), SmallDecoder()]
     names = [name for name, _ in models[0].named_parameters()]
     rows = [nn.Parameter(torch.stack([dict(m.named_parameters())[name].detach() for m in models])) for name in names]
     starts = [row.detach().clone() for row in rows]
