@@ -25,6 +25,7 @@ from benchmarks.pages.gap import GAP
 from benchmarks.pages.hosts import HOSTS
 from benchmarks.pages.markdown import NOT_IN_HISTORY, fold, remarks, sources, table
 from benchmarks.pages.membership import MEMBERSHIP
+from benchmarks.pages.records import RECORDS
 from benchmarks.pages.reproduction import reproduction_page
 from benchmarks.pages.studies import STUDIES
 from benchmarks.pages.training import TRAINING
@@ -32,7 +33,7 @@ from benchmarks.record import DTYPES, RESULTS, ROOT
 
 __all__ = ["NOT_IN_HISTORY", "PAGES", "main", "page", "stale", "table"]
 
-PAGES: Mapping[str, Page] = {**STUDIES, **GAP, **FINISHED, **TRAINING, **HOSTS, **MEMBERSHIP, **ALGORITHMS}
+PAGES: Mapping[str, Page] = {**STUDIES, **GAP, **FINISHED, **TRAINING, **RECORDS, **HOSTS, **MEMBERSHIP, **ALGORITHMS}
 """By the name of the file, in the order of the index."""
 
 DOCS = ROOT / "docs" / "benchmarks"

@@ -1,0 +1,60 @@
+"""Submission: a method with its optimizer, in a file of submissions/."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from benchmarks.records import submissions
+
+NUM_WARM = 20
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A method with its optimizer. A submission is a class `Entry` that derives from this one.
+
+    Args:
+        rate: the learning rate.
+
+    Attributes:
+        title: the name in tables.
+        grid: the settings that are tried with seed 0 on the validation split, as arguments of the class. The best of a
+            track is the one that competes there. One setting is not tried.
+    """
+
+    rate: float
+
+    title: ClassVar[str]
+    grid: ClassVar[Sequence[Mapping[str, Any]]]
+
+    def method(self) -> Any:
+        """The method, as `gossip_modules.lab.compare` takes it."""
+        raise NotImplementedError
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        """Return the optimizer of a worker; AdamW unless a submission has its own."""
+        return torch.optim.AdamW(parameters, lr=self.rate, betas=(0.9, 0.95), weight_decay=0.01)
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        """Return the schedule of the learning rate: it rises for 20 steps and stays."""
+        return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / NUM_WARM))
+
+
+def names() -> list[str]:
+    """Return the names of all submissions: those of their files."""
+    return sorted(module.name for module in pkgutil.iter_modules(submissions.__path__))
+
+
+def entry(name: str) -> type[Submission]:
+    """Return the class of a submission."""
+    found: type[Submission] = importlib.import_module(f"{submissions.__name__}.{name}").Entry
+    return found
