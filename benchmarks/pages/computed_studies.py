@@ -327,11 +327,11 @@ failures of one worker, a pause of all workers and the time for which the failed
     goodput = (1 - missing / M) / (1 + n pause / M)
 
 - SGP with a membership: the slowest step after a kill beyond the median one, of [8, 16 and 32
-  workers](elastic_scale.md), and the slowest step after a join beyond the median one, of [8 workers](elastic.md).
+  workers](elastic.md), and the slowest step after a join beyond the median one, of [8 workers](elastic.md).
 - torchft: the same figures of its all-reduce. Most of the pause is its time limit for heartbeats, 5 s.
 - Beyond 32 workers both pauses go on along the line from 16 to 32, although two cores shared by all processes make most
   of this growth. So figures for more than 32 workers are no measurements.
-- DDP with restarts: the median time until [a job resumed](restart.md), and half of the ten minutes between two
+- DDP with restarts: the median time until [a job resumed](faults.md), and half of the ten minutes between two
   checkpoints. The ten minutes are an assumption, and writing a checkpoint takes no time here.
 
 A failed worker is back after the time in which a job resumed. Workers have 8 GPUs. In the training of Llama 3 there

@@ -178,7 +178,7 @@ counts with the loss of all-reduce in float32, and Decent-DP with the loss of D-
 are one run of each cell, with SGD as optimizer. A band spans the seeds.""",
         also=("gap.csv",),
         question="Is it as fast?",
-        result="At 1 Gbit/s Overlap SGP with GossipAdamW takes 0.77 of the time of DDP, for 0.06 nats more.",
+        result="At 1 Gbit/s Overlap SGP with GossipAdamW takes 0.77 of the time of the faster DDP, for 0.06 nats more.",
     ),
     "stragglers": Page(
         "Step time with stragglers",

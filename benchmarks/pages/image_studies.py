@@ -182,9 +182,9 @@ def late_said(rows: pd.DataFrame) -> str:
     found = late_ends(rows)
     wagma, base, sgp = (of(found, name) for name in ("WAGMA-SGD", "all-reduce", "SGP, 2 peers"))
     text = (
-        f"**A step of WAGMA-SGD takes {wagma['step']:.2f} s, of all-reduce {base['step']:.2f} s and of SGP with two "
-        f"peers {sgp['step']:.2f} s: {base['step'] / wagma['step']:.2f} and {sgp['step'] / wagma['step']:.2f} times as "
-        "long.**"
+        f"**A step takes {wagma['step']:.2f} s with WAGMA-SGD, {base['step']:.2f} s with all-reduce and "
+        f"{sgp['step']:.2f} s with SGP with two peers. These two take {base['step'] / wagma['step']:.2f} and "
+        f"{sgp['step'] / wagma['step']:.2f} times as long.**"
     )
     fastest = found.dropna(subset="reached").sort_values("reached")
     first = fastest.iloc[0]

@@ -265,7 +265,7 @@ HEADLINES: Sequence[Headline] = (
     Headline(
         "DiLoCo",
         "8 workers learn as synchronous training does, with 500 times less communication",
-        "decoder of bytes, 8 workers, 320 steps, 3 seeds",
+        "decoder of bytes, 8 workers, 320 steps, 3 seeds; after [3,000 steps](outer_language.md) the gap is smaller",
         ("loss_steps.csv",),
         "time_to_loss",
         diloco_loss,
@@ -329,7 +329,7 @@ NOT_REPRODUCED: Sequence[tuple[str, str, str]] = (
     (
         "MATCHA: up to 5 times less time to the same loss, CIFAR-100 and Penn Treebank",
         "The published tables by data set and budget were not found.",
-        "[planning](matcha_planning.md)",
+        "[six graphs in the Lab](matcha_time.md), with drawn digits",
     ),
     (
         "WAGMA-SGD: 1,024 GPUs, reinforcement learning in Habitat; WMT'17",
