@@ -225,7 +225,7 @@ def goodput_said(rows: pd.DataFrame) -> str:
 
     def shares(workers: int, failures: str) -> str:
         percent = [100 * own[workers, failures, name] for name in rows["system"].unique()]
-        return "{} %, torchft {} %, and DDP with restarts {} %".format(*(f"{x:.2f}".rstrip("0") for x in percent))
+        return "{} %, torchft {} %, and DDP with restarts {} %".format(*(f"{x:.2f}" for x in percent))
 
     return (
         f"**With 32 workers that fail once an hour each, SGP with a membership keeps {shares(32, 'one an hour')} of "

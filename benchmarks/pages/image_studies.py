@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 
 import pandas as pd
@@ -225,7 +225,8 @@ def matcha_ends(rows: pd.DataFrame) -> pd.DataFrame:
     last = last.assign(graph=names["graph"].astype(int), budget=names["budget"])
     found = []
     whole = last[last["budget"] == 1].set_index(["graph", "seed"])["accuracy"].to_dict()
-    for (graph, budget), own in last.groupby(["graph", "budget"]):
+    has_target = [(graph, seed) in whole for graph, seed in zip(last["graph"], last["seed"])]
+    for (graph, budget), own in last[has_target].groupby(["graph", "budget"]):
         curve = rows[rows["method"] == own["method"].iloc[0]]
         targets = curve["seed"].map({seed: found for (index, seed), found in whole.items() if index == graph}) - 1
         reached = curve[100 - curve["test"] >= targets - EXACT].groupby("seed")[["seconds", "step"]].min()
@@ -278,6 +279,13 @@ def matcha_time_headline() -> tuple[str, str]:
 
 PLANNED = {"accuracy_bytes": 33, "worker_numbers": 132, "straggler_accuracy": 18, "matcha_time": 90}
 """The numbers of trainings of the studies."""
+NEEDED: Mapping[str, Set[tuple[str, int]]] = {
+    "accuracy_bytes": {("D-PSGD", 8), ("PowerGossip, rank 1", 8), ("MATCHA, budget 0.5", 8)},
+    "worker_numbers": {("all-reduce", 16), ("SGP", 16)},
+    "straggler_accuracy": {("all-reduce", 64), ("WAGMA-SGD", 64), ("SGP, 2 peers", 64)},
+    "matcha_time": {("graph 0, budget 1", 8)},
+}
+"""Methods and numbers of workers without which a study has no page."""
 
 
 def study_page(
@@ -288,11 +296,13 @@ def study_page(
     setup: str,
     question: str,
 ) -> Page | None:
-    """Return the page of a study; None: it has no rows yet."""
+    """Return the page of a study; None: the trainings that its first sentence compares have not ended yet."""
     csv = f"{name}.csv"
     if not (RESULTS / csv).is_file():
         return None
     rows = rows_of(csv)
+    if not NEEDED[name] <= set(trainings(rows)[["method", "workers"]].itertuples(index=False, name=None)):
+        return None
     text = said(rows)
     result = text.partition("**")[2].partition("**")[0]
     return Page(
@@ -385,9 +395,9 @@ of the Lab. The target of a graph is one point below the accuracy of budget 1.""
 IMAGE_STUDIES: Mapping[str, Page] = {
     name: page for name, page in ((name, make()) for name, make in _PAGES.items()) if page is not None
 }
-"""The pages of the studies with rows."""
+"""The pages of the studies with enough rows."""
 
-IMAGE_HEADLINES: Sequence[Headline] = (
+_HEADLINES: Sequence[Headline] = (
     Headline(
         "PowerGossip",
         "the accuracy of D-PSGD on a ring of 8 with 30 to 50 times fewer bytes (ResNet-20, CIFAR-10)",
@@ -429,4 +439,5 @@ IMAGE_HEADLINES: Sequence[Headline] = (
         matcha_time_headline,
     ),
 )
+IMAGE_HEADLINES: Sequence[Headline] = [each for each in _HEADLINES if each.page in IMAGE_STUDIES]
 """The headlines of papers that these studies measure."""

@@ -143,7 +143,8 @@ class Trainings:
         The score of models with parameters that are not finite is infinite.
         """
         key = dict(zip(KEY, (method, workers, rate, steps, is_tuning), strict=True))
-        rows = matching(self.rows, {**key, "seed": seed})
+        end = {**key, "seed": seed, "step": steps}  # a curve that was cut off has no such row
+        rows = matching(self.rows, end)
         if rows.empty:
             if time.monotonic() > self.end:
                 return math.nan
@@ -151,7 +152,7 @@ class Trainings:
             append_rows(self.path, found, seed=seed)
             print({name: found[-1][name] for name in (*KEY, "validation", "test", "cpu_seconds")}, flush=True)
             self.rows = rows_in(self.path, COLUMNS)
-            rows = matching(self.rows, {**key, "seed": seed})
+            rows = matching(self.rows, end)
         score = float(rows["validation"].iloc[-1])
         return score if math.isfinite(score) else math.inf
 

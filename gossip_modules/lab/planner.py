@@ -394,7 +394,8 @@ def _choice(chosen: Prediction, predictions: Sequence[Prediction]) -> str:
         return f"{sentence}, the only one that reaches it with workers that agree."
     steps = f"{chosen.num_steps:.0f} steps of {chosen.step_seconds:.3f} s beside {rival.num_steps:.0f} of"
     times = rival.seconds / chosen.seconds if chosen.seconds else 1.0
-    return f"{sentence}, {times:.2f} times faster than {rival.name} ({steps} {rival.step_seconds:.3f} s)."
+    than = f"{times:.2f} times faster" if times >= 1 else f"{1 / times:.2f} times slower"
+    return f"{sentence}, {than} than {rival.name} ({steps} {rival.step_seconds:.3f} s)."
 
 
 def _bound(chosen: Prediction, setting: Setting) -> str:

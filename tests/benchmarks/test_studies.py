@@ -81,11 +81,14 @@ def test_a_study_tunes_each_method_alike_and_goes_on(tmp_path: Path, monkeypatch
         np.testing.assert_allclose(curves["test"], 2 * curves["validation"])
     text = path.read_text()
     lines = text.splitlines(keepends=True)
-    path.write_text("".join(lines[:-4]))  # the last training
-    assert run(monkeypatch, path) == 0
-    again = pd.read_csv(path, dtype=DTYPES)
     changing = ["date", "cpu_seconds"]
-    pd.testing.assert_frame_equal(again.drop(columns=changing), rows.drop(columns=changing))
+    for num_lost in (4, 2):  # the last training, and a part of it
+        path.write_text("".join(lines[:-num_lost]))
+        assert run(monkeypatch, path) == 0
+        again = pd.read_csv(path, dtype=DTYPES)
+        assert len(again) == len(rows) + 4 - num_lost
+        again = again.drop_duplicates(["method", "is_tuning", "rate", "seed", "step"], ignore_index=True)
+        pd.testing.assert_frame_equal(again.drop(columns=changing), rows.drop(columns=changing))
 
 
 @pytest.mark.parametrize(
@@ -194,3 +197,23 @@ def test_a_page_says_how_many_trainings_have_run() -> None:
     assert progress(rows, 3).startswith("1 of 3 trainings have run")
     planned = {name: sum(len(study.methods(n)) for n, *_ in study.cells) for name, study in images.IMAGES.items()}
     assert planned == image_studies.PLANNED
+
+
+def test_a_study_has_a_page_once_the_trainings_of_its_first_sentence_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_studies, "RESULTS", tmp_path)
+    for name, needed in image_studies.NEEDED.items():
+        found = [rows_of({(method, 1): 40.0}, workers=workers) for method, workers in sorted(needed)]
+        for rows, has_page in ((found[:-1], False), (found, True)):
+            (tmp_path / f"{name}.csv").touch()
+            own = pd.concat([rows_of({("other", 1): 1.0}, is_tuning=True), *rows]).assign(waiting=0.1)
+            monkeypatch.setattr(image_studies, "rows_of", lambda csv, own=own: own)
+            assert (image_studies._PAGES[name]() is not None) == has_page, name
+
+
+def test_matcha_is_compared_on_the_seeds_that_have_a_target() -> None:
+    errors = {("graph 0, budget 0.5", 1): 9.0, ("graph 0, budget 0.5", 2): 9.0, ("graph 0, budget 1", 1): 9.0}
+    found = image_studies.matcha_ends(rows_of(errors)).set_index("budget")
+    assert found["seeds"].to_dict() == {0.5: 1, 1.0: 1}
+    assert found["seconds_to"].to_dict() == {0.5: 4.0, 1.0: 4.0}

@@ -105,6 +105,23 @@ def test_pauses_are_those_of_the_tables_and_go_on_along_their_last_line() -> Non
     assert ddp.all_seconds(8) > 300
 
 
+def test_rows_of_goodput_are_those_of_the_pauses_of_today() -> None:
+    rows = pd.read_csv(goodput.RESULTS / "goodput.csv")
+    found = [{**key, **compute()} for key, compute in goodput.cells(list)]
+    own = rows[list(found[0])].sort_values(["failures", "system", "workers"], ignore_index=True)
+    expected = pd.DataFrame(found).sort_values(["failures", "system", "workers"], ignore_index=True)
+    pd.testing.assert_frame_equal(own, expected, check_dtype=False)
+
+
+def test_a_sentence_has_whole_shares() -> None:
+    rows = pd.DataFrame(
+        {"workers": workers, "failures": failures, "system": system, "goodput": share}
+        for workers, failures in ((32, "one an hour"), (1024, "Llama 3"))
+        for system, share in (("a", 1.0), ("b", 0.9), ("c", 0.5))
+    )
+    assert "keeps 100.00 %, torchft 90.00 %, and DDP with restarts 50.00 % of its time" in pages.goodput_said(rows)
+
+
 # Agreement.
 
 

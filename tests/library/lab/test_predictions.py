@@ -92,6 +92,8 @@ def test_rare_averages_are_advised_where_links_bound_every_step() -> None:
         assert advice.best.plan.method.name == expected
         (sentence,) = [sentence for sentence in advice.sentences if "averages rarely" in sentence]
         assert sentence.endswith(f"more than 75% of its step, here {share:.0%}.")
+        than = "slower than localsgd" if expected == "osgp" else "faster than osgp"
+        assert f"4.50 times {than}" in advice.sentences[0]
     slower = advise([steady, replace(rare, seconds=10.0)], CLUSTER)
     assert slower.best is steady
     assert not any("averages rarely" in sentence for sentence in slower.sentences)
