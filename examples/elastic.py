@@ -1,7 +1,7 @@
 """Workers that die and come back while the others train on.
 
     python -m gossip_modules.membership.serve --host 127.0.0.1 &           # the store, once
-    torchrun --standalone --nproc-per-node 1 examples/elastic.py
+    python examples/elastic.py
 
 The second line starts one worker: type it in four shells, or on four machines with STORE=host:29400. Kill one with
 `kill -9`, and start it again: the others do not stop, and it goes on from the step that they have come to.
