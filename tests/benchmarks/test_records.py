@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
+from benchmarks.pages.records import headline
 from benchmarks.record import DTYPES, digest
 from benchmarks.records import __main__ as records
 from benchmarks.records import task
@@ -128,3 +129,8 @@ def test_the_log_follows_the_rules() -> None:
         assert set(rows["data"]) == {digest(task.TEXT)}
         assert (rows["steps_to_target"].dropna() <= MAX_STEPS).all()
     assert 0 < TARGET_BITS < 8
+
+
+def test_a_track_that_nobody_finishes_has_a_sentence() -> None:
+    rows = pd.DataFrame({"track": ["deaths"], "submission": ["sgp"], "seconds": [np.nan]})
+    assert headline(rows) == f"On the track `deaths` none of 1 reaches {TARGET_BITS:g} bits per byte."
