@@ -149,11 +149,31 @@ class SentVector(Vector):
 
     def set_(self, other: Vector) -> Vector:
         """correction <- other - self."""
-        assert not self.is_correction, "an algorithm writes x once in a round, or adds to it"
-        self.is_correction = True
+        self._begin_writing()
         for x, y in zip(self.parts, other.parts, strict=True):
             torch.sub(y, x, out=x)
         return self
+
+    def sum_(self, a: Vector, b: Vector, alpha: float = 1.0) -> Vector:
+        """correction <- a + alpha b - self."""
+        return self.set_(a).add_(b, alpha)
+
+    def mul_(self, factor: float) -> Vector:
+        """correction <- (factor - 1) self."""
+        self._begin_writing()
+        return super().mul_(factor - 1)
+
+    def div_(self, factor: float) -> Vector:
+        """correction <- self / factor - self."""
+        return self.mul_(1 / factor)
+
+    def lerp_(self, other: Vector, weight: float) -> Vector:
+        """correction <- weight (other - self)."""
+        return self.interpolate_(other, 1 - weight)
+
+    def zero_(self) -> Vector:
+        """correction <- -self."""
+        return self.mul_(0.0)
 
     def add_(self, other: Vector, alpha: float = 1.0) -> Vector:
         """correction <- correction + alpha other."""
@@ -162,13 +182,18 @@ class SentVector(Vector):
 
     def interpolate_(self, other: Vector, own_weight: float) -> Vector:
         """correction <- (1 - own_weight) (other - self)."""
-        return self.set_(other).mul_(1 - own_weight)
+        self.set_(other)
+        return super().mul_(1 - own_weight)
 
     def begin_adding(self) -> None:
         """Turn the vector into a correction of zero, to which the round adds."""
         if not self.is_correction:
-            self.is_correction = True
-            self.zero_()
+            self._begin_writing()
+            super().zero_()
+
+    def _begin_writing(self) -> None:
+        assert not self.is_correction, "an algorithm writes x once in a round, or adds to it"
+        self.is_correction = True
 
 
 def widened(layout: FlatLayout, *, has_buffers: bool) -> FlatLayout:
