@@ -29,11 +29,22 @@ from benchmarks.pages.records import RECORDS
 from benchmarks.pages.reproduction import reproduction_page
 from benchmarks.pages.studies import STUDIES
 from benchmarks.pages.training import TRAINING
+from benchmarks.pages.wire import WIRE
 from benchmarks.record import DTYPES, RESULTS, ROOT
 
 __all__ = ["NOT_IN_HISTORY", "PAGES", "main", "page", "stale", "table"]
 
-PAGES: Mapping[str, Page] = {**STUDIES, **GAP, **FINISHED, **TRAINING, **RECORDS, **HOSTS, **MEMBERSHIP, **ALGORITHMS}
+PAGES: Mapping[str, Page] = {
+    **STUDIES,
+    **GAP,
+    **FINISHED,
+    **TRAINING,
+    **WIRE,
+    **RECORDS,
+    **HOSTS,
+    **MEMBERSHIP,
+    **ALGORITHMS,
+}
 """By the name of the file, in the order of the index."""
 
 DOCS = ROOT / "docs" / "benchmarks"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # bytes; every segment and every shard starts on a cache line, so any dtype may be viewed there
-CHUNK_BYTES = 16 << 20  # 140 ms of a 1 Gbit/s link, 14 ms at 10 Gbit/s, where each message costs a busy CPU 3 ms more
+CHUNK_BYTES = 16 << 20  # 140 ms of a link of 1 Gbit/s, 14 ms at 10 Gbit/s
 CHUNK_ALIGNMENT = 256  # bytes from the start of a segment; see [Note: chunks]
 
 
