@@ -66,7 +66,7 @@ def utilisation(method: Any, mbit: float, num_steps: int) -> float:
         num_steps: the steps that are counted; the first round is at the end of them, or earlier.
     """
     learns = method == "ar"  # gradients are averaged in buckets, under the backward pass
-    task = LabTask(Weights, Weights.loss, _no_data, (lambda x: torch.optim.SGD(x, lr=0.0)) if learns else None)
+    task = LabTask(Weights, weighted_sum, _no_data, (lambda x: torch.optim.SGD(x, lr=0.0)) if learns else None)
     network = Network(f"{mbit} Mbit/s", memory_byte_s=MEMORY_BYTE_S)
     setting = Setting(WORKERS, PARAMETERS, Compute(STEP_SECONDS), network)
     training = LabTraining(LabPlan.of(method), setting, task)
@@ -82,9 +82,10 @@ class Weights(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(64, 64))
 
-    def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return a scalar."""
-        return self.weight.sum() * batch
+
+def weighted_sum(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return a scalar: the sum of the numbers of a `Weights`, times the batch."""
+    return torch.stack([x.sum() for x in model.parameters()]).sum() * batch
 
 
 def _no_data(worker: int, step: int, generator: torch.Generator) -> torch.Tensor:

@@ -26,7 +26,7 @@ from gossip_modules.mixing_manager.momentum_rates import MomentumRates
 def test_rows_are_computed_once_and_later_cells_see_earlier_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
+    seen: list[Any] = []
 
     def cells(rows: Callable[[], Any]) -> Iterator[Cell]:
         for name in ("a", "b"):
@@ -81,9 +81,9 @@ def test_goodput_by_hand() -> None:
 
 
 def test_goodput_is_that_of_a_training_in_the_lab_whose_workers_die_and_join() -> None:
-    task = LabTask(utilisation.Weights, utilisation.Weights.loss, lambda *_: torch.zeros(()), None)
+    task = LabTask(utilisation.Weights, utilisation.weighted_sum, lambda *_: torch.zeros(()), None)
     setting = Setting(4, None, Compute(0.1), Network("100 Gbit/s, 0 ms", memory_byte_s=1e15))
-    events = [Kill(step=50, worker=3, seconds=0.75), Join(step=60, seconds=0.25)]
+    events: list[Kill | Join] = [Kill(step=50, worker=3, seconds=0.75), Join(step=60, seconds=0.25)]
     training = LabTraining(LabPlan.of("sgp"), setting, task, events)
     for _ in training.run(100):
         pass
@@ -153,7 +153,7 @@ def test_the_table_of_codes_has_the_step_size_of_all_seeds() -> None:
 
 def test_disagreement_on_a_cycle_is_that_of_the_law() -> None:
     rates = MomentumRates.of(consensus.cycle_rates(32))
-    assert (rates.eta, rates.alpha) == (pytest.approx(0.070418, rel=1e-4), pytest.approx(3.6648, rel=1e-4))
+    assert [rates.eta, rates.alpha] == pytest.approx([0.070418, 3.6648], rel=1e-4)
     for has_momentum in (False, True):
         law = consensus.law(8, has_momentum=has_momentum)
         for seconds in (4, 12):
