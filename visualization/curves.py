@@ -1,8 +1,8 @@
 """Curves of runs side by side in one picture: error, or NLL and BLEU, loss, consensus distance.
 
 python -m visualization.curves runs/digits_sgp                        # writes curves.png there
-python -m visualization.curves runs/sgp runs/ddp --output both.png    # beside a run with --recipe ar, which is DDP's
-python -m visualization.curves runs/sgp_seed* --output seeds.png      # runs that differ in the seed only are one line
+python -m visualization.curves runs/sgp runs/ddp --output both.png    # beside DDP
+python -m visualization.curves runs/sgp_seed* --output seeds.png      # seeds are one line
 """
 
 from __future__ import annotations

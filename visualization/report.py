@@ -4,7 +4,7 @@ Of an elastic run it also tells who came and who left, when, and why.
 
     python -m visualization.report runs/digits_sgp          # writes report.html there
     python -m visualization.report runs/digits_sgp --output sgp.html
-    python -m visualization.report runs/digits_sgp --baseline runs/digits_ar   # curves beside those of another run
+    python -m visualization.report runs/digits_sgp --baseline runs/digits_ar   # beside another run
 
 The file loads nothing, and links to the tables of the run. What cannot be read is said in it and on
 the terminal, by file and line; the exit code is then 1, or 2 where there is no run.
