@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import product
 
 import pandas as pd
 
 from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.headline import IN_PART, NO, YES, Headline, by_limit, rows_of
 from benchmarks.pages.markdown import grid, table
-from benchmarks.record import RESULTS
+from benchmarks.pages.study_tables import has, study_page
 
+SYSTEMS = ("SGP with a membership", "torchft, all-reduce", "DDP, restarted")
+"""Those whose goodput is compared."""
+MEASURES = ("gossip_modules/algorithms", "gossip_modules/lab", "gossip_modules/rounds")
 FIFTH = 0.2
 """The share by which a utilisation may differ from the published one."""
 
@@ -270,33 +273,23 @@ def _chaos() -> list[str]:
     ]
 
 
-class _Spec(NamedTuple):
-    """What a page is made of."""
-
-    title: str
-    said: Callable[[pd.DataFrame], str]
-    summary: Callable[[pd.DataFrame], str]
-    question: int
-    columns: Mapping[str, tuple[str, str]]
-    setup: str
-    also: tuple[str, ...] = ()
-    measures: tuple[str, ...] = ("gossip_modules/algorithms", "gossip_modules/lab", "gossip_modules/rounds")
-
-
-_SPECS: Mapping[str, _Spec] = {
-    "utilisation": _Spec(
+COMPUTED_STUDIES: Mapping[str, Page] = {
+    **study_page(
+        "utilisation",
         "Compute utilisation on links of 50 to 5,000 Mbit/s",
         utilisation_said,
-        utilisation_summary,
-        4,
-        {
+        lambda rows: len(compared(rows)) > 0,
+        summary=utilisation_summary,
+        measures=MEASURES,
+        question=QUESTIONS[4],
+        columns={
             "method": ("method", "s"),
             "period": ("H", "d"),
             "mbit": ("Mbit/s", "d"),
             "utilisation_percent": ("utilisation, %", ".2f"),
             "published_percent": ("published, %", ".2f"),
         },
-        """\
+        setup="""\
 Compute utilisation is the share of computation in the time of a step. The published figures were measured in 2026 with
 DiLoCo on four GPUs whose links were shaped: 30.8 M parameters in float32, 26.5 ms of computation in a step, an outer
 step every H steps. Ours are computed by the clock of the [Lab](../guides/lab.md) for these numbers, with memory of 500
@@ -306,12 +299,18 @@ Streaming DiLoCo has four fragments, arrival="carry", and a delay of one step le
 period. "4 bits" is `QSGD(4, bucket_size=32, unbiased=True)`; its messages are gathered, not reduced. PowerGossip has
 the messages of matrices of 512 x 512. The figures are computed, so a busy machine does not change them.""",
     ),
-    "goodput": _Spec(
+    **study_page(
+        "goodput",
         "Goodput with failures, up to 1,024 workers",
         goodput_said,
-        goodput_summary,
-        2,
-        {
+        has(
+            ("workers", "failures", "system"),
+            *product((32,), ("one an hour",), SYSTEMS),
+            *product((1024,), ("Llama 3",), SYSTEMS),
+        ),
+        summary=goodput_summary,
+        question=QUESTIONS[2],
+        columns={
             "failures": ("failures", "s"),
             "system": ("system", "s"),
             "workers": ("workers", "d"),
@@ -320,7 +319,7 @@ the messages of matrices of 512 x 512. The figures are computed, so a busy machi
             "missing_seconds": ("missing, s", ".1f"),
             "goodput": ("goodput", ".4f"),
         },
-        """\
+        setup="""\
 Goodput is the useful part of the time of all workers, beside a run without failures. With n workers, a time M between
 failures of one worker, a pause of all workers and the time for which the failed worker is missing:
 
@@ -336,15 +335,18 @@ failures of one worker, a pause of all workers and the time for which the failed
 
 A failed worker is back after the time in which a job resumed. Workers have 8 GPUs. In the training of Llama 3 there
 were 419 unexpected interruptions in 54 days with 16,384 GPUs.""",
-        ("elastic_scale.csv", "elastic.csv", "restart.csv", "chaos.csv"),
-        ("gossip_modules/membership",),
+        also=("elastic_scale.csv", "elastic.csv", "restart.csv", "chaos.csv"),
+        measures=("gossip_modules/membership",),
     ),
-    "consensus_codes": _Spec(
+    **study_page(
+        "consensus_codes",
         "Agreement by all compressors on a ring of 8",
         codes_said,
-        codes_summary,
-        3,
-        {
+        has(("method",), ("power-r1-i1",), ("plain",)),
+        summary=codes_summary,
+        measures=MEASURES,
+        question=QUESTIONS[3],
+        columns={
             "method": ("method", "s"),
             "step_size": ("step size", ".4g"),
             "run_seed": ("seed", "d"),
@@ -352,7 +354,7 @@ were 419 unexpected interruptions in 54 days with 16,384 GPUs.""",
             "megabits": ("Mbit", ".3f"),
             "last_error": ("error at the end", ".2g"),
         },
-        """\
+        setup="""\
 This is the experiment of PowerGossip's paper. Eight workers in a ring have a matrix of 100 x 100 normal numbers each,
 and only gossip. The error is the squared distance to the mean, relative to the start. A worker has sent the Mbit
 when the error is 1 %. Plain gossip, bfloat16, PowerGossip and Moniqua with 8 bits have the best step size of plain
@@ -363,12 +365,15 @@ bits.
 Means are over seeds, whose number is in the table. A code that has no row yet, and further seeds, are computed by
 the command below. The figures do not depend on how busy the machine is.""",
     ),
-    "pairwise": _Spec(
+    **study_page(
+        "pairwise",
         "A2CiD2 and AD-PSGD on cycles",
         pairs_said,
-        pairs_summary,
-        3,
-        {
+        has(("workers", "method"), *product((16, 32), ("AD-PSGD", "A2CiD2"))),
+        summary=pairs_summary,
+        measures=MEASURES,
+        question=QUESTIONS[3],
+        columns={
             "method": ("method", "s"),
             "workers": ("workers", "d"),
             "exchanges": ("exchanges of a worker", "d"),
@@ -378,52 +383,34 @@ the command below. The figures do not depend on how busy the machine is.""",
             "law": ("by the law", ".3g"),
             "exchanges_to_0.001": ("exchanges to 0.001", ".1f"),
         },
-        """\
+        setup="""\
 Workers on a cycle average in pairs at random times. Each link has exchanges at the rate 1/2, so a worker has one in a
 unit of time on average. Nothing is learnt. The disagreement is the mean square distance from the mean, relative to the
 start. "Simulated" is the mean over runs of random exchanges, and "law" the expected value, by the equation of second
 moments. Both methods have equal exchanges. The rates of A2CiD2 are those of
 `BilatGossipDataParallel(continuous_momentum=True)` for these rates.""",
     ),
-    "matcha_rho": _Spec(
+    **study_page(
+        "matcha_rho",
         "Convergence rate of MATCHA on its six graphs",
         rho_said,
-        rho_summary,
-        3,
-        {
+        has(("graph", "budget"), *product(range(6), (0.5, 1.0))),
+        summary=rho_summary,
+        measures=MEASURES,
+        question=QUESTIONS[3],
+        columns={
             "graph": ("graph", "d"),
             "workers": ("workers", "d"),
             "budget": ("budget", ".1f"),
             "rho": ("rho", ".5f"),
         },
-        """\
+        setup="""\
 Rho bounds the factor by which a round of gossip shrinks the squared distance from the mean: smaller is better. Graphs
 are those of `gossip_modules.matcha.select_graph`, which are the six of the paper. The budget is the share of
 messages of a round over all links. The figures are computed, so a busy machine does not change them.""",
     ),
 }
-
-
-def _page(name: str, spec: _Spec) -> Page:
-    text = spec.said(rows_of(f"{name}.csv"))
-    return Page(
-        spec.title,
-        f"{name}.csv",
-        text,
-        spec.columns,
-        summary=spec.summary,
-        setup=spec.setup,
-        also=spec.also,
-        measures=spec.measures,
-        question=QUESTIONS[spec.question],
-        result=text.partition("**")[2].partition("**")[0],
-    )
-
-
-COMPUTED_STUDIES: Mapping[str, Page] = {
-    name: _page(name, spec) for name, spec in _SPECS.items() if (RESULTS / f"{name}.csv").exists()
-}
-"""The pages of the studies with rows."""
+"""The pages of the studies with enough rows."""
 
 COMPUTED_HEADLINES: Sequence[Headline] = (
     Headline(

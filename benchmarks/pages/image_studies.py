@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
-from functools import partial
+from collections.abc import Mapping, Sequence, Set
 
 import pandas as pd
 
 from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.headline import IN_PART, NO, YES, Headline, by_effect, by_limit, by_ratio, rows_of
 from benchmarks.pages.markdown import table
-from benchmarks.pages.study_tables import all_rows, ends, progress, trainings
-from benchmarks.record import RESULTS
+from benchmarks.pages.study_tables import all_rows, ends, has_trainings, study_page, trainings
 
 EXACT = 1e-5
 """Errors are float32: gaps are compared with thresholds plus this."""
@@ -288,116 +286,108 @@ NEEDED: Mapping[str, Set[tuple[str, int]]] = {
 """Methods and numbers of workers without which a study has no page."""
 
 
-def study_page(
-    name: str,
-    title: str,
-    said: Callable[[pd.DataFrame], str],
-    summary: Callable[[pd.DataFrame], str],
-    setup: str,
-    question: str,
-) -> Page | None:
-    """Return the page of a study; None: the trainings that its first sentence compares have not ended yet."""
-    csv = f"{name}.csv"
-    if not (RESULTS / csv).is_file():
-        return None
-    rows = rows_of(csv)
-    if not NEEDED[name] <= set(trainings(rows)[["method", "workers"]].itertuples(index=False, name=None)):
-        return None
-    text = said(rows)
-    result = text.partition("**")[2].partition("**")[0]
-    return Page(
-        title,
-        csv,
-        f"{text} {progress(rows, PLANNED[name])}".rstrip(),
-        render=all_rows,
-        summary=summary,
-        setup=setup,
-        question=question,
-        result=result,
-    )
+def ends_of_all(rows: pd.DataFrame) -> str:
+    """Write the end of each training, and the grid of rates."""
+    columns = {
+        "accuracy": ("accuracy, %", ".2f"),
+        "consensus": ("distance", ".3g"),
+        "megabytes": ("MB sent", ".1f"),
+        "seconds": ("seconds", ".1f"),
+        "cpu_seconds": ("CPU s", ".0f"),
+    }
+    return all_rows(rows, columns, "Validation errors in percent", ".1f")
 
 
-_PAGES: Mapping[str, Callable[[], Page | None]] = {
-    "accuracy_bytes": partial(
-        study_page,
-        "accuracy_bytes",
-        "Accuracy against bytes on a ring of 8",
-        bytes_said,
-        bytes_summary,
-        SETUP.format(
-            task=CIFAR,
-            data=FOLDER,
-            batch=8,
-            rates=TUNED,
-            more="""\
+def pages() -> dict[str, Page]:
+    """Return the pages of the studies with enough rows, by name."""
+    return {
+        **study_page(
+            "accuracy_bytes",
+            "Accuracy against bytes on a ring of 8",
+            bytes_said,
+            has_trainings(*NEEDED["accuracy_bytes"]),
+            planned=PLANNED["accuracy_bytes"],
+            render=ends_of_all,
+            summary=bytes_summary,
+            setup=SETUP.format(
+                task=CIFAR,
+                data=FOLDER,
+                batch=8,
+                rates=TUNED,
+                more="""\
 Points below are those below D-PSGD, in the mean over the seeds of both. Bytes are those of parameters in float32.
 CHOCO and DeepSqueeze have the published step sizes for a ring of 8. SGP has its own graph, and all-reduce is a ring
 all-reduce of gradients.""",
+            ),
+            question=QUESTIONS[0],
         ),
-        QUESTIONS[0],
-    ),
-    "worker_numbers": partial(
-        study_page,
-        "worker_numbers",
-        "Accuracy with 4 to 32 workers and equal numbers of images",
-        numbers_said,
-        numbers_summary,
-        SETUP.format(
-            task=DRAWN.format("2,510 parameters, and batch normalisation between them"),
-            data=SEED,
-            batch=NUMBERS_BATCH,
-            rates=TUNED,
-            more="""\
+        **study_page(
+            "worker_numbers",
+            "Accuracy with 4 to 32 workers and equal numbers of images",
+            numbers_said,
+            has_trainings(*NEEDED["worker_numbers"]),
+            planned=PLANNED["worker_numbers"],
+            render=ends_of_all,
+            summary=numbers_summary,
+            setup=SETUP.format(
+                task=DRAWN.format("2,510 parameters, and batch normalisation between them"),
+                data=SEED,
+                batch=NUMBERS_BATCH,
+                rates=TUNED,
+                more="""\
 Points below are those below all-reduce, in the mean over the seeds of both. All steps take equal times, and the running
 statistics are mixed as the models are in methods that work in lockstep.""",
+            ),
+            question=QUESTIONS[0],
         ),
-        QUESTIONS[0],
-    ),
-    "straggler_accuracy": partial(
-        study_page,
-        "straggler_accuracy",
-        "Time to accuracy with two late workers of 64",
-        late_said,
-        late_summary,
-        SETUP.format(
-            task=DRAWN.format("2,410 parameters"),
-            data=SEED,
-            batch=2,
-            rates=TUNED,
-            more="""\
+        **study_page(
+            "straggler_accuracy",
+            "Time to accuracy with two late workers of 64",
+            late_said,
+            has_trainings(*NEEDED["straggler_accuracy"]),
+            planned=PLANNED["straggler_accuracy"],
+            render=ends_of_all,
+            summary=late_summary,
+            setup=SETUP.format(
+                task=DRAWN.format("2,410 parameters"),
+                data=SEED,
+                batch=2,
+                rates=TUNED,
+                more="""\
 Two workers of 64, drawn anew for each step, compute 320 ms longer, as in the experiments of WAGMA-SGD. A step computes
 for 0.6 s, as the published steps per second say. Times are those of a ResNet-50, 25.6 M parameters, on links of 80
 Gbit/s, by the clock of the Lab. The time of a step is that of a worker: the mean time of computation, 0.61 s, over the
 share of the time in which it computes. All methods train for 240 steps; of WAGMA-SGD these are rounds, some of which a
 late worker misses, and of AD-PSGD and dpwa ticks of 0.6 s. The target is two points below all-reduce at the end.""",
+            ),
+            question=QUESTIONS[1],
         ),
-        QUESTIONS[1],
-    ),
-    "matcha_time": partial(
-        study_page,
-        "matcha_time",
-        "MATCHA against time on its six graphs",
-        matcha_said,
-        matcha_summary,
-        SETUP.format(
-            task=DRAWN.format("2,410 parameters"),
-            data=SEED,
-            batch=2,
-            rates="The rate is 0.1 for all.",
-            more="""\
+        **study_page(
+            "matcha_time",
+            "MATCHA against time on its six graphs",
+            matcha_said,
+            has_trainings(*NEEDED["matcha_time"]),
+            planned=PLANNED["matcha_time"],
+            render=ends_of_all,
+            summary=matcha_summary,
+            setup=SETUP.format(
+                task=DRAWN.format("2,410 parameters"),
+                data=SEED,
+                batch=2,
+                rates="The rate is 0.1 for all.",
+                more="""\
 Graphs are those of `select_graph`; graphs 0 and 5 have 8 workers, the others 16. Budget 1 uses all links in each round,
 with MATCHA's weights. Times are those of 14.7 M parameters, 100 ms of computation and links of 5 Gbit/s, by the clock
 of the Lab. The target of a graph is one point below the accuracy of budget 1.""",
+            ),
+            question=QUESTIONS[1],
         ),
-        QUESTIONS[1],
-    ),
-}
-IMAGE_STUDIES: Mapping[str, Page] = {
-    name: page for name, page in ((name, make()) for name, make in _PAGES.items()) if page is not None
-}
-"""The pages of the studies with enough rows."""
+    }
 
-_HEADLINES: Sequence[Headline] = (
+
+IMAGE_STUDIES: Mapping[str, Page] = pages()
+
+IMAGE_HEADLINES: Sequence[Headline] = (
     Headline(
         "PowerGossip",
         "the accuracy of D-PSGD on a ring of 8 with 30 to 50 times fewer bytes (ResNet-20, CIFAR-10)",
@@ -439,5 +429,4 @@ _HEADLINES: Sequence[Headline] = (
         matcha_time_headline,
     ),
 )
-IMAGE_HEADLINES: Sequence[Headline] = [each for each in _HEADLINES if each.page in IMAGE_STUDIES]
 """The headlines of papers that these studies measure."""

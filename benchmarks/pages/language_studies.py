@@ -9,8 +9,8 @@ import pandas as pd
 
 from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.headline import IN_PART, NO, YES, Headline, rows_of
-from benchmarks.pages.markdown import grid, table
-from benchmarks.record import RESULTS
+from benchmarks.pages.markdown import table
+from benchmarks.pages.study_tables import Rule, all_rows, has_trainings, study_page, trainings
 
 CSV = "outer_language.csv"
 PLANNED = 60
@@ -26,7 +26,7 @@ def language_ends(rows: pd.DataFrame) -> pd.DataFrame:
         method, workers, rate, seeds, loss, lowest, highest, gap (above all-reduce by AdamW, of the seeds that both
         have), megabytes of a worker, fewer (bytes of all-reduce over those).
     """
-    last = rows[~rows["is_tuning"] & (rows["step"] == rows["steps"])]
+    last = trainings(rows)
     base = last[(last["method"] == "all-reduce")].set_index(["workers", "seed"])
     found = []
     for (method, workers), own in last.groupby(["method", "workers"], sort=False):
@@ -67,9 +67,6 @@ def language_said(rows: pd.DataFrame) -> str:
         alone = of(found, "one worker alone", 1)
         if alone is not None:
             texts.append(f"One worker alone, which reads an eighth of the data, ends at {alone['loss']:.2f}.")
-    done = int((~rows["is_tuning"] & (rows["step"] == rows["steps"])).sum())
-    if done < PLANNED:
-        texts.append(f"{done} of {PLANNED} trainings have run; the commands below go on with them.")
     return " ".join(texts)
 
 
@@ -96,27 +93,14 @@ def language_summary(rows: pd.DataFrame) -> str:
 
 def language_rows(rows: pd.DataFrame) -> str:
     """Write the end of each training, and the grid of rates."""
-    last = rows[~rows["is_tuning"] & (rows["step"] == rows["steps"])]
     columns = {
-        "method": ("method", "s"),
-        "workers": ("workers", "d"),
-        "seed": ("seed", "d"),
-        "rate": ("rate", "g"),
-        "steps": ("steps", ",d"),
         "validation": ("validation", ".3f"),
         "test": ("test", ".3f"),
         "consensus": ("distance", ".3g"),
         "megabytes": ("MB sent", ",.2f"),
         "cpu_seconds": ("CPU s", ".0f"),
     }
-    texts = [table(last, columns)]
-    tuning = rows[rows["is_tuning"] & (rows["step"] == rows["steps"])].sort_values("rate", kind="stable")
-    if len(tuning):
-        texts.append("Validation losses of the short trainings that chose rates, with the first seed:")
-        for workers, own in tuning.groupby("workers", sort=False):
-            texts.append(f"{workers} workers, {own['steps'].iloc[0]:,} steps")
-            texts.append(grid(own, ("method", "method"), "rate", "validation", ".3f", "rate {:g}"))
-    return "\n\n".join(texts)
+    return all_rows(rows, columns, "Validation losses", ".3f")
 
 
 SETUP = """\
@@ -140,8 +124,8 @@ def diloco_headline() -> tuple[str, str]:
     found = language_ends(rows_of(CSV))
     row, alone = of(found, "DiLoCo, H = 500"), of(found, "one worker alone", 1)
     base = of(found, "all-reduce")
-    if row is None or base is None:
-        return "not run yet", NO
+    assert row is not None, "this headline has its trainings"
+    assert base is not None, "this headline has its trainings"
     spread = base["highest"] - base["lowest"]
     text = f"{row['gap']:+.2f} nats per byte with {row['fewer']:,.0f} times fewer bytes, H = 500"
     helps = alone is not None and row["loss"] < alone["loss"]
@@ -158,60 +142,38 @@ def muloco_headline() -> tuple[str, str]:
     return text, YES if in_order == len(losses) - 1 else IN_PART if losses[0] < losses[-1] else NO
 
 
-def _page() -> Page:
-    text = language_said(rows_of(CSV))
-    return Page(
-        "A language model by outer methods at their published settings",
-        CSV,
-        text,
-        render=language_rows,
-        summary=language_summary,
-        setup=SETUP,
-        measures=("gossip_modules/algorithms", "gossip_modules/lab", "gossip_modules/rounds"),
-        question=QUESTIONS[0],
-        result=text.partition("**")[2].partition("**")[0],
-    )
-
-
-def _has(*methods: str) -> bool:
-    """Whether the file has complete trainings of all of these methods."""
-    if not (RESULTS / CSV).exists():
-        return False
-    rows = rows_of(CSV)
-    return set(methods) <= set(rows[~rows["is_tuning"] & (rows["step"] == rows["steps"])]["method"])
-
-
-LANGUAGE_STUDIES: Mapping[str, Page] = {"outer_language": _page()} if _has("all-reduce") else {}
-"""The page, once there is something to compare with."""
-
-LANGUAGE_HEADLINES: Sequence[Headline] = (
-    *(
-        [
-            Headline(
-                "DiLoCo",
-                "8 workers learn as synchronous training does, with 500 times less communication",
-                "decoder of 20,480 parameters, 3,000 steps",
-                (CSV,),
-                "outer_language",
-                diloco_headline,
-            )
-        ]
-        if _has("all-reduce", "DiLoCo, H = 500")
-        else []
-    ),
-    *(
-        [
-            Headline(
-                "MuLoCo",
-                "one worker, losses in the order MuLoCo, Muon, DiLoCo, AdamW (3.120 to 3.158 with 150 M parameters)",
-                "decoder of 20,480 parameters, 3,000 steps",
-                (CSV,),
-                "outer_language",
-                muloco_headline,
-            )
-        ]
-        if _has(*ORDER)
-        else []
-    ),
+LANGUAGE_STUDIES: Mapping[str, Page] = study_page(
+    "outer_language",
+    "A language model by outer methods at their published settings",
+    language_said,
+    has_trainings(("all-reduce", 8)),
+    planned=PLANNED,
+    render=language_rows,
+    summary=language_summary,
+    setup=SETUP,
+    measures=("gossip_modules/algorithms", "gossip_modules/lab", "gossip_modules/rounds"),
+    question=QUESTIONS[0],
 )
-"""The headlines of papers that this study measures."""
+
+_HEADLINES: Mapping[Rule, Headline] = {
+    has_trainings(("all-reduce", 8), ("DiLoCo, H = 500", 8)): Headline(
+        "DiLoCo",
+        "8 workers learn as synchronous training does, with 500 times less communication",
+        "decoder of 20,480 parameters, 3,000 steps",
+        (CSV,),
+        "outer_language",
+        diloco_headline,
+    ),
+    has_trainings(*((name, 1 if "one worker" in name else 8) for name in ORDER)): Headline(
+        "MuLoCo",
+        "one worker, losses in the order MuLoCo, Muon, DiLoCo, AdamW (3.120 to 3.158 with 150 M parameters)",
+        "decoder of 20,480 parameters, 3,000 steps",
+        (CSV,),
+        "outer_language",
+        muloco_headline,
+    ),
+}
+LANGUAGE_HEADLINES: Sequence[Headline] = [
+    each for is_ready, each in _HEADLINES.items() if LANGUAGE_STUDIES and is_ready(rows_of(CSV))
+]
+"""The headlines of papers that this study measures, of those whose trainings have ended."""

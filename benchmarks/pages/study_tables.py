@@ -1,10 +1,64 @@
-"""Tables of the CSV files of `benchmarks.studies`."""
+"""Pages and tables of the CSV files of `benchmarks.studies`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
 import pandas as pd
 
+from benchmarks.pages.base import Page
+from benchmarks.pages.headline import rows_of
 from benchmarks.pages.markdown import grid, table
+from benchmarks.record import RESULTS
+
+Rule: TypeAlias = Callable[[pd.DataFrame], bool]
+COLUMNS = {
+    "method": ("method", "s"),
+    "workers": ("workers", "d"),
+    "seed": ("seed", "d"),
+    "rate": ("rate", "g"),
+    "steps": ("steps", ",d"),
+}
+"""What names a training, in a table of all of them."""
+
+
+def study_page(
+    name: str,
+    title: str,
+    said: Callable[[pd.DataFrame], str],
+    is_ready: Rule,
+    *,
+    planned: int = 0,
+    **page: Any,
+) -> dict[str, Page]:
+    """Return the page of a study by its name; empty: rows that its first sentence compares are missing.
+
+    Args:
+        name: of the page and of its CSV file.
+        title: of the page.
+        said: the result in words, from the rows; the index has its bold sentence.
+        is_ready: whether the rows suffice for `said`.
+        planned: the number of trainings of the study; 0: it has none.
+        page: the other fields of `Page`.
+    """
+    csv = f"{name}.csv"
+    if not (RESULTS / csv).is_file() or not is_ready(rows := rows_of(csv)):
+        return {}
+    text = said(rows)
+    result = text.partition("**")[2].partition("**")[0]
+    so_far = progress(rows, planned) if planned else ""
+    return {name: Page(title, csv, f"{text} {so_far}".rstrip(), result=result, **page)}
+
+
+def has(columns: tuple[str, ...], *needed: tuple[Any, ...]) -> Rule:
+    """Return a rule: the rows have each of these values in these columns."""
+    return lambda rows: {*needed} <= set(rows[list(columns)].itertuples(index=False, name=None))
+
+
+def has_trainings(*needed: tuple[str, int]) -> Rule:
+    """Return a rule: a training of each of these methods and numbers of workers has ended."""
+    return lambda rows: has(("method", "workers"), *needed)(trainings(rows))
 
 
 def trainings(rows: pd.DataFrame) -> pd.DataFrame:
@@ -39,32 +93,23 @@ def ends(rows: pd.DataFrame, base: str) -> pd.DataFrame:
     return pd.DataFrame(found, columns=list(names)).sort_values(["workers", "accuracy"], ascending=[True, False])
 
 
-def rates(rows: pd.DataFrame) -> str:
-    """Write the validation errors of the short trainings that chose rates, a table for each number of workers."""
-    texts = ["Validation errors in percent of the short trainings that chose rates, with the first seed:"]
-    tuning = rows[rows["is_tuning"]]
-    for workers, own in tuning[tuning["step"] == tuning["steps"]].groupby("workers"):
-        own = own.sort_values("rate", kind="stable")
+def all_rows(rows: pd.DataFrame, columns: Mapping[str, tuple[str, str]], scores: str, form: str) -> str:
+    """Write the end of each training, and the validation scores of the short trainings that chose rates.
+
+    Args:
+        rows: of a study.
+        columns: of the table of ends, after COLUMNS.
+        scores: their name.
+        form: their format.
+    """
+    texts = [table(trainings(rows), {**COLUMNS, **columns})]
+    tuning = rows[rows["is_tuning"] & (rows["step"] == rows["steps"])].sort_values("rate", kind="stable")
+    if len(tuning):
+        texts.append(f"{scores} of the short trainings that chose rates, with the first seed:")
+    for workers, own in tuning.groupby("workers"):
         texts.append(f"{workers} workers, {own['steps'].iloc[0]:,} steps")
-        texts.append(grid(own, ("method", "method"), "rate", "validation", ".1f", "rate {:g}"))
+        texts.append(grid(own, ("method", "method"), "rate", "validation", form, "rate {:g}"))
     return "\n\n".join(texts)
-
-
-def all_rows(rows: pd.DataFrame) -> str:
-    """Write the end of each training, and the grid of rates."""
-    columns = {
-        "method": ("method", "s"),
-        "workers": ("workers", "d"),
-        "seed": ("seed", "d"),
-        "rate": ("rate", "g"),
-        "steps": ("steps", ",d"),
-        "accuracy": ("accuracy, %", ".2f"),
-        "consensus": ("distance", ".3g"),
-        "megabytes": ("MB sent", ".1f"),
-        "seconds": ("seconds", ".1f"),
-        "cpu_seconds": ("CPU s", ".0f"),
-    }
-    return "\n\n".join([table(trainings(rows), columns), *([rates(rows)] if rows["is_tuning"].any() else [])])
 
 
 def progress(rows: pd.DataFrame, planned: int) -> str:
@@ -75,7 +120,6 @@ def progress(rows: pd.DataFrame, planned: int) -> str:
         planned: the number of trainings of the study.
     """
     done = len(trainings(rows))
-    missing = (
-        "" if done == planned else f" {done} of {planned} trainings have run; the command below goes on with them."
-    )
-    return missing.strip()
+    if done == planned:
+        return ""
+    return f"{done} of {planned} trainings have run; the commands below go on with them."

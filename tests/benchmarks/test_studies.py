@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from benchmarks.pages import image_studies
+from benchmarks.pages import image_studies, study_tables
 from benchmarks.pages.study_tables import ends, progress
 from benchmarks.record import DTYPES, PROVENANCE
 from benchmarks.studies import __main__ as studies
@@ -202,14 +202,15 @@ def test_a_page_says_how_many_trainings_have_run() -> None:
 def test_a_study_has_a_page_once_the_trainings_of_its_first_sentence_have_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_studies, "RESULTS", tmp_path)
+    monkeypatch.setattr(study_tables, "RESULTS", tmp_path)
     for name, needed in image_studies.NEEDED.items():
         found = [rows_of({(method, 1): 40.0}, workers=workers) for method, workers in sorted(needed)]
         for rows, has_page in ((found[:-1], False), (found, True)):
             (tmp_path / f"{name}.csv").touch()
             own = pd.concat([rows_of({("other", 1): 1.0}, is_tuning=True), *rows]).assign(waiting=0.1)
-            monkeypatch.setattr(image_studies, "rows_of", lambda csv, own=own: own)
-            assert (image_studies._PAGES[name]() is not None) == has_page, name
+            monkeypatch.setattr(study_tables, "rows_of", lambda csv, own=own: own)
+            assert (name in image_studies.pages()) == has_page, name
+            (tmp_path / f"{name}.csv").unlink()
 
 
 def test_matcha_is_compared_on_the_seeds_that_have_a_target() -> None:

@@ -1,1 +1,1 @@
-"""A file for each submission, with a class `Entry`."""
+"""A file for each submission, with one class that derives from `Submission`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.records.submission import Submission
 
 
-class Entry(Submission):
+class AllReduceEntry(Submission):
     """DistributedDataParallel's method."""
 
     title = "AllReduce"

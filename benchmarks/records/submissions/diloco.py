@@ -9,7 +9,7 @@ from gossip_modules import DiLoCo
 
 
 @dataclass(frozen=True)
-class Entry(Submission):
+class DiLoCoEntry(Submission):
     """Local steps and outer steps.
 
     Args:

@@ -9,7 +9,7 @@ from gossip_modules import LocalSGD
 
 
 @dataclass(frozen=True)
-class Entry(Submission):
+class LocalSGDEntry(Submission):
     """Local steps and averages.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.records.submission import Submission
 
 
-class Entry(Submission):
+class PowerGossipEntry(Submission):
     """Gossip with messages of rank one."""
 
     title = "PowerGossip"

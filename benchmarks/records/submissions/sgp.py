@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.records.submission import Submission
 
 
-class Entry(Submission):
+class SGPEntry(Submission):
     """Stochastic gradient push."""
 
     title = "SGP"

@@ -9,7 +9,7 @@ from gossip_modules import SparseLoCo
 
 
 @dataclass(frozen=True)
-class Entry(Submission):
+class SparseLoCoEntry(Submission):
     """Local steps and outer steps with sparse messages.
 
     Args:
