@@ -212,7 +212,7 @@ IMAGES: Mapping[str, Study] = {
     "accuracy_bytes": Study(
         partial(SmallImages, 8, normalizes=False),
         lambda workers: RING,
-        cells=tuple((8, 4000, seed) for seed in (1, 2, 3)),
+        cells=tuple((8, 14_000, seed) for seed in (1, 2, 3)),
         rates=(0.025, 0.05, 0.1),
     ),
     "worker_numbers": Study(
