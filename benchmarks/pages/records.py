@@ -53,13 +53,12 @@ def headline(rows: pd.DataFrame) -> str:
     for name, own in rows.groupby("track", sort=False):
         reached = own.dropna(subset="seconds").sort_values("seconds")
         if reached.empty:
-            texts.append(f"On the track `{name}` none of {len(own)} reaches {TARGET_BITS:g} bits per byte.")
+            texts.append(f"on `{name}` none of {len(own)}")
             continue
         first, exact = reached.iloc[0], reached.set_index("submission")["seconds"].get("all_reduce")
-        rival = "" if exact is None else f", AllReduce takes {exact:,.0f} s"
-        setting = f"{entry(first['submission']).title} is first in {first['seconds']:,.0f} s to {TARGET_BITS:g} bits"
-        texts.append(f"On the track `{name}` {setting} per byte{rival}; {len(reached)} of {len(own)} reach the target.")
-    return " ".join(texts)
+        rival = "" if exact is None else f" (AllReduce {exact:,.0f} s)"
+        texts.append(f"on `{name}` {entry(first['submission']).title} in {first['seconds']:,.0f} s{rival}")
+    return f"First to {TARGET_BITS:g} bits per byte are {', '.join(texts)}."
 
 
 RECORDS: Mapping[str, Page] = {

@@ -133,4 +133,4 @@ def test_the_log_follows_the_rules() -> None:
 
 def test_a_track_that_nobody_finishes_has_a_sentence() -> None:
     rows = pd.DataFrame({"track": ["deaths"], "submission": ["sgp"], "seconds": [np.nan]})
-    assert headline(rows) == f"On the track `deaths` none of 1 reaches {TARGET_BITS:g} bits per byte."
+    assert headline(rows) == f"First to {TARGET_BITS:g} bits per byte are on `deaths` none of 1."
