@@ -19,10 +19,11 @@ from benchmarks.studies.consensus import CONSENSUS
 from benchmarks.studies.goodput import GOODPUT
 from benchmarks.studies.images import IMAGES
 from benchmarks.studies.language import LANGUAGE
+from benchmarks.studies.regions import REGIONS
 from benchmarks.studies.study import Study, Trainings
 from benchmarks.studies.utilisation import UTILISATION
 
-STUDIES: Mapping[str, Study] = {**IMAGES, **LANGUAGE}
+STUDIES: Mapping[str, Study] = {**IMAGES, **LANGUAGE, **REGIONS}
 """The studies by name."""
 COMPUTED: Mapping[str, Computed] = {**CONSENSUS, **UTILISATION, **GOODPUT}
 """The studies without training by name."""

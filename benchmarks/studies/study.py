@@ -69,6 +69,8 @@ class Study:
         tuning: the share of the steps in a training that chooses a rate.
         points: the number of points of a curve.
         compute, network, num_parameters: see `compare`.
+        train: trains once, by (study, task, values of `KEY`, seed), and returns the points of the curve by `COLUMNS`.
+            A column may be missing. None: by `compare`.
     """
 
     task: Callable[[], StudyTask]
@@ -80,6 +82,7 @@ class Study:
     compute: Compute = field(default_factory=lambda: Compute(0.1))
     network: Network = field(default_factory=lambda: Network("1 Gbit/s"))
     num_parameters: int | None = None
+    train: Callable[[Study, StudyTask, Mapping[str, Any], int], list[dict[str, Any]]] | None = None
 
     def next_rate(self, found: Mapping[float, float]) -> float | None:
         """Return the next rate to try; None: the best is known.
@@ -158,36 +161,43 @@ class Trainings:
 
     def _train(self, key: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
         """Train once; returns the rows of its curve."""
-        study, task, steps, began = self.study, self.task, key["steps"], time.process_time()
-        scores: list[tuple[float, float]] = []
+        began = time.process_time()
+        found = (self.study.train or by_compare)(self.study, self.task, key, seed)
+        own = {"data": self.task.data, "cpu_seconds": round(time.process_time() - began, 1)}
+        return [{**self.made, **dict.fromkeys(COLUMNS), **row, **key, **own} for row in found]
 
-        def evaluate(model: nn.Module) -> float:
-            scores.append(task.score(model))
-            return scores[-1][1]
 
-        def factor(k: int) -> float:
-            return min((k + 1) / (WARM_UP * steps), (steps - k) / (steps - WARM_UP * steps))
+def by_compare(study: Study, task: StudyTask, key: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
+    """Train by `compare`: see `Study.train`."""
+    steps = key["steps"]
+    scores: list[tuple[float, float]] = []
 
-        found = compare(
-            {key["method"]: study.methods(key["workers"])[key["method"]]},
-            model=task.model,
-            loss=task.loss,
-            data=task.batch,
-            optimizer=lambda parameters: task.optimizer(parameters, key["rate"]),
-            scheduler=lambda optimizer: LambdaLR(optimizer, factor),
-            evaluate=evaluate,
-            workers=[key["workers"]],
-            steps=steps,
-            seeds=[seed],
-            network=study.network,
-            compute=study.compute,
-            num_parameters=study.num_parameters,
-            every=steps if key["is_tuning"] else max(steps // study.points, 1),
-            progress=False,
-        )
-        seconds = round(time.process_time() - began, 1)
-        rows = []
-        for row, (validation, test) in zip(found.rows, scores, strict=True):
-            own = {"validation": validation, "test": test, "data": task.data, "cpu_seconds": seconds}
-            rows.append({**self.made, **key, **{name: {**row, **own}[name] for name in COLUMNS[len(KEY) :]}})
-        return rows[1:]  # without the first step, before which all methods are alike
+    def evaluate(model: nn.Module) -> float:
+        scores.append(task.score(model))
+        return scores[-1][1]
+
+    def factor(k: int) -> float:
+        return min((k + 1) / (WARM_UP * steps), (steps - k) / (steps - WARM_UP * steps))
+
+    found = compare(
+        {key["method"]: study.methods(key["workers"])[key["method"]]},
+        model=task.model,
+        loss=task.loss,
+        data=task.batch,
+        optimizer=lambda parameters: task.optimizer(parameters, key["rate"]),
+        scheduler=lambda optimizer: LambdaLR(optimizer, factor),
+        evaluate=evaluate,
+        workers=[key["workers"]],
+        steps=steps,
+        seeds=[seed],
+        network=study.network,
+        compute=study.compute,
+        num_parameters=study.num_parameters,
+        every=steps if key["is_tuning"] else max(steps // study.points, 1),
+        progress=False,
+    )
+    rows = [
+        {**{name: row[name] for name in COLUMNS if name in row}, "validation": validation, "test": test}
+        for row, (validation, test) in zip(found.rows, scores, strict=True)
+    ]
+    return rows[1:]  # without the first step, before which all methods are alike
