@@ -23,7 +23,10 @@ class OuterMethod(Periodic):
     """
 
     def anchor(self, m: Memory) -> Vector:
-        """Return phi. After an exact average of all models an anchor of one rank restarts; a common anchor is kept."""
+        """Return phi, a vector of the memory m.
+
+        After an exact average of all models an anchor of one rank restarts; a common anchor is kept.
+        """
         return m.vector("phi", start="x", average="keep" if self.averages_exactly else "reset")
 
     def begin(self, v: Vectors, m: Memory) -> None:

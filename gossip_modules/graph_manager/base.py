@@ -227,6 +227,7 @@ class WeightedGraph(GraphManager):
 
     @cached_property
     def is_symmetric(self) -> bool:
+        """See `GraphManager`."""
         return True
 
 

@@ -61,6 +61,7 @@ class BaseGraph(WeightedGraph):
 
     @cached_property
     def is_regular(self) -> bool:
+        """See `GraphManager`."""
         # In an exchange between sets, ranks of the first set are left without a peer.
         return all(_smooth_part(self.world_size, k + 1) == self.world_size for k in self._plans)
 

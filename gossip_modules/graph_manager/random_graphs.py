@@ -130,6 +130,7 @@ class RandomMatchingGraph(RandomGraph, WeightedGraph):
 
     @cached_property
     def is_regular(self) -> bool:
+        """See `GraphManager`."""
         return self.world_size == 1 or self.world_size % 2 == 0
 
     def _is_certain(self, num_peers: int) -> bool:
@@ -287,11 +288,13 @@ class EquiDynGraph(RandomGraph, WeightedGraph):
 
     @cached_property
     def is_regular(self) -> bool:
+        """See `GraphManager`."""
         # With more ranks, some shift leaves a rank without a peer.
         return self.directed or self.world_size in (1, 2, 4)
 
     @cached_property
     def is_symmetric(self) -> bool:
+        """See `GraphManager`."""
         # Random shifts are symmetric only if there is no other choice: all ranks with all.
         return not self.directed or all(map(self._segment_period, self._segments.values()))
 

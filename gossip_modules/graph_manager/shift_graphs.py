@@ -82,6 +82,7 @@ class ShiftGraph(GraphManager):
 
     @cached_property
     def is_symmetric(self) -> bool:
+        """See `GraphManager`."""
         # All ranks use the same shifts, so a round costs O(peers) whatever n: no limit as in the scan of the base.
         rounds = map(self._round_shifts, self.distinct_rounds())
         return all(set(shifts) == set(map(self.negate, shifts)) for shifts in rounds)

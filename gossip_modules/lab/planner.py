@@ -194,7 +194,12 @@ def tune(
     prediction that comes nearest.
 
     Args:
-        what, setting, problem, target, max_steps, show: see `simulate`.
+        what: the method, see `LabPlan.of`.
+        setting: the cluster.
+        problem: the task of the small models.
+        target: the error to reach; None: the default of the problem.
+        max_steps: the steps after which a simulation gives up; see `simulate`.
+        show: called with a line of progress now and then.
 
     Returns:
         The prediction; its `plan` has the options that were chosen.

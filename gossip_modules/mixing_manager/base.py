@@ -168,10 +168,12 @@ class UniformMixing(MixingManager):
 
     @cached_property
     def is_row_stochastic(self) -> bool:
+        """See `MixingManager`."""
         return self.graph.is_regular or super().is_row_stochastic
 
     @cached_property
     def is_symmetric(self) -> bool:
+        """See `MixingManager`."""
         return self.graph.is_symmetric and (self.graph.is_regular or super().is_symmetric)
 
 

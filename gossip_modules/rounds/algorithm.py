@@ -113,7 +113,16 @@ class Algorithm(ABC):
 
     @abstractmethod
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
-        """Run one round of one rank, after k optimizer steps; see the class."""
+        """Run one round of one rank; see the class.
+
+        Args:
+            v: the model of this rank in `v.x`, and the number, rank and peers of the round.
+            m: the memory of the algorithm on this rank.
+            k: the number of optimizer steps so far.
+
+        Yields:
+            Requests for communication.
+        """
 
     def is_due(self, k: int) -> bool:
         """Whether a round runs after k optimizer steps; equal on all ranks."""
@@ -134,10 +143,13 @@ class Algorithm(ABC):
         return type(self).recover is not Algorithm.recover
 
     def begin(self, v: Vectors, m: Memory) -> None:
-        """Declare the vectors that start as copies of the model; called once, when training begins."""
+        """Declare the vectors that start as copies of the model, in `m`; called once, when training begins."""
 
     def recover(self, v: Vectors, m: Memory) -> None:
-        """Replace v.x, which has infinities or NaN, by a finite model; called if on_nonfinite="skip"."""
+        """Replace v.x, which has infinities or NaN, by a finite model, such as one in `m`.
+
+        Drivers call it if on_nonfinite="skip".
+        """
 
     def inner_rate(self, optimizer: Optimizer) -> float:
         """Return the learning rate of the last step of the model's optimizer.

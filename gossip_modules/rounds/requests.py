@@ -15,7 +15,13 @@ from .vector import Vector
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """x <- W(t) x, in place. The buffers of the model are mixed too. `Mix(v.x)` is the last request of a round."""
+    """x <- W(t) x, in place. The buffers of the model are mixed too. The reply is None.
+
+    `Mix(v.x)` is the last request of a round.
+
+    Args:
+        x: `v.x`, or a vector of `m.scratch`.
+    """
 
     x: Vector
 
@@ -24,11 +30,14 @@ class Mix:
 class Average:
     """x <- its mean over all ranks, in place. The buffers of the model are averaged too.
 
-    The reply is the `numbers` of all ranks, float64 [n, k] in host memory; None if there are none.
+    The reply is the `numbers` of all ranks, float64 [n, k] in host memory; None without numbers.
 
     Args:
-        x: the vector.
-        numbers: k numbers that every rank gets from all ranks.
+        x: `v.x`, or a vector of `m.scratch`.
+        numbers: k numbers of this rank, for all ranks.
+
+    Raises:
+        RoundLost: at the `yield`, if a worker died and the average failed.
     """
 
     x: Vector
@@ -37,7 +46,11 @@ class Average:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Send a message to all peers. The reply is a `Received` with the messages, weighted by the row of W(t) - I."""
+    """Send a message to all peers. The reply is a `Received` with the messages, weighted by the row of W(t) - I.
+
+    Args:
+        message: the message, from `Vectors.encode`. Do not change it before the reply.
+    """
 
     message: Message
 
@@ -46,10 +59,11 @@ class Share:
 class Exchange:
     """Send each peer of the round its own message. The reply is a dict with the messages of the peers, by rank.
 
-    The reply has no entry for a peer that fails.
+    The reply has no entry for a failed peer.
 
     Args:
-        messages: the message for each peer.
+        messages: the message for each peer, by rank, from `Vectors.encode` or `Vectors.message`. Do not change them
+            before the reply.
         checksums: by peer, a number that must be equal at both ends of the link.
     """
 
@@ -62,8 +76,11 @@ class Gather:
     """Send a message to all ranks. The reply is a `Received` with the messages of all ranks in order, weighted by 1.
 
     Args:
-        message: the message.
-        numbers: as for `Average`; `Received.numbers` has them.
+        message: the message, from `Vectors.encode`. Do not change it before the reply.
+        numbers: k numbers of this rank, for all ranks; `Received.numbers` has them.
+
+    Raises:
+        RoundLost: at the `yield`, if a worker died and the messages of all ranks could not be collected.
     """
 
     message: Message
@@ -85,7 +102,10 @@ Round: TypeAlias = Generator[Request, Any, None]
 
 
 class RoundLost(Exception):
-    """A driver throws it into a round whose average failed because a worker died: x and memory stay unchanged."""
+    """Thrown into a round at its `Average` or `Gather` if a worker died: x and memory stay unchanged.
+
+    A round that declares `writes_early` catches the exception, restores its vectors, and raises it again.
+    """
 
 
 class Mail:

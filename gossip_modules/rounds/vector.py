@@ -14,9 +14,18 @@ from ..flat.vector import FlatVector, add_, in_chunks
 
 
 class Vector:
-    """The parameters of a model, one flat tensor for each dtype; operations return the vector.
+    """The parameters of a model as one vector, such as `v.x` or a vector of the memory of an algorithm.
 
-    All operations are in place, except `plus`. They do not change the buffers of the model, which drivers mix.
+    A vector has one flat tensor for each dtype of the parameters, in `parts`. Complex parameters are pairs of real
+    numbers. `v.x` has the dtypes of the model. Vectors of `Memory` and of `m.scratch` have float32 at least.
+
+    An operation with a trailing underscore changes the vector in place and returns it, so calls can be chained. It
+    changes no other vector, and not the buffers of the model. The other vectors must have the same parameters on the
+    same device; their dtypes may differ, unless the operation says otherwise. Vectors of other lengths raise ValueError
+    or RuntimeError. Numbers such as `alpha` are Python floats.
+
+    With overlap=True `v.x` is a copy of the model: write it once in a round, or only add to it. You
+    construct no vectors: take `v.x`, `m.vector(name)` or `m.scratch(name)`.
 
     Args:
         parts: the tensors, [d] each; [n, d] with stacked ranks.
@@ -24,7 +33,12 @@ class Vector:
             be mixed.
 
     Attributes:
-        buffers: the buffers of the flat vector, by dtype.
+        buffers: the buffers of the model in this vector, one flat tensor for each dtype; none in vectors of the memory.
+
+    Example:
+        >>> x, y = (Vector([torch.tensor([1.0, 2.0])]) for _ in range(2))
+        >>> x.mul_(2.0).sub_(y, alpha=0.5).parts[0].tolist()
+        [1.5, 3.0]
     """
 
     def __init__(self, parts: Sequence[Tensor], flat: FlatVector | None = None) -> None:
@@ -33,12 +47,12 @@ class Vector:
 
     @classmethod
     def of(cls, flat: FlatVector) -> Vector:
-        """Make a vector of the parameters of a flat vector; shares memory."""
+        """Return the parameters of a flat vector as a vector; shares memory."""
         return cls(flat.parameters, flat)
 
     @property
     def whole(self) -> FlatVector:
-        """The flat vector that contains the tensors."""
+        """The flat vector that contains the tensors, for `v.x` and vectors of `m.scratch`."""
         assert self.flat is not None, "only the model and vectors of m.scratch() have buffers and can be mixed"
         return self.flat
 
@@ -53,11 +67,14 @@ class Vector:
         return self.parts[0].device if self.flat is None else self.flat.raw.device
 
     def begin_adding(self) -> None:
-        """Declare that the round only adds to this vector from now on."""
+        """Declare that the round only adds to this vector from now on; `add_` and `sub_` do so themselves."""
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[Vector]:
-        """A context with a vector to add several terms to. Narrow parts sum in float32 and are added at the end."""
+        """Give a context with a vector to which you add several terms; this vector has their sum after the context.
+
+        Parts narrower than float32 collect the terms in float32 and are rounded once, at the end.
+        """
         self.begin_adding()
         total = Vector([torch.zeros_like(x, dtype=torch.float32) if x.element_size() < 4 else x for x in self.parts])
         yield total
@@ -66,29 +83,29 @@ class Vector:
                 add_(x, whole, alpha=1.0)
 
     def set_(self, other: Vector) -> Vector:
-        """self <- other."""
+        """self <- other, rounded to the dtypes of this vector."""
         for x, y in zip(self.parts, other.parts, strict=True):
             x.copy_(y)
         return self
 
     def sum_(self, a: Vector, b: Vector, alpha: float = 1.0) -> Vector:
-        """self <- a + alpha b; one kernel for each dtype. self has float32 at least."""
+        """self <- a + alpha b, in one kernel for each dtype. This vector must have float32 at least."""
         for x, y, z in zip(self.parts, a.parts, b.parts, strict=True):
             torch.add(y, z, alpha=alpha, out=x)
         return self
 
     def plus(self, other: Vector) -> Vector:
-        """Return self + other as a new vector; self has float32 at least."""
+        """Return self + other as a new vector; both stay unchanged. This vector must have float32 at least."""
         return Vector([x.clone() for x in self.parts]).add_(other)
 
     def add_(self, other: Vector, alpha: float = 1.0) -> Vector:
-        """self <- self + alpha other."""
+        """self <- self + alpha other, computed in float32 at least and rounded once."""
         for x, y in zip(self.parts, other.parts, strict=True):
             add_(x, y, alpha=alpha)
         return self
 
     def sub_(self, other: Vector, alpha: float = 1.0) -> Vector:
-        """self <- self - alpha other."""
+        """self <- self - alpha other; as `add_`."""
         return self.add_(other, alpha=-alpha)
 
     def mul_(self, factor: float) -> Vector:
@@ -104,7 +121,7 @@ class Vector:
         return self
 
     def lerp_(self, other: Vector, weight: float) -> Vector:
-        """self <- self + weight (other - self)."""
+        """self <- self + weight (other - self). Both vectors must have the same dtypes."""
         for x, y in zip(self.parts, other.parts, strict=True):
             x.lerp_(y, weight)
         return self
@@ -126,7 +143,10 @@ class Vector:
         return self
 
     def norm(self) -> float:
-        """The Euclidean norm over all parts; waits for the device."""
+        """Return the Euclidean norm over all parts, summed in float64; waits for the device.
+
+        With stacked ranks it is the norm over all of them.
+        """
         return math.sqrt(sum(float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2 for x in self.parts))
 
     def zero_(self) -> Vector:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from gossip_modules.rounds import vector
 from gossip_modules.rounds.vector import SentVector, Vector
 
 WAYS: dict[str, Callable[[Vector, Vector], object]] = {
@@ -37,3 +39,7 @@ def test_a_sent_copy_is_written_once() -> None:
     sent.mul_(0.5)
     with pytest.raises(AssertionError, match="an algorithm writes x once in a round, or adds to it"):
         sent.lerp_(other, 0.5)
+
+
+def test_the_example_runs() -> None:
+    assert doctest.testmod(vector).failed == 0
