@@ -71,9 +71,9 @@ class OverlapLimits:
     def choose(self, measured: Sequence[Sequence[float]]) -> OverlapChoice:
         """Return the choice for the measurements of all ranks.
 
-        A round that would hide less than a tenth of a step blocks, so that it is exact; so does a rank alone. Of the
-        settings that hide a whole round under the computation the first is chosen: overlap, then a narrow wire, which
-        halves a round, then the smallest staleness. If no setting does, the last one is chosen.
+        A round blocks, and is exact, if overlap would hide less than a tenth of a step, or if a rank is alone.
+        Otherwise the first setting is chosen under which the computation hides a whole round. The order is overlap, a
+        narrow wire, then the smallest staleness. If no setting hides a round, the last one is chosen.
 
         Args:
             measured: the seconds of a step and of a round, medians of each rank; equal on all ranks.

@@ -25,14 +25,14 @@ class Selection:
     | running statistics: `running_` or `moving_` and `mean`,   | averaged   | averaged                      |
     | `var`, `variance` or `std`, of any module                 |            |                               |
     | named by `gossip_buffers=[...]`                           | averaged   | averaged                      |
-    | u and v of `spectral_norm`, hook and parametrization      | local      | those of the averaged weight  |
+    | u and v of `spectral_norm`, hook and parametrization      | local      | u, v of the averaged weight   |
     | other persistent ones: masks of `prune`, queues, memory   | local      | the values of rank 0, whole   |
     | banks, counters, codebooks, constants                     |            |                               |
     | not persistent, ignored, and all if `gossip_buffers=False`| local      | local                         |
 
     Args:
-        gossip_buffers: True: running statistics travel. False: no buffer does. A sequence of names, or of patterns as
-            in `fnmatch`: those floating-point buffers do, in place of the running statistics.
+        gossip_buffers: True: running statistics are averaged. False: no buffer is. A sequence of names, or of patterns
+            as in `fnmatch`: the floating-point buffers with these names are, in place of the running statistics.
         ignore: names of parameters and buffers of the module to leave local, or patterns; also those that
             `DistributedDataParallel` is told to leave alone by the module's `_ddp_params_and_buffers_to_ignore`.
 

@@ -208,10 +208,13 @@ class GossipFabricStrategy(_RankFiles, FabricDDPStrategy):
         return self._wrap(module)
 
     def wrapper_of(self, module: nn.Module) -> GossipWrapper:
-        """The wrapper in what `fabric.setup()` has returned, which has `averaged()`, `comm_stats()` and `close()`.
+        """Return the wrapper in a result of `fabric.setup()`; it has `averaged()`, `comm_stats()` and `close()`.
+
+        Args:
+            module: the result of `fabric.setup()`.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the module has no wrapper.
         """
         for part in module.modules():
             if isinstance(part, GossipWrapper):

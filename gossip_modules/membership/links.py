@@ -23,17 +23,17 @@ _BREAK = timedelta(milliseconds=1)
 
 
 class Vote:
-    """The agreement of the processes that hold shards of one model, each of which has links of its own.
+    """The agreement of the processes with shards of one model; each process has links of its own.
 
     [Note: one replica, one row] Shards of one model must be averaged with the same weights. So the processes agree at
-    the end of each round, before anything is applied: a peer that has failed for one of them is left out by all,
-    also by those that have its message. A collective that has failed for one of them has failed for all.
+    the end of each round, before anything is applied. If a peer fails for one process, all processes leave its message
+    out. If a collective fails for one process, it fails for all.
 
     Args:
-        rounds, collectives: over these processes; the two may run at the same time.
+        rounds, collectives: the transports of these processes; the two may run at the same time.
 
     Attributes:
-        why: the reason for errors, where it is known.
+        why: the reason for errors, if it is known.
     """
 
     def __init__(self, rounds: ProcessGroupTransport, collectives: ProcessGroupTransport) -> None:

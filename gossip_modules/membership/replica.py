@@ -95,7 +95,7 @@ class ReplicaProcesses(NodeProcesses):
         self._fall(rank, "has ended")
 
     def _fall(self, rank: int, what: str) -> None:
-        """Leave the job, as a process of this replica has failed: end all waits here, and those of other replicas."""
+        """End all waits of this and of other replicas, and leave the job: a process of this replica has failed."""
         if self.vote.why:  # the first one that has failed is named
             return
         name = self.membership.name
@@ -128,7 +128,7 @@ class ReplicaProcesses(NodeProcesses):
             log.warning("job %s: %s has failed in this replica: %s", self.membership.name, name, error)
 
     def _as_all(self, act: Callable[[], Any], name: str) -> tuple[Any, Exception | None]:
-        """The result of `act` in this process, and its error, or that of the first process in which it has failed."""
+        """Return the result of `act` in this process, and its error, or the error of the first process with one."""
         result: Any = None
         error: Exception | None = None
         try:

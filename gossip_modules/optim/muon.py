@@ -93,7 +93,7 @@ class MuonAdamW(StepOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer`; with kind="Muon" or kind="AdamW", and names of the parameters.
 
-        Settings that are left out are those of the first group of this kind.
+        Missing settings are taken from the first group of this kind.
 
         Example:
             >>> optimizer.add_param_group({"params": [("gate.weight", model.gate.weight)], "kind": "Muon"})

@@ -249,10 +249,10 @@ class Memory:
         self._place_loaded()
 
     def _place_loaded(self) -> None:
-        """Move what was loaded to the tensors that are trained now, if others were trained when it was saved.
+        """Move a loaded state to the present trained tensors, if other tensors were trained when it was saved.
 
-        So all entries of a state have the same places, and a checkpoint between a change of the trained tensors and the
-        next round is loaded as the round would have gone on.
+        So all entries of a state have the same places. A checkpoint from between a change of the trained tensors and
+        the next round is loaded as the round would have gone on.
         """
         loaded, places = self._loaded, places_of(self.layout)
         if loaded.places not in (None, places):

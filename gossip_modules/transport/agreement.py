@@ -50,13 +50,13 @@ def find_difference(
     what: str = "comparing model and options",
     found: str = "",
 ) -> str:
-    """Return the disagreement of these ranks in words, "" if there is none; collective.
+    """Return the disagreement of these ranks in words, "" if all agree; collective.
 
     Args:
         transport: over the ranks that must agree.
         description: see `check_agreement`.
-        what: is compared, for errors of the transport.
-        found: a disagreement of this rank with ranks of another group, which all ranks of this one then return.
+        what: the name of the compared settings, for errors of the transport.
+        found: a disagreement of this rank with ranks of another group; all ranks of this group then return it.
     """
     if transport.world_size == 1:
         return found

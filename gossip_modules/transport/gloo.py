@@ -124,7 +124,7 @@ def as_group(backend: Any, store: dist.Store) -> dist.ProcessGroup:
 
 
 def collective_peers(rank: int, world_size: int) -> set[int]:
-    """The ranks 1, 2, 4, ... above and below: those of rings, of broadcasts and of `barrier.meet_in_turns`."""
+    """The peers of rings, of broadcasts and of `barrier.meet_in_turns`: the ranks 1, 2, 4, ... above and below."""
     distances = [1 << k for k in range((world_size - 1).bit_length())]
     return {(rank + sign * distance) % world_size for distance in distances for sign in (1, -1)}
 
@@ -132,11 +132,11 @@ def collective_peers(rank: int, world_size: int) -> set[int]:
 def _connect(backend: Any, peers: Sequence[int]) -> None:
     """Connect with these ranks, in ascending order.
 
-    [Note: few connections] Gloo connects each rank with all others, which takes n - 1 descriptors per rank.
+    [Note: few connections] Gloo connects each rank with all others. This takes n - 1 descriptors per rank.
     A lazy device connects two ranks at their first message. The first message waits inside C++ code until the other
-    rank sends or receives too, and its timeout is that of the group. So a group makes the connections that it needs
-    when it is made, by a message in each direction, and closes its port afterwards. From then on its connections behave
-    like others: they show at once that a rank has gone. A message to another rank is an error.
+    rank sends or receives too, with the timeout of the group. So a new group makes its connections at once, by a
+    message in each direction, and closes its port afterwards. From then on its connections behave like others: they
+    show at once when a rank has gone. A message to another rank is an error.
     """
     works = []
     for peer in peers:

@@ -249,13 +249,13 @@ class AveragingMixin(ABC):
         own. Loads into the module without a wrapper.
 
         Args:
-            rank0_only: whether ranks other than 0 get an empty dict and copy nothing. Of a sharded model the processes
-                of the first replica get their shards, or with `full` the first process all of it.
-            cpu: whether the tensors are copied to CPU memory, instead of to the device that they are on.
-            full: whether parameters that are sharded over processes are gathered; False: they are DTensors.
+            rank0_only: whether ranks other than 0 get an empty dict and copy nothing. If the model is sharded, each
+                process of the first replica gets its shard, or with `full` the first process gets the whole model.
+            cpu: whether the tensors are copied to CPU memory, instead of to their own device.
+            full: whether sharded parameters are gathered from their processes; False: they are DTensors.
 
         Returns:
-            Copies, which training does not change.
+            Copies; training does not change them.
 
         Example:
             >>> state = model.averaged_state_dict()

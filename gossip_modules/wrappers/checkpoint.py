@@ -40,11 +40,11 @@ class Checkpoint:
     For a file of another number of ranks, tell it to leave out the keys of a rank: the name of the first of them says
     how, since torch puts that name into its error. The fingerprints show which tensors came from the file.
 
-    Where a replica is sharded over processes, its rank is that of the replica, tensors of models are DTensors, which
-    torch loads with another sharding too, and what is of one process has the name of its shard besides:
+    If a replica is sharded over processes, i is the number of the replica. Tensors of models are DTensors, so torch
+    loads them with another sharding too. The state of one process has the name of its shard besides:
     `gossip.rank_i_of_n_shard_j_of_m`, `gossip.optimizers_shard_j_of_m`. Another sharding begins with the average.
 
-    With a membership no state belongs to a rank, so one worker writes for all: `gossip.worker` stands in the place of
+    With a membership no state belongs to a rank, so one worker writes for all: `gossip.worker` takes the place of
     `gossip.rank_i_of_n`, its model is the average, and the optimizers are its own.
 
     Args:
@@ -115,7 +115,7 @@ class Checkpoint:
         return 1 if self._shard is None else self._shard[1]
 
     def _name(self, name: str) -> str:
-        """The name of what is of one process, where others hold other shards of the replica."""
+        """Return the name of the state of one process, if other processes hold other shards of the replica."""
         shard = self._shard
         return name if shard is None else f"{name}_shard_{shard[0]}_of_{shard[1]}"
 
@@ -159,8 +159,8 @@ class Checkpoint:
     def _common_state(self, optimizers: Any) -> tuple[dict[str, Any], Any]:
         """`averaged_state_dict` and the average of states of optimizers, both equal on all ranks; collective.
 
-        Tensors that no average exists of, such as ignored ones, are those of rank 0. The optimizers are None where
-        ranks have state of other names or shapes, and this rank's own with a membership.
+        Tensors without an average, such as ignored ones, come from rank 0. The optimizers are None if the states of
+        ranks have other names or shapes, and this rank's own with a membership.
         """
         state = self._wrapper.averaged_state_dict(rank0_only=False, cpu=self._shard is None)
         take_place(state, "", {}, None)

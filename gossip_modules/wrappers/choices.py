@@ -64,7 +64,7 @@ def as_algorithm(algorithm: AlgorithmLike) -> Chosen:
 
 
 def wire_limit(wire_dtype: Any, overlap: bool | str) -> tuple[torch.dtype | None, Any]:
-    """The dtype of the wire that ranks may choose, and the given one, of which at least one is None.
+    """Return the dtype of the wire that ranks may choose, and the given one; at least one of them is None.
 
     Args:
         wire_dtype, overlap: see `GossipDataParallel`.

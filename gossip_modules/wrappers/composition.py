@@ -119,15 +119,15 @@ def check_outside(module: nn.Module, *, was_sharded: bool) -> None:
 
 
 def check_sharding(module: nn.Module, process_group: dist.ProcessGroup | None, *, has_membership: bool = False) -> bool:
-    """Whether the module is sharded over processes, none of which gossip with each other.
+    """Whether the module is sharded over processes; these processes do not gossip with each other.
 
     Args:
-        module: it may be sharded.
-        process_group: over which replicas gossip.
-        has_membership: whether they gossip over its links.
+        module: a module, sharded or not.
+        process_group: the group in which replicas gossip.
+        has_membership: whether replicas gossip over the links of a membership.
 
     Raises:
-        ValueError: it is sharded, and `process_group` is no dimension of its own.
+        ValueError: the module is sharded, and `process_group` is no dimension of its own.
     """
     meshes = meshes_of(module)
     if not meshes:

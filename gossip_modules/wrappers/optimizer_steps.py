@@ -54,8 +54,8 @@ class OptimizerSteps(Stepped):
     ended since the last round, gradients were dropped since then (set to None, zeroed, or frozen), parameters are as
     the round left them, and this thread has stepped no other optimizer. A loop that drops gradients after the next
     forward tells so in the next backward: the round is made up for at the next step then. The hook for this is on one
-    parameter, the smallest that has a gradient. A loop that drops gradients between forwards of one step, as methods
-    for many tasks do, looks the same, without `no_sync()`: a warning tells of it.
+    parameter, the smallest that has a gradient. Methods for many tasks drop gradients
+    between forwards of one step. Without `no_sync()` their steps look left out, and a warning tells of it.
 
     Args:
         buffer: has the parameters.

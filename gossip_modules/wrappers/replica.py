@@ -106,10 +106,10 @@ class MemberReplica(ShardedReplica):
 def find_difference_in_replica(
     module: nn.Module, description: Mapping[str, str], *, device: torch.device, timeout: timedelta, found: str
 ) -> str:
-    """Return the disagreement about options of this replica, or `found`; "" if there is none.
+    """Return the disagreement about options of this replica, or `found`; "" if all agree.
 
-    The processes of a replica call it together, after each has compared its options with the processes of the same
-    place in other replicas. So all processes of all replicas learn of one that differs, before any makes a group.
+    The processes of a replica call it together. Each has compared its options with the processes of the same place in
+    other replicas before. So all processes of all replicas learn of a difference before any process makes a group.
 
     Args:
         module: sharded.
@@ -131,7 +131,7 @@ def make_replica(module: nn.Module, links: Links) -> ShardedReplica:
     """The replica of this process; the processes of the replica call it together.
 
     Raises:
-        ValueError: parameters are sharded over several meshes, none of which has all processes.
+        ValueError: parameters are sharded over several meshes, and no mesh has all processes.
         RuntimeError, TimeoutError, ConnectionError: see `connect`.
     """
     (control,) = _connect(module, links)

@@ -8,7 +8,7 @@ keep it, so that the file of another rank is refused. With a membership there is
 the state as well: a tool that loads tensors into the state dict of a wrapper, as torch.distributed.checkpoint does,
 leaves the state that was there, which then counts as none. Its second element is a fingerprint of the tensors of the
 model: such a tool keeps one tensor per key, of any rank, so that the rank whose place it has kept gets tensors of other
-ranks. A state dict with other names, of which the user has left some out, is not compared.
+ranks. If the user has removed names from a state dict, it is not compared.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ def belongs_to(tensor: Tensor, state: Any) -> bool:
 def fingerprint(tensors: Mapping[str, Any], *, has_numbers: bool = True, has_shards: bool = False) -> int:
     """A number below 2**63 that depends on the names, and on names, dtypes, shapes and numbers of tensors.
 
-    Of each tensor 1,024 elements count. The upper 31 bits depend on the names alone.
+    For each tensor 1,024 elements count. The upper 31 bits depend on the names alone.
 
     Args:
-        tensors: and other values, of which the names count.
+        tensors: tensors and other values, by name; for other values the names count alone.
         has_numbers: whether elements count.
         has_shards: whether the elements of DTensors in this process count too, which are others with another sharding.
     """
