@@ -237,10 +237,15 @@ class Pull(Asynchronous):
 class Groups(OwnPace):
     """WAGMA-SGD as `WaitAvoidingEngine` has it, one round per forward.
 
-    A round begins when the first worker that takes part in it in person has come and the round before is done. Workers
-    that have come by then wait for the average of their group. The others contribute the model that they published
-    last. When they come they merge the newest average, x <- (n average + x) / (n + 1), and take part in the next round
-    that begins. Every `sync_period`-th round is an average over all, to which each worker goes at its next safe point.
+    A round begins when the first worker has come and the round before is done. Workers that have come by then wait for
+    the average of their group. The others contribute the model that they published last. A worker that comes later, but
+    before the next round can begin, takes its step as the others do: it merges the average of this round,
+    x <- (n average + x) / (n + 1), and goes on. In the next round it is on time if it has caught up by then. So workers
+    skip a step only where they are late by a whole round. Every `sync_period`-th round is an average over all, to which
+    each worker goes at its next safe point.
+
+    Two things are simpler than in the engine: a worker that has skipped a round counts it at once and not at the next
+    global average, and it goes on by itself before a global average that its next step would make late.
 
     Args:
         compute, links, message: see `OwnPace`.
@@ -259,10 +264,7 @@ class Groups(OwnPace):
     ) -> None:
         super().__init__(compute, links, message)
         self.groups, self.sync_period, n = groups, sync_period, self.num_ranks
-        self._is_late = np.zeros(n, dtype=bool)  # not yet come to the round before
-        self._done = np.zeros(n)  # the time at which that was done
-        self._average = torch.empty(0, device="cpu")  # of each worker's group in the round before
-        self._sizes = np.ones(n)  # of these groups
+        self._done = np.zeros(n)  # the time at which the round before was done
         self._num_phases = groups.group_size.bit_length() - 1 + (2 if n & (n - 1) else 0)
 
     def _turn(self, x: Tensor) -> tuple[Flags, Array]:
@@ -271,7 +273,6 @@ class Groups(OwnPace):
             self._done[:] = max(self.arrived.max(), self._done.max()) + self.links.all_reduce_seconds(size)
             x[:] = x.mean(0)
             self.published = x.clone()
-            self._is_late[:] = False
             self.sent_bytes += 2 * (n - 1) / n * size
             return np.ones(n, dtype=bool), self._done.copy()
         return self._average_in_groups(x)
@@ -279,27 +280,34 @@ class Groups(OwnPace):
     def _average_in_groups(self, x: Tensor) -> tuple[Flags, Array]:
         """Run a round as [Note: wait-avoiding average] of `WaitAvoidingEngine` describes."""
         activation = np.ceil(np.log2(self.num_ranks)) * self.links.latency_s
-        begin = max(self.arrived[~self._is_late].min(), self._done.max()) + activation
-        has_come = self.arrived <= begin
-        merging, on_time = self._is_late & has_come, ~self._is_late & has_come
-        starts = np.where(merging, np.maximum(self.arrived, self._done), self.arrived)
-        self.published[has_come] = x[has_come]
-        if merging.any():
-            sizes = column(self._sizes[merging], x)
-            x[merging] = (sizes * self._average[merging] + x[merging]) / (sizes + 1)
+        begin = max(self.arrived.min(), self._done.max()) + activation
+        on_time = self.arrived <= begin
+        self.published[on_time] = x[on_time]
         labels = self._labels()
-        self._sizes = np.bincount(labels)[labels].astype(np.float64)
-        groups = torch.from_numpy(labels)
-        total = torch.zeros_like(self.published).index_add_(0, groups, self.published)
-        self._average = total[groups] / column(self._sizes, x)
+        counts = np.bincount(labels)[labels].astype(np.float64)
+        groups, sizes = torch.from_numpy(labels), column(counts, x)
+        average = torch.zeros_like(self.published).index_add_(0, groups, self.published)[groups] / sizes
         slowest = np.zeros(labels.max() + 1)
         np.maximum.at(slowest, labels, self.links.slowness)
         phase = self.links.wire_seconds(self.message.num_bytes) * slowest[labels]
         self._done = begin + self._num_phases * (phase + self.links.latency_s + self.message.decode_seconds)
-        x[on_time] = self._average[on_time]
-        self._is_late = ~has_come
+        starts = np.maximum(self.arrived, self._done)
+        merging = self._late_workers(on_time, starts)
+        self.published[merging] = x[merging]
+        x[on_time] = average[on_time]
+        x[merging] = (sizes * average + x)[merging] / (sizes + 1)[merging]
         self.sent_bytes += self._num_phases * self.message.num_bytes
-        return has_come, np.where(on_time, self._done, starts)
+        return on_time | merging, starts
+
+    def _late_workers(self, on_time: Flags, starts: Array) -> Flags:
+        """Return which of the other workers come before the next round can begin."""
+        comes, ends = np.zeros_like(on_time), starts + self.compute.step_seconds(self.k, self.links.workers)
+        first_end = max(ends[on_time].min(), self._done.max())
+        for rank in np.flatnonzero(~on_time)[np.argsort(self.arrived[~on_time], kind="stable")]:
+            if self.arrived[rank] > first_end:
+                break
+            comes[rank], first_end = True, max(min(first_end, ends[rank]), self._done.max())
+        return comes
 
     def _labels(self) -> Indices:
         """Return the number of the group of each worker: int64 [n]."""

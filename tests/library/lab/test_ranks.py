@@ -8,11 +8,13 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gossip_modules import GroupAverageDataParallel
 from gossip_modules.lab import Compute, LabPlan, LabTask, Network, Setting
 from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.methods import METHODS, wrapping
@@ -106,3 +108,54 @@ def test_a_method_trains_as_by_ranks(name: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_methods_at_their_own_pace_are_those_whose_rounds_depend_on_time() -> None:
     assert sorted(set(METHODS) - set(LOCKSTEP)) == ["a2cid2", "adpsgd", "dpwa", "wagma"]
+
+
+# WAGMA-SGD with late ranks.
+
+FIRST = {1: 0, 2: 3, 3: 3, 5: 2, 6: 1, 7: 2}
+"""By the number of the forward, the one of four ranks that comes in time. All come to the others, 0 and 4, together."""
+
+
+class AllLateButOne(Compute):
+    """All ranks but one come half a step late to each forward of FIRST."""
+
+    def compute_seconds(self, step: int, workers: np.ndarray) -> np.ndarray:
+        """See `Compute`."""
+        now, then = (np.array([rank != FIRST.get(k, rank) for rank in workers]) / 2 for k in (step, step + 1))
+        seconds: np.ndarray = super().compute_seconds(step, workers) + then - now
+        return seconds
+
+
+def test_late_ranks_of_wagma_train_as_late_workers_of_the_lab() -> None:
+    """A late rank takes every step: it merges the average that its group has made without it."""
+    n, steps, own, here = 4, max(FIRST), task(0.0), threading.Barrier(4)
+    plan, links = LabPlan.of("WAGMA(sync_period=5)"), Network("1000 Gbit/s, 0.001 ms")
+    training = LabTraining(plan, Setting(n, None, AllLateButOne(1.0), links), own)
+    begin = {name.removeprefix("model."): p.detach().clone() for name, p in training.models.module.named_parameters()}
+    *_, z = training.run(steps)
+    assert training.num_steps.tolist() == [steps] * n
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, int]:
+        module = own.model()
+        module.load_state_dict(begin)
+        model: Any = GroupAverageDataParallel(module, sync_period=5, process_group=group)
+        assert own.optimizer is not None
+        optimizer = own.optimizer(list(model.parameters()))
+        for step in range(steps + 1):
+            if group.rank() != FIRST.get(step, group.rank()):
+                worker = model._local.engine.worker
+                with worker.state:
+                    worker.wait(lambda: worker.num_done > step)  # noqa: B023 (called here)
+            optimizer.zero_grad()
+            own.loss(model, own.batch(group.rank(), step, 0)).backward()
+            here.wait(60)
+            if step < steps:
+                optimizer.step()
+        x = torch.cat([p.detach().flatten() for p in module.parameters()])
+        model.close()
+        return x, model.round
+
+    ends = run_ranks(n, body)
+    assert [rounds for _, rounds in ends] == [steps + 1] * n, "a late rank skips none"
+    torch.testing.assert_close(z, torch.stack([x for x, _ in ends]), rtol=0, atol=1e-12)
+    assert float((z - z.mean(0)).norm()) > 0.01, "late ranks have models of their own"

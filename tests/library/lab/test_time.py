@@ -126,7 +126,7 @@ def test_wait_avoiding_groups_take_what_an_event_loop_says(n: int) -> None:
     network = links
     groups = Groups(UNEVEN, links, message, ButterflyGroups(n), sync_period=period)
     method, x = Rounds(Running(groups, groups)), start(n)
-    here, late, done = [0.0] * n, [False] * n, 0.0
+    here, done = [0.0] * n, 0.0
     phase = links.wire_seconds(message.num_bytes) + links.latency_s
     num_phases = int(math.log2(ButterflyGroups(n).group_size)) + (2 if n in (5, 6) else 0)
     for version in range(16):
@@ -134,16 +134,18 @@ def test_wait_avoiding_groups_take_what_an_event_loop_says(n: int) -> None:
         durations = UNEVEN.step_seconds(version, workers(n)).tolist()
         if version % period == period - 1:
             done = max([done, *here]) + network.all_reduce_seconds(message.num_bytes)
-            stepping, late = list(range(n)), [False] * n
-            starts = dict.fromkeys(stepping, done)
+            starts = dict.fromkeys(range(n), done)
         else:
-            begin = max(done, min(here[i] for i in range(n) if not late[i])) + math.ceil(math.log2(n)) * 0.001
-            merging = [i for i in range(n) if late[i] and here[i] <= begin]
-            on_time = [i for i in range(n) if not late[i] and here[i] <= begin]
-            starts = {i: max(here[i], done) for i in merging}
+            begin = max(done, min(here)) + math.ceil(math.log2(n)) * 0.001
             done = begin + num_phases * phase
-            starts.update(dict.fromkeys(on_time, done))
-            late = [i not in starts for i in range(n)]
+            starts = {i: done for i in range(n) if here[i] <= begin}
+            while True:  # one after the other, those that come before another one is there for the next round
+                next_begin = max(done, min(starts[i] + durations[i] for i in starts))
+                left = [i for i in range(n) if i not in starts and here[i] <= next_begin]
+                if not left:
+                    break
+                first = min(left, key=lambda i: here[i])
+                starts[first] = max(here[first], done)
         assert method.is_stepping is not None
         assert set(method.is_stepping.nonzero()[0].tolist()) == set(starts)
         for i, begun in starts.items():
