@@ -71,7 +71,12 @@ def _typed(argument: str) -> str:
 
 def digest(path: Path) -> str:
     """The name of a file of data and the first 16 digits of its SHA-256: the column `data` of rows that used it."""
-    return f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+    return f"{path.name} {short_hash(path.read_bytes(), num_digits=16)}"
+
+
+def short_hash(content: bytes, *, num_digits: int = 12) -> str:
+    """The first digits of a SHA-256: 12 in the column `data` of studies, whose data have no file of their own."""
+    return hashlib.sha256(content).hexdigest()[:num_digits]
 
 
 def provenance(seed: int) -> dict[str, Any]:

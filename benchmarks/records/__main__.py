@@ -77,7 +77,7 @@ def setting_of(track: str, name: str, grid: Path = GRID) -> Mapping[str, Any]:
     Raises:
         ValueError: a setting of its grid was not tried.
     """
-    settings = {str(dict(setting)): setting for setting in entry(name).grid}
+    settings = {text_of(name, setting): setting for setting in entry(name).grid}
     if len(settings) == 1:
         return next(iter(settings.values()))
     tried = matching(rows_in(grid, COLUMNS), {"track": track, "submission": name})
@@ -87,11 +87,16 @@ def setting_of(track: str, name: str, grid: Path = GRID) -> Mapping[str, Any]:
     return settings[tried.sort_values(["seconds", "final_bits"])["setting"].iloc[0]]
 
 
+def text_of(name: str, setting: Mapping[str, Any]) -> str:
+    """Return the column `setting` of a submission: its setting, and its optimizer where that is not the usual one."""
+    return str({**setting, **entry(name)(**setting).recipe})
+
+
 def row_of(track: str, name: str, setting: Mapping[str, Any], seeds: Sequence[int], split: str) -> dict[str, Any]:
     """Train, and return a row by COLUMNS."""
     begin = time.process_time()
     result = train(TRACKS[track], entry(name)(**setting), seeds, split)
-    shared = (track, name, str(dict(setting)), " ".join(map(str, seeds)), MAX_STEPS, digest(task.TEXT))
+    shared = (track, name, text_of(name, setting), " ".join(map(str, seeds)), MAX_STEPS, digest(task.TEXT))
     return {**dict(zip(COLUMNS, shared)), **figures(result, time.process_time() - begin)}
 
 
@@ -116,7 +121,7 @@ def tried(track: str, name: str) -> Iterator[tuple[dict[str, Any], Path]]:
     """Try the settings of a submission that have no row; yield the rows and the file that they belong to."""
     known = matching(rows_in(GRID, COLUMNS), {"track": track, "submission": name})
     for setting in entry(name).grid:
-        if str(dict(setting)) not in set(known["setting"]):
+        if text_of(name, setting) not in set(known["setting"]):
             yield row_of(track, name, setting, [GRID_SEED], "validation"), GRID
 
 

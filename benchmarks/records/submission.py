@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from benchmarks.record import short_hash
 from benchmarks.records import submissions
+from benchmarks.records.tracks import MAX_STEPS
 
 NUM_WARM = 20
 
@@ -36,6 +38,12 @@ class Submission:
     title: ClassVar[str]
     grid: ClassVar[Sequence[Mapping[str, Any]]]
 
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """The optimizer and the learning rates of a training, where they are not those of this class; by name."""
+        own, usual = _training_of(self), _training_of(Submission(self.rate))
+        return {name: value for name, value in own.items() if value != usual[name]}
+
     def method(self) -> Any:
         """The method, as `gossip_modules.lab.compare` takes it."""
         raise NotImplementedError
@@ -47,6 +55,19 @@ class Submission:
     def scheduler(self, optimizer: Optimizer) -> LRScheduler:
         """Return the schedule of the learning rate: it rises for 20 steps and stays."""
         return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / NUM_WARM))
+
+
+def _training_of(submission: Submission) -> Mapping[str, str]:
+    """Return the optimizer with its settings, and a hash of the learning rates of all steps."""
+    parameter = nn.Parameter(torch.zeros(2, 2, device="cpu"))
+    optimizer = submission.optimizer([parameter])
+    text = ", ".join(f"{name}={value}" for name, value in sorted(optimizer.defaults.items()))
+    scheduler, rates = submission.scheduler(optimizer), []
+    for _ in range(MAX_STEPS):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    return {"optimizer": f"{type(optimizer).__name__}({text})", "rates": short_hash(repr(rates).encode())}
 
 
 def names() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.record import short_hash
 from benchmarks.studies.study import Study
 from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.lab import Compute, Digits, LabPlan, Network
@@ -103,7 +103,7 @@ class SmallImages(Labelled):
         path = Path(os.environ.get("GOSSIP_DATA", "")) / ARCHIVE
         if not path.is_file():
             raise ValueError(f"got no {path}, expected it; set GOSSIP_DATA to the folder that has {ARCHIVE}")
-        self.data = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        self.data = short_hash(path.read_bytes())
         self.batch_size, self.normalizes = batch_size, normalizes
         train, test = (self._small(split) for split in DATASETS["cifar10"](Source("cifar10", str(path))))
         order = torch.from_numpy(np.random.default_rng(0).permutation(len(train[0])))
@@ -140,7 +140,7 @@ class DrawnDigits(Labelled):
         *held, learned = order.split([NUM_DRAWN, NUM_DRAWN, len(order) - 2 * NUM_DRAWN])
         self.splits = [(problem.images[part], problem.labels[part]) for part in held]
         self.images, self.labels = problem.images[learned], problem.labels[learned]
-        self.data = hashlib.sha256(problem.labels.numpy().tobytes()).hexdigest()[:12]
+        self.data = short_hash(problem.labels.numpy().tobytes())
 
     def model(self) -> nn.Module:
         """See `StudyTask`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sysconfig
 from pathlib import Path
@@ -12,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from benchmarks.record import short_hash
 
 NUM_SYMBOLS, WIDTH, HEADS, LENGTH = 128, 32, 2, 32
 TEXT_BYTES, NUM_HELD = 4_500_000, 256
@@ -89,7 +90,7 @@ class Text:
         self.batch_size, self.muon = batch_size, muon
         self.train, *rest = symbols.split([len(symbols) - 2 * held, held, held])
         self.splits = [_even(part) for part in rest]
-        self.data = hashlib.sha256(symbols.numpy().tobytes()).hexdigest()[:12]
+        self.data = short_hash(symbols.numpy().tobytes())
 
     def model(self) -> nn.Module:
         """See `StudyTask`."""

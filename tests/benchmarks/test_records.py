@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.pages.records import headline
 from benchmarks.record import DTYPES, digest
@@ -60,6 +61,33 @@ def test_the_best_setting_is_the_fastest_on_the_validation_split(
         row |= {"track": "slow", "submission": "mine", "setting": str({"rate": rate})}
         records.append_row(path, {**row, "seconds": seconds, "final_bits": bits}, seed=0)
     assert records.setting_of("slow", "mine", path) == {"rate": 0.04}
+
+
+def test_a_row_belongs_to_an_optimizer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Momentum(Mine):
+        def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            return torch.optim.SGD(parameters, lr=self.rate, momentum=0.9)
+
+    class Constant(Mine):
+        def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    texts = []
+    for submission in (Mine, Momentum, Constant):
+        monkeypatch.setattr(records, "entry", lambda name, submission=submission: submission)
+        texts.append(records.text_of("mine", {"rate": 0.01}))
+    assert texts[0] == "{'rate': 0.01}"
+    assert "'optimizer': 'SGD(" in texts[1]
+    assert "momentum=0.9" in texts[1]
+    assert "'rates'" not in texts[1]
+    assert texts[2].startswith("{'rate': 0.01, 'rates': '")
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_rows_of_a_submission_name_its_optimizer(name: str) -> None:
+    rows = pd.read_csv(records.GRID)
+    known = set(rows.loc[rows["submission"] == name, "setting"])
+    assert known <= {records.text_of(name, setting) for setting in entry(name).grid}
 
 
 def test_the_command_prints_and_appends_a_row(
