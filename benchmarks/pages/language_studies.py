@@ -1,4 +1,4 @@
-"""The page of the studies of `benchmarks.studies.language`, and its rows of the page Reproduction."""
+"""The pages of the studies of `benchmarks.studies.language`, and its rows of the page Reproduction."""
 
 from __future__ import annotations
 
@@ -142,18 +142,61 @@ def muloco_headline() -> tuple[str, str]:
     return text, YES if in_order == len(losses) - 1 else IN_PART if losses[0] < losses[-1] else NO
 
 
-LANGUAGE_STUDIES: Mapping[str, Page] = study_page(
-    "outer_language",
-    "A language model by outer methods at their published settings",
-    language_said,
-    has_trainings(("all-reduce", 8)),
-    planned=PLANNED,
-    render=language_rows,
-    summary=language_summary,
-    setup=SETUP,
-    measures=("gossip_modules/algorithms", "gossip_modules/lab", "gossip_modules/rounds"),
-    question=QUESTIONS[0],
-)
+def many_said(rows: pd.DataFrame) -> str:
+    """Return the time of the largest training by SGP, and its loss beside all-reduce, in words."""
+    last = trainings(rows).set_index(["workers", "method"])
+    most = int(rows["workers"].max())
+    sgp, base = last.loc[most, "SGP"], last.loc[most, "all-reduce"]
+    return (
+        f"**{most:,} workers train {sgp['steps']:,} steps by SGP in {sgp['cpu_seconds'] / 60:.0f} minutes of one "
+        f"core.** SGP ends {abs(sgp['test'] - base['test']):.2f} nats {'above' if sgp['test'] > base['test'] else 'below'} "
+        "all-reduce. The rate is not tuned."
+    )
+
+
+def many_summary(rows: pd.DataFrame) -> str:
+    """Write the table of trainings."""
+    columns = {
+        "workers": ("workers", ",d"),
+        "method": ("method", "s"),
+        "test": ("nats per byte", ".3f"),
+        "consensus": ("distance", ".3g"),
+        "cpu_seconds": ("CPU s", ".0f"),
+        "each": ("CPU ms of a worker's step", ".2f"),
+    }
+    last = trainings(rows)
+    return table(last.assign(each=1000 * last["cpu_seconds"] / last["workers"] / last["steps"]), columns)
+
+
+LANGUAGE_STUDIES: Mapping[str, Page] = {
+    **study_page(
+        "outer_language",
+        "A language model by outer methods at their published settings",
+        language_said,
+        has_trainings(("all-reduce", 8)),
+        planned=PLANNED,
+        render=language_rows,
+        summary=language_summary,
+        setup=SETUP,
+        measures=("gossip_modules/algorithms", "gossip_modules/lab", "gossip_modules/rounds"),
+        question=QUESTIONS[0],
+    ),
+    **study_page(
+        "many_workers",
+        "1,024 workers in one process",
+        many_said,
+        has_trainings(("SGP", 1024), ("all-reduce", 1024)),
+        planned=6,
+        render=language_rows,
+        summary=many_summary,
+        setup="""\
+The decoder, the text and AdamW are those of [the study of outer methods](outer_language.md). A worker reads one
+sequence of 32 characters in a step. All workers train in one process, in the [Lab](../guides/lab.md), with the highest
+rate 0.016.""",
+        measures=("gossip_modules/lab", "gossip_modules/rounds"),
+        question=QUESTIONS[4],
+    ),
+}
 
 _HEADLINES: Mapping[Rule, Headline] = {
     has_trainings(("all-reduce", 8), ("DiLoCo, H = 500", 8)): Headline(
@@ -174,6 +217,6 @@ _HEADLINES: Mapping[Rule, Headline] = {
     ),
 }
 LANGUAGE_HEADLINES: Sequence[Headline] = [
-    each for is_ready, each in _HEADLINES.items() if LANGUAGE_STUDIES and is_ready(rows_of(CSV))
+    each for is_ready, each in _HEADLINES.items() if "outer_language" in LANGUAGE_STUDIES and is_ready(rows_of(CSV))
 ]
 """The headlines of papers that this study measures, of those whose trainings have ended."""

@@ -59,6 +59,13 @@ LANGUAGE: Mapping[str, Study] = {
     "outer_language_muon": study(4, {8: BY_MUON}, muon=True),
     "outer_language_one": study(32, {1: {"DiLoCo of one worker, H = 30": DiLoCo(sync_every=30, momentum=0.8)}}),
     "outer_language_one_muon": study(32, {1: {"MuLoCo of one worker, H = 30": MuLoCo(sync_every=30)}}, muon=True),
+    "many_workers": Study(
+        partial(Text, 1),
+        lambda workers: {"SGP": "sgp", "all-reduce": "ar", "DiLoCo, H = 30": DiLoCo(sync_every=30)},
+        cells=((64, 300, 1), (1024, 300, 1)),
+        rates=(0.016,),
+        points=6,
+    ),
 }
-"""The studies by name. All four write one file, `outer_language.csv`. In each step the workers of a method together
-read 32 sequences, or 64 with 16 workers; "one worker alone" reads four."""
+"""The studies by name. The first four write one file, `outer_language.csv`. In each step the workers of a method
+together read 32 sequences, or 64 with 16 workers; "one worker alone" reads four. A worker of the last one reads one."""
