@@ -149,8 +149,7 @@ def many_said(rows: pd.DataFrame) -> str:
     sgp, base = last.loc[most, "SGP"], last.loc[most, "all-reduce"]
     return (
         f"**{most:,} workers train {sgp['steps']:,} steps by SGP in {sgp['cpu_seconds'] / 60:.0f} minutes of one "
-        f"core.** SGP ends {abs(sgp['test'] - base['test']):.2f} nats {'above' if sgp['test'] > base['test'] else 'below'} "
-        "all-reduce. The rate is not tuned."
+        f"core.** SGP ends at {sgp['test']:.2f} nats per byte and all-reduce at {base['test']:.2f}."
     )
 
 

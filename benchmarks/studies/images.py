@@ -131,11 +131,10 @@ class DrawnDigits(Labelled):
 
     Args:
         batch_size: the images of a worker in a step.
-        normalizes: whether the model has batch normalisation.
     """
 
-    def __init__(self, batch_size: int, *, normalizes: bool = False) -> None:
-        problem, self.batch_size, self.normalizes = Digits(), batch_size, normalizes
+    def __init__(self, batch_size: int) -> None:
+        problem, self.batch_size = Digits(), batch_size
         order = torch.from_numpy(np.random.default_rng(0).permutation(len(problem.labels)))
         *held, learned = order.split([NUM_DRAWN, NUM_DRAWN, len(order) - 2 * NUM_DRAWN])
         self.splits = [(problem.images[part], problem.labels[part]) for part in held]
@@ -144,8 +143,7 @@ class DrawnDigits(Labelled):
 
     def model(self) -> nn.Module:
         """See `StudyTask`."""
-        norm = nn.BatchNorm1d(50) if self.normalizes else nn.Identity()
-        return nn.Sequential(nn.Linear(self.images.shape[1], 50), norm, nn.ReLU(), nn.Linear(50, NUM_CLASSES))
+        return nn.Sequential(nn.Linear(self.images.shape[1], 50), nn.ReLU(), nn.Linear(50, NUM_CLASSES))
 
 
 @dataclass(frozen=True)
@@ -216,9 +214,9 @@ IMAGES: Mapping[str, Study] = {
         rates=(0.025, 0.05, 0.1),
     ),
     "worker_numbers": Study(
-        partial(DrawnDigits, 8, normalizes=True),
+        partial(SmallImages, 8, normalizes=True),
         lambda workers: NUMBERS,
-        cells=tuple((n, 6400 // n, seed) for seed in (1, 2, 3) for n in (16, 8, 32, 4)),
+        cells=tuple((n, 16_000 // n, seed) for seed in (1, 2, 3) for n in (16, 8, 32, 4)),
         rates=(0.05, 0.1, 0.2),
     ),
     "straggler_accuracy": Study(
