@@ -9,11 +9,14 @@ from benchmarks.pages.computed_studies import COMPUTED_HEADLINES, COMPUTED_STUDI
 from benchmarks.pages.headline import Headline
 from benchmarks.pages.image_studies import IMAGE_HEADLINES, IMAGE_STUDIES
 from benchmarks.pages.language_studies import LANGUAGE_HEADLINES, LANGUAGE_STUDIES
+from benchmarks.pages.region_study import REGION_HEADLINES, REGION_STUDY
 
-STUDIES: Mapping[str, Page] = {**IMAGE_STUDIES, **LANGUAGE_STUDIES, **COMPUTED_STUDIES}
+STUDIES: Mapping[str, Page] = {**IMAGE_STUDIES, **LANGUAGE_STUDIES, **REGION_STUDY, **COMPUTED_STUDIES}
 """By the name of the page."""
 
 REPRODUCED: Sequence[Headline] = [
-    each for each in (*IMAGE_HEADLINES, *LANGUAGE_HEADLINES, *COMPUTED_HEADLINES) if each.page in STUDIES
+    each
+    for each in (*IMAGE_HEADLINES, *LANGUAGE_HEADLINES, *REGION_HEADLINES, *COMPUTED_HEADLINES)
+    if each.page in STUDIES
 ]
 """The headlines of papers that the studies measure; see `benchmarks.pages.reproduction`."""

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, vmap
 
 from benchmarks.studies.small_decoder import Text
 from benchmarks.studies.study import Study, StudyTask
@@ -103,7 +103,7 @@ class Fleet:
             views = (part.view_as(p) for part, p in zip(x.split(sizes), named.values(), strict=True))
             return functional_call(module, dict(zip(named, views, strict=True)), (batch,))
 
-        self._gradients = vmap(grad(loss))
+        self._losses = vmap(loss)
         self._x = self.start.repeat(WORKERS, 1)
         self._rows = [nn.Parameter(row) for row in self._x]
         self._optimizers = [task.optimizer([row], rate) for row in self._rows]
@@ -135,7 +135,9 @@ class Fleet:
             if not live:
                 break
             batches = [self.task.batch(worker, k, self._generators[worker]) for worker in live]
-            gradients = self._gradients(self._x[live], *map(torch.stack, zip(*batches, strict=True)))
+            x = self._x[live].requires_grad_()
+            losses = self._losses(x, *map(torch.stack, zip(*batches, strict=True)))
+            (gradients,) = torch.autograd.grad(losses.sum(), x)
             for worker, gradient in zip(live, gradients, strict=True):
                 self._rows[worker].grad = gradient
                 self._optimizers[worker].param_groups[0]["lr"] = self.rate * self._share(started[worker][2] + k + 1)
@@ -271,7 +273,7 @@ def curve(study: Study, task: StudyTask, key: Mapping[str, Any], seed: int) -> l
 
 REGIONS: Mapping[str, Study] = {
     "regions": Study(
-        partial(Text, 4),
+        partial(Text, 4, num_layers=1),
         lambda workers: METHODS,
         cells=tuple((WORKERS, 1024, seed) for seed in (1, 2, 3)),
         rates=(0.008, 0.016, 0.004),

@@ -37,15 +37,19 @@ class Block(nn.Module):
 
 
 class SmallDecoder(nn.Module):
-    """A decoder of two layers with 20,480 parameters: scores of the next symbol.
+    """A decoder, of two layers with 20,480 parameters unless you say otherwise: scores of the next symbol.
 
     Attention has a bias that falls linearly with the distance (ALiBi) in place of embeddings of places. The head is the
     transposed embedding, so all `nn.Linear` are hidden matrices, as Muon wants them.
+
+    Args:
+        num_layers: each has 8,192 parameters.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 2) -> None:
         super().__init__()
-        self.words, self.layers = nn.Embedding(NUM_SYMBOLS, WIDTH), nn.ModuleList([Block(), Block()])
+        self.words = nn.Embedding(NUM_SYMBOLS, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(num_layers))
         places = torch.arange(LENGTH)
         distance = (places[:, None] - places).float()
         slopes = torch.tensor([2.0 ** (-2 * head) for head in range(HEADS)])[:, None, None]
@@ -82,19 +86,20 @@ class Text:
     Args:
         batch_size: the sequences of a worker in a step.
         muon: whether Muon steps the hidden matrices; AdamW steps all else.
+        num_layers: of the decoder.
     """
 
-    def __init__(self, batch_size: int, *, muon: bool = False) -> None:
+    def __init__(self, batch_size: int, *, muon: bool = False, num_layers: int = 2) -> None:
         symbols = python_sources()
         held = len(symbols) // 20
-        self.batch_size, self.muon = batch_size, muon
+        self.batch_size, self.muon, self.num_layers = batch_size, muon, num_layers
         self.train, *rest = symbols.split([len(symbols) - 2 * held, held, held])
         self.splits = [_even(part) for part in rest]
         self.data = short_hash(symbols.numpy().tobytes())
 
     def model(self) -> nn.Module:
         """See `StudyTask`."""
-        return SmallDecoder()
+        return SmallDecoder(self.num_layers)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """See `StudyTask`: nats per symbol, of (symbols, next symbols)."""
