@@ -1,1 +1,1 @@
-"""Membership: workers that die, come back and are added, while training goes on."""
+"""Membership: workers die, come back and are added, while training goes on."""

@@ -1,4 +1,4 @@
-"""Addresses: of the store, which may move, and of this machine as other workers reach it."""
+"""The addresses of the store and of this machine. The store may move; other workers reach this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def connect_store(
     """A client of a store.
 
     Args:
-        store: "host:port", or "file:path" for a file with it, which is read again while nobody answers there.
+        store: "host:port", or "file:path" for a file with it. The file is read again while nobody answers there.
         timeout: of this, and of the requests of the client.
         was_lost: whether it may be away, so that this asks often whether somebody listens: torch itself waits longer
             and longer between its attempts, up to seconds after the store is back.

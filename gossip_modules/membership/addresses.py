@@ -1,4 +1,4 @@
-"""Several Gloo groups of one worker, which are made at once, with one exchange of addresses."""
+"""Several Gloo groups of one worker, made at once, with one exchange of addresses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def connect_groups(
 ) -> list[Any]:
     """Gloo backends in the order of their names; returns when all their ranks are connected.
 
-    [Note: one device] A device of Gloo has a thread, a port and descriptors, so the groups share one. A lazy device,
-    whose larger groups would have few connections, is no choice here: its first message to a rank that has gone never
-    returns (torch 2.14).
+    [Note: one device] A device of Gloo has a thread, a port and descriptors, so the groups share one. A lazy device
+    would give larger groups few connections, but its first message to a departed rank never returns (torch 2.14).
 
     Args:
         places: by name of each group, the rank of this worker in it, and its size.
@@ -60,15 +59,15 @@ def connect_groups(
 
 
 class Addresses:
-    """The addresses of Gloo groups that one worker makes at once.
+    """The addresses of the Gloo groups of one worker, made at once.
 
     [Note: one exchange] Gloo puts the address of a rank into the store of each group, and waits there for the addresses
-    of the other ranks. Over a network that is hundreds of requests for each generation of a large job. So the store of
-    each group is in memory. When all groups of this worker have put their addresses there, workers exchange them as one
-    text each.
+    of the other ranks. Over a network these are hundreds of requests for each generation of a large job. So the store
+    of each group is in memory. When all groups of this worker have put their addresses there, workers exchange them as
+    one text each.
 
-    [Note: all addresses at once] A rank that has the address of another one waits inside C++ code until that connects.
-    So no rank gets an address before the addresses of all workers are there.
+    [Note: all addresses at once] A rank with the address of another rank waits inside C++ code until that rank
+    connects. So no rank gets an address before the addresses of all workers are there.
 
     As a context it ends all waits for addresses when its block raises an error.
 
@@ -133,7 +132,7 @@ class Addresses:
 
 
 class _GroupStore(dist.Store):
-    """The store in which Gloo looks for the addresses of one group."""
+    """The store for Gloo's look-ups of the addresses of one group."""
 
     def __init__(self, addresses: Addresses, group: str) -> None:
         super().__init__()

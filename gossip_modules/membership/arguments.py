@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def check_numbers(min_workers: int, max_workers: int, interval: float, min_deadline: float) -> None:
-    """Raise ValueError for numbers of workers, or seconds between heartbeats, that do not fit."""
+    """Raise ValueError for numbers of workers, or seconds between heartbeats, out of range."""
     if not _is_whole(min_workers) or min_workers < 1:
         raise ValueError(f"got min_workers={min_workers!r}, expected a whole number of at least 1")
     if not _is_whole(max_workers) or (max_workers and max_workers < min_workers):
@@ -40,7 +40,7 @@ def check_places(store: object, name: object, host: object, on_partition: object
 
 
 def as_description(description: object) -> dict[str, str]:
-    """A description as workers compare it, which is text; None: nothing."""
+    """A description as text, as workers compare it; None: nothing."""
     if description is None:
         return {}
     if not isinstance(description, Mapping):

@@ -17,17 +17,16 @@ _FORMATTER = logging.Formatter()
 
 
 class BackgroundLogger(logging.Logger):
-    """A logger whose messages are handled in a thread of its own, in their order.
+    """A logger with a thread of its own, in which it handles messages in their order.
 
-    [Note: handlers that block] A handler may wait without limit: for a pipe that nobody reads, a terminal that is
-    paused, a file system that is away. A thread that waited there would send no heartbeats, or hold a lock that others
-    need. So a message is only put into a queue. It goes to the handlers of `logging.getLogger(name)` and its parents,
-    with the time and the thread of the caller. More than 1,000 waiting messages are not kept; their number is logged
-    when the handler goes on. At the exit of the interpreter one second is left for messages that still wait, see
-    [Note: threads at exit].
+    [Note: handlers that block] A handler may wait without limit: for the reader of a pipe, a paused terminal, a file
+    system. A thread in such a wait would send no heartbeats, or hold a lock needed by others. So a message is only put
+    into a queue. It goes to the handlers of `logging.getLogger(name)` and its parents, with the time and the thread of
+    the caller. More than 1,000 waiting messages are not kept; their number is logged when the handler goes on. At the
+    exit of the interpreter one second is left for waiting messages, see [Note: threads at exit].
 
     Args:
-        name: of the logger whose level, filters and handlers count.
+        name: the name of the logger; its level, filters and handlers count.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,7 +35,7 @@ class BackgroundLogger(logging.Logger):
         self._begin()
 
     def _begin(self) -> None:
-        """Without messages and thread, as in a child that was forked."""
+        """Drop messages and thread, as in a forked child."""
         self._lock = threading.RLock()  # of all below; no message is handled while it is held
         self._num_waiting = self._num_dropped = 0
         self._thread: CallThread | None = None

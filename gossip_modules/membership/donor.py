@@ -1,4 +1,4 @@
-"""Donor: gives the state of training to workers that join, as tensors, and JSON for the rest; no pickle."""
+"""Donor: gives the training state to joining workers, as tensors, and JSON for the rest; no pickle."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ _MAX_HEADER = 64 << 20
 
 
 class Donor:
-    """The part of a `LocalWorker` that gives the state of training.
+    """The part of a `LocalWorker` for giving the training state.
 
-    [Note: given weights] A donor remembers the half of its push-sum weight that it has given away, until the roster
-    shows that the worker is in a generation. A worker that dies before, or gets another state from another donor,
-    brings nothing: then the donor takes it back, and no weight is lost.
+    [Note: given weights] A donor gives half of its push-sum weight away. It remembers this half until the roster shows
+    the joining worker in a generation. If the worker dies before, or gets its state from another donor, the first donor
+    takes the half back, and no weight is lost.
 
-    [Note: joiners that do not come] A worker that waits for a donor, or loads the state, has no connection that closes
-    when it dies. It would take one of `max_workers` places for ever, and copies of the state. So where it has not come,
-    or not loaded in `timeout`, its donor asks its machine. It is forgotten where that refuses, and where it is silent
-    after more attempts than there are members. A refusal alone is not believed, as firewalls refuse too; and a worker
-    that lives comes again: [Note: coming again].
+    [Note: joiners that do not come] A worker has no connection to the others while it waits for a donor or loads the
+    state, so none closes when it dies. It would take one of `max_workers` places for ever, and copies of the state. So
+    where it has not come, or not loaded in `timeout`, its donor asks its machine. It is forgotten where that refuses,
+    and where it is silent after more attempts than there are members. A refusal alone is not believed, because
+    firewalls refuse too. A live worker comes again: [Note: coming again].
 
     Args:
-        worker: the `LocalWorker` whose part it is; its lock guards all this.
+        worker: the `LocalWorker` of this part; its lock guards all this.
 
     Attributes:
-        snapshots: joiners that the training thread is to copy the state for.
-        given: by `Joiner.key`, copies that a joiner may bring, and until when.
-        unclaimed: copies that no joiner will bring.
+        snapshots: joiners for which the training thread must copy the state.
+        given: by `Joiner.key`, the copies that a joiner may bring, and their deadlines.
+        unclaimed: copies without a joiner.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -69,7 +69,7 @@ class Donor:
         return bool(self.snapshots or self.unclaimed)
 
     def act(self) -> None:
-        """By the watcher, under the lock: note joiners that need the state, and copies that no joiner will bring."""
+        """Note joiners in need of the state, and copies without a joiner. The watcher calls it under the lock."""
         roster = self.worker.roster
         for key, (until, state) in list(self.given.items()):
             joiner = roster.joiners.get(key[0])
@@ -85,7 +85,7 @@ class Donor:
                 self.snapshots.append(joiner)
 
     def take_snapshots(self) -> None:
-        """Copy the state for joiners. A copy that fails is no error of training, which goes on."""
+        """Copy the state for joiners. If a copy fails, training goes on without an error."""
         together = self.job.together
         with self.worker.lock:
             joiners = [x for x in self.snapshots if self.worker.roster.joiners.get(x.member.id) == x]
@@ -153,7 +153,7 @@ class Donor:
         self.worker.say(Roster.forget, *joiner.key)
 
     def _serve(self, joiner: Joiner, state: Mapping[str, Any]) -> None:
-        """In a thread of its own: send the state to a joiner; see [Note: joiners that do not come]."""
+        """Send the state to a joiner, in a thread of its own; see [Note: joiners that do not come]."""
         name, store, over = meeting_of(joiner, self.job.shard), self.job.store, Deadline(limits.CONNECT)
         try:
             with meet(store, name, 0, is_void=lambda: over.is_over, host=self.job.link_host) as group:
@@ -174,7 +174,7 @@ class Donor:
                 return
 
     def _is_loading(self, joiner: Joiner) -> bool:
-        """Whether a worker has got the state, and does not report within a second that it has loaded it."""
+        """Whether a worker has received the state, and reports no load within a second."""
         worker = self.worker
         with worker.moved:
             is_over = worker.moved.wait_for(
@@ -188,7 +188,7 @@ class Donor:
 
 
 def meeting_of(joiner: Joiner, shard: int) -> str:
-    """The name in the store under which a donor and a joining worker meet; shard: see `JobState`."""
+    """The name in the store where a donor and a joining worker meet; shard: see `JobState`."""
     return "/".join(["give", *map(str, joiner.key), *(["shard", str(shard)] if shard else [])])
 
 
@@ -235,13 +235,13 @@ def send(group: dist.ProcessGroup, state: Any, *, timeout: timedelta) -> int:
 def receive(
     group: dist.ProcessGroup, *, deadline: Deadline, max_bytes: int = 1 << 40, waits: Waits | None = None
 ) -> Any:
-    """The state that rank 0 sends.
+    """Receive the state from rank 0.
 
     Args:
         group: of two ranks.
-        deadline: of all waits; each piece that has come extends it by the time that it took.
+        deadline: the deadline of all waits; each received piece extends it by its own duration.
         max_bytes: of the state.
-        waits: by which another thread ends the wait for it.
+        waits: the means for another thread to end the wait.
 
     Raises:
         RuntimeError: the other rank is gone, or late.

@@ -23,29 +23,29 @@ from .view import Change, View
 
 
 class Generations:
-    """The part of a `LocalWorker` that forms generations, begins them, and notices lost members.
+    """The part of a `LocalWorker` for forming generations, beginning them, and noticing lost members.
 
-    [Note: clock] Generations begin at steps of the clock of a membership, which counts calls of `Membership.at_step`
-    and begins at 0 with the job. The steps that `Membership.steps` yields are counted by the wrapper, and go on from
-    the steps of a loaded checkpoint. `JobState.steps_before` is the difference, the same on all workers.
+    [Note: clock] Generations begin at steps of the clock of a membership. The clock counts calls of
+    `Membership.at_step` and begins at 0 with the job. The wrapper counts the steps of `Membership.steps`, and goes on
+    from the steps of a loaded checkpoint. `JobState.steps_before` is the difference, the same on all workers.
 
-    [Note: first step] A worker that has connected with the members of the next generation names a step that it does not
-    begin before it knows the generation's first one: that is the largest step that any of them has named. So all begin
-    at the same step, and only a worker that comes to its own before the others have named theirs waits.
+    [Note: first step] Once a worker has connected with the members of the next generation, it names a step. It does not
+    begin this step before it knows the first step of the generation: the largest step named by a member. So all begin
+    at the same step. A worker waits only if it reaches its step before the others have named theirs.
 
-    [Note: paces] Workers that are not in lockstep name no step: each begins a generation at its own next one. The first
-    to come to it waits for no other, and closes its links of the generation before some time later. For workers that
-    still train in that one, such a closed link does not mean that the worker has failed.
+    [Note: paces] Workers out of lockstep name no step: each begins a generation at its own next step. The first to come
+    to it waits for no other, and closes its links of the generation before some time later. For workers in the old
+    generation such a closed link does not mean a failed worker.
 
     Args:
-        worker: the `LocalWorker` whose part it is; its lock guards all this.
+        worker: the `LocalWorker` of this part; its lock guards all this.
 
     Attributes:
-        active: the generation that trains; None before the first.
+        active: the active generation; None before the first.
         transport: of that one.
-        due: generations that are to begin, with their transports, in their order.
-        formed: by generation, the transports of those that have not begun.
-        limit: the step that is not begun before the next generation is known; None: there is no such step.
+        due: the next generations, with their transports, in their order.
+        formed: by generation, the transports of generations before their begin.
+        limit: the step to begin only once the next generation is known; None: there is no such step.
         clock: see [Note: clock].
     """
 
@@ -66,11 +66,11 @@ class Generations:
     # Beginning.
 
     def first_step(self, view: View) -> int:
-        """The step of this worker with which a generation begins; see [Note: paces]."""
+        """The first step of this worker in a generation; see [Note: paces]."""
         return view.start if self.job.participant.is_in_lockstep else max(self.clock, 0)
 
     def next_is(self, clock: int) -> None:
-        """Note which step of the clock the next training step is; see [Note: clock]."""
+        """Note the step of the clock for the next training step; see [Note: clock]."""
         self.job.steps_before = self.job.participant.step - clock
 
     def settle(self, how: str) -> None:
@@ -111,7 +111,7 @@ class Generations:
         self.job.together("advance", num_steps, lambda: self.job.participant.advance(num_steps))
 
     def begin(self, clock: int) -> Change:
-        """Begin the latest generation that is due; all workers leave out one before it that would begin no sooner."""
+        """Begin the latest due generation. All workers skip an earlier one, unless it would begin sooner."""
         job = self.job
         self.next_is(clock)
         with self.worker.lock:
@@ -152,12 +152,12 @@ class Generations:
         return change
 
     def begin_together(self, view: View, transport: LinkTransport, growth: float) -> None:
-        """Let the model turn to the links of a generation, on all processes that hold its shards."""
+        """Let the model turn to the links of a generation, on all processes with its shards."""
         what = {"view": asdict(view), "growth": growth}
         self.job.together("begin", what, lambda: self.job.participant.begin(transport, growth))
 
     def follow(self, view: View, growth: float) -> None:
-        """Begin the generation that the first process of this replica has begun.
+        """Begin the generation begun by the first process of this replica.
 
         Raises:
             ConnectionError: this process has no links for it.
@@ -179,7 +179,7 @@ class Generations:
     # Forming; all that is not in a thread of its own is called by the watcher, under the lock.
 
     def act(self) -> None:
-        """Form the generation that the roster asks for, or take over the one that has formed."""
+        """Form the generation in the roster, or take over a formed one."""
         forming, view = self.worker.roster.forming, self.worker.roster.view
         if forming is not None and forming.has(self.worker.id) and forming.generation not in self._tried:
             self._tried.add(forming.generation)
@@ -191,7 +191,7 @@ class Generations:
             self._adopt(view)
 
     def begin_epoch(self) -> None:
-        """The store has come back: generations that were being formed are formed anew, and losses reported again."""
+        """The store has come back: begin to form the next generation again, and report losses again."""
         view = self.worker.roster.view
         if view is not None and view.generation > (0 if self.active is None else self.active.generation):
             self._adopt(view)  # all were ready when the store went, as the worker that restored it had read
@@ -225,13 +225,13 @@ class Generations:
         self.watch_peers()
 
     def _keys_of(self, generation: int) -> list[str]:
-        """The keys that this process has written while it connected with others."""
+        """The keys written by this process while it connected with others."""
         devices, me = range(num_devices(self.job.link_host)), self.worker.id
         keys = [f"{generation}/{self._addresses(device)}/{me}" for device in devices]
         return keys if self.job.num_shards == 1 else [*keys, f"{generation}/linked/{me}/{self.job.shard}"]
 
     def _addresses(self, device: int | str) -> str:
-        """The name under which the processes of the same place in all replicas exchange their addresses."""
+        """The name for the exchange of addresses between the processes of the same place in all replicas."""
         return f"addresses/{device}" + (f"/shard/{self.job.shard}" if self.job.shard else "")
 
     def _ask_again(self, view: View) -> None:
@@ -296,7 +296,7 @@ class Generations:
         )
 
     def late_members(self, view: View) -> list[int]:
-        """The members that have not come to form a generation; else those that have not connected, if any."""
+        """The members still missing from a generation in formation; else the members without a connection, if any."""
         store = self.job.store
         for what in ("addresses/0", "ready") if store.is_connected else ():
             if late := store.missing(f"{view.generation}/{what}", view.ids):
@@ -304,7 +304,7 @@ class Generations:
         return []
 
     def _is_void(self, view: View) -> bool:
-        """Whether a generation that has not begun is not being formed any more: another one is in its place."""
+        """Whether another generation has taken the place of a generation before its begin."""
         forming = self.worker.roster.forming
         return forming is None or forming.generation != view.generation
 
@@ -330,7 +330,7 @@ class Generations:
     # Lost members.
 
     def watch_peers(self) -> None:
-        """Watch the peers of the generation that trains, of those that are due, and of the one that is being formed."""
+        """Watch the peers of the active generation, of due generations, and of the generation in formation."""
         participant, liveness = self.job.participant, self.worker.liveness
         if liveness is None:  # the first process of the replica watches
             return
@@ -364,7 +364,7 @@ class Generations:
             self.worker.report(worker, why, may_have_ended=may_have_ended)
 
     def _on_lost(self, view: View, rank: int, *, is_closed: bool) -> None:
-        """From the thread that runs the round."""
+        """Called by the thread of the round."""
         participant, later = self.job.participant, (self.active, *(due for due, _ in self.due))
         if not participant.is_in_lockstep and any(v and v.generation > view.generation for v in later):
             return  # [Note: paces]
@@ -380,7 +380,7 @@ class Generations:
         self._retired += [(time.monotonic() + seconds, transport) for transport in transports]
 
     def tidy(self) -> None:
-        """By the watcher, without the lock: close old links, and end waits for workers that have left."""
+        """Close old links, and end waits for departed workers. The watcher calls it without the lock."""
         with self.worker.lock:
             now, active, transport, due = time.monotonic(), self.active, self.transport, self.due[-1:]
             roster, links = self.worker.roster, [(active, transport), *self.due]

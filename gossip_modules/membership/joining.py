@@ -35,12 +35,12 @@ class LeftWhileJoiningError(ConnectionError):
 class Joining:
     """The steps of a worker from its start to its first generation; they run in the training thread.
 
-    [Note: abandoned jobs] A job whose workers have all died stays in its store as it was. A worker that comes asks for
-    a sign of life: it connects with each member's listener, and posts a query, which members answer in the roster. Only
-    if none answers, it restarts the job, as the first founder, under the same name. It has waited until then for two
-    seconds if the processes of all members have ended, as their machines refuse the connection, and for `timeout` if
-    one is silent, since a machine that has lost its power looks like one that is stopped or cut off. A reply, or a
-    generation that forms, before the event "restart" makes it void.
+    [Note: abandoned jobs] If all workers of a job die, the job stays in its store as it was. An arriving worker asks
+    for a reply: it connects with each member's listener, and posts a query. Members answer in the roster. Only if none
+    answers, it restarts the job, as the first founder, under the same name. It has waited until then for two seconds if
+    the processes of all members have ended, as their machines refuse the connection, and for `timeout` if one is
+    silent, since a machine that has lost its power looks like one that is stopped or cut off. A reply, or a generation
+    that forms, before the event "restart" makes it void.
 
     Args:
         worker: that joins.
@@ -78,7 +78,7 @@ class Joining:
         self._raise_if_refused()
 
     def join(self, deadline: Deadline) -> None:
-        """Come, and begin the first generation of this worker, all that until the deadline."""
+        """Enter the join queue, and begin the first generation of this worker, before the deadline."""
         self.come(deadline)
         if self.worker.generations.due:
             self.found(deadline)
@@ -86,7 +86,7 @@ class Joining:
             self.enter(deadline)
 
     def enter(self, deadline: Deadline) -> None:
-        """Get the state from a donor, then wait for the first generation; all that until the deadline."""
+        """Get the state from a donor, then wait for the first generation, before the deadline."""
         worker, generations = self.worker, self.worker.generations
 
         def has_changed() -> bool:
@@ -155,7 +155,7 @@ class Joining:
     def receive(self, joiner: Joiner, deadline: Deadline, *, asks: bool) -> None:
         """Meet the donor, and receive the state; a RuntimeError if it has died, where another donor is to send it.
 
-        A large model may come for longer than the deadline allows to wait: each piece that has come extends it.
+        Each received piece extends the deadline, because a large model may take longer.
 
         asks: whether to look for members of an abandoned job meanwhile.
         """
@@ -183,7 +183,7 @@ class Joining:
                 self.worker.receiving = None
 
     def load(self) -> None:
-        """Load the state that was received."""
+        """Load the received state."""
         state, self.worker.received = self.worker.received, None
         self.job.participant.take(state["model"])
         tracked = self.job.tracked
@@ -196,7 +196,7 @@ class Joining:
         self.worker.generations.clock = int(state["clock"])
 
     def say_loaded(self, joiner: Joiner) -> None:
-        """Post that this worker has the state."""
+        """Post the event of the loaded state."""
         self.worker.loaded = joiner.key
         self.job.wake.set()
 
@@ -297,7 +297,7 @@ class Joining:
         return TimeoutError(f"job {name!r} did not begin within {seconds}: {why}")
 
     def _late_members(self) -> str:
-        """The members that hold up the generation that this worker is to begin; "" where none is being formed."""
+        """The members missing for the first generation of this worker; "" where none is being formed."""
         roster, me = self.worker.roster, self.worker.id
         view = roster.forming or roster.view
         if view is None or not view.has(me):
@@ -356,7 +356,7 @@ def go_on_alone(worker: LocalWorker, before: View, number: int, clock: int, seco
         worker: that could not join.
         before: its last generation.
         number: in that.
-        clock: of the training step that goes on now.
+        clock: the clock of the present training step.
         seconds: that the attempt took.
     """
     job, generations = worker.job, worker.generations

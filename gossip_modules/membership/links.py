@@ -1,4 +1,4 @@
-"""LinkTransport: a process group of its own for every link, so that a rank that fails takes no other link with it."""
+"""LinkTransport: a process group of its own for every link, so that a failed rank breaks no other link."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Vote:
         self.why = ""
 
     def union(self, lost: Iterable[int], failed: Iterable[int], size: int) -> tuple[frozenset[int], frozenset[int]]:
-        """The ranks below `size` that any of the processes has in each of these sets."""
+        """Return the union of each set over the processes; ranks are below `size`."""
         bits = torch.zeros(2, size, dtype=torch.int32, device="cpu")
         for row, ranks in zip(bits, (lost, failed), strict=True):
             row[list(ranks)] = 1
@@ -75,25 +75,25 @@ class Vote:
 
 
 class LinkTransport(PointToPoint):
-    """A transport whose rounds go on without ranks that fail, over Gloo.
+    """A transport over Gloo; rounds go on without failed ranks.
 
     [Note: one group per link] Where a wait on a Gloo group ends by its timeout, or a rank of it dies, no rank can tell
-    what becomes of the group's other connections. So each link has a group of its own with two ranks. A link that fails
-    closes alone, and nothing that is late can arrive in a buffer that is used again.
+    what becomes of the group's other connections. So each link has a group of its own with two ranks. A failed link
+    closes alone, and no late message can arrive in a reused buffer.
 
     A round with a lost peer is complete without it: `PendingExchange.lost` names it, and the gossiper leaves what would
-    have travelled with its sender ([Note: lost peers] of `Neighbours`). Collectives run over a group of all
-    ranks; they fail with an error where a rank has, and from then on: a rank that fails closes its connections, so that
-    no other waits for it. The next attempt asks for another generation.
+    have travelled with its sender ([Note: lost peers] of `Neighbours`). Collectives run over a group of all ranks. Once
+    a rank has failed, they fail with an error. A failed rank closes its connections, so no other rank waits for it. The
+    next attempt asks for another generation.
 
     Args:
         whole: a transport over all ranks, for collectives.
         links: by rank, the group of this rank and that one.
-        on_lost: called with the rank, the error, and whether its connection was closed rather than late; once for each,
-            in the thread that runs the round.
+        on_lost: called with the rank, the error, and whether its connection was closed rather than late; once for each
+            rank, in the thread of the round.
 
     Attributes:
-        failed: ranks that have failed, as this process has seen.
+        failed: failed ranks, as seen by this process.
         vote: see [Note: one replica, one row]; None: this process has the whole model.
         on_broken: called once, where a collective is tried after another one has failed; None: nobody is.
     """
@@ -131,7 +131,7 @@ class LinkTransport(PointToPoint):
         self._agreed: frozenset[int] = frozenset()
 
     def __deepcopy__(self, memo: dict[int, object]) -> LinkTransport:
-        """The same links: copies of a wrapper are snapshots, which send nothing over them."""
+        """Keep the same links: copies of a wrapper are snapshots and send nothing over them."""
         return self
 
     @property
@@ -145,7 +145,7 @@ class LinkTransport(PointToPoint):
 
     @property
     def lost(self) -> frozenset[int]:  # type: ignore[override]
-        """Ranks that have failed; with `vote` those on which all processes of the replica have agreed."""
+        """Failed ranks; with `vote` all processes of the replica have agreed on them."""
         return self.failed if self.vote is None else self._agreed
 
     def agree_lost(self, lost: frozenset[int]) -> frozenset[int]:
@@ -174,9 +174,9 @@ class LinkTransport(PointToPoint):
         return True
 
     def break_link(self, peer: int) -> None:
-        """End the waits for a peer, which is lost from now on, and the waits of collectives; from any thread.
+        """Declare a peer lost, and end the waits for it and the waits of collectives; from any thread.
 
-        A wait that ends by its timeout closes the connections of its group, which is this link's only.
+        The timeout of a wait closes the connections of its group; the group belongs to this link alone.
         """
         self._break_whole()  # first, since a peer reports this rank as soon as its link is closed
         if self._mark_lost(peer):
@@ -196,7 +196,7 @@ class LinkTransport(PointToPoint):
         self._own_waits.give_up(peer)
 
     def end_waits(self) -> None:
-        """Close the group over all ranks, and the links that are waited on now; from any thread."""
+        """Close the group over all ranks, and the links with a wait now; from any thread."""
         self._break_whole()
         for peer in self._own_waits.under_way():
             self._end_waits(peer)
@@ -212,7 +212,7 @@ class LinkTransport(PointToPoint):
         self.board = self._whole.board
 
     def _break_whole(self) -> None:
-        """Close the connections of the group over all ranks: a wait that ends by its timeout does."""
+        """Close the connections of the group over all ranks, by the timeout of a wait."""
         with self._lock:
             is_broken, self._is_whole_broken = self._is_whole_broken, True
         if not is_broken:
@@ -231,7 +231,7 @@ class LinkTransport(PointToPoint):
 
     @property
     def whole(self) -> ProcessGroupTransport:
-        """The transport over all ranks: one that fails ends it for all of them."""
+        """The transport over all ranks; a failed rank ends it for all of them."""
         return self._whole
 
     def ask_for_another(self) -> None:
@@ -279,7 +279,7 @@ class LinkTransport(PointToPoint):
 
     @contextlib.contextmanager
     def as_one_collective(self) -> Iterator[None]:
-        """A context whose collectives succeed for all processes of a replica, or fail for all.
+        """A context in which collectives succeed for all processes of a replica, or fail for all.
 
         Each process may run another number of them, such as for shards of other sizes.
         """

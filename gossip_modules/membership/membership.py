@@ -1,4 +1,4 @@
-"""Membership: the workers of a job, which may die, come back and be added while training goes on."""
+"""Membership: the workers of a job. They may die, come back and be added while training goes on."""
 
 from __future__ import annotations
 
@@ -31,38 +31,41 @@ _GENERATION_SECONDS = 1.0  # that a step waits for the next generation, which do
 class Membership:
     """The workers of a training job. They may die, come back and be added; the others do not wait for them.
 
-    Give one to a wrapper. Its workers meet in a key-value store that outlives them, and need it only when a worker
-    comes or goes; heartbeats and messages go from worker to worker. torch.distributed is not initialised.
+    Pass a membership to a wrapper. Its workers meet in a key-value store, in a process of its own, and need the store
+    only when a worker comes or goes. Heartbeats and messages go from worker to worker. Do not initialise
+    torch.distributed.
 
     A worker is excluded from rounds at once if its connection closes, or if it sends no heartbeat for its deadline:
     each message to or from it stays with its present holder, so only the state of the lost worker is lost. Meanwhile
     the remaining workers form the next generation, with a graph for their number, and begin it at one training step.
 
-    Each start of a process is a new worker. A worker that joins a running job gets model, optimizer and step from
-    another worker, its donor, during the donor's training. A worker that was wrongly declared dead notices it and joins
-    again by itself.
+    Each start of a process is a new worker. In a running job a new worker gets model, optimizer and step from another
+    worker, its donor. The donor trains on meanwhile. If a live worker is declared dead, it notices and joins again by
+    itself.
 
-    Wrap the model last, with data and all else ready, and train at once. The others wait for a worker that has wrapped
-    it: a donor copies the state of training for it, and if it does not take it within ten seconds, another donor does.
+    Wrap the model last, with data and all else ready, and train at once. The others wait for you from then on: a donor
+    copies the training state for your worker. If the worker does not take the copy within ten seconds, another donor
+    makes one.
 
     Args:
-        store: "host:port", where `python -m gossip_modules.membership.serve` runs; "file:path", of a file that it
-            writes its address to, so that it can be started again elsewhere; or a `torch.distributed.Store`.
-        min_workers: the number of workers of the first generation; later workers join. Where its workers ask for
-            different numbers, the largest counts, and the others warn.
-        max_workers: the largest number of workers, the same on all: others are refused; 0: any number.
-        name: of the job, where several share a store.
-        description: other facts to be equal on all workers, by name, compared as text: a worker with other values is
-            refused, with both sides named.
-        timeout: the limit of every wait, in seconds or as a timedelta. Others wait that long only for a live process
-            with halted training.
+        store: "host:port", where `python -m gossip_modules.membership.serve` runs; "file:path", the file with its
+            address, so that you can start it again elsewhere; or a `torch.distributed.Store`.
+        min_workers: the number of workers of the first generation; later workers join. If its workers ask for different
+            numbers, the largest counts, and the others warn.
+        max_workers: the largest number of workers, equal on all workers. Further workers are refused; 0: any number.
+        name: the name of the job, if several jobs share a store.
+        description: other facts to be equal on all workers, by name. Values are compared as text. A worker with other
+            values is refused; the error names both sides.
+        timeout: the limit of every wait, in seconds or as a timedelta. Other workers wait that long only for a live
+            process with halted training.
         interval: seconds between two heartbeats.
-        min_deadline: seconds of silence that are always allowed; more where heartbeats are irregular. A machine with
-            more threads than cores may keep a thread waiting for some tenths of a second.
-        on_partition: where workers cannot reach each other: "majority": the larger part forms a generation, the others
-            train on without it and join again when they can; "both": each part forms one.
-        host: the name or address of this machine at which others reach it; None: the address of the interface towards
-            the store, but that messages travel over the interface of the variable GLOO_SOCKET_IFNAME where it is set.
+        min_deadline: the shortest deadline of a heartbeat, in seconds; irregular heartbeats get a longer one. A machine
+            with more threads than cores may keep a thread waiting for some tenths of a second.
+        on_partition: the action when some workers cannot reach the others. "majority": the larger part forms a
+            generation; the other workers train on alone and join again when they can. "both": each part forms a
+            generation.
+        host: the name or address of this machine for other workers; None: the address of the interface towards the
+            store. If the variable GLOO_SOCKET_IFNAME is set, messages use its interface.
 
     Raises:
         ConnectionError: the store does not answer; names address and seconds.
@@ -131,7 +134,7 @@ class Membership:
 
     @property
     def view(self) -> View:
-        """The generation that trains.
+        """The active generation.
 
         Raises:
             RuntimeError: this worker has none yet.
@@ -221,8 +224,8 @@ class Membership:
     def on_change(self, callback: Callable[[Change], None]) -> None:
         """Call `callback` with every new generation, in the training thread, before its first round.
 
-        Its error is raised in `steps`, `join` or the forward, when all callbacks were called. A script that catches it
-        may go on: the generation has begun. The first generation of a job begins where the model is wrapped: there an
+        Its error is raised in `steps`, `join` or the forward, when all callbacks were called. Your script may catch it
+        and go on: the generation has begun. The first generation of a job begins where the model is wrapped: there an
         error closes the membership.
         """
         check_callback(callback)
@@ -237,7 +240,7 @@ class Membership:
         Raises:
             TimeoutError: no donor, or no generation, within `timeout`.
             ConnectionError: `leave` was called meanwhile.
-            Exception: of a callback, after which this worker has joined.
+            Exception: the error of a callback; this worker has joined.
         """
         if self.job.participant is None:
             raise RuntimeError("got join() of a membership without a wrapper, expected it after the model was wrapped")
@@ -257,10 +260,10 @@ class Membership:
         """The training steps from the worker's own first one, up to `num_steps`: 0, 1, ... for a founder.
 
         A new generation begins before its first step is yielded, so `rank` and `world_size` are right for the next
-        round. A worker that rejoins continues with the step of the others.
+        round. After a second join a worker continues with the step of the others.
 
-        The others go on at once where an error leaves the loop, or nothing catches one. A script that catches it and
-        calls this again joins again. After `break` or `return` this worker is a member still.
+        The others go on at once where an error leaves the loop, or nothing catches one. Catch it and call this method
+        again to join again. After `break` or `return` this worker is a member still.
 
         Raises:
             RuntimeError: a step went by without a training forward, or the wrapper was closed in it.
@@ -308,12 +311,12 @@ class Membership:
         """The number of this worker's step `step` among the steps of all workers since the start of the job.
 
         No number is given twice: draw the batch of this number, and no batch is repeated when workers come and go. If a
-        worker dies or leaves, its numbers are skipped from its last step to the first step of the next generation. A
-        worker that was wrongly declared dead keeps counting until it joins again. Where the wrapper has loaded the
+        worker dies or leaves, its numbers are skipped from its last step to the first step of the next generation. If a
+        live worker is declared dead, it keeps counting until it joins again. Where the wrapper has loaded the
         checkpoint of an earlier job, `min_workers`, the same on all, count for each step of that one.
 
         Args:
-            step: one that `steps` has yielded in this generation.
+            step: a step from `steps` in this generation.
 
         Raises:
             ValueError: workers take steps at their own pace, so that a step has no such number.
@@ -368,7 +371,7 @@ class Membership:
         """Come to the job: on return the first generation is formed, or this worker waits in the join queue of another.
 
         Args:
-            participant: the `wrappers.participant.Participant` of the wrapper that trains.
+            participant: the `wrappers.participant.Participant` of the wrapper.
 
         Raises:
             ValueError: the job is another one; names the difference. It goes on without this worker.
@@ -410,8 +413,8 @@ class Membership:
     def at_step(self) -> Change | None:
         """At the safe point of a training step, before its round: the change of generation, if any.
 
-        Gives snapshots to workers that join, waits where [Note: first step] asks for it, and begins generations that
-        are due. The forward calls it once for each training step, unless `steps` has called it.
+        Gives snapshots to joining workers, waits as in [Note: first step], and begins due generations. The forward
+        calls it once for each training step, unless `steps` has called it.
         """
         if self._is_ahead:
             self._is_ahead, failure, self._failure = False, self._failure, None
@@ -435,7 +438,7 @@ class Membership:
         return change
 
     def wait_for_generation(self) -> None:
-        """Wait until the next generation is due, for a wrapper whose steps are lost until then; a second at most.
+        """Wait until the next generation is due, for a second at most: the wrapper would lose its steps until then.
 
         Where none is being formed, as no worker has died, this worker asks for one.
         """
@@ -475,7 +478,7 @@ class Membership:
     def _tell_callbacks(self) -> None:
         """Tell all callbacks of the changes since the last call; raises the first of their errors at the end.
 
-        They are called last, so that a script that catches their error goes on from a state that makes sense.
+        They are called last. So a script can catch their error and go on from a consistent state.
         """
         changes, self.job.untold = self.job.untold, []
         errors: list[Exception] = []

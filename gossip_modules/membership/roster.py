@@ -21,50 +21,50 @@ class Roster:
     """The state of the membership: a function of the events of its workers, in their order, and of nothing else.
 
     All workers share one roster, see `SharedRoster`, so they know the same generations without a leader. Time is not
-    part of it: a worker that finds another one late reports it in an event.
+    part of the roster: a worker reports a late worker in an event.
 
     A change begins when a member reports another one, leaves, or has loaded the state of training. Then the remaining
-    workers form the next generation. Each connects with the others, and tells them a step that it does not begin (see
-    [Note: first step]) before it knows the steps of all. Then the generation starts at the largest of these steps.
+    workers form the next generation. Each worker connects with the others, and names a step to them. It does not begin
+    this step before it knows the steps of all; see [Note: first step]. Then the generation starts at the largest of
+    these steps.
 
-    [Note: events] An event is one of the public methods below `loads`, with its arguments. One that comes too late
-    changes nothing. One that is applied twice changes as much as if it were applied once: a worker that does not
-    receive the reply of the store applies it again.
+    [Note: events] An event is one of the public methods below `loads`, with its arguments. A late event changes
+    nothing. A second application of an event changes nothing either: without a reply of the store a worker applies an
+    event again.
 
-    [Note: majority] Members that cannot reach each other report each other. A generation needs more than half of the
-    members of the one before, or half with the first of them; members whose process has ended do not count. Where the
+    [Note: majority] Members report each other if they cannot reach each other. A generation needs more than half of the
+    members of the one before, or half with the first of them; members with an ended process do not count. If the
     reports in their order leave no majority, the workers with the most reports are left out.
 
     [Note: late reports] A report that a member did not come to form a generation is void when that or a later one
     begins.
 
-    [Note: weights] A worker that joins has half of its donor's push-sum weight. All then multiply their weights by the
-    number of members over the number before, so the mean of the weights is as before. Workers that die take their
-    weight with them, so that the mean may be anything after hundreds of deaths. The optimizer steps on x = z w, so a
-    step of z is as long as the learning rate over w. Therefore each worker posts its weight when it is ready, and where
-    their mean would be more than a factor of sqrt(2) from one, all multiply theirs by a power of two, which changes no
-    z.
+    [Note: weights] A joining worker gets half of its donor's push-sum weight. All then multiply their weights by the
+    number of members over the number before, so the mean of the weights is as before. The weights of dead workers are
+    lost, so the mean may have any value after hundreds of deaths. The optimizer steps on x = z w, so a step of z is as
+    long as the learning rate over w. Therefore each ready worker posts its weight. If the mean of the weights would be
+    more than a factor of sqrt(2) from one, all workers multiply their weights by a power of two. This changes no z.
 
-    [Note: stale snapshot] A store that was started again is empty, and each worker that finds it so posts its own
-    roster (`restore`). The first one restores the job. If it was stopped or cut off, it knows too little: the others
-    went on without it, and the generations that it forms alone must not take the job from them. So a roster with a
-    later generation than the restored one replaces it, and its members form the next generation.
+    [Note: stale snapshot] A restarted store is empty. Each worker posts its own roster when it finds an empty store
+    (`restore`). The first one restores the job. If this worker was stopped or cut off, the others went on without it,
+    and the generations of its old roster must not take the job from them. So a roster with a later generation than the
+    restored one replaces it, and its members form the next generation.
 
     Attributes:
         on_partition: see `Membership`.
-        view: the generation that trains; None before the first.
-        forming: the generation that is being formed.
+        view: the active generation; None before the first.
+        forming: the generation in formation.
         joiners: the join queue, by worker.
-        founders: the workers that wait for the first generation.
+        founders: the workers in wait for the first generation.
         asked: how many workers each of them asks for.
-        description: the options that all workers have in common.
+        description: the common options of all workers.
         reports: of failures, in their order.
-        left: why each worker of `view` that has left by itself did so.
+        left: the workers of `view` that have left by themselves, with reasons.
         last_generation: the largest number of a generation.
         next_number: the number of the next worker.
-        loaded: the generation with which a roster was restored; 0: it never was.
-        query, reply: the numbers of the last query for a sign of life, and of the last that a member has answered; see
-            [Note: abandoned jobs] of `Joining`.
+        loaded: the generation of the restored roster; 0: the roster was never restored.
+        query, reply: the numbers of the last query, and of the last answered one; see [Note: abandoned jobs] of
+            `Joining`.
     """
 
     on_partition: str = "majority"
@@ -84,11 +84,11 @@ class Roster:
 
     @property
     def num_founders(self) -> int:
-        """The size of the first generation: the largest that a founder asks for."""
+        """The size of the first generation: the largest request of a founder."""
         return max((self.asked.get(worker, 1) for worker in self.founders), default=1)
 
     def present(self) -> dict[int, Member]:
-        """The members of the generation that trains, and of the one that is being formed, by id."""
+        """The members of the active generation, and of the generation in formation, by id."""
         views = [view for view in (self.view, self.forming) if view is not None]
         return {member.id: member for view in views for member in view.members}
 
@@ -182,7 +182,7 @@ class Roster:
         self.reports, self.left, self.founders, self.asked, self.joiners = [], {}, {}, {}, {}
 
     def mark_loaded(self, worker: int, attempt: int) -> None:
-        """A worker in the join queue has loaded the state that its donor sent in this attempt."""
+        """A worker in the join queue has loaded the state of its donor in this attempt."""
         joiner = self._open(worker, attempt)
         if joiner is not None:
             self.joiners[worker] = replace(joiner, is_loaded=True)
@@ -209,13 +209,13 @@ class Roster:
         self.joiners[worker] = replace(joiner, donor=donor, attempt=attempt + 1)
 
     def _open(self, worker: int, attempt: int) -> Joiner | None:
-        """A worker in the join queue that waits for the state in this attempt."""
+        """The worker in the join queue, if it has no state yet in this attempt."""
         joiner = self.joiners.get(worker)
         is_open = joiner is not None and joiner.attempt == attempt and not (joiner.refusal or joiner.is_loaded)
         return joiner if is_open else None
 
     def _replace_lost_donors(self) -> None:
-        """Give another donor to joiners whose donor is not in the generation that trains."""
+        """Give another donor to a joiner if its donor is not in the active generation."""
         assert self.view is not None
         for worker, joiner in list(self.joiners.items()):
             if not self.view.has(joiner.donor):
@@ -243,7 +243,7 @@ class Roster:
     # The next generation.
 
     def _change(self) -> None:
-        """Form the generation of the remaining workers, with those that have loaded the state."""
+        """Form the generation of the remaining workers, and of joiners with a loaded state."""
         base = self.view or self.forming
         if base is None:
             return
@@ -313,7 +313,7 @@ class Roster:
             self._change()
 
     def restore(self, known: Roster) -> None:
-        """A worker has found a store that was started again, and knows this roster: [Note: stale snapshot]."""
+        """A worker has found a restarted store, and knows this roster: [Note: stale snapshot]."""
         if known.view is None or known.view.generation <= self.loaded:
             return
         view, had_begun, joiners = known.view, self.view is not None, {**known.joiners, **self.joiners}
@@ -354,7 +354,7 @@ def _left_out(
     """The workers that are left out, with reasons; None: too few would remain. See [Note: majority] of `Roster`.
 
     Args:
-        members: of the generation that trains.
+        members: of the active generation.
         candidates: for the next one.
         reports: of failures, in their order.
         left: the workers that have left by themselves, with reasons.
@@ -383,11 +383,11 @@ def _left_out(
 def _has_majority(
     members: Sequence[int], gone: Mapping[int, str], reports: Sequence[FailureReport], left: Mapping[int, str]
 ) -> bool:
-    """Whether the remaining members are more than half of those that may live, or half with the first of them.
+    """Whether more than half of the members that may live remain, or half of them with the first.
 
     Args:
-        members: of the generation that trains.
-        gone: the workers that would be left out; their reports prove nothing about the others.
+        members: of the active generation.
+        gone: the workers to leave out; their reports prove nothing about the others.
         reports: of failures.
         left: the workers that have left by themselves.
     """
@@ -400,7 +400,7 @@ def _has_majority(
 
 
 def _add_report(reports: list[FailureReport], new: FailureReport) -> bool:
-    """Append a report, or replace one that was less sure or holds less long; returns whether it changes the roster.
+    """Append a report, or replace a less sure or less lasting one; returns whether this changes the roster.
 
     Args:
         reports: in their order; changed.

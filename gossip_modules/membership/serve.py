@@ -1,4 +1,4 @@
-"""The store of a job, in a process of its own, which outlives the workers: python -m gossip_modules.membership.serve"""
+"""The store of a job, in a process of its own: python -m gossip_modules.membership.serve"""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def shorten_lookups() -> None:
 
 
 def serve(port: int = DEFAULT_PORT, *, host: str = "127.0.0.1") -> dist.TCPStore:
-    """A key-value store that answers for as long as the object lives.
+    """A key-value store; it answers until the object is freed.
 
     Args:
-        port: the port that it listens at; 0: a free one, see `.port`.
-        host: a name or an address of this machine. The store listens there only; "0.0.0.0": on all interfaces. It
-            knows no passwords and believes everyone who reaches it: see the guide to security.
+        port: the port of its listener; 0: a free one, see `.port`.
+        host: a name or an address of this machine. The store listens there only; "0.0.0.0": on all interfaces. The
+            store has no passwords, so protect its network: see the guide to security.
 
     Raises:
         ValueError: `host` is no name or address of this machine.

@@ -1,4 +1,4 @@
-"""SharedRoster: the roster of a job in a key-value store, which may go and come back empty."""
+"""SharedRoster: the roster of a job in a key-value store. The store may restart empty."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ _BACK_OFF_SECONDS = 0.002  # times the number of attempts to write the roster
 class SharedRoster:
     """The roster of a job, as one value in a key-value store.
 
-    [Note: compare and set] To add events, a worker applies them to the roster that it knows, and writes the result if
-    the store still has that roster. Otherwise another worker was first: it applies them to the new one, and tries
-    again. So all events have one order, and the store never holds more than one roster. Readers poll a version number,
-    which writers increase. A writer may die before it does, so readers also look once a second.
+    [Note: compare and set] To add events, a worker applies them to its known roster, and writes the result if the store
+    still has the known roster. Otherwise another worker was first: the worker applies its events to the new roster, and
+    tries again. So all events have one order, and the store never holds more than one roster. Writers increase a
+    version number, and readers poll it. A writer may die before the increase, so readers also look once a second.
 
-    [Note: store that came back] A store that was started again is empty, and has another epoch. The next update of each
-    worker restores the roster that it knows before all other events. The first one restores the job. The same happens
-    where another program has put anything but a roster in its place: whoever reads that, or a roster that has been
-    restored since, restores the one that it knows.
+    [Note: store that came back] A restarted store is empty, and has another epoch. The next update of each worker
+    restores its known roster before all other events. The first update restores the job. The same happens if another
+    program has overwritten the roster: a worker restores its known roster when it reads something else, or a roster
+    restored since.
 
     Args:
-        store: a key-value store that the workers share; or "host:port", of one that `membership.serve` runs, or
-            "file:path", of a file with that address.
-        name: of the job, so that several may use one store.
-        timeout: of all requests of one update.
+        store: the key-value store of the workers; or "host:port", the address of `membership.serve`, or "file:path", a
+            file with this address.
+        name: the name of the job; several jobs may use one store.
+        timeout: the limit of all requests of one update together.
         on_partition: see `Membership`.
 
     Attributes:
         given: the argument `store`.
         roster: as last read or written; it is not changed but replaced.
-        num_epochs: of the store, that this worker has met.
+        num_epochs: the number of epochs of the store that this worker has met.
         ended: set when this worker has closed: exchanges end.
 
     Raises:
@@ -106,7 +106,7 @@ class SharedRoster:
             self._write(store, events, deadline)
 
     def _read(self, store: BoundedStore, deadline: Deadline) -> bool:
-        """Take over the roster in the store; returns False if this worker must restore the roster that it knows."""
+        """Take over the roster in the store; returns False if this worker must restore its known roster."""
         version = store.add(self._key("version"), 0, what="reading the roster", timeout=deadline.left_for_gloo)
         if version == self._version and time.monotonic() - self._read_at < _FRESH_SECONDS:
             return True
@@ -173,9 +173,9 @@ class SharedRoster:
             name: of this exchange; all workers give the same.
             worker: the id of this one.
             value: of this worker.
-            workers: the ids of all that take part.
+            workers: the ids of all participants.
             is_void: whether nobody is to wait any more; asked again and again.
-            on_late: called once, after `patience` seconds, with the workers that have not come.
+            on_late: called once, after `patience` seconds, with the missing workers.
             patience: in seconds.
 
         Raises:
@@ -200,7 +200,7 @@ class SharedRoster:
         return [text.decode() for text in found]
 
     def missing(self, name: str, workers: Iterable[int]) -> list[int]:
-        """The workers that have not come to an exchange."""
+        """The workers missing from an exchange."""
         return [w for w in workers if not self._asked.check(self._key(f"{name}/{w}"), what="meeting others")]
 
     def prefixed(self, prefix: str) -> dist.Store:
@@ -208,7 +208,7 @@ class SharedRoster:
         return dist.PrefixStore(self._key(prefix), self._client)
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Delete the keys of exchanges, "name/worker", which are not needed any more."""
+        """Delete the keys of finished exchanges, "name/worker"."""
         with contextlib.suppress(ConnectionError, RuntimeError):
             for key in keys:
                 self._asked.delete(self._key(key), what="cleaning up")

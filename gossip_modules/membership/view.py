@@ -21,7 +21,7 @@ class Member:
     """One worker.
 
     Raises:
-        ValueError: no packet can be sent to it: the roster is in a store to which anybody may write.
+        ValueError: no packet can be sent to its address. Anybody may write to the store of the roster.
 
     Attributes:
         id: of this start of the process; another start is another member.
@@ -57,15 +57,15 @@ class Member:
 
 @dataclass(frozen=True)
 class View:
-    """A generation: its members in the order of their positions, and the training step with which it starts.
+    """A generation: its members in the order of their positions, and its first training step.
 
     Attributes:
-        generation: 1, 2, ...; a generation that could not be formed is skipped.
+        generation: its number: 1, 2, ...; the number of a failed formation is skipped.
         members: position i of the graph is members[i].
         start: the first step of its rounds; -1 while it is being formed.
         growth: the factor of all push-sum weights when it begins; see [Note: weights] of `Roster`.
         turns: the training steps of all workers in the generations before, added up.
-        reasons: by number of each member that left since the generation before, why.
+        reasons: the reason of each departure since the generation before, by number of the member.
     """
 
     generation: int
@@ -76,7 +76,7 @@ class View:
     reasons: Mapping[int, str] = field(default_factory=dict)
 
     def turns_before(self, step: int) -> int:
-        """The training steps of all workers before `step`, which is of this generation, added up."""
+        """The sum of the training steps of all workers before `step`, a step of this generation."""
         return self.turns + (step - self.start) * len(self.members)
 
     @property
@@ -91,14 +91,14 @@ class View:
 
 @dataclass(frozen=True)
 class Joiner:
-    """A worker that waits in the join queue.
+    """A worker in the join queue.
 
     Attributes:
         member: the worker.
-        donor: the id of the member that gives it the state of training; -1: none does.
-        attempt: grows with each donor, and with each time that the worker comes again.
-        is_loaded: whether it has that state.
-        refusal: why it may not join; empty: it may.
+        donor: the id of its donor of the training state; -1: it has no donor.
+        attempt: grows with each donor, and with each new arrival of the worker.
+        is_loaded: whether it has the state.
+        refusal: the reason for a refusal; empty: the worker may join.
         is_full: whether the reason is that the job has as many workers as it takes.
     """
 
@@ -124,7 +124,8 @@ class FailureReport:
         of: the id of the failed one.
         why: the reason, for logs.
         is_sure: whether its process has ended, since its machine refused a connection.
-        generation: the one that it did not come to form, after which the report is void; 0: the report holds in all.
+        generation: the number of the generation in formation without the failed worker; the report is void afterwards.
+            0: the report holds in all generations.
     """
 
     by: int
@@ -172,15 +173,15 @@ def differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """A generation that has begun.
+    """A new generation, after its begin.
 
     Attributes:
         generation: its number.
         step: the first training step of its rounds.
-        rank: of this worker, its position in the graph.
+        rank: the rank of this worker, its position in the graph.
         members: the numbers of the workers, by rank.
-        joined: the numbers of members that were not in the generation before.
-        left: by number of each worker that is a member no more, why it left.
+        joined: the numbers of new members.
+        left: the reason of each departure, by number of the worker.
     """
 
     generation: int

@@ -47,8 +47,8 @@ class JobState:
         has_met: whether a listener of another worker was ever in reach.
         has_warned: of a loopback address.
         wake: set when the watcher has something to do.
-        shard, num_shards: the place of this process among the processes that hold shards of one model, and their
-            number; only the first one speaks for the worker. See `ReplicaProcesses`.
+        shard, num_shards: the place of this process among the processes with shards of one model, and their number;
+            only the first one speaks for the worker. See `ReplicaProcesses`.
         together: has all of them do the same to the model, and returns the result of this process. Its arguments are
             the name of the act, what the others need to know for it, and the act in this process.
     """
@@ -88,8 +88,8 @@ class LocalWorker:
     """One start of a worker: its identity, its view of the job, and the events that it posts.
 
     [Note: lock of a worker] `lock` guards the state of this object and of its parts, and `moved` is notified when the
-    roster, or the generations that are due, have changed. A thread that holds it waits for nothing else. The watcher
-    calls `turn` again and again; all other threads post events by `say`.
+    roster, or the due generations, have changed. A thread that holds it waits for nothing else. The watcher calls
+    `turn` again and again; all other threads post events by `say`.
 
     [Note: coming again] A worker may lose its place before its first generation: it was stopped, or out of reach, while
     that formed, or the store came back without it. The watcher then posts "come" again, with another attempt, so that
@@ -148,7 +148,7 @@ class LocalWorker:
 
     @property
     def is_member(self) -> bool:
-        """Whether it is in the generation that trains, or in the one that is being formed."""
+        """Whether it is in the active generation, or in the one that is being formed."""
         return self.id in self.roster.present()
 
     def start_liveness(self) -> LivenessMonitor:

@@ -71,7 +71,7 @@ class MessageCheck:
         self._pending = transport.exchange(sends, recvs, tag=_HEADER_TAG, what=f"round {t}, header")
 
     def arrive(self, transport: Transport) -> Set[int]:
-        """Wait for the headers; returns the peers that have failed."""
+        """Wait for the headers; returns the failed peers."""
         pending, self._pending = self._pending, None
         assert pending is not None, "a header is posted with every message"
         pending.wait()
@@ -81,7 +81,7 @@ class MessageCheck:
         """Wait for the headers and compare them; see [Note: out of step].
 
         Returns:
-            The peers that have failed, on an elastic transport.
+            The failed peers, on an elastic transport.
 
         Raises:
             RuntimeError: a peer sent another message than this rank expects.
@@ -294,7 +294,7 @@ class MessageRounds(Mail):
         self.message_check.post(self.transport, expected, t=self._t)
 
     def wait(self) -> None:
-        """Wait for the replies, and go on without peers that have failed."""
+        """Wait for the replies, and go on without failed peers."""
         messages, self._pending = self._pending, None
         assert messages is not None, "no message is in flight"
         # Headers first: where the numbers differ, the messages may have another size.

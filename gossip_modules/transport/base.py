@@ -18,8 +18,8 @@ class Pending(Protocol):
     """The messages of one round, which are under way.
 
     Attributes:
-        lost: peers that have failed, whose messages are not there. Only over an elastic transport; elsewhere a peer
-            that fails is an error.
+        lost: failed peers, whose messages are not there. Only over an elastic transport; elsewhere a peer that fails is
+            an error.
     """
 
     lost: frozenset[int]
@@ -51,7 +51,7 @@ class Transport(Protocol):
         names: the global rank of each member, for error messages.
         timeout: the limit of every operation.
         is_elastic: whether rounds go on without peers that fail.
-        lost: peers that have failed; empty unless the transport is elastic.
+        lost: failed peers; empty unless the transport is elastic.
         num_bytes_sent: by this rank.
         traffic: counts the messages of rounds, by peer.
     """

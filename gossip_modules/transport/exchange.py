@@ -271,7 +271,7 @@ class PendingExchange:
         what: names it in errors.
 
     Attributes:
-        lost: peers that have failed, without which the round is complete.
+        lost: failed peers, without which the round is complete.
     """
 
     def __init__(

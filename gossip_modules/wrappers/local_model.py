@@ -33,9 +33,9 @@ class LocalModel(AveragedModel):
 
     A wrapper decides when a step begins; this object runs the step. A membership changes its world and its vector.
 
-    [Note: What travels] The vector that ranks exchange has the tensors that are trained at a training forward, or were
-    trained since the last round. The first forward after `requires_grad_()`, or after layers have come or gone, makes a
-    new vector on all ranks alike, once they have compared their trained tensors; see `Travelling`. Nothing else does: a
+    [Note: What travels] The vector that ranks exchange has the trained tensors at a training forward, or were trained
+    since the last round. The first forward after `requires_grad_()`, or after layers have come or gone, makes a new
+    vector on all ranks alike, once they have compared their trained tensors; see `Travelling`. Nothing else does: a
     `flush()`, which one rank may call alone (for `eval()`, or to save), leaves vectors as they are, so that the vectors
     of all ranks still match. An asynchronous wrapper, whose peers may ask for its model at any time, goes on with
     frozen tensors and refuses new ones. A forward with tensors that `functional_call` lends to the module starts no
@@ -169,7 +169,7 @@ class LocalModel(AveragedModel):
             raise
 
     def _round(self) -> None:
-        """The round of a step, of the tensors that are trained now."""
+        """The round of a step, of the trained tensors now."""
         engine, travelling = self.engine, self.travelling
         is_current = self.is_seen_current or self.buffer.is_current()
         is_leaving = travelling.frozen_at is not None and travelling.must_leave(engine)
@@ -265,7 +265,7 @@ class LocalModel(AveragedModel):
     # Changes of what is trained.
 
     def choose(self, *, may_leave: bool = True) -> None:
-        """Let the vector have the tensors that are trained now, on all ranks at this point: [Note: What travels].
+        """Let the vector have the trained tensors now, on all ranks at this point: [Note: What travels].
 
         may_leave: whether frozen tensors may leave the vector: see [Note: what leaves the vector].
         """

@@ -228,7 +228,7 @@ class Participant(ModelWorld):
         engine.go_to(vector, *counts.tolist())
 
     def begin(self, transport: LinkTransport, growth: float) -> None:
-        """Turn to the links of the generation that trains now; all its members multiply their weights by `growth`."""
+        """Turn to the links of the active generation now; all its members multiply their weights by `growth`."""
         local, vector, node = self.local, self.local.buffer.vector, self.membership.node
         local.apply_in_flight()
         transport.vote = None if node is None else node.vote

@@ -99,7 +99,7 @@ class Travelling:
         self.is_first = transport.is_elastic
 
     def change(self, local: Any, *, may_leave: bool) -> None:
-        """Exchange the tensors that are trained now, on all ranks alike; may_leave: whether frozen tensors may leave.
+        """Exchange the trained tensors now, on all ranks alike; may_leave: whether frozen tensors may leave.
 
         Raises:
             ValueError: ranks train other tensors.

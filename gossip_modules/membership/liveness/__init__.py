@@ -1,1 +1,1 @@
-"""Liveness: connections that show whether a process has ended, and heartbeats that show whether it runs."""
+"""Liveness: a closed connection shows the end of a process, and heartbeats show that it runs."""

@@ -1,4 +1,4 @@
-"""Contact: the address of a worker, the secret by which others identify it, and how it is asked for a sign of life."""
+"""Contact: the address of a worker, its secret for identification, and the query for a reply."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Packet(enum.Enum):
 
 @dataclass(frozen=True)
 class Contact:
-    """The address of a worker, and the secret by which others identify it.
+    """The address of a worker, and its secret for identification.
 
-    [Note: secrets of workers] Each worker draws a random number, which the others read in the roster. A packet has a
-    code of it (HMAC-SHA256) and not the number, so that a stranger who connects to a worker learns nothing with which
-    he could speak in its name. Whoever reads the store, or the traffic between workers, can.
+    [Note: secrets of workers] Each worker draws a random number. The others read it in the roster. A packet has a code
+    of the number (HMAC-SHA256), not the number itself. So a stranger cannot learn the number from a connection, and
+    cannot speak in the name of the worker. Whoever reads the store, or the traffic between workers, can.
 
     Attributes:
         worker: its id.
@@ -58,7 +58,7 @@ def is_packet(heard: bytes, expected: bytes) -> bool | None:
 
 
 def digest(job: str) -> bytes:
-    """Eight bytes that stand for a job in packets."""
+    """Eight bytes for a job in packets."""
     return hashlib.sha256(job.encode()).digest()[:8]
 
 
@@ -109,7 +109,7 @@ def probe(contacts: Mapping[int, Contact], *, job: bytes, seconds: float) -> dic
 
 
 def connect(address: Address) -> socket.socket | None:
-    """A connection that is on its way; None: there is no route to that address.
+    """A connection in the making; None: there is no route to that address.
 
     Raises:
         OSError: this process has no descriptor left.

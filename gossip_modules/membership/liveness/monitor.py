@@ -1,4 +1,4 @@
-"""LivenessMonitor: connections with heartbeats, which show whether a process is stopped, cut off or has ended."""
+"""LivenessMonitor: connections with heartbeats. They show whether a process is stopped, cut off or has ended."""
 
 from __future__ import annotations
 
@@ -68,44 +68,44 @@ class _Inbound:
 
 
 class LivenessMonitor:
-    """Tells when a watched worker is silent for too long, or when its process has ended.
+    """Reports a watched worker if it sends no heartbeat before its deadline, or if its process has ended.
 
-    Each worker keeps a connection to the listener of each worker that it watches. Over it, the watched worker sends a
-    heartbeat of one byte every `interval`. A worker that is slow (it writes a checkpoint, it evaluates) sends on, from
-    a thread of its own; one that is stopped or cut off does not. The deadline of a worker is the median of the times
-    between its heartbeats plus six times their median absolute deviation, and at least `floor`. A worker that was never
-    heard is never silent: then only the timeout of its links is left.
+    Each worker keeps a connection to the listener of each watched worker. Over it, the watched worker sends a heartbeat
+    of one byte every `interval`. A slow worker, for example during a checkpoint or an evaluation, still sends
+    heartbeats, from a thread of its own. A stopped or unreachable worker does not. The deadline of a worker is the
+    median of the times between its heartbeats plus six times their median absolute deviation, and at least `floor`. The
+    deadline starts with the first heartbeat: before it, only the timeout of the links applies.
 
-    The connection closes when the process ends. A worker that leaves in order announces it there, and is not reported.
+    The connection closes when the process ends. A worker in an orderly close announces it there, and is not reported.
 
-    [Note: quiet reading] A thread that wakes for each heartbeat of each peer takes part of a core from training. So the
-    thread reads heartbeats when it sends its own, and the kernel wakes it only for many bytes or the end of a
+    [Note: quiet reading] A thread would take part of a core from training if it woke for each heartbeat of each peer.
+    So the thread reads heartbeats when it sends its own, and the kernel wakes it only for many bytes or the end of a
     connection (SO_RCVLOWAT).
 
-    [Note: forked children] The connections of Gloo are inherited by processes that are forked, such as the workers of a
-    DataLoader, and stay open until the last of these has ended. These connections are closed in the child, so that they
+    [Note: forked children] Forked processes, such as the workers of a DataLoader, inherit the connections of Gloo, and
+    keep them open until the last of them has ended. The connections of the monitor are closed in the child, so they
     close with the parent.
 
-    [Note: strangers at a listener] A listener greets each connection. A worker of the job answers with a packet that
-    strangers cannot make, and gets heartbeats from then on: this connection is kept. All others are bounded in number,
-    by `BoundedListener`, and in time, by HANDSHAKE_SECONDS. A connection that is closed between the greeting and the
-    first heartbeat may have been closed to make room for another one, so it does not show that a process has ended; the
-    watcher connects again, and if the machine refuses that, the process has ended.
+    [Note: strangers at a listener] A listener greets each connection. A worker of the job answers with a packet and
+    gets heartbeats from then on: this connection is kept. Strangers cannot make the packet. All others are bounded in
+    number, by `BoundedListener`, and in time, by HANDSHAKE_SECONDS. If a connection closes between the greeting and the
+    first heartbeat, the listener may have made room for another connection. So the watcher connects again. If the
+    machine refuses the connection, the process has ended.
 
     Args:
         worker: the id of this worker.
         job: the name of the job; packets of others are dropped.
-        host: the address of this machine at which this worker is reached; it listens there only.
-        on_silent: called by the thread with a worker that is silent for too long, and the seconds; once. If it is a
-            method, the thread ends with its object: a worker that is freed without `close` must not seem alive.
-        on_ended: called by the thread with a worker whose process has ended; once.
+        host: the address of this worker; it listens at this address only.
+        on_silent: called once by the thread, with a worker after its deadline, and the seconds. If it is a method, the
+            thread ends with its object: a freed worker must not seem alive, even without `close`.
+        on_ended: called once by the thread, with a worker after the end of its process.
         interval: seconds between two heartbeats.
-        floor: seconds of silence that are always allowed.
+        floor: the shortest deadline, in seconds.
 
     Attributes:
         contact: of this worker.
         has_met: whether a worker has ever greeted this one.
-        is_leaving: whether `close` announces that this worker leaves in order.
+        is_leaving: whether `close` announces an orderly close.
         lock: the thread does nothing while another one holds it.
     """
 
@@ -148,7 +148,7 @@ class LivenessMonitor:
         self._thread.start()
 
     def watch(self, contacts: Mapping[int, Contact]) -> None:
-        """Watch these workers, by id, and no others; the state of those that are watched already is kept."""
+        """Watch these workers, by id, and no others; keeps the state of workers under watch already."""
         with self.lock:
             self._peers = {worker: self._peers.get(worker) or self._peer(of) for worker, of in contacts.items()}
 
@@ -158,7 +158,7 @@ class LivenessMonitor:
             self._peers.pop(worker, None)
 
     def deadline(self, worker: int) -> float:
-        """The seconds of silence that are allowed."""
+        """The deadline in seconds."""
         peer = self._peers.get(worker)
         return self._floor if peer is None else peer.deadline
 
@@ -166,8 +166,8 @@ class LivenessMonitor:
         """End the thread and close all connections; idempotent.
 
         Args:
-            is_met: whether to wait before, for a second at most, until the workers that this one watches watch it too.
-                A worker that has never heard this one does not notice the end of its connection.
+            is_met: whether to wait before, for a second at most, until the watched workers watch this worker too.
+                Without a heartbeat of this worker they do not notice the end of its connection.
         """
         limit = time.monotonic() + _MEETING_SECONDS
         while is_met and len(self._watchers) < len(self._peers) and time.monotonic() < limit:
@@ -350,7 +350,7 @@ class LivenessMonitor:
 
 
 def _send(other: socket.socket, data: bytes) -> None:
-    """Send a few bytes, unless the other end has gone, which is read next, or reads nothing."""
+    """Send a few bytes, unless the other end has gone, as the next read shows, or reads nothing."""
     with contextlib.suppress(OSError):
         other.send(data)
 
