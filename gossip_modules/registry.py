@@ -103,6 +103,16 @@ class Method:
         return next((name for name in ("sync_every", "sync_period") if name in self.settings), "")
 
     @property
+    def rates(self) -> frozenset[str]:
+        """The settings that are a step size or a momentum of its own, beside the optimizer's."""
+        return self.settings & {"lr", "momentum", "mu", "step_size", "interpolation"}
+
+    @property
+    def inner_optimizer(self) -> str:
+        """The optimizer that is part of the method, as "MuonAdamW"; "": any."""
+        return getattr(self.algorithm, "inner_optimizer", "")
+
+    @property
     def file(self) -> str:
         """The file of the algorithm: below the folder that has the library, as gossip_modules/algorithms/choco.py."""
         path = Path(str(sys.modules[self.algorithm.__module__].__file__)).resolve()

@@ -44,6 +44,7 @@ class MuLoCo(DiLoCo):
     lr: float = 0.7
     momentum: float = 0.6
 
+    inner_optimizer: ClassVar[str] = "MuonAdamW"
     summary: ClassVar[str] = "is DiLoCo over steps of Muon, whose drifts agree better"
     paper: ClassVar[Paper | None] = Paper(
         "Thérien, Huang, Defazio, Rish, Belilovsky",

@@ -229,6 +229,21 @@ class LabPlan:
             graph = " in averages under control" if exact else f"{graph} under control"
         return f"{name}{graph}"
 
+    @property
+    def interval(self) -> int:
+        """The steps from one round to the next, by the schedule and the algorithm; 1: every step has a round.
+
+        Under a `ConsensusControl`, the smallest number of steps that it allows.
+
+        >>> [LabPlan.of(text).interval for text in ("sgp", "wagma", "LocalSGD(7)", "SlowMo(12, gossip_every=1)")]
+        [1, 1, 7, 1]
+        >>> LabPlan.of("sgp", schedule=Schedule(gossip_every=5)).interval
+        5
+        """
+        made = self.chosen.made
+        first, second = [*due_steps(made), _MAX_PERIOD][:2] if isinstance(made, Algorithm) else (0, 1)
+        return max(second - first, self.schedule.gossip_every)
+
     def resolved(self, num_workers: int) -> LabPlan:
         """Return the plan with the graph that the method has by default for so many workers."""
         own, plan, made = self.method.simulated_graph, self, self.chosen.made
@@ -464,6 +479,11 @@ def own_pace(method: OwnPace) -> Running:
     return Running(method, method)
 
 
+def due_steps(algorithm: Algorithm) -> list[int]:
+    """Return the first two steps that have a round; fewer if there are no two."""
+    return list(islice(filter(algorithm.is_due, range(_MAX_PERIOD)), 2))
+
+
 def measured_share(algorithm: Algorithm, models: Models, setting: Setting) -> float:
     """Return the share of a model in a message of an algorithm: measured in two rounds of two workers.
 
@@ -481,6 +501,6 @@ def measured_share(algorithm: Algorithm, models: Models, setting: Setting) -> fl
     driver = Stacked(algorithm, MetropolisHastingsMixing(RingGraph(2)), shapes=shapes)
     draw = torch.Generator().manual_seed(0)
     sample = torch.randn(1, num_elements, generator=draw, dtype=models.x.dtype, device="cpu").repeat(2, 1)
-    due = list(islice(filter(algorithm.is_due, range(_MAX_PERIOD)), 2)) or [0]
+    due = due_steps(algorithm) or [0]
     num_messages = sum(len(driver.step(sample, k)) for k in due)
     return driver.sent_bytes / max(num_messages, 1) / sample[0].nbytes

@@ -285,22 +285,27 @@ def best(predictions: Sequence[Prediction]) -> Prediction | None:
 def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
     """Return the method to choose, what bounds it, and the methods that were left out since their workers disagree.
 
-    The method is the fastest of those that communicate in every step. If that one waits for most of its step, a method
-    that averages every few steps is advised where it is faster.
+    Three kinds of methods are told apart. Advice goes first to methods without a step size or a momentum of their own
+    (`Method.rates`), and of these to the fastest one with a round in every step (`LabPlan.interval`). If that one waits
+    for most of its step, the fastest one with rare rounds is advised where it is faster. Methods with rates of their
+    own take the place of a kind that has no method, since their best rates depend on your model and on the length of
+    training, which the small problem does not know. It is convex and takes few steps, so a momentum between workers
+    helps it more than the language models of docs/benchmarks/records.md.
 
     Args:
         predictions: of methods in the same setting.
         setting: their setting.
     """
-    steady, rare = (
-        best([p for p in predictions if bool(p.plan.method.period) is is_rare]) for is_rare in (False, True)
-    )
-    chosen = steady or rare
-    if chosen is None:
+    plain = [p for p in predictions if not p.plan.method.rates]
+    steady, rare = (best([p for p in plain if (p.plan.interval > 1) is is_rare]) for is_rare in (False, True))
+    fastest = best(predictions)
+    other = rare or fastest
+    if fastest is None or other is None:
         return Advice(None, _despair(predictions))
-    is_faster = steady is not None and rare is not None and rare.seconds < steady.seconds
+    is_faster = steady is not None and other.seconds < steady.seconds
+    chosen = steady or other
     if is_faster and chosen.waiting_share > _TOO_MUCH_WAITING:
-        chosen = rare or chosen
+        chosen = other
     sentences = [_choice(chosen, predictions), _bound(chosen, setting)]
     others = [p.name for p in predictions if p.has_reached and not p.has_agreed]
     if others:
@@ -314,6 +319,19 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
             "learnt less in equal steps that way (docs/guides/default.md). Of the methods that communicate in every "
             f"step {steady.name} is the fastest, with {steady.seconds:.1f} s; rare averages are advised where it waits "
             f"for more than {_TOO_MUCH_WAITING:.0%} of its step, here {steady.waiting_share:.0%}."
+        )
+    if fastest.seconds < chosen.seconds and fastest.plan.method.rates:
+        own_rates = " and ".join(sorted(fastest.plan.method.rates))
+        sentences.append(
+            f"{fastest.name} is faster here ({fastest.seconds:.1f} s), by its {own_rates}. Their best values depend on "
+            "your model and on the length of training: tune them there, as in docs/benchmarks/records.md, before you "
+            "choose it."
+        )
+    for inner in sorted({p.plan.method.inner_optimizer for p in predictions} - {""}):
+        names = ", ".join(p.name for p in predictions if p.plan.method.inner_optimizer == inner)
+        sentences.append(
+            f"{names}: simulated with SGD in place of {inner}, for which the small problem has no hidden matrix. What "
+            "it saves in steps is missing."
         )
     if chosen.settings:
         sentences.append(f"It was simulated with {chosen.settings}.")
@@ -371,6 +389,8 @@ def as_table(predictions: Sequence[Prediction]) -> str:
 
 def _row(prediction: Prediction) -> tuple[str, ...]:
     notes = [prediction.settings] if prediction.settings else []
+    if own := prediction.plan.method.inner_optimizer:
+        notes.append(f"by SGD, not {own}")
     if (rates := prediction.control_rates) is not None:
         notes.append("{:.2f} rounds and {:.2f} averages per step".format(*rates))
     if not prediction.has_reached:

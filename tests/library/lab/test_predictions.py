@@ -17,6 +17,7 @@ from gossip_modules.lab import (
     Compute,
     Consensus,
     Digits,
+    LabPlan,
     Network,
     Problem,
     advise,
@@ -25,7 +26,9 @@ from gossip_modules.lab import (
 )
 from gossip_modules.lab.__main__ import main
 from gossip_modules.lab.clock import LinkSpec
+from gossip_modules.lab.planner import as_table
 from gossip_modules.methods import METHODS
+from gossip_modules.schedule import Schedule
 from tests.harness.scripts import module_output
 from tests.library.lab.simulations import CLUSTER, EVEN, LINKS, MODEL_BYTES, UNEVEN, prediction, workers
 
@@ -97,6 +100,41 @@ def test_rare_averages_are_advised_where_links_bound_every_step() -> None:
     slower = advise([steady, replace(rare, seconds=10.0)], CLUSTER)
     assert slower.best is steady
     assert not any("averages rarely" in sentence for sentence in slower.sentences)
+
+
+def test_advice_goes_to_methods_without_rates_of_their_own() -> None:
+    outer, steady = prediction("diloco", error=0.3, seconds=2.0), prediction("sgp", error=0.3, seconds=9.0)
+    rare = prediction("localsgd", error=0.3, seconds=4.0)
+    late = replace(steady, waiting_share=0.9)
+    for found, expected in (
+        ([outer, steady, rare], steady),
+        ([outer, late, rare], rare),
+        ([outer, late], outer),
+        ([outer, rare], rare),
+        ([outer], outer),
+    ):
+        advice = advise(found, CLUSTER)
+        assert advice.best is expected
+        said = [text for text in advice.sentences if text.startswith("diloco is faster here (2.0 s), by its lr and mo")]
+        assert len(said) == (expected is not outer)
+
+
+def test_rounds_are_rare_by_the_schedule_too() -> None:
+    often = replace(prediction("osgp", error=0.3, seconds=9.0), waiting_share=0.6)
+    plan = LabPlan.of("sgp", schedule=Schedule(gossip_every=5))
+    rare = replace(prediction("sgp", error=0.3, seconds=2.0), plan=plan)
+    for steady in (often, replace(prediction("wagma", error=0.3, seconds=9.0), waiting_share=0.6)):
+        advice = advise([rare, steady], CLUSTER)
+        assert advice.best is steady
+        assert any("averages rarely" in sentence for sentence in advice.sentences)
+
+
+def test_advice_names_methods_that_were_simulated_by_another_optimizer() -> None:
+    found = [prediction(name, error=0.3, seconds=2.0) for name in ("muloco", "diloco")]
+    (sentence,) = (text for text in advise(found, CLUSTER).sentences if "MuonAdamW" in text)
+    assert sentence.startswith("muloco: simulated with SGD in place of MuonAdamW")
+    table = as_table(found).splitlines()
+    assert [line.endswith("by SGD, not MuonAdamW") for line in table[1:]] == [True, False]
 
 
 def test_advice_says_what_to_change_where_nothing_works() -> None:
