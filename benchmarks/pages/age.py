@@ -16,7 +16,7 @@ from benchmarks.record import RESULTS, ROOT
 
 REVIEW = Path(__file__).with_name("review.json")
 """The result of `reviewed_at`, at the last review."""
-AGED = "The measured code has changed since."
+AGED = "The measured code has later commits:"
 
 
 def aged(own: Page, rows: pd.DataFrame) -> str:
@@ -26,10 +26,7 @@ def aged(own: Page, rows: pd.DataFrame) -> str:
     listed = [f"{count} after {commit}" for commit, count in counts.items() if count]
     if not listed:
         return ""
-    return (
-        f"{AGED} On {review['date']} the number of later commits that touch it was {', '.join(listed)}; "
-        f"`git log --oneline COMMIT.. -- {' '.join(own.measures)}` prints them."
-    )
+    return f"{AGED} {', '.join(listed)} ({review['date']}, `git log --oneline COMMIT.. -- {' '.join(own.measures)}`)."
 
 
 def reviewed_at(head: str, pages: Iterable[Page]) -> dict[str, Any]:

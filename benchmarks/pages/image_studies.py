@@ -16,23 +16,22 @@ EXACT = 1e-5
 """Errors are float32: gaps are compared with thresholds plus this."""
 SETUP = """\
 All workers run in one process, in the [Lab](../guides/lab.md). {task}
-Workers take steps of SGD with Nesterov momentum 0.9 and weight decay 1e-4. A worker draws batches of {batch} images
-from all of them. The learning rate rises in the first tenth of the steps and falls linearly to zero. {rates}
+Workers train by SGD with Nesterov momentum 0.9 and weight decay 1e-4, on batches of {batch} images drawn from all of
+them. The learning rate rises in the first tenth of the steps and falls linearly to zero. {rates}
 Accuracies are those of the averaged model on a test split.
 {more}
 
-{data} The column `data` of the CSV file has the first digits of its SHA-256. Set `OMP_NUM_THREADS=1`. A training with
-rows is not run again."""
+{data} The column `data` of the CSV file begins its SHA-256. Set `OMP_NUM_THREADS=1`."""
 CIFAR = """\
 They learn CIFAR-10, scaled to 16 pixels and mirrored half of the time. The model has two convolutions of patches and a
 linear layer, {}. 5,000 training images are the validation split, and there are 10,000 test images."""
 FOLDER = "Set `GOSSIP_DATA` to the folder with the archive cifar10-jpeg.tar.gz before you run the command."
 DRAWN = """\
 They learn drawn digits of 6 x 6 pixels, 6,144 for training and 1,024 for each of the two other splits. The model has
-two linear layers, {}. The accuracy says how the methods compare, not how they do on large models."""
+two linear layers, {}. Compare methods only: large models have other accuracies."""
 TUNED = """\
-Each method has the rate that is best on the validation split in short trainings with the first seed; the grid is below
-all rows. A further rate is tried while the best one is at an end of the grid."""
+Each method has the best rate of short trainings with the first seed, on the validation split; the grid is below all
+rows, and grows while its end is best."""
 SEED = "The digits are drawn from a seed."
 ENDS = {
     "method": ("method", "s"),

@@ -73,14 +73,11 @@ def remarks(rows: pd.DataFrame, script: str) -> list[str]:
     """What a reader cannot repeat as it is written there: the script, the commit, the data."""
     found = []
     if script:
-        found.append(f"The study is finished. Its script is in an earlier commit: `git show {script}` prints it.")
+        found.append(f"The study is finished. `git show {script}` prints its script.")
     if lost := sorted(NOT_IN_HISTORY & {commit.rstrip("+") for commit in rows["commit"]}):
-        found.append(
-            f"The history of the repository does not have {' and '.join(lost)}: rows of such a commit were measured "
-            "before it was rebased."
-        )
+        found.append(f"The history was rebased after {' and '.join(lost)}: the repository does not have such a commit.")
     if not names_data(rows):
-        found.append("The rows have no hash of the data that the command reads.")
+        found.append("The rows have no hash of the data.")
     return [" ".join(found)] if found else []
 
 

@@ -157,19 +157,18 @@ costs 0.09 to 0.29 s, in the median over faults. A stop for longer than the dead
         summary=outcomes,
         setup="""\
 Eight workers with a [membership](../guides/elasticity.md) run as processes on one machine with two cores. Every two
-seconds, drawn with a seed, one or two workers are killed (SIGKILL), one is stopped (SIGSTOP) for 0.5 to 8 seconds, one
-is started, or the process of the store is killed and an empty one is started. A worker without a heartbeat for 2 s is
-excluded. At the end the missing workers are started, and the learning rate falls to zero in 1500 steps. The run without
-faults has as many steps. A step sleeps 50 ms with SGP and 100 with the others. Steps in which a worker itself stood
-still or joined are left out of the times. Accuracy is the mean over the workers at the end.
+seconds a seed draws a fault: one or two workers are killed (SIGKILL), one is stopped (SIGSTOP) for 0.5 to 8 seconds,
+one is started, or the store is killed and an empty one started. A worker without a heartbeat for 2 s is excluded. At
+the end the missing workers are started, and the learning rate falls to zero in 1500 steps. A step sleeps 50 ms with
+SGP and 100 with the others. Times leave out steps in which the worker itself stood still or joined. Accuracy is the
+mean over the workers at the end.
 
 These checks must pass: no worker that was not killed fails or hangs; generations and steps only rise; all workers of a
-generation name the same members; the sum of the push-sum weights stays while nobody comes or goes (the largest relative
-change in one step; empty where messages are in flight). Threads, descriptors and memory are those of a worker that is
-never killed, in its first generation and in the last 250 steps.
+generation name the same members; the sum of the push-sum weights stays while nobody comes or goes ("weight drift": its
+largest relative change in one step). Threads, descriptors and memory are those of a worker that is never killed, in its
+first generation and in the last 250 steps.
 
-The machine was not quiet. SGP had it almost alone, Overlap SGP and D-PSGD ran side by side, MATCHA and CHOCO-SGD three
-at once. AD-PSGD and PowerGossip ran beside tests, at a load of 20 to 45.
+The machine was not quiet: AD-PSGD and PowerGossip ran beside tests, at a load of 20 to 45, and SGP almost alone.
 [Decisions](../decisions/membership.md) says what earlier runs changed in the library.""",
         parts=(
             Page(
