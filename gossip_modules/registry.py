@@ -20,7 +20,7 @@ StepSizes: TypeAlias = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Paper:
-    """Where a method was published."""
+    """The publication of a method."""
 
     authors: str
     title: str
@@ -42,22 +42,22 @@ class Method:
         name: the short name, a single word in lower case: `--recipe NAME`.
         title: the name in tables and pictures.
         summary: one sentence about what the method does.
-        algorithm: the class of the algorithm; `file` is the file that has it.
-        make: the dataclass whose fields are the settings: an `Algorithm`, or the arguments of the wrapper.
-        text: the text of Python that `--recipe NAME` stands for: a call of `call`, which is the first name in it.
+        algorithm: the class of the algorithm; `file` is its file.
+        make: the dataclass of the settings: an `Algorithm`, or the arguments of the wrapper.
+        text: the text of Python behind `--recipe NAME`: a call of `call`, its first name.
         wrap: wraps a model, given (module, `Chosen`, `WrapperOptions`, `Context`).
         example: a line of Python that wraps `model`.
         paper: the publication, if the method has one.
-        options: the names of the fields of `WrapperOptions` that the wrapper takes.
-        pace: who takes the steps of a run. "lockstep": every rank every step. "shared_steps": ranks share them, fast
-            ranks take more. "shared_rounds": the wrapper counts rounds, and late ranks skip some.
+        options: the names of the wrapper's fields of `WrapperOptions`.
+        pace: the distribution of the steps of a run. "lockstep": every rank every step. "shared_steps": ranks share
+            them, fast ranks take more. "shared_rounds": the wrapper counts rounds, and late ranks skip some.
         needs_fixed_ranks: the reason why the method takes no membership, as a clause; "": it takes one.
         simulate: makes the method for the Lab, given a `lab.plan.Run`; None: the Lab runs the rounds of an algorithm,
             and knows the wrappers of this library.
-        simulated_graph: the name of the graph that the simulator takes where none is named, given (number of ranks,
-            peers per round or a schedule of it).
+        simulated_graph: returns the name of the default graph in the simulator, given (number of ranks, peers per round
+            or a schedule of it).
         step_sizes: the published ones, by compressor.
-        fixed: arguments of the wrapper that the method always has; `make` is not passed on as an algorithm then.
+        fixed: constant arguments of the wrapper; `make` is not passed on as an algorithm then.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Method:
 
     @property
     def call(self) -> str:
-        """The name by which `--algorithm` calls it: `DiLoCo`."""
+        """The name for `--algorithm`: `DiLoCo`."""
         return self.make.__name__
 
     @property
@@ -114,7 +114,7 @@ class Method:
 
     @property
     def file(self) -> str:
-        """The file of the algorithm: below the folder that has the library, as gossip_modules/algorithms/choco.py."""
+        """The file of the algorithm: below the folder of the library, as gossip_modules/algorithms/choco.py."""
         path = Path(str(sys.modules[self.algorithm.__module__].__file__)).resolve()
         root = Path(__file__).resolve().parents[1]
         return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
@@ -126,10 +126,10 @@ METHODS: Mapping[str, Method] = _METHODS
 
 
 def enter(method: Method) -> Method:
-    """Enter a method in METHODS; returns it.
+    """Enter a method in METHODS, and return it.
 
     Raises:
-        ValueError: its name is taken, or is not a word that can be typed.
+        ValueError: the name of the method is taken, or is not a word in lower case.
     """
     name = method.name
     if not name.isidentifier() or name != name.lower():
@@ -146,7 +146,7 @@ def _names() -> dict[str, Method]:
 
 
 def name_of(text: str) -> str:
-    """The short name of the method that `text` names, as "allreduce"; `text` itself where there is no such method."""
+    """Return the short name of a method, given a name such as "allreduce"; `text` itself for unknown names."""
     return _names()[text].name if text in _names() else text
 
 

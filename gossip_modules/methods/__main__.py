@@ -1,4 +1,4 @@
-"""Print the table of methods, in Markdown, the step sizes that are published, and which methods take a membership.
+"""Print the table of methods, in Markdown, the published step sizes, and the methods with a membership.
 
 python -m gossip_modules.methods
 """
@@ -17,7 +17,7 @@ def methods_table() -> str:
 
 
 def step_sizes_table() -> str:
-    """A row for each step size of consensus that is published."""
+    """A row for each published step size of consensus."""
     sizes = ((name, *size) for name, method in METHODS.items() for size in method.step_sizes.items())
     return _table(
         ("recipe", "compressor", "step size"), ((name, f"`{code}`", f"{value:g}") for name, code, value in sizes)
@@ -25,7 +25,7 @@ def step_sizes_table() -> str:
 
 
 def membership_table() -> str:
-    """A row for each wrapper: its methods that take a membership, and the others, with the reason."""
+    """A row for each wrapper: its methods with a membership, and its other methods, with the reason."""
     wrappers: dict[str, tuple[list[str], list[str]]] = {}
     for method in METHODS.values():
         wrapper = f"`{method.example.partition('(')[0]}`" if method.example else "of your own"

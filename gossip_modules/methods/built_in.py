@@ -94,12 +94,12 @@ class SGP:
 
 @dataclass(frozen=True)
 class OverlapSGP:
-    """SGP whose rounds run under the next steps."""
+    """Overlap SGP: the rounds of SGP run under the next steps."""
 
 
 @dataclass(frozen=True)
 class MATCHA:
-    """MATCHA: on the graph of --graph, or by the JSON file that `python -m gossip_modules.matcha --output` wrote."""
+    """MATCHA: on the graph of --graph, or by a JSON file of `python -m gossip_modules.matcha --output`."""
 
     budget: float = 0.5
     plan: str = ""

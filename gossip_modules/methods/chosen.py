@@ -60,18 +60,18 @@ class Chosen:
 
     @property
     def text(self) -> str:
-        """The text that makes the same: equal for equal methods."""
+        """The text of the method, equal for equal methods."""
         return written(self.made)
 
     @property
     def period(self) -> int:
-        """The steps for which ranks may train alone; 1: they meet in every step, or the schedule says when."""
+        """The number of steps that ranks may train alone; 1: they meet in every step, or as the schedule says."""
         outermost = self.made.parts[0] if isinstance(self.made, Algorithm) else self.made
         name = self.method.period
         return int(getattr(outermost, name) or 1) if name else 1
 
     def with_settings(self, settings: Mapping[str, Any]) -> Chosen:
-        """With other values of the settings that the method has; None: the value stays."""
+        """Return the method with other values of its settings; None keeps a value. Unknown settings are ignored."""
         own = {name: value for name, value in settings.items() if value is not None and name in self.method.settings}
         if isinstance(self.made, Over):
             return replace(self, made=replace(self.made, outer=replace(self.made.outer, **own)))
@@ -79,12 +79,12 @@ class Chosen:
 
 
 def read_algorithm(text: str, *, option: str = "algorithm", seed: int | None = None) -> Chosen:
-    """The method of a text: "DiLoCo(sync_every=50)", "GASLoC(momentum=0).over(PowerGossip())", or a name, "sgp".
+    """Return the method of a text: "DiLoCo(sync_every=50)", "GASLoC(momentum=0).over(PowerGossip())", or a name, "sgp".
 
     Args:
         text: of Python; a short name stands for the `text` of its method.
-        option: its name, for errors.
-        seed: of the run, for those that draw at random and are given none.
+        option: the name of the option, for errors.
+        seed: the seed of the run, for methods with random draws and without a seed in the text.
 
     Raises:
         ValueError: the text names no method; the error has the mistake and the nearest name.
@@ -103,7 +103,7 @@ def read_algorithm(text: str, *, option: str = "algorithm", seed: int | None = N
 
 
 def read_compressor(text: str, *, seed: int | None = None) -> Compressor:
-    """The compressor that a text names, such as "TopK(0.01)".
+    """Return the compressor of a text, such as "TopK(0.01)".
 
     Raises:
         ValueError: it names none.
@@ -112,7 +112,7 @@ def read_compressor(text: str, *, seed: int | None = None) -> Compressor:
 
 
 def read_schedule(text: str) -> Schedule | ConsensusControl:
-    """The schedule that a text names, such as "ConsensusControl(target=2.0)".
+    """Return the schedule of a text, such as "ConsensusControl(target=2.0)".
 
     Raises:
         ValueError: it names none.
@@ -121,7 +121,7 @@ def read_schedule(text: str) -> Schedule | ConsensusControl:
 
 
 def read_graph(text: str, *, seed: int | None = None) -> Callable[[int], Any]:
-    """A function of the number of ranks that makes the graph of a text, such as "RingGraph(peers_per_itr=2)".
+    """Return a function that makes the graph of a text, such as "RingGraph(peers_per_itr=2)", for a number of ranks.
 
     Raises:
         ValueError: it names none.

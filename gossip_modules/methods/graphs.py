@@ -1,4 +1,4 @@
-"""Graphs that methods take by name: who talks to whom."""
+"""The graphs of methods by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pairs(world_size: int, peers_per_itr: int | Mapping[int, int] = 1) -> str:
 
 
 def static(world_size: int, peers_per_itr: int | Mapping[int, int] = 1) -> str:
-    """The best undirected graph that never changes."""
+    """The best static undirected graph."""
     if world_size & (world_size - 1) == 0:
         return "hypercube"
     is_prime = all(world_size % divisor for divisor in range(2, int(world_size**0.5) + 1))
@@ -41,7 +41,7 @@ def static(world_size: int, peers_per_itr: int | Mapping[int, int] = 1) -> str:
 def make_graph(
     name: str, *, num_nodes: int, peers_per_itr: int | Mapping[int, int], push_sum: bool
 ) -> GraphManager | None:
-    """The graph of that name in GRAPHS; None lets the wrapper choose, which it can for one peer per round.
+    """The graph of that name in GRAPHS; None lets the wrapper choose, for one peer per round.
 
     Args:
         name: key of GRAPHS.
@@ -50,7 +50,7 @@ def make_graph(
         push_sum: whether the graph may be directed.
 
     Raises:
-        ValueError: a predefined graph or a tree, which has no number of peers per round.
+        ValueError: a predefined graph or a tree has no number of peers per round.
     """
     if name in PREDEFINED_GRAPHS or name in TREES:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The arguments of a wrapper that a training script offers besides the algorithm, and the run that a method is in."""
+"""The arguments of a wrapper in a training script, besides the algorithm, and the run of a method."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..registry import Method
 
 @dataclass(frozen=True)
 class WrapperOptions:
-    """Arguments of the wrappers for a command line. `Method.options` names those that a method takes."""
+    """Arguments of the wrappers for a command line. `Method.options` names the arguments of a method."""
 
     graph: str = "auto"
     """The communication graph: a name, such as ring, or the text of one, such as "RingGraph(peers_per_itr=2)", where
@@ -53,12 +53,12 @@ Options = TypeVar("Options", bound=WrapperOptions)
 
 
 def unused_options(method: Method, options: WrapperOptions) -> list[str]:
-    """The names of the options that are set and that the wrapper of a method does not take."""
+    """Return the names of the set options without effect on the wrapper of a method."""
     return [name for name in WRAPPER_OPTIONS if name not in method.options and getattr(options, name) != DEFAULTS[name]]
 
 
 def without_unused(method: Method, options: Options) -> Options:
-    """`options` with the defaults of those that have no effect: equal for runs that are equal."""
+    """Return `options` with defaults in place of options without effect: equal for equal runs."""
     return replace(options, **{name: DEFAULTS[name] for name in unused_options(method, options)})
 
 
@@ -68,19 +68,19 @@ def _alone(function: Callable[[], Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Context:
-    """The run that a method is part of.
+    """The run of a method.
 
     Args:
         rank: the rank of this process.
         world_size: the number of ranks.
         seed: the seed of the run, the same on every rank.
         timeout: the longest wait for a peer; with a membership the same as its own.
-        comm_device: the device that messages are sent from; None: the device of the parameters.
+        comm_device: the device of sent messages; None: the device of the parameters.
         steps_per_epoch: optimizer steps of an epoch.
         example_inputs: makes inputs of the model as it sees them in training, on its device; None: no such inputs.
         on_every_rank: collective, calls a function and returns the results of all ranks, in their order.
-        own_host: collective, returns an address of this machine that all other ranks reach.
-        membership: of workers that come and go; the number of ranks is not used then. None: ranks stay.
+        own_host: collective, returns an address of this machine for all other ranks.
+        membership: the membership, in place of `rank` and `world_size`; None: a fixed number of ranks.
     """
 
     rank: int = 0

@@ -1,4 +1,4 @@
-"""How each method wraps a model: functions of (module, chosen, options, context), which the registry names."""
+"""Functions of (module, chosen, options, context) that wrap a model by a method, for the registry."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ ROUNDS = frozenset(WRAPPER_OPTIONS) - {"peers_per_itr"}
 
 
 def entry(algorithm: type[Any], *, text: str = "", example: str = "", **others: Any) -> Method:
-    """The entry of an algorithm in the table of methods, made of the facts that its class declares.
+    """Return the entry of an algorithm in the table of methods, made of the facts declared by its class.
 
     Args:
         algorithm: a class with the facts of `Algorithm`: `short_name`, `title`, `summary`, `paper`. Without them the
             name of the class and the first line of its docstring serve.
-        text: the text of Python that `--recipe` stands for; "": the class without arguments.
+        text: the text of Python behind `--recipe`; "": the class without arguments.
         example: the same for the documentation; "": `text`.
         others: more fields of `Method`.
     """
@@ -73,7 +73,7 @@ def entry(algorithm: type[Any], *, text: str = "", example: str = "", **others: 
 
 
 def chosen_of(made: Any) -> Chosen:
-    """The method with settings that an object describes: an algorithm, or the settings of another method.
+    """Return the method and settings of an object: an algorithm, or the settings of another method.
 
     Raises:
         ValueError: the object is neither.
@@ -86,20 +86,20 @@ def chosen_of(made: Any) -> Chosen:
 
 
 def register(method: Method | type[Any], **fields: Any) -> Method:
-    """Enter a method in METHODS; returns it. It is a recipe then, and a row of the simulator.
+    """Enter a method in METHODS, and return it. The method is then a recipe and a row of the simulator.
 
     Args:
-        method: the class of an `Algorithm`, such as one of your own, or an entry.
-        fields: of a class: see `entry`.
+        method: the class of your `Algorithm`, or an entry.
+        fields: the arguments of `entry`, for a class.
 
     Raises:
-        ValueError: its name is taken, or is not a word that can be typed.
+        ValueError: the name of the method is taken, or is not a word in lower case.
     """
     return enter(method if isinstance(method, Method) else entry(method, **fields))
 
 
 def wrap(text: str, module: nn.Module, options: WrapperOptions, context: Context) -> Wrapper:
-    """A model wrapped by a method; rank 0 warns of options that are set and have no effect.
+    """Wrap a model by a method, and return the wrapper. Rank 0 warns of set options without effect.
 
     Args:
         text: the algorithm, or the short name of a method; see `read_algorithm`.
@@ -108,7 +108,7 @@ def wrap(text: str, module: nn.Module, options: WrapperOptions, context: Context
         context: the run.
 
     Raises:
-        ValueError: the text names no method, or options that it does not take; a membership that it does not take.
+        ValueError: the text names no method; the method does not support an option or the membership.
     """
     chosen = read_algorithm(text, seed=context.seed)
     method = chosen.method
@@ -129,10 +129,10 @@ def wrap_all_reduce(module: nn.Module, chosen: Chosen, options: WrapperOptions, 
 
 
 def settle_buckets(wrapper: AllReduceDataParallel, inputs: tuple[torch.Tensor, ...]) -> None:
-    """Take the one backward after which DistributedDataParallel reorders its buckets, and leave no other trace.
+    """Run the one backward before DistributedDataParallel reorders its buckets, and leave no other trace.
 
     The order in which Gloo adds up the ranks depends on the place in a bucket. Without this, the first step of every
-    process would round differently from all others, and a resumed run from one that never stopped.
+    process would round differently from all others, and a resumed run from an uninterrupted run.
 
     Args:
         wrapper: new, in train mode.
@@ -148,7 +148,7 @@ def settle_buckets(wrapper: AllReduceDataParallel, inputs: tuple[torch.Tensor, .
 
 
 def wrap_gossip(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
-    """Rounds: `GossipDataParallel` with the algorithm, on the graph that the options name."""
+    """Rounds: `GossipDataParallel` with the algorithm, on the graph of the options."""
     graph = _graph_of(chosen, options, context)
     arguments = chosen.arguments if graph is None else {"graph": graph, **chosen.arguments}
     return _gossip(module, arguments, options, context)
@@ -173,7 +173,7 @@ def schedule_of(options: WrapperOptions) -> Schedule | ConsensusControl:
     """The steps with a round and those with an average, or the control of them.
 
     Raises:
-        ValueError: a schedule beside the options that say the same.
+        ValueError: a schedule beside its own options.
     """
     own = Schedule(gossip_every=options.gossip_every, average_every=options.average_every)
     if not options.schedule:
@@ -213,7 +213,7 @@ def wrap_bilateral(module: nn.Module, chosen: Chosen, options: WrapperOptions, c
 
 
 def wrap_group_average(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
-    """WAGMA-SGD: groups that change average without waiting for late members."""
+    """WAGMA-SGD: changing groups average without waiting for late members."""
     arguments = {**chosen.arguments, "overlap": options.overlap}
     return GroupAverageDataParallel(module, **arguments, timeout=context.timeout, membership=context.membership)
 

@@ -16,20 +16,20 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def read(text: str, names: Mapping[str, Callable[..., T]], *, option: str, seed: int | None = None) -> T:
-    """The object that a text of Python describes: calls of known names with literals, and `.over(...)`.
+    """Return the object of a text of Python: calls of known names with literals, and `.over(...)`.
 
-    A name alone is the call without arguments. A call of a name that takes a seed, and is given none, gets the seed of
-    the run.
+    A name alone is the call without arguments. A call without a seed gets the seed of the run, if it has such an
+    argument.
 
     Args:
         text: such as "GASLoC(momentum=0).over(Choco(SignNorm(), step_size=0.4))".
-        names: the functions and classes that may be called.
+        names: the allowed functions and classes.
         option: the name of the option, for errors.
         seed: of the run; None: each name has its own.
 
     Raises:
-        ValueError: the text is no such expression; an unknown name or argument, with the nearest one; or the error of
-            a function or class that was called.
+        ValueError: the text is no such expression; an unknown name or argument, with the nearest one; or the error of a
+            called function or class.
 
     >>> read("Ring(peers=2)", {"Ring": lambda *, peers: ("ring", peers)}, option="graph")
     ('ring', 2)
@@ -53,7 +53,7 @@ class _Reader:
         self.text, self.names, self.option, self.seed = text, names, option, seed
 
     def value(self, node: ast.expr) -> Any:
-        """The object that a node of the syntax tree describes."""
+        """Return the object of a node of the syntax tree."""
         match node:
             case ast.Constant(value=None | bool() | int() | float() | str()):
                 return node.value
@@ -116,7 +116,7 @@ class _Reader:
             ) from error
 
     def refuse(self, why: str) -> NoReturn:
-        """Raise the error of a text that is no such expression."""
+        """Raise the error of a text without such an expression."""
         raise ValueError(
             f"got {self.option}={self.text!r}, {why}, expected calls of known names with literals, such as "
             "'Choco(TopK(0.01), step_size=0.04)'; correct the text"

@@ -1,4 +1,4 @@
-"""Tests of training loops: ranks as threads of one process, and faults that are injected at given training steps."""
+"""Tests of training loops: ranks as threads of one process, and faults at given training steps."""
 
 from .backend import Worker
 from .chaos import Chaos

@@ -26,7 +26,7 @@ _BIND_SECONDS = 60.0  # in which the port of a store that has ended is free agai
 
 
 class Worker:
-    """One of the workers that `Chaos` starts, as its training loop sees it.
+    """A worker of `Chaos`, as its training loop sees it.
 
     Args:
         rank: its number, in the order of their start.
@@ -42,7 +42,7 @@ class Worker:
         self.joined: Membership | None = None
 
     def membership(self, **options: Any) -> Membership:
-        """The membership to train with, to which the events happen.
+        """Return the membership for training; the events act on it.
 
         Args:
             options: of `Membership`, but for its store: `min_workers` at least.
@@ -66,7 +66,7 @@ class Worker:
 
 
 class _ChaosMembership(Membership):
-    """A membership that reports each training step that begins."""
+    """A membership that reports the begin of each training step."""
 
     def __init__(self, store: str, *, at_step: Callable[[int], None], **options: Any) -> None:
         super().__init__(store, **options)
@@ -83,19 +83,19 @@ class _ChaosMembership(Membership):
 class Backend(ABC):
     """Starts workers and a store, and carries out the faults of `Chaos`.
 
-    A worker that comes to a step with events asks, over a pipe, and waits until `go_on`; so events happen at exactly
-    their step. The end of the pipe is the end of the worker.
+    At a step with events a worker asks, over a pipe, and waits until `go_on`. So events happen at exactly their step.
+    The end of the pipe is the end of the worker.
 
     Args:
         body: of each worker.
 
     Attributes:
-        results: by rank, the result of the body of a worker that has ended.
-        errors: by rank, the errors that ended the others; workers that were killed are in neither.
-        running: ranks of the workers that have not ended.
-        killed: ranks of the workers that were killed.
+        results: by rank, the results of the bodies of ended workers.
+        errors: by rank, the errors of failed workers; killed workers are in neither.
+        running: ranks of the running workers.
+        killed: ranks of the killed workers.
         store: "host:port" of the store.
-        has_network: whether workers are hosts of their own, whose packets are delayed, lost and cut off.
+        has_network: whether workers are hosts of their own, with delayed and lost packets and partitions.
     """
 
     has_network = False
@@ -110,7 +110,7 @@ class Backend(ABC):
         self._pipes: dict[int, Connection] = {}
 
     def start(self, rank: int, steps: Sequence[int]) -> None:
-        """Start a worker, which asks at these steps."""
+        """Start a worker; it asks at these steps."""
         self._pipes[rank], other = Pipe()
         self._launch(rank, list(steps), self._pipes[rank], other)
         self.running.add(rank)
@@ -120,7 +120,7 @@ class Backend(ABC):
         """Run a worker with the other end of its pipe."""
 
     def wait(self, seconds: float) -> list[tuple[int, int]]:
-        """Wait until a worker asks or ends; the ranks that ask, each with the step that it has come to."""
+        """Wait until a worker asks or ends; return the asking ranks, each with its step."""
         ranks = {self._pipes[rank]: rank for rank in self.running}
         asking = []
         for pipe in wait(list(ranks), max(seconds, 0.0)):
@@ -146,7 +146,7 @@ class Backend(ABC):
         """A worker has closed its pipe: complete `results` and `errors`."""
 
     def go_on(self, rank: int) -> None:
-        """Answer a worker that has asked."""
+        """Answer an asking worker."""
         with contextlib.suppress(KeyError, ConnectionError):  # it has just been killed
             send(self._pipes[rank])
 
@@ -160,7 +160,7 @@ class Backend(ABC):
 
     @abstractmethod
     def resume(self, rank: int) -> None:
-        """A worker that stands still goes on."""
+        """Let a stopped worker go on."""
 
     @abstractmethod
     def kill_store(self) -> None:
@@ -191,7 +191,7 @@ def asker(pipe: Connection) -> Callable[[int], None]:
 
 
 def serve_again(port: int, host: str = "127.0.0.1") -> dist.TCPStore:
-    """A store at a port that another one may have left just now; 0: any port."""
+    """A store at a port that another store may have left just now; 0: any port."""
     deadline = time.monotonic() + _BIND_SECONDS
     while True:
         try:
@@ -203,11 +203,11 @@ def serve_again(port: int, host: str = "127.0.0.1") -> dist.TCPStore:
 
 
 class Killed(BaseException):
-    """Ends the loop of a worker that is a thread, as SIGKILL ends a process; no `except Exception` catches it."""
+    """Ends the loop of a thread's worker, as SIGKILL ends a process; no `except Exception` catches it."""
 
 
 class ThreadBackend(Backend):
-    """See `Backend`. A worker that is killed leaves its loop by an exception, after its connections were closed."""
+    """See `Backend`. A killed worker leaves its loop by an exception, after its connections were closed."""
 
     def __init__(self, body: Body) -> None:
         super().__init__(body)
@@ -252,7 +252,7 @@ class ThreadBackend(Backend):
             self.store = f"127.0.0.1:{self._port}"
 
     def close(self) -> None:
-        """See `Backend`. Workers that still run are killed at their next event, or left to their own timeouts."""
+        """See `Backend`. Running workers are killed at their next event, or left to their own timeouts."""
         for rank, thread in self._threads.items():
             is_stuck = rank in self.running and thread.may_run.is_set()
             if thread.is_alive():

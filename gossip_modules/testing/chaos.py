@@ -24,19 +24,19 @@ BACKENDS: dict[str, type[Backend]] = {
 class Chaos:
     """Runs a training loop on several workers, and kills, stops and starts them at given training steps.
 
-    For tests of loops with a `Membership`: `run` raises the error of any worker that was not killed.
+    For tests of loops with a `Membership`: `run` raises the error of any other worker than a killed one.
 
     Args:
         events: `Kill`, `Stop`, `Continue`, `Join`, `StoreKill`, ... in any order.
-        backend: "threads": all workers are threads of this process, and a killed one leaves its loop by an exception
-            that no `except Exception` catches, after its connections were closed; for the logic, in seconds.
+        backend: "threads": all workers are threads of this process, and a killed worker leaves its loop by an exception
+            after its connections were closed, and no `except Exception` catches it; for tests of the logic, in seconds.
             "processes": each is a process and gets SIGKILL, SIGSTOP and SIGCONT. "network": processes, each on a host
-            of its own: a network namespace, behind a router that delays, loses and drops packets, for `Delay`, `Loss`
-            and `Partition`; on Linux with /dev/net/tun, as root.
+            of its own: a network namespace, behind a router with delays, losses and dropped packets, for `Delay`,
+            `Loss` and `Partition`; on Linux with /dev/net/tun, as root.
         seconds: after this time the run ends with an error.
 
     Raises:
-        ValueError: the backend cannot do one of the events; says which can.
+        ValueError: the backend cannot do one of the events; the error names a backend for it.
 
     Example:
         >>> def train(worker):
@@ -102,7 +102,7 @@ class Chaos:
 
         Raises:
             ValueError: an event for a worker that never exists, or no workers.
-            Exception: the error of a worker that was not killed; of a process, a RuntimeError with its traceback.
+            Exception: the error of another worker than a killed one; for a process a RuntimeError with its traceback.
             TimeoutError: workers still run after `seconds`; names them.
             RuntimeError: the run has ended before one of the events.
         """
@@ -124,7 +124,7 @@ class Chaos:
 
 
 class ChaosRun:
-    """One call of `Chaos.run`, which events act on."""
+    """One call of `Chaos.run`, for events to act on."""
 
     def __init__(self, backend: Any, events: Iterable[Event], num_workers: int, seconds: float) -> None:
         self.backend, self.num_workers, self.seconds = backend, num_workers, seconds
@@ -175,7 +175,7 @@ class ChaosRun:
         self.backend.stop(rank)
 
     def resume(self, rank: int) -> None:
-        """A worker that stands still goes on."""
+        """Let a stopped worker go on."""
         if rank in self.stopped:
             self.stopped.discard(rank)
             self.backend.resume(rank)

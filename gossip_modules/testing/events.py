@@ -17,8 +17,8 @@ class Event(ABC):
     the next one. The worker keeps it, unlike its position in a generation.
 
     Args:
-        step: of the job, before whose round it happens: when the event's own rank comes to it where that is hit itself
-            (`Kill`, `Stop`), otherwise when the first worker does.
+        step: the training step of the job; the event happens before its round. `Kill` and `Stop` happen when their own
+            rank comes to the step, other events when the first worker does.
     """
 
     step: int
@@ -58,10 +58,10 @@ class Kill(Event):
 
 @dataclass(frozen=True)
 class Stop(Event):
-    """The worker stands still, as by SIGSTOP, with all its threads; its connections stay open.
+    """The worker stops, as by SIGSTOP, with all its threads; its connections stay open.
 
     Args:
-        seconds: until it goes on; None: until a `Continue`, or for ever.
+        seconds: the time until it goes on; None: until a `Continue`, or for ever.
     """
 
     rank: int
@@ -76,7 +76,7 @@ class Stop(Event):
 
 @dataclass(frozen=True)
 class Continue(Event):
-    """A worker that stands still goes on, when another one comes to the step."""
+    """A stopped worker goes on, when another worker comes to the step."""
 
     rank: int
 
@@ -96,10 +96,10 @@ class Join(Event):
 
 @dataclass(frozen=True)
 class StoreKill(Event):
-    """The process of the store is killed, and another one started, which is empty.
+    """The process of the store is killed, and a process with an empty store is started.
 
     Args:
-        seconds: between the two.
+        seconds: the time between the two.
     """
 
     seconds: float = 1.0
@@ -116,8 +116,8 @@ class Delay(Event):
     """Packets to and from a worker take longer, when any worker comes to the step.
 
     Args:
-        delay: seconds, in each direction.
-        seconds: until the delay ends; None: never.
+        delay: the added seconds, in each direction.
+        seconds: the time until the delay ends; None: never.
     """
 
     rank: int
@@ -141,8 +141,8 @@ class Loss(Event):
     """Packets to and from a worker are lost at random, when any worker comes to the step.
 
     Args:
-        fraction: of the packets.
-        seconds: until the loss ends; None: never.
+        fraction: the lost share of the packets, above 0 and at most 1.
+        seconds: the time until the loss ends; None: never.
     """
 
     rank: int
@@ -166,8 +166,8 @@ class Partition(Event):
     """Workers are cut off from all others and from the store, when any worker comes to the step.
 
     Args:
-        ranks: of the workers that still reach one another.
-        seconds: until all reach each other again; None: never.
+        ranks: the numbers of the workers; they still reach one another.
+        seconds: the time until all reach each other again; None: never.
     """
 
     ranks: tuple[int, ...]

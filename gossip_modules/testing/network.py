@@ -38,7 +38,7 @@ _BATCH = 64  # packets of one device, before it is the turn of others
 
 
 class NetworkBackend(ProcessBackend):
-    """See `Backend`. The store and each worker are hosts, whose only network is a router in this process.
+    """See `Backend`. The store and each worker are hosts; their only network is a router in this process.
 
     Needs Linux with /dev/net/tun, and root or the capabilities CAP_SYS_ADMIN and CAP_NET_ADMIN.
     """
@@ -87,7 +87,7 @@ class NetworkBackend(ProcessBackend):
 
 
 class _RoutedHost(Host):
-    """A namespace, whose device is sent to the router."""
+    """A namespace; its device is sent to the router."""
 
     def enter(self, pipe: Connection) -> None:
         """See `Host`."""
@@ -107,7 +107,7 @@ def _address(rank: int) -> str:
 
 
 def enter_namespace(address: str, netmask: str) -> int:
-    """Move this thread, and those that it starts, to a network namespace of its own.
+    """Move this thread, and its later threads, to a network namespace of their own.
 
     The namespace has a loopback and a TUN device with the given address.
 
@@ -153,8 +153,8 @@ class Condition:
     """What becomes of packets to and from one host.
 
     Args:
-        delay: seconds that each takes longer.
-        loss: the fraction that is lost.
+        delay: the added seconds of each packet.
+        loss: the lost fraction.
     """
 
     delay: float = 0.0

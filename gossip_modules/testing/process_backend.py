@@ -1,4 +1,4 @@
-"""ProcessBackend: each worker a process, which gets real signals."""
+"""ProcessBackend: each worker is a process and gets real signals."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class ProcessBackend(Backend):
 
 
 def receive(pipe: Connection) -> dict[str, Any]:
-    """The first message of a process that has just been started.
+    """The first message of a new process.
 
     Raises:
         TimeoutError: it sends nothing.

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, over real Gloo groups: for tests and experiments that need no launcher."""
+"""Ranks as threads of one process, over real Gloo groups: for tests and experiments without a launcher."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ def thread_group(
     *,
     peers: Collection[int] | None = None,
 ) -> dist.ProcessGroup:
-    """A Gloo group that needs nothing of torch.distributed's global state.
+    """Return a Gloo group without torch.distributed's global state.
 
     Args:
         store: shared by the ranks of the group.
         rank: of the calling thread.
         world_size: the number of ranks.
-        timeout: of every wait.
-        peers: the ranks with which this rank exchanges messages, which saves descriptors; None: all. Collectives need
-            none of them.
+        timeout: the limit of every wait.
+        peers: the ranks for messages, which saves descriptors; None: all ranks. Collectives need none of them.
     """
     return gloo_group(store, rank, world_size, timeout, peers=peers)
 
@@ -52,20 +51,20 @@ def run_ranks(
     timeout: timedelta = TIMEOUT,
     peers: Callable[[int], Collection[int] | None] = lambda rank: None,
 ) -> list[T]:
-    """`body(group)` on every rank at once, in a thread each; the results in rank order.
+    """Run `body(group)` on every rank at once, in a thread each, and return the results in rank order.
 
-    A rank's group lives until all threads have ended, as a process would: an early end is not a dead peer. An error
-    is: its connections close, so that those who wait for it fail too.
+    A rank's group lives until all threads have ended, as a process would: an early end is not a dead peer. After an
+    error the connections of the rank close, so waiting ranks fail too.
 
     Args:
         world_size: the number of ranks.
-        body: of this rank's group. torch's global random generators are shared by all threads, so a body draws from a
-            generator of its own.
+        body: a function of this rank's group. torch's global random generators are shared by all threads, so a body
+            draws from a generator of its own.
         timeout: of every wait.
         peers: gives the peers of a rank, see `thread_group`.
 
     Raises:
-        Exception: what the body of a rank raised first.
+        Exception: the first error of a body.
 
     Example:
         >>> def body(group):

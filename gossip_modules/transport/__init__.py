@@ -1,1 +1,1 @@
-"""Messages between the ranks of a process group: sends and receives with timeouts that name the peer."""
+"""Messages between the ranks of a process group: sends and receives with timeouts; errors name the peer."""

@@ -34,7 +34,7 @@ def check_agreement(
         remedy: for the error.
 
     Raises:
-        ValueError: on every rank, naming each rank that differs and its first difference.
+        ValueError: some rank differs; raised on every rank, with each differing rank and its first difference.
     """
     if found := find_difference(transport, description, what=what):
         raise ValueError(f"{found}; {remedy}")
@@ -95,7 +95,7 @@ def broadcast_state(transport: Transport, state: Any, *, source: int, what: str)
     Args:
         transport: over the ranks.
         state: see `encode`; of the source only.
-        source: whose it is.
+        source: the owner.
         what: for errors.
 
     Returns:

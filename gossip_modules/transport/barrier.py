@@ -1,4 +1,4 @@
-"""Barriers that name the ranks that do not come: every rank tells all others, or in log2 n messages per rank."""
+"""Barriers with errors that name missing ranks: every rank tells all others, or in log2 n messages per rank."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class NotMet(RuntimeError):
     """Ranks have not come to one operation.
 
     Attributes:
-        peer: the rank of the group whose message is missing; None: ranks have come to different operations.
+        peer: the rank of the missing message; None: ranks have come to different operations.
         is_late: whether the time is over; else the connection to the peer is closed.
-        missing: the ranks of the group that have not come, as far as this rank knows.
-        found: the name of the other operation, by rank of the group that has come to one.
+        missing: the missing ranks of the group, as far as this rank knows.
+        found: the names of other operations, by rank of the group.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class NotMet(RuntimeError):
 
 
 class Attendance:
-    """The number of the last barrier to which each rank has come, in a key-value store.
+    """The number of the last barrier of each rank, in a key-value store.
 
     [Note: barriers in log2 n messages] In step k of a dissemination barrier a rank sends to the rank 2^k above it and
-    waits for the rank 2^k below it. A rank that waits in vain does not know whether that rank is late or waits too,
-    and over Gloo a wait that has timed out leaves no connection to ask on. So each rank writes into the store that it
-    has come, without waiting for the answer. A rank that gives up reads which ranks have not, and closes its
-    connections, so that the ranks that wait for it give up as well and name the same ranks. Where the store does not
-    answer, the error names the rank that this one has waited for.
+    waits for the rank 2^k below it. After a wait in vain a rank does not know whether its peer is late or waits too.
+    Over Gloo the timeout of a wait leaves no connection for a question. So each rank writes its arrival into the store,
+    without waiting for the answer. Before a rank gives up, it reads the missing ranks, and closes its connections. So
+    ranks in wait for it give up as well and name the same ranks. If the store does not answer, the error names the peer
+    of the failed wait.
 
     Args:
         store: of the ranks; no other code uses its keys.
@@ -63,12 +63,12 @@ class Attendance:
         self._number = 0
 
     def come(self) -> None:
-        """Write that this rank has come to the next barrier."""
+        """Write the arrival of this rank at the next barrier."""
         self._number += 1
         self._store.tell(str(self._rank), str(self._number))
 
     def absent(self, ranks: Collection[int]) -> list[int]:
-        """The ranks among these that have not come to the barrier of this rank.
+        """Return the ranks among these still missing from the barrier of this rank.
 
         Raises:
             ConnectionError: the store does not answer.
@@ -87,17 +87,17 @@ def meet(
 ) -> None:
     """Return when all ranks of a group over Gloo or MPI have come to `what`.
 
-    Every rank tells all others, so that each knows by itself which one has not come. Gloo cannot be asked whether a
-    message has arrived, but its buffer can: it is not zero any more. One deadline holds for all waits; the first wait
-    that passes it closes this rank's connections over Gloo, so peers cannot be asked afterwards.
+    Every rank tells all others, so each rank knows the missing ranks by itself. Gloo cannot be asked whether a message
+    has arrived, but its buffer can: it is not zero any more. One deadline holds for all waits. Over Gloo the first late
+    wait closes this rank's connections, so peers cannot be asked afterwards.
 
     Args:
         group: this rank's; all its ranks call this in the same order.
-        what: the operation that follows; equal on all ranks up to numbers in it.
+        what: the next operation; equal on all ranks up to numbers in it.
         deadline: for all to come.
         tag: of the messages; no other message has it.
         wait: waits for one of them.
-        ranks: the ranks of the group that take part; none: all.
+        ranks: the participating ranks of the group; none: all.
 
     Raises:
         NotMet: ranks have not come, or have come to another operation.
@@ -138,13 +138,13 @@ def meet_in_turns(
 ) -> None:
     """As `meet`, with log2 n messages per rank: see [Note: barriers in log2 n messages].
 
-    Where ranks have come to different operations, all of them learn it, and then tell all others in which one they are.
+    If ranks are at different operations, all of them learn it, and then tell their operation to all others.
 
     Args:
         group, what, deadline, wait: see `meet`.
         tag: of the messages; `tag + 1` is free too.
-        attendance: of this group; None: the error knows the rank only that this one has waited for.
-        peers: the ranks that this one is connected with.
+        attendance: of this group; None: the error knows the peer of the failed wait only.
+        peers: the connected ranks.
 
     Raises:
         NotMet: ranks have not come, or have come to another operation.

@@ -1,4 +1,4 @@
-"""The protocol of a network that gossip runs over, and of messages that are under way."""
+"""The protocol of a network for gossip, and of messages under way."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from .traffic import PeerTraffic
 
 
 class Pending(Protocol):
-    """The messages of one round, which are under way.
+    """The messages of one round, under way.
 
     Attributes:
-        lost: failed peers, whose messages are not there. Only over an elastic transport; elsewhere a peer that fails is
-            an error.
+        lost: failed peers; their messages are missing. Over a transport that is not elastic, a failed peer is an error.
     """
 
     lost: frozenset[int]
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when all messages have been received and sent, or raise an error that names the peer.
+        """Return when all messages have been received and sent, or raise an error with the name of the peer.
 
         Args:
             timeout: None = the transport's own.
@@ -37,20 +36,20 @@ class Pending(Protocol):
     def arrivals(self) -> Iterator[int]:
         """As `wait()`, chunk by chunk: yields 0, 1, ... as the tensors of that index may be touched again.
 
-        Then they were received from all in-peers and sent to all out-peers, since mixing in place writes over tensors
-        that were sent. On NCCL, which orders streams, all are yielded at once.
+        A tensor is yielded once it was received from all in-peers and sent to all out-peers, because mixing in place
+        overwrites sent tensors. NCCL orders streams, so all are yielded at once.
         """
 
 
 class Transport(Protocol):
-    """A network that gossip runs over; ranks count within the group, tensors are contiguous.
+    """A network for gossip. Ranks count within the group, and tensors are contiguous.
 
     Attributes:
         rank, world_size: of this process in the group, and the number of its ranks.
         device: where messages live on the wire.
         names: the global rank of each member, for error messages.
         timeout: the limit of every operation.
-        is_elastic: whether rounds go on without peers that fail.
+        is_elastic: whether rounds go on without failed peers.
         lost: failed peers; empty unless the transport is elastic.
         num_bytes_sent: by this rank.
         traffic: counts the messages of rounds, by peer.
@@ -91,7 +90,7 @@ class Transport(Protocol):
         """
 
     def within(self, deadline: Deadline) -> AbstractContextManager[None]:
-        """A context whose collectives share the deadline, in place of a timeout for each."""
+        """A context in which collectives share the deadline, in place of a timeout for each."""
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """x <- sum over all ranks, in place; blocking. `what` names the operation in errors."""

@@ -1,4 +1,4 @@
-"""BoundedListener: accepts connections at a port that strangers reach, in bounds that they cannot use up."""
+"""BoundedListener: accepts connections at a public port, in bounds; strangers cannot use the bounds up."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class BoundedListener(Generic[C]):
     in the same way, and none is accepted for TICK_SECONDS, so that the thread does not spin.
 
     Args:
-        listener: the listening socket, which does not block.
-        selector: of the thread that calls `accept`; the listener is registered there.
+        listener: the listening socket; it does not block.
+        selector: the selector of the thread of `accept`; the listener is registered there.
         data: of the listener's key in the selector.
-        connections: those that may be closed for others; `admit` and `close` change it. Where other threads do too, its
-            iterator must be of a copy.
+        connections: the connections to close in favour of others; `admit` and `close` change it. Where other threads do
+            too, its iterator must be of a copy.
         max_connections: how many there may be at once.
-        admit: called with the socket of a new connection, which does not block, and the address of the other end.
-        close: called with a connection that is to be closed for another one.
+        admit: called with the socket of a new connection, without blocking, and the address of the other end.
+        close: called with a connection to close in favour of another one.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BoundedListener(Generic[C]):
         self._resume()
 
     def accept(self) -> None:
-        """Accept all that have connected."""
+        """Accept all waiting connections."""
         for num_accepted in range(BACKLOG):
             try:
                 connection, (host, *_) = self.socket.accept()

@@ -25,7 +25,7 @@ class _Place(NamedTuple):
     """The newest entry of one rank.
 
     Attributes:
-        step: the training step of the change that it is about.
+        step: the training step of the change.
         is_change: whether the rank makes this change; else it has begun that step without it.
         tensors: of the rank, one text for each.
     """
@@ -36,23 +36,23 @@ class _Place(NamedTuple):
 
 
 class ChangeBoard:
-    """The places in the key-value store in which a rank says that it is about to exchange other tensors.
+    """The places in the key-value store where a rank announces an exchange of other tensors.
 
     [Note: changes that not all ranks make] Each rank alone notices that its layers were frozen, added or replaced. It
     records its tensors, and then all ranks compare theirs in a collective, before a message of the new tensors is sent.
-    A rank that has not changed does not come to that collective: it waits for a message of this step. A thread looks at
-    waits that last: where another rank has announced a change at a step that this rank has begun without one, this rank
-    records its own tensors and closes its connections. So all waits end, and every rank that fails reads in the records
-    whose tensors differ. Messages carry nothing for it, and rounds cost nothing.
+    A rank without a change does not come to that collective: it waits for a message of this step. A thread looks at
+    long waits. If another rank has announced a change at a step, and this rank has begun the step without a change,
+    this rank records its own tensors and closes its connections. So all waits end, and every failing rank reads the
+    differing ranks in the records. Messages carry nothing for it, and rounds cost nothing.
 
     Args:
         records: of the ranks.
         rank: of this process in the group.
         names: the global rank of each member.
-        step: the training step that comes next: a rank inside a round of step k gives k + 1.
+        step: the next training step: a rank inside a round of step k gives k + 1.
         tensors: of this rank, one text for each.
-        end_waits: a bound method that closes the connections of this rank; called by the thread that looks.
-        waiting: the threads of this rank that wait for messages, each with the time (`time.monotonic()`) since when.
+        end_waits: a bound method that closes the connections of this rank; called by the watching thread.
+        waiting: the threads of this rank in wait for messages, each with its start (`time.monotonic()`).
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class ChangeBoard:
 
 
 def first_difference(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
-    """The first items that differ; "nothing more" where one list has ended; equal texts where none differ."""
+    """The first differing items; "nothing more" at the end of one list; equal texts for equal lists."""
     for pair in itertools.zip_longest(ours, theirs):
         if pair[0] != pair[1]:
             mine, other = ("nothing more" if text is None else f"'{text}'" for text in pair)

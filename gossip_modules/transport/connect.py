@@ -1,4 +1,4 @@
-"""From a process group, given or made, to a transport: which backend, which wire device, which ranks."""
+"""From a process group, given or made, to a transport: the backend, the wire device and the ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def connect(
 
 
 def _nccl_name(world: dist.ProcessGroup, device: torch.device) -> str:
-    """The name by which the default group got its NCCL: `dist.new_group` makes another like it by that name only.
+    """The name of the NCCL of the default group: `dist.new_group` makes another like it by that name only.
 
     A backend made as "nccl-legacy" is called "nccl", a name that makes another one.
     """
@@ -97,7 +97,7 @@ def _wire_device(
 def _over(
     group: dist.ProcessGroup, wire: torch.device, *, ranks: Sequence[int] | None, timeout: timedelta
 ) -> ProcessGroupTransport:
-    """A transport over a group that exists; ranks: the global ranks of its members, None where torch knows them."""
+    """A transport over an existing group; ranks: the global ranks of its members, None where torch knows them."""
     if _backend(group, wire) is None:
         raise ValueError(
             f"got a process group without a backend for {wire} tensors, expected one; for CPU tensors beside NCCL call "

@@ -11,11 +11,11 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 
 class Deadline:
-    """A point in time that is passed on from wait to wait, so that together they last no longer than one limit.
+    """A point in time for several waits, so that together they last no longer than one limit.
 
-    [Note: one deadline] A function that waits twice, each time for `timeout`, stands still for twice as long as the
-    user has allowed, and functions that call each other multiply that. So the function that begins an operation makes
-    one `Deadline`, and each wait of the operation gets the seconds that are `left`.
+    [Note: one deadline] If a function waits twice for `timeout`, it takes twice the time allowed by the user. Calls of
+    such functions multiply the time. So the first function of an operation makes one `Deadline`, and each wait of the
+    operation gets the seconds `left`.
 
     Args:
         limit: of all waits together, in seconds or as a timedelta.
@@ -38,12 +38,12 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """The seconds that remain; 0 when none do."""
+        """The remaining seconds, at least 0."""
         return max(self._end - clock(), 0.0)
 
     @property
     def left_for_gloo(self) -> timedelta:
-        """What remains, for a wait that takes no limit of zero: a millisecond at least."""
+        """The remaining seconds, at least a millisecond, for a wait with a limit above zero."""
         return max(timedelta(seconds=self.left), _AT_ONCE)
 
     @property
@@ -57,11 +57,11 @@ class Deadline:
         return clock() >= self._end
 
     def extend(self, seconds: float) -> None:
-        """Allow so many seconds more, in which a part of a large message has arrived."""
+        """Allow so many seconds more: the duration of a received part of a large message."""
         self._end += seconds
 
     def leave(self, seconds: float) -> None:
-        """Let at least so many seconds remain, for a wait that follows waits that have succeeded."""
+        """Let at least so many seconds remain, for a wait after successful waits."""
         self._end = max(self._end, clock() + seconds)
 
 

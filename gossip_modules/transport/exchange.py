@@ -93,11 +93,11 @@ class Staging:
 
 
 class LinkClosedError(ValueError):
-    """A message to or from a peer whose link was closed here."""
+    """A message to or from a peer with a closed link."""
 
 
 class InTurn:
-    """Messages that are waited for one after the other, as if they were one.
+    """Several messages as one; waits for them run one after the other.
 
     A wait that was given up may still be inside a message in its thread, and goes on to no other message. So the caller
     can wait for the messages after it.
@@ -106,8 +106,8 @@ class InTurn:
         works: the messages, and the peer of each; None: a collective, or a batch of messages.
 
     Attributes:
-        closed: the peers whose connections are closed, so that their messages need no wait.
-        present: the index of the message that is waited for, or at which the wait has failed or was given up.
+        closed: the peers with closed connections; their messages need no wait.
+        present: the index of the message of the present, failed or abandoned wait.
         seconds: the time of the waits, by peer.
     """
 
@@ -120,7 +120,7 @@ class InTurn:
 
     @property
     def peer(self) -> int | None:
-        """The peer that is waited for."""
+        """The peer of the present wait."""
         return self._works[self.present][1]
 
     def give_up(self, peers: Collection[int] | None = None) -> bool:
@@ -173,12 +173,12 @@ class InTurn:
 class Waits:
     """Waits that another thread can end.
 
-    [Note: waits that do not end] When a connection closes, Gloo ends the waits for messages that have not begun to
-    move. A message that is half sent or half received is in none of the lists that it goes through, nor is a message
-    that was posted while the connection was closing. A wait for such a message lasts for its whole timeout, whatever
-    becomes of the connection, and cannot be interrupted. So a thread of its own makes each wait, and stays in it when
-    the wait is given up; no byte is written to its buffer any more, as the connection is closed. A thread whose wait
-    has ended makes the next one. Handing a wait over takes some 20 us.
+    [Note: waits that do not end] When a connection closes, Gloo ends the waits for messages before their first byte.
+    Its lists do not contain half sent or half received messages, nor messages posted while the connection was closing.
+    A wait for such a message lasts for its whole timeout, whatever becomes of the connection, and cannot be
+    interrupted. So a thread of its own makes each wait, and stays in it when the wait is given up; no byte is written
+    to its buffer any more, as the connection is closed. When the wait of a thread has ended, it makes the next one.
+    Handing a wait over takes some 20 us.
     """
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ class Waits:
             self._under_way -= {turn for turn in self._under_way if turn.give_up(of)}
 
     def under_way(self) -> set[int]:
-        """The peers that are waited for now."""
+        """The peers of the present waits."""
         with self._lock:
             return {turn.peer for turn in self._under_way if turn.peer is not None}
 
@@ -264,14 +264,14 @@ class PendingExchange:
     """One posted round; a `Pending` of the link.
 
     Args:
-        link: whose messages these are.
-        num_chunks: the most tensors that a peer gets or gives.
-        num_sent, num_received: the bytes that each peer gets and gives.
+        link: the link of the messages.
+        num_chunks: the largest number of tensors of a peer.
+        num_sent, num_received: the bytes to and from each peer.
         tag: of the round.
         what: names it in errors.
 
     Attributes:
-        lost: failed peers, without which the round is complete.
+        lost: failed peers; the round is complete without them.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class PendingExchange:
 
         Args:
             k: its index.
-            peer: the rank that gets or gives it.
+            peer: the other rank.
             x: on the wire's device.
             total_bytes: of all chunks to or from this peer.
             is_send: whether it is sent.
@@ -380,7 +380,7 @@ class PendingExchange:
         seconds: float,
         timeout: timedelta | None = None,
     ) -> None:
-        """Raise an error that names the peer, unless rounds go on without it: then it is in `lost`."""
+        """Raise an error with the name of the peer, unless rounds go on without it: then it is in `lost`."""
         link, what = self.link, self.what
         if link.board is not None:
             link.board.raise_if_known()
@@ -402,7 +402,7 @@ class PointToPoint(ABC):
     Args:
         rank, world_size, device, names: see `Transport`.
         timeout: for every wait.
-        backend: the name of the library that moves the bytes.
+        backend: the name of the library for the transfer.
         use: of the process group.
     """
 
@@ -433,16 +433,16 @@ class PointToPoint(ABC):
 
     @abstractmethod
     def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
-        """The group that messages to and from a peer go over, and its rank there."""
+        """The group for messages to and from a peer, and its rank there."""
 
     def loses(self, peer: int, error: RuntimeError, seconds: float) -> bool:
         """Called when a message to or from a peer has failed; returns whether rounds go on without it."""
         return False
 
     def agree_lost(self, lost: frozenset[int]) -> frozenset[int]:
-        """Called at the end of each round; the peers that all processes of this rank leave out of it.
+        """Return the peers that all processes of this rank leave out; called at the end of each round.
 
-        lost: the peers whose messages have not come, or could not be sent.
+        lost: the peers with missing or unsent messages.
         """
         return lost
 
@@ -465,11 +465,11 @@ class PointToPoint(ABC):
 
     @abstractmethod
     def close_connections(self) -> None:
-        """Close the connections of this rank, which ends every wait on them; from any thread."""
+        """Close the connections of this rank and end every wait on them; from any thread."""
 
     @abstractmethod
     def fail(self, error: RuntimeError, what: str, seconds: float, *, peers: Sequence[int] = ()) -> NoReturn:
-        """Raise it as an error that names the peers, and the rank that failed first."""
+        """Raise it as an error with the names of the peers, and of the rank that failed first."""
 
     def exchange(
         self,
@@ -480,7 +480,7 @@ class PointToPoint(ABC):
         what: str = "",
         fill: Callable[[int], None] | None = None,
     ) -> Pending:
-        """See `Transport`; peers that are lost already get and give nothing.
+        """See `Transport`; lost peers get and give nothing.
 
         [Note: receives first] A one-peer round reaches 0.94 of a 1 Gbit/s link with receives posted before sends,
         0.69 the other way round: Gloo answers a send only once the receive is there.
@@ -530,7 +530,7 @@ class PointToPoint(ABC):
         Args:
             tag: the round.
             num_bytes: of the chunk.
-            total_bytes: of the message to which the chunk belongs; None: the chunk is the message.
+            total_bytes: the bytes of the whole message; None: the chunk is the message.
         """
         rest = 0 if total_bytes is None else total_bytes - num_bytes
         size = (num_bytes + 31 * rest) % ((1 << SIZE_BITS) - 3)  # a prime: lengths of vectors differ by powers of two

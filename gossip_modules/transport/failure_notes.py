@@ -1,4 +1,4 @@
-"""FailureNotes: what a rank that fails tells the others, so that their errors name the rank that failed first."""
+"""FailureNotes: notes of failing ranks, so that the errors of others name the rank that failed first."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Note(NamedTuple):
     """Why one rank failed.
 
     Attributes:
-        rank: the rank that failed.
-        blamed: the ranks that it has waited for, and how it has seen them: GONE, SILENT, or "did not ...".
+        rank: the failed rank.
+        blamed: the ranks of its waits, and how it has seen them: GONE, SILENT, or "did not ...".
         what: its operation, or, if it is the cause, the reason: "failed: ...".
         is_cause: whether it blames no other rank.
     """
@@ -53,16 +53,15 @@ class Cause(NamedTuple):
 
 
 class FailureNotes:
-    """Notes in the key-value store in which failing ranks say why, in plain text, before they raise.
+    """Notes in the key-value store: failing ranks write their reason, in plain text, before they raise.
 
-    [Note: who failed first] A rank that raises ends, and its connections close. A rank that waits for it then sees a
-    closed connection, as if it had died. So each failing rank leaves a note that names the ranks it has waited for, and
-    looks for their notes, for part of a second: a rank that is blamed by others and has left no note was first. This is
-    the best that can be done in a bounded time: without a store that answers, errors name all ranks whose connections
-    are closed.
+    [Note: who failed first] When a rank raises, it ends, and its connections close. A rank in wait for it then sees a
+    closed connection, as after a death. So each failing rank leaves a note with the ranks of its waits, and looks for
+    their notes, for part of a second. A rank without a note, blamed by others, was first. More is not possible in a
+    bounded time. If the store does not answer, errors name all ranks with closed connections.
 
     Args:
-        records: of all ranks that may fail.
+        records: the records of all ranks.
         rank: the global rank of this process.
     """
 
@@ -76,7 +75,7 @@ class FailureNotes:
         """The notes of the job if torch.distributed knows the group, else those in the group's own store, if any.
 
         Args:
-            group: whose members may fail.
+            group: the group of the ranks.
             rank: of this process, as errors call it.
         """
         world = dist.distributed_c10d._get_default_group() if is_of_job(group) else group
@@ -92,7 +91,7 @@ class FailureNotes:
         return notes
 
     def leave(self, blamed: Mapping[int, str], what: str, *, is_cause: bool = False) -> None:
-        """Say why this rank fails, once: errors that follow from it tell the others nothing. See `Note`."""
+        """Write the reason of this rank's failure, once: later errors follow from it. See `Note`."""
         if not self._is_written:
             self._is_written = True
             self._records.append([self._rank, list(blamed.items()), what[:_MAX_TEXT], is_cause])
@@ -101,8 +100,8 @@ class FailureNotes:
         """The ranks that failed first, if this rank would blame these. Waits part of a second.
 
         Args:
-            blamed: as of a `Note`; empty where no rank knows which one all wait for.
-            members: all ranks that could be to blame.
+            blamed: as of a `Note`; empty if no rank knows the late one.
+            members: all ranks in question.
         """
         limit = time.monotonic() + (_LOOK_SECONDS if blamed else _CENSUS_SECONDS)
         expected = set(blamed) or set(members) - {self._rank}
@@ -121,7 +120,7 @@ class FailureNotes:
         return self._follow(blamed, notes) if blamed else self._census(notes, members)
 
     def _census(self, notes: Mapping[int, Note], members: Collection[int]) -> Cause:
-        """The cause where this rank does not know which one it waits for."""
+        """The cause if this rank does not know the peer of its wait."""
         blamed = {rank: seen for note in notes.values() for rank, seen in note.blamed.items()}
         blamed |= {note.rank: GONE for note in notes.values() if note.is_cause}
         if blamed:
@@ -132,7 +131,7 @@ class FailureNotes:
         return Cause(frozenset(quiet), f"{describe(dict.fromkeys(quiet, SILENT))}, the others wait in vain too")
 
     def _follow(self, blamed: Mapping[int, str], notes: Mapping[int, Note]) -> Cause:
-        """The ranks that blame nobody, at the ends of all chains of blame that begin with this rank."""
+        """The ranks without blame for others, at the ends of all chains of blame from this rank."""
         import networkx as nx  # which takes long to import
 
         graph = nx.DiGraph()
@@ -179,7 +178,7 @@ _of_job: weakref.WeakSet[FailureNotes] = weakref.WeakSet()
 
 @atexit.register
 def _leave_last_note() -> None:
-    """At exit: an exception that ends the program is this rank's own failure, unless it has left a note before."""
+    """At exit: the last exception of the program is this rank's own failure, unless it has left a note before."""
     error = getattr(sys, "last_value", None)
     notes = next(iter(_of_job), None)
     if notes is not None and not isinstance(error, KeyboardInterrupt):

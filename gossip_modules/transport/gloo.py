@@ -1,4 +1,4 @@
-"""Gloo backends and groups that need nothing of torch.distributed's global state, and their ports."""
+"""Gloo backends and groups without torch.distributed's global state, and their ports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gloo_backend(
     devices: Sequence[Any] | None = None,
     peers: Collection[int] | None = None,
 ) -> Any:
-    """A Gloo backend, which has the methods of a process group; returns when its ranks are connected.
+    """Return a Gloo backend, with the methods of a process group, once its ranks are connected.
 
     From then on its ports accept no connection: see [Note: ports of Gloo].
 
@@ -44,21 +44,22 @@ def gloo_backend(
     it joins the threads of its backend. They may need the lock, and then it hangs. The destructor of a backend releases
     the lock, so the backend lives until its group has gone.
 
-    [Note: late connections] A constructor that gives up frees the ends of its connections, but not the devices, whose
-    thread goes on accepting. A rank that connects afterwards is handed to the end that was freed, and the process dies
-    by a segmentation fault (torch 2.14). The options own the devices, and the traceback of the error holds the options,
-    for as long as somebody holds the error. So the devices go before the error is raised.
+    [Note: late connections] After a timeout a constructor frees the ends of its connections, but not the devices. Their
+    thread goes on accepting. A later rank is handed to a freed end, and the process dies by a segmentation fault (torch
+    2.14). The options own the devices, and the traceback of the error holds the options, for as long as somebody holds
+    the error. So the devices go before the error is raised.
 
     Args:
         store: shared by the ranks, for their addresses.
         rank: of the caller.
         world_size: the number of ranks.
-        timeout: of every wait that gives none; Gloo waits `CONNECT_FACTOR` times as long for connections.
-        host: a name or address of this machine, at which the other ranks reach it; None: the interfaces in the
-            environment variable GLOO_SOCKET_IFNAME, with commas between them, or the choice of Gloo.
-        devices: of `gloo_devices`, which several groups share; the caller closes their ports. None: devices of its own.
-        peers: the ranks that this rank exchanges messages with, beside the `collective_peers`: see
-            [Note: few connections]; they have this rank among theirs. None: all ranks.
+        timeout: the limit of every wait without its own; Gloo waits `CONNECT_FACTOR` times as long for connections.
+        host: a name or address of this machine for the other ranks; None: the interfaces in the environment variable
+            GLOO_SOCKET_IFNAME, with commas between them, or the choice of Gloo.
+        devices: the result of `gloo_devices`, for several groups; the caller closes their ports. None: devices of its
+            own.
+        peers: the ranks for messages, beside the `collective_peers`: see [Note: few connections]. They have this rank
+            among their peers. None: all ranks.
 
     Raises:
         RuntimeError: a rank does not come in time.
@@ -107,7 +108,7 @@ def gloo_group(
     host: str | None = None,
     peers: Collection[int] | None = None,
 ) -> dist.ProcessGroup:
-    """A process group over `gloo_backend`, which its last reference releases."""
+    """A process group over `gloo_backend`; its last reference releases it."""
     group = as_group(gloo_backend(store, rank, world_size, timeout, host=host, peers=peers), store)
     if peers is not None and CAN_BE_LAZY:
         shared_by(group).peers = frozenset({*peers, *collective_peers(rank, world_size)} - {rank})
@@ -115,7 +116,7 @@ def gloo_group(
 
 
 def as_group(backend: Any, store: dist.Store) -> dist.ProcessGroup:
-    """A process group over a Gloo backend, which its last reference releases; store: of the group."""
+    """A process group over a Gloo backend; its last reference releases it; store: of the group."""
     group, holder = dist.ProcessGroup(store, backend.rank(), backend.size()), [backend]
     group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, holder[0])
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -147,11 +148,10 @@ def _connect(backend: Any, peers: Sequence[int]) -> None:
 
 
 def at_once(makes: Sequence[Callable[[], Any]], *, name: str) -> list[Any]:
-    """The results of functions that are called at the same time, each in a thread of its own.
+    """Call functions at the same time, each in a thread of its own, and return their results.
 
-    The first error among them is raised. An error holds the frames that it came through: a list of errors in one of
-    these would be a cycle, which keeps all groups that were made, with their threads and descriptors, until the next
-    garbage collection.
+    The first error among them is raised. An error holds its frames, so a list of errors in one of these frames would be
+    a cycle. The cycle would keep all new groups, with their threads and descriptors, until the next garbage collection.
 
     Args:
         makes: at least one.
@@ -168,21 +168,21 @@ def at_once(makes: Sequence[Callable[[], Any]], *, name: str) -> list[Any]:
 def close_ports(store: dist.Store, rank: int, num_devices: int) -> int:
     """Let the listening sockets of a connected Gloo group accept no more connections.
 
-    [Note: ports of Gloo] Gloo listens for as long as a group exists, and keeps every connection that a stranger makes,
-    also one that the stranger has closed. Where no descriptor is left, Gloo ends the process (torch 2.14: "accept: Too
-    many open files"). A group that is connected needs its port no more, so the kernel drops the packets that arrive at
-    it from then on. The connections of the group are sockets of their own, which this does not concern.
+    [Note: ports of Gloo] Gloo listens for as long as a group exists, and keeps every connection of a stranger, also
+    after the stranger has closed it. Where no descriptor is left, Gloo ends the process (torch 2.14: "accept: Too many
+    open files"). A connected group needs its port no more, so from then on the kernel drops packets to the port. The
+    connections of the group are sockets of their own and stay open.
 
-    A group that makes its connections later (TORCH_GLOO_LAZY_INIT) keeps its port open, and so do all groups where the
-    system is not Linux. A group with [Note: few connections] has made its connections already.
+    A group with later connections (TORCH_GLOO_LAZY_INIT) keeps its port open. All groups do so on systems other than
+    Linux. A group with [Note: few connections] has made its connections already.
 
     Args:
-        store: the one that the group was made with, in which Gloo has put its addresses.
+        store: the store of the group, with Gloo's addresses.
         rank: of the caller.
         num_devices: the number of devices of the group.
 
     Returns:
-        The number of ports that were closed.
+        The number of closed ports.
 
     Raises:
         RuntimeError: the store does not answer.
@@ -192,7 +192,7 @@ def close_ports(store: dist.Store, rank: int, num_devices: int) -> int:
 
 
 def close_ports_at(published: Sequence[bytes]) -> int:
-    """`close_ports` for the addresses that connected Gloo groups of this process have published."""
+    """`close_ports` for the published addresses of connected Gloo groups of this process."""
     is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
     if is_lazy or sys.platform != "linux":
         return 0
@@ -208,7 +208,7 @@ def close_ports_at(published: Sequence[bytes]) -> int:
 
 
 def close_ports_of(group: dist.ProcessGroup) -> int:
-    """`close_ports` for a group that `torch.distributed.new_group` has made, whose ranks are all connected."""
+    """`close_ports` for a group of `torch.distributed.new_group`, once its ranks are all connected."""
     _, store = dist.distributed_c10d._world.pg_map[group]
     num_devices = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     return close_ports(dist.PrefixStore("cpu/", store), group.rank(), num_devices)
@@ -234,7 +234,7 @@ def _listeners() -> Iterator[socket.socket]:
 
 
 def _raw_address(listener: socket.socket) -> bytes:
-    """The address of a socket as the kernel's struct has it, which Gloo publishes; b"": of another family."""
+    """The address of a socket as the kernel's struct, as published by Gloo; b"" for another family."""
     if listener.family not in (socket.AF_INET, socket.AF_INET6):
         return b""
     host, port, *rest = listener.getsockname()

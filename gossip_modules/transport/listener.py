@@ -21,7 +21,7 @@ SHUTDOWN_TIMEOUT = timedelta(seconds=2)
 
 
 class ConnectionLost(ConnectionError):
-    """The connection to a peer that had not announced its shutdown is closed."""
+    """The connection to a peer is closed, and the peer had not announced its shutdown."""
 
 
 Message: TypeAlias = "list[int] | ConnectionLost"
@@ -32,18 +32,18 @@ class Listener:
 
     [Note: a reader for each peer] Over Gloo a receive from a given rank fails at once when that rank's process ends; a
     receive from any rank does not. A receive can be neither polled nor aborted, and there is no wait for several. So
-    each peer has a thread that waits for its messages, idle in a condition variable: as many threads as a rank has
-    peers, O(log n) on an exponential graph and n / 2 on a complete bipartite one, beside as many connections. A reader
-    handles its messages itself. One thread that handles the messages of all would be another one to wake, and to wait
-    for the interpreter's lock, on the way of each message.
+    each peer has a thread for its messages, idle in a condition variable: as many threads as a rank has peers, O(log n)
+    on an exponential graph and n / 2 on a complete bipartite one, beside as many connections. A reader handles its
+    messages itself. One thread for the messages of all peers would be another one to wake, and to wait for the
+    interpreter's lock, on the way of each message.
 
-    [Note: readers at exit] A reader ends with the last message of its peer, or with its connection. The reader of a
-    peer that never announces its shutdown goes on waiting. At the exit of the interpreter it must not: a message that
-    arrives then would wake the thread inside C++ code and abort the process. So the connections are closed at exit.
+    [Note: readers at exit] A reader ends with the last message of its peer, or with its connection. Without an
+    announced shutdown the reader of a peer goes on waiting. At the exit of the interpreter it must not: a message would
+    wake the thread inside C++ code and abort the process. So the connections are closed at exit.
 
     Args:
-        transport: a transport over Gloo. Where its rounds go on without peers that fail, such a peer is closed.
-        peers: the ranks that may send.
+        transport: a transport over Gloo. If its rounds go on without failed peers, the link of such a peer is closed.
+        peers: the senders.
         num_integers: the number of integers in a message.
         tag: the tag of the messages.
         is_last: whether a message announces the shutdown of its sender.

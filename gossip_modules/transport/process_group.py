@@ -38,7 +38,7 @@ calling: ContextVar[str] = ContextVar("calling", default="")
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the library that moves the group's tensors on this device: "gloo", "nccl", "mpi4py", ...
+    """The name of the library for the group's tensors on this device: "gloo", "nccl", "mpi4py", ...
 
     [Note: names of NCCL] torch 2.15 has several backends over NCCL. "nccl" makes one that is called "nccl2"; beside it
     are "nccl-lazy", "nccl4py" and, by the name "nccl-legacy" or with TORCH_DIST_USE_NCCL2=0, the one that is called
@@ -181,7 +181,7 @@ class ProcessGroupTransport(PointToPoint):
             self._deadline = outer
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
-        """See `Transport`. Counted as the 2 (n - 1) / n of its bytes that a ring sends."""
+        """See `Transport`. Counted as 2 (n - 1) / n of its bytes, as in a ring."""
         message = self._staging.buffer_for(x, fill=True)
         is_short = self.backend == "gloo" and self.world_size > _MANY and x.nbytes <= _SHORT
 
@@ -198,8 +198,8 @@ class ProcessGroupTransport(PointToPoint):
     def _sum(self, x: Tensor, timeout: timedelta) -> None:
         """x <- sum over all ranks, in log2 n exchanges of all of x; Gloo's ring has 2 (n - 1) steps of n-th parts.
 
-        Two ranks whose numbers differ in bit k exchange their sums in step k. A rank above the largest power of two
-        gives x to the rank that is so far below, and gets the sum from there.
+        In step k two ranks exchange their sums if their numbers differ in bit k. A rank above the largest power of two
+        gives x to the rank so far below, and gets the sum from there.
         """
         deadline = Deadline(timeout)
         half = 1 << self.world_size.bit_length() - 1
@@ -255,7 +255,7 @@ class ProcessGroupTransport(PointToPoint):
     def _collective(self, post: Callable[[Any], dist.Work | None], options: Any, what: str) -> None:
         """Post a collective and wait for it, unless it is done.
 
-        options: such as AllreduceOptions, which have a timeout.
+        options: options with a timeout, such as AllreduceOptions.
         """
         with self.watch(what):
             self._run(post, options, what)
@@ -277,13 +277,13 @@ class ProcessGroupTransport(PointToPoint):
             self.fail(error, doing, time.monotonic() - start, timeout=left, is_collective=True)
 
     def _limit(self) -> Deadline:
-        """The deadline of a collective. One that is shared leaves time for it after collectives that have succeeded."""
+        """The deadline of a collective. A shared one leaves time for it after successful collectives."""
         deadline = self._deadline or Deadline(self.timeout)
         deadline.leave(min(_MIN_TRANSFER, deadline.seconds))
         return deadline
 
     def _meet(self, what: str, deadline: Deadline) -> None:
-        """Return when all ranks have come to `what`, or raise an error that names the others."""
+        """Return when all ranks have come to `what`, or raise an error with the names of the others."""
         if self.world_size == 1:
             return
         name = _named(what)
@@ -347,7 +347,7 @@ class ProcessGroupTransport(PointToPoint):
     def close_connections(self) -> None:
         """See `PointToPoint`.
 
-        Gloo has no call for this, but a wait that times out closes all connections of its rank.
+        Gloo has no call for this, but the timeout of a wait closes all connections of its rank.
         """
         for peer in self._peers if self.backend == "gloo" else ():
             with contextlib.suppress(RuntimeError, ValueError):  # they are closed already
@@ -358,7 +358,7 @@ class ProcessGroupTransport(PointToPoint):
     def closed_peers(self) -> list[int]:
         """After a failure on Gloo, the ranks without a connection: posting a receive fails at once.
 
-        Proves nothing after a wait of this rank has timed out, which closes all its connections.
+        Proves nothing after a timeout of this rank, because its connections are closed then.
         """
         closed = []
         for peer in self._peers if self.backend == "gloo" else ():
@@ -369,7 +369,7 @@ class ProcessGroupTransport(PointToPoint):
         return closed
 
     def _probe(self, peer: int) -> dist.Work:
-        """A receive of a message that is never sent."""
+        """A receive without a message."""
         return self.group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, PROBE_TAG)
 
     def fail(
@@ -394,7 +394,7 @@ class ProcessGroupTransport(PointToPoint):
             seconds: that it took.
             timeout: that it had; None: the transport's own.
             note: what else is known.
-            peers: of the group, which were waited for; none: all of them, and it is not known for which one.
+            peers: the awaited ranks of the group; none: all of them, and it is not known for which one.
             blamed: how they were seen, by global rank, where that is known.
             is_collective: whether other ranks may wait for this one: its connections are closed, so that they fail too.
 

@@ -24,24 +24,24 @@ _lost: list[list[dist.ProcessGroup]] = []
 
 @dataclass
 class SharedGroup:
-    """The state that all transports over one process group object share; the object is one rank's end of the group.
+    """The common state of all transports over one process group object; the object is one rank's end of the group.
 
-    Each transport has a channel, which is part of the tags of its messages, so that the messages of two wrappers over
-    one group never meet. Channels are given out in turn, so all ranks must make and close their wrappers over one group
-    in the same order; where they have not, rounds end by the timeout. A channel is free again when its transport is
-    closed, or was collected without ever having sent anything. The channel of a wrapper that was collected while in use
-    stays taken, since its peers may still send to it.
+    Each transport has a channel. The channel is part of the tags of its messages, so messages of two wrappers over one
+    group never meet. Channels are given out in turn, so all ranks must make and close their wrappers over one group in
+    the same order; where they have not, rounds end by the timeout. A channel is free again when its transport is
+    closed, or was collected without ever having sent anything. If a wrapper was collected while in use, its channel
+    stays taken, because its peers may still send to it.
 
-    A group that a transport has made itself is released when its last user is closed, or at the next use of any group
-    after that was collected.
+    A group made by a transport is released when its last user is closed, or, after a collection of this user, at the
+    next use of any group.
 
     Attributes:
-        taken: the channels that are in use.
+        taken: the channels in use.
         next_channel: the one to try first.
-        num_users: transports that are not closed.
+        num_users: the number of open transports.
         num_joined: transports so far.
         is_owned: whether our own code has made the group, and torch can release it.
-        peers: the ranks that this rank is connected with; None: all. See [Note: few connections].
+        peers: the connected ranks; None: all. See [Note: few connections].
     """
 
     taken: set[int] = field(default_factory=set)
@@ -67,7 +67,7 @@ class Use:
     Attributes:
         shared: with the other users.
         channel: of this one.
-        number: of this one among all users so far, which no later one has.
+        number: the number of this user; no later user has it.
         is_active: whether anything was ever sent or expected on the channel.
 
     Raises:
@@ -103,7 +103,7 @@ class Use:
         self._holder.clear()
 
     def lose(self) -> None:
-        """As `end` when the transport was collected: a thread that collects garbage must not wait."""
+        """As `end`, for a collected transport: garbage collection must not wait."""
         if self._leave(is_free=not self.is_active):
             _lost.append(self._holder)  # until the next use of any group, or the end of the process
 
@@ -117,7 +117,7 @@ class Use:
 
 
 def release(holder: list[dist.ProcessGroup]) -> None:
-    """Give back the threads and connections of a group that nobody uses any more; without its other ranks.
+    """Give back the threads and connections of a group without users; without its other ranks.
 
     An MPI communicator stays, since all its ranks would have to free it together: its thread ends.
 

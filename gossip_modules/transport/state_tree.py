@@ -26,15 +26,15 @@ def encode(state: Any) -> tuple[Any, list[Tensor]]:
     An OrderedDict, a Counter, a torch.Size and a defaultdict of plain values keep their types.
 
     Raises:
-        TypeError: a value of another type, also one derived from these; or a tensor that is not plain, such as a sparse
-            one. Names it and its place.
+        TypeError: a value of another type, also a derived one; or a special tensor, such as a sparse one. Names it and
+            its place.
     """
     tensors: list[Tensor] = []
     return _encode(state, tensors, "state"), tensors
 
 
 def decode(header: Any, tensors: list[Tensor]) -> Any:
-    """The state that `encode` was given."""
+    """The argument of `encode`."""
     kind, value = header
     if kind == "tensor":
         return tensors[value]
@@ -74,7 +74,7 @@ def _encode(value: Any, tensors: list[Tensor], place: str) -> Any:
 
 
 def _check_plain(x: Tensor, place: str) -> None:
-    """Raise TypeError for a tensor that is more, or less, than the numbers in its storage."""
+    """Raise TypeError for a tensor with more, or less, than the numbers in its storage."""
     refused = {
         type(x).__name__: type(x) not in (Tensor, nn.Parameter),
         "nested tensor": x.is_nested,
@@ -91,7 +91,7 @@ def _check_plain(x: Tensor, place: str) -> None:
 
 
 def pack(state: Any) -> tuple[Tensor, list[Tensor]]:
-    """The JSON of a state, uint8, which says how large its tensors are, and these as they are.
+    """The JSON of a state, uint8, with the sizes of its tensors, and the tensors as they are.
 
     Raises:
         TypeError: see `encode`.
@@ -126,7 +126,7 @@ def bytes_of(x: Tensor) -> Tensor:
 
 
 def copied(state: Any, copy: Callable[[Tensor], Tensor] = lambda x: x.detach().clone()) -> Any:
-    """A copy of a state that training does not change; values that `encode` refuses are left as they are.
+    """A copy of a state, unchanged by training; values of types unknown to `encode` are not copied.
 
     copy: makes the copy of each tensor.
     """

@@ -1,4 +1,4 @@
-"""Key-value stores: requests that end in time, records of all ranks, and their progress."""
+"""Key-value stores: requests with a timeout, records of all ranks, and their progress."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _REQUEST = timedelta(seconds=0.4)  # of ranks that fail, which must end in time
 
 
 class BoundedStore:
-    """The requests of this process to one store, each with a limit of time and an error that names the request.
+    """The requests of this process to one store, each with a limit of time; errors name the request.
 
-    [Note: store requests] The client of a TCPStore waits for ever when the process that serves it is stopped or cut
-    off, whatever its timeout. So a daemon thread sends the requests to a TCPStore, one after the other, and the caller
-    waits for that thread. A request that was given up stays with the thread, and is carried out if the store answers
-    again; until then a later request fails when the earlier one has been under way for the timeout of the later one.
-    Stores without a server, in memory or in a file, are asked directly.
+    [Note: store requests] If the process of a TCPStore is stopped or cut off, its client waits for ever, whatever its
+    timeout. So a daemon thread sends the requests to a TCPStore, one after the other, and the caller waits for that
+    thread. After its limit a request stays with the thread, and is carried out if the store answers again. Until then a
+    later request fails once the earlier one has been under way for the later one's timeout. Stores without a server, in
+    memory or in a file, are asked directly.
 
     Args:
         store: of any kind.
-        timeout: of each request that gives none; None: the store's own.
+        timeout: the limit of each request without its own; None: the store's own.
 
     Attributes:
         address: of the store, for error messages.
@@ -83,7 +83,7 @@ class BoundedStore:
         return values if len(values) == len(keys) else None
 
     def _read(self, key: str) -> bytes | None:
-        """What is under `key`, in one request that does not wait for the key."""
+        """The value of `key`, in one request, without waiting for the key."""
         value = self._store.compare_set(key, _NOTHING, _NOTHING)
         return None if value == _NOTHING.encode() else value
 
@@ -174,7 +174,7 @@ def _address_of(store: dist.Store) -> str:
 
 
 def job_store() -> dist.Store:
-    """The key-value store of the default process group: the one through which the ranks of the job have met.
+    """Return the key-value store of the default process group, where the ranks of the job have met.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -188,7 +188,7 @@ def job_store() -> dist.Store:
 
 
 class Progress:
-    """A counter that all ranks of a job add to: how many steps they have taken together.
+    """A counter of the steps of all ranks of a job together.
 
     Where ranks train at their own pace no rank's step count tells how far the job is. Epochs, the learning rate and
     the end of training then follow the sum, so that fast ranks do more of the work. AD-PSGD: Lian et al., ICML 2018,
@@ -200,7 +200,7 @@ class Progress:
 
     Args:
         store: reached by all ranks; None: the store of the default process group, under a prefix of its own.
-        name: of this counter; ranks that give the same name and store share it.
+        name: the name of the counter; ranks with the same name and store share it.
         timeout: of each request; None: the store's own, as given to `init_process_group`.
 
     Raises:
@@ -232,7 +232,8 @@ class Progress:
         return self.add(0)
 
     def add(self, n: int) -> int:
-        """Count `n` more steps; the total with them, which no other call returns as long as everyone adds 1 or more.
+        """Count `n` more steps and return the total with them. No two calls return the same total if every call adds 1
+        or more.
 
         Raises:
             ConnectionError: the store does not answer, or not in time.
@@ -281,7 +282,7 @@ class Records:
         self._num_read = self._store.add("count", 0, what="counting records")
 
     def new(self) -> list[Any]:
-        """The values that were appended since the last call.
+        """The values appended since the last call.
 
         Raises:
             ConnectionError, RuntimeError: the store does not answer, or cannot count.
@@ -304,7 +305,7 @@ def is_of_job(group: dist.ProcessGroup) -> bool:
 
 
 def store_of(group: dist.ProcessGroup, prefix: str) -> BoundedStore | None:
-    """The keys under a prefix in the store of a process group, in which requests end soon; None: it has no store."""
+    """The keys under a prefix in the store of a process group, with short requests; None: it has no store."""
     try:
         store = dist.distributed_c10d._world.pg_map[group][1] if is_of_job(group) else group.get_group_store()
     except (AttributeError, RuntimeError):  # an older torch, or a group without

@@ -1,4 +1,4 @@
-"""Daemon threads that may wait inside C++ code; the exit of the interpreter waits for them, a second in all."""
+"""Daemon threads for waits inside C++ code; the exit of the interpreter waits for them, a second in all."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _Calls: TypeAlias = "SimpleQueue[tuple[Callable[[], Any], Future[Any] | None] | 
 
 
 def start(body: Callable[..., object], *arguments: Any, name: str) -> threading.Thread:
-    """Start a daemon thread that may wait inside C++ code.
+    """Start a daemon thread for waits inside C++ code.
 
-    [Note: threads at exit] A thread that returns from C++ code when the interpreter has ended aborts the process. So
-    the interpreter waits for such threads, a second in all. Most of them end at once, since their connections were
-    closed before. The others stay, so that a program that is over ends.
+    [Note: threads at exit] If a thread returns from C++ code after the end of the interpreter, it aborts the process.
+    So the interpreter waits for such threads, a second in all. Most of them end at once, since their connections were
+    closed before. The others stay, so that the program ends.
     """
     thread = threading.Thread(target=body, args=arguments, name=name, daemon=True)
     thread.start()
@@ -44,10 +44,10 @@ def join_at_exit(thread: threading.Thread) -> None:
 
 
 class CallThread:
-    """A daemon thread that makes calls in order. A future carries the result or the exception of each call.
+    """A daemon thread for calls in order. A future carries the result or the exception of each call.
 
-    This is not a ThreadPoolExecutor, whose thread keeps a failed program from ending until the last wait times out.
-    The thread ends when it is closed, when the object is collected, or at exit.
+    The thread of a ThreadPoolExecutor would keep a failed program from ending until the last wait times out. The thread
+    ends when it is closed, when the object is collected, or at exit.
     """
 
     def __init__(self, name: str) -> None:
@@ -59,7 +59,7 @@ class CallThread:
             _callers.add(self)
 
     def submit(self, call: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
-        """Make a call after all calls that were submitted before it.
+        """Make a call after all earlier calls.
 
         Args:
             call: the function; it is called once, even if you submit it several times with the same future.
@@ -73,7 +73,7 @@ class CallThread:
         return future
 
     def post(self, call: Callable[[], object]) -> None:
-        """As `submit`, for a call that raises nothing and reports its end itself; a future takes longer to make."""
+        """As `submit`, for a call without errors that reports its end itself; a future takes longer to make."""
         self._put(call, None)
 
     def _put(self, call: Callable[[], object], future: Future[Any] | None) -> None:
@@ -82,11 +82,11 @@ class CallThread:
         self._calls.put((call, future))
 
     def result(self, future: Future[T], *, what: Callable[[], str], timeout: timedelta) -> T:
-        """Wait for a submitted call that waits for peers. Returns its result, or raises its exception.
+        """Wait for a submitted call, itself in wait for peers. Returns its result, or raises its exception.
 
         Args:
-            future: the future that `submit` returned.
-            what: returns a description of the call and of the ranks that it waits for; called for the error.
+            future: the result of `submit`.
+            what: returns a description of the call and of its peers; called for the error.
             timeout: the timeout of one wait of the call.
 
         Raises:

@@ -42,12 +42,12 @@ class PeerTraffic:
     def arrived(
         self, num_bytes: Mapping[Peer, int], seconds: Mapping[Peer, float], *, sent: Mapping[Peer, int] = _NOTHING
     ) -> None:
-        """Count an exchange that is complete. A round may have several.
+        """Count a complete exchange. A round may have several.
 
         Args:
-            num_bytes: the bytes that these peers have sent.
+            num_bytes: the bytes from these peers.
             seconds: the waits for these peers.
-            sent: the bytes that these peers were sent.
+            sent: the bytes to these peers.
         """
         with self._lock:
             for peer, number in sent.items():
@@ -62,8 +62,8 @@ class PeerTraffic:
         """Count the exchanges since the last call as one round.
 
         Args:
-            staleness: the number of forwards that the round is late.
-            peers: whose messages it has mixed; None: all senders since the last call.
+            staleness: the lateness of the round, in forwards.
+            peers: the senders of its messages; None: all senders since the last call.
         """
         with self._lock:
             for peer, seconds in self._waited.items():
@@ -81,7 +81,7 @@ class PeerTraffic:
             self._counts.pop(peer, None)
 
     def summary(self, names: Sequence[int] | None = None) -> dict[str, float]:
-        """Return the counts by the names of `comm_stats()`; a count that is zero has no entry.
+        """Return the counts by the names of `comm_stats()`; a count of zero has no entry.
 
         Args:
             names: the names of the peers, by rank; None: peers have no other names.
