@@ -302,7 +302,7 @@ def _made(text: str, compute: float | None) -> Workload:
         raise ValueError(f"got --model {text}, which returns {kinds}, {expected}; or the model and --compute SECONDS")
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     if not trained:
-        raise ValueError(f"got --model {text}, whose model has no trained parameters, expected some")
+        raise ValueError(f"got --model {text} without trained parameters, expected some; set requires_grad")
     num_bytes = sum(parameter.nbytes for parameter in trained)
     return Workload(num_bytes, trained[0].device, None if compute is not None else step, compute, text)
 

@@ -218,7 +218,10 @@ class BilateralEngine(Engine):
         deadline, bilateral = Deadline(SHUTDOWN_TIMEOUT), self._bilateral
         bilateral.is_closing = True
         if not bilateral.wait(deadline.left) and not self.liveness.has_failed:
-            warnings.warn("closed while an exchange was under way: its correction is lost", stacklevel=2)
+            warnings.warn(
+                "closed while an exchange was under way, so its correction is lost; call settle() on all ranks first",
+                stacklevel=2,
+            )
         bilateral.shut_down()
         bilateral.close(deadline.left)
         self.liveness.background.raise_if_unseen()
@@ -240,7 +243,9 @@ class BilateralEngine(Engine):
         limit = self._bilateral.transport.timeout.total_seconds()
         if not self._bilateral.wait(limit + _GRACE):
             self.raise_if_failed()
-            raise TimeoutError(f"the exchange under way has not ended after {limit:g} s, in a thread of this rank")
+            raise TimeoutError(
+                f"the exchange under way has not ended after {limit:g} s, in a thread of this rank; check its peer"
+            )
         self.raise_if_failed()
 
     def _collect(self, x: FlatVector, *, is_kept: bool = False) -> bool:

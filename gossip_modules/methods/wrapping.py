@@ -115,7 +115,7 @@ def wrap(text: str, module: nn.Module, options: WrapperOptions, context: Context
     if context.membership is not None and (why := method.needs_fixed_ranks):
         raise ValueError(f"got a membership for {method.title}, expected None: {why}")
     if (unused := unused_options(method, options)) and context.rank == 0:
-        warnings.warn(f"{', '.join(unused)}: without effect with {method.title}", stacklevel=2)
+        warnings.warn(f"got {', '.join(unused)}, without effect with {method.title}; leave it out", stacklevel=2)
     wrapper: Wrapper = method.wrap(module, chosen, without_unused(method, options), context)
     return wrapper
 

@@ -56,7 +56,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> MpiProcessGroup:  # type: ignore[override]
         if device.type not in ("cpu", "cuda"):
-            raise RuntimeError(f"no MPI for tensors on {device.type}, expected cpu or cuda")
+            raise RuntimeError(f"got tensors on {device.type} over MPI, expected cpu or cuda; move the module there")
         return self
 
     get_backend = _get_backend  # type: ignore[assignment]

@@ -259,7 +259,10 @@ class Mixer(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of `state_dict()`."""
         if state:
-            raise ValueError(f"got state {sorted(state)} of another algorithm, expected none for {self}")
+            raise ValueError(
+                f"got state {sorted(state)} of another algorithm, expected none for {self}; load it with the algorithm "
+                "that saved it"
+            )
 
     def reset(self) -> None:
         """Drop all state."""

@@ -66,8 +66,8 @@ class Chaos:
             raise ValueError(f"got backend={backend!r}, expected one of {', '.join(map(repr, BACKENDS))}")
         if (backend == "network" and sys.platform != "linux") or (backend == "processes" and sys.platform == "win32"):
             raise ValueError(
-                f"got backend={backend!r} on {sys.platform}, which has no such "
-                f"{'hosts' if backend == 'network' else 'signals'}, expected backend='threads'"
+                f"got backend={backend!r} on {sys.platform}, which has no "
+                f"{'network namespaces' if backend == 'network' else 'SIGSTOP'}, expected backend='threads'"
             )
         if not isinstance(events, Iterable):
             raise ValueError(f"got events={events!r}, expected a list: [{events!r}]")

@@ -300,7 +300,10 @@ class WaitAvoidingEngine(Engine):
             self.worker.close(error=error)
         t = self._round_in_flight
         if t is not None and self.worker.num_done <= t:
-            warnings.warn(f"closed before the group average of round {t}: it is lost", stacklevel=2)
+            warnings.warn(
+                f"closed before the group average of round {t}, so it is lost; call settle() on all ranks first",
+                stacklevel=2,
+            )
             self._round_in_flight = None
 
     def state_dict(self) -> dict[str, Any]:

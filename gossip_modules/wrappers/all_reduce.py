@@ -47,7 +47,7 @@ _PARTS = 16  # of the parameters, of which each step looks at one: a pass over a
 
 
 class PackedModel(AveragedModel):
-    """A module whose tensors stay where they are: averages work on a packed copy of them.
+    """A module with its tensors in their own memory: averages work on a packed copy of them.
 
     Args:
         module, selection, averager: see `AveragedModel`.
@@ -78,7 +78,7 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
     """AllReduce SGD: gradients averaged over all ranks, bit for bit as DistributedDataParallel does.
 
     It adds the methods of the gossip wrappers: `flush`, `close`, `average_`, `averaged`, `consensus_distance` and
-    `comm_stats`, so that one training loop serves all methods; and over Gloo, errors that name the failed rank.
+    `comm_stats`, so that one training loop serves all methods. Over Gloo, errors name the failed rank.
 
     Args:
         module: as for DistributedDataParallel.
@@ -194,15 +194,15 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
 class ElasticAllReduce(GossipWrapper):
     """All-reduce SGD with a membership: `AllReduceDataParallel(module, membership=membership)`.
 
-    At the end of each backward the gradients of all workers are averaged, as one message for each dtype. A backward
-    of a forward inside `no_sync()` averages nothing. If a worker dies in an average, all workers drop the gradients of
+    At the end of each backward the gradients of all workers are averaged, as one message for each dtype. A backward of
+    a forward inside `no_sync()` averages nothing. If a worker dies in an average, all workers drop the gradients of
     that step, and the next step waits for the next generation. `comm_stats()["num_skipped"]` counts such steps, and the
-    log of the membership names them. A worker that missed an average takes model and tracked state from another worker
+    log of the membership names them. After a missed average a worker takes model and tracked state from another worker
     when the generation begins; see `GradientEngine`. So all workers hold the same model, as without a membership.
 
-    Run a backward for each step on all workers, as with DistributedDataParallel: averages meet in their order, so a
-    worker that leaves one out averages gradients of other steps than the rest. A nested backward, as in a reentrant
-    checkpoint, and `torch.autograd.grad` of parameters average once more. This changes nothing but the bytes.
+    Run a backward for each step on all workers, as with DistributedDataParallel: averages meet in their order, so
+    without a backward a worker would average gradients of other steps than the rest. A nested backward, as in a
+    reentrant checkpoint, and `torch.autograd.grad` of parameters average once more. This changes nothing but the bytes.
 
     A `torch.amp.GradScaler` refuses a step without gradients: skip `scaler.step` where all gradients are None.
 
@@ -212,8 +212,7 @@ class ElasticAllReduce(GossipWrapper):
         timeout: leave it out, as a `Membership` has its own.
         on_nonfinite: the reaction to infinities or NaN in parameters. "raise": FloatingPointError at the next training
             forward; "spread": do not look.
-        ignore: the names of parameters and buffers that always stay local, or patterns; their gradients are not
-            averaged.
+        ignore: the names of parameters and buffers to keep local, or patterns; their gradients are not averaged.
         broadcast_buffers: whether rank 0 sends its floating-point buffers, such as running statistics, in each step.
 
     Raises:
@@ -274,7 +273,7 @@ class ElasticAllReduce(GossipWrapper):
             log.warning("job %s: step %d is lost: a worker failed while gradients were averaged", name, step)
 
     def _compare_with_average(self, own: FlatVector) -> None:
-        """Do nothing: ranks whose gradients are averaged have equal models."""
+        """Do nothing: ranks with averaged gradients have equal models."""
 
     def _release(self) -> None:
         super()._release()
@@ -296,7 +295,7 @@ class ElasticAllReduce(GossipWrapper):
 
 
 def _watched(world_size: int, rank: int) -> set[int]:
-    """The ranks at distances 1, 2, 4, ..., which this one watches: a few neighbours that die at once are all seen."""
+    """The watched ranks, at distances 1, 2, 4, ...: several dead neighbours are all seen."""
     distances = [1 << k for k in range((world_size - 1).bit_length())]
     return {(rank + sign * distance) % world_size for distance in distances for sign in (-1, 1)} - {rank}
 

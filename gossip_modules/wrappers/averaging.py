@@ -33,8 +33,8 @@ class AveragedModel(ABC):
         buffer: has the vector, if the tensors of the module are views of one.
         averager: the exact average over the ranks.
         copies: of the parameters, in the state of optimizers.
-        node: the processes that share this model, if there are several: a `Node`.
-        is_averaged: whether the parameters are the average that `averaged()` lends.
+        node: the processes of this model, if there are several: a `Node`.
+        is_averaged: whether the parameters are the average, inside `averaged()`.
     """
 
     buffer: FlatBuffer
@@ -45,7 +45,7 @@ class AveragedModel(ABC):
 
     @property
     def selection(self) -> Selection:
-        """The tensors that are averaged, and the tensors that stay local."""
+        """The averaged tensors, and the local tensors."""
         return self.buffer.selection
 
     @property
@@ -62,16 +62,16 @@ class AveragedModel(ABC):
         """The trained tensors <- the estimate of a vector that `read` gave. Always follows `read`."""
 
     def forget_models(self) -> None:
-        """Start anew all that is kept of other models."""
+        """Drop everything kept of other models."""
 
     @property
     def rank(self) -> int:
-        """This rank among those that average."""
+        """This rank among the averaging ranks."""
         return self.averager.transport.rank
 
     @property
     def state_place(self) -> Place:
-        """The rank that the state belongs to, and the number of ranks; None with a membership, whose workers change."""
+        """The rank of the state, and the number of ranks; None with a membership, whose workers change."""
         return self.averager.transport.rank, self.averager.transport.world_size
 
     def sum_over_places(self, x: Tensor) -> None:
@@ -79,7 +79,7 @@ class AveragedModel(ABC):
         self.averager.transport.all_reduce(x, what="the tensors of rank 0")
 
     def sum_over_ranks(self, x: Tensor) -> None:
-        """x, which is equal in all processes of a node, <- its sum over the ranks, in place."""
+        """x <- its sum over the ranks, in place; x is equal in all processes of a node."""
         self.sum_over_places(x)
         if self.node is not None:  # whose processes sum with the processes of the same place in other nodes
             self.node.share_buffers([x])
@@ -87,7 +87,7 @@ class AveragedModel(ABC):
 
 @contextlib.contextmanager
 def calling_as(name: str) -> Iterator[None]:
-    """Inside, errors of collectives name this method: a rank that did not call it is the usual cause."""
+    """Inside, errors of collectives name this method: the usual cause is a rank without the call."""
     token = calling.set(calling.get() or name)
     try:
         yield
@@ -96,7 +96,7 @@ def calling_as(name: str) -> Iterator[None]:
 
 
 class AveragingMixin(ABC):
-    """Access to the average of all ranks' models: the methods that every wrapper has.
+    """Access to the average of all ranks' models: the methods of every wrapper.
 
     All public methods but `flush()`, `close()` and `comm_stats()` are collective: every rank must call them, at the
     same point of training.
@@ -111,7 +111,7 @@ class AveragingMixin(ABC):
         """Apply everything in flight. Local: waits for this rank's peers only. `eval()` and `state_dict()` call it."""
 
     def settle(self) -> None:
-        """On return nothing is in flight on any rank; collective. Before a checkpoint that all ranks write."""
+        """On return nothing is in flight on any rank; collective. Prepare a checkpoint of all ranks."""
         self.flush()
 
     @abstractmethod
@@ -120,13 +120,13 @@ class AveragingMixin(ABC):
 
     @property
     def _bytes_sent(self) -> int:
-        """The payload that this rank has sent."""
+        """The payload sent by this rank."""
         return self._local.averager.transport.num_bytes_sent
 
     @property
     def worker(self) -> str:
-        """The name of this worker in statistics: its global rank; with a membership the number of the worker, which
-        it keeps when others join or die, and in a node ".<local rank>" after it; the name of a worker of dpwa."""
+        """The name of this worker in statistics: its global rank; with a membership the constant number of the worker,
+        and in a node ".<local rank>" after it; the name of a worker of dpwa."""
         transport = self._local.averager.transport
         return str(transport.names[transport.rank])
 
@@ -138,7 +138,7 @@ class AveragingMixin(ABC):
         Memory of the models from before starts anew with the next round, else it would take ranks apart again: anchors
         and outer momentum of NoLoCo and GASLoC, vectors and momentum of D2 and its like, messages of RelaySGD, public
         copies of compressed gossip. DiLoCo and its like keep all, since an average changes nothing in their next outer
-        step. With `EagerDiLoCo` the part of a drift that is under way still takes ranks apart until all have it.
+        step. With `EagerDiLoCo` ranks differ until all have the part of a drift under way.
         """
         self._average()
         with calling_as("average_()"):
@@ -173,10 +173,10 @@ class AveragingMixin(ABC):
         2505.22549).
 
         Args:
-            optimizer: of this rank; its state is mutated, and so are parameters that it keeps a copy of. The same
-                parameters, in the same order, on all ranks.
-            names: the entries of the state that are averaged, such as ("exp_avg",), the first moment of Adam; the
-                others stay as they are. The same on all ranks. None: all.
+            optimizer: the optimizer of this rank. Its state is mutated, and so are parameters with a copy in the state.
+                The same parameters, in the same order, on all ranks.
+            names: the entries of the state to average, such as ("exp_avg",), the first moment of Adam; the others stay
+                as they are. The same on all ranks. None: all.
 
         Raises:
             ValueError: ranks have other state than rank 0; no parameter has state of such a name and as large as
@@ -300,21 +300,21 @@ class AveragingMixin(ABC):
 
         Returns:
             bytes_sent (payload, collectives included), wait_seconds (training thread blocked), num_rounds, num_skipped
-            (rounds that were left out for infinities or NaN), mean_staleness and max_staleness (forwards that rounds
-            were late), consensus_distance (as last measured by `consensus_distance()`, NaN before). With a
-            `ConsensusControl` also consensus_estimate (at the beginning of the last round, or after the last one that
-            was added), consensus_bound (where the target is now), gossip_interval (steps to the next round),
-            num_skipped_steps (without a round), num_added_rounds and num_averages (exact ones). With overlap="auto",
-            after the choice, also auto_overlap, auto_max_staleness, auto_step_seconds and auto_round_seconds; with
-            delay="auto" of an outer method auto_delay (steps for which outer steps travel). With a membership also
-            the entries of its `stats`.
+            (rounds left out for infinities or NaN), mean_staleness and max_staleness (lateness of rounds in forwards),
+            consensus_distance (as last measured by `consensus_distance()`, NaN before). With a `ConsensusControl` also
+            consensus_estimate (at the beginning of the last round, or after the last added one), consensus_bound (where
+            the target is now), gossip_interval (steps to the next round), num_skipped_steps (without a round),
+            num_added_rounds and num_averages (exact ones). With overlap="auto", after the choice, also auto_overlap,
+            auto_max_staleness, auto_step_seconds and auto_round_seconds; with delay="auto" of an outer method
+            auto_delay (steps from the begin of an outer step to its end). With a membership also the entries of its
+            `stats`.
 
             For each peer, by its global rank, the number of its worker with a membership, or its name with dpwa:
             bytes_sent/<peer> and bytes_received/<peer> (messages of rounds), wait_median/<peer> and wait_mad/<peer>
-            (seconds that a round waits for the peer: median and median absolute deviation of the last 64 rounds; on
-            the gossip thread where rounds overlap; with AD-PSGD and dpwa the seconds of an exchange; none on NCCL), and
-            staleness/<peer> (mean number of forwards that its messages were late). With a membership they are of the
-            present generation; in a node its first process has them. An entry appears with its first round.
+            (seconds of a round's wait for the peer: median and median absolute deviation of the last 64 rounds; on the
+            gossip thread with overlap; with AD-PSGD and dpwa the seconds of an exchange; none on NCCL), and
+            staleness/<peer> (mean lateness of its messages in forwards). With a membership they are of the present
+            generation; in a node its first process has them. An entry appears with its first round.
         """
         rounds, distance = self._round_stats(), self._last_consensus_distance
         return {"bytes_sent": self._bytes_sent, **rounds, "consensus_distance": distance}
@@ -325,7 +325,7 @@ class AveragingMixin(ABC):
 
 
 def _names_of(names: object) -> list[str] | None:
-    """Each name once, in an order that is the same on all ranks; None for all, or for an argument without names."""
+    """Each name once, in an equal order on all ranks; None for all, or for an argument without names."""
     if names is None or isinstance(names, str) or not isinstance(names, Iterable):
         return None
     found = list(names)
@@ -340,7 +340,7 @@ def _state_like_parameters(
     Args:
         optimizer: has the state.
         names: of the state; None: all.
-        ignored: the ids of parameters that are left out.
+        ignored: the ids of ignored parameters.
     """
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for k, parameter in enumerate(parameters):

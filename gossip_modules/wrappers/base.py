@@ -66,11 +66,11 @@ class GossipWrapper(OldNames, AveragingMixin):
 
     [Note: Where a round runs] At the first training forward of an optimizer step (the wrapped module in train mode,
     grad enabled, something to train) the parameters are exactly "after optimizer.step()", so the round runs there, like
-    mixing after the previous `step()`. [Note: One step is one round] says which forward begins a step; a GradScaler
-    that skips a step on one rank skips no round. The mode of the wrapped module counts, since trainers put modules in
-    train mode without the wrapper's knowledge. A forward in eval mode starts no round unless `gossip_in_eval_mode`;
-    training so is an error. With `rounds="step"` the round runs after the optimizer's step, and with "manual" in
-    `gossip_step()` alone.
+    mixing after the previous `step()`. [Note: One step is one round] describes the first forward of a step. If a
+    GradScaler skips a step on one rank, no round is skipped. The mode of the wrapped module counts, since trainers put
+    modules in train mode without the wrapper's knowledge. A forward in eval mode starts no round unless
+    `gossip_in_eval_mode`; training so is an error. With `rounds="step"` the round runs after the optimizer's step, and
+    with "manual" in `gossip_step()` alone.
 
     The constructor of a subclass connects the ranks (`_open`, or a `Participant`), and ends with `_start`.
 
@@ -115,7 +115,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         module.register_load_state_dict_pre_hook(InnerPlace(self))
 
     def _start(self, engine: Engine, averager: GlobalAverage) -> None:
-        """Be ready for the first step: the end of a constructor, after which no other wrapper takes the module.
+        """Be ready for the first step: the end of a constructor. No other wrapper takes the module afterwards.
 
         Args:
             engine: decides when rounds run.
@@ -132,8 +132,8 @@ class GossipWrapper(OldNames, AveragingMixin):
     def _open(self, links: Links, *, init_sync: bool, ranks: Sequence[int] | None = None) -> ProcessGroupTransport:
         """Connect the ranks; collective.
 
-        Ranks that disagree would make different groups and hang. So they compare their options over a group that
-        exists, before any group is made.
+        With different options ranks would make different groups and hang. So they compare their options over an
+        existing group first.
 
         Args:
             links: how the ranks reach each other.
@@ -142,7 +142,7 @@ class GossipWrapper(OldNames, AveragingMixin):
             ranks: the global ranks of a new group, this one among them; None = all.
 
         Raises:
-            ValueError: the ranks do not agree; on every rank, naming who differs and in what.
+            ValueError: the options of ranks differ; raised on every rank, with the differing ranks and options.
             RuntimeError, TimeoutError, ConnectionError: see `connect`.
         """
         check_flags(init_sync=init_sync)
@@ -239,7 +239,7 @@ class GossipWrapper(OldNames, AveragingMixin):
             local.is_seen_current = False
 
     def _begin_step(self) -> None:
-        """The round of an optimizer step, which begins with it."""
+        """Run the round at the begin of an optimizer step."""
         if self._join_config.enable:
             self._notify()
         if not self._local.is_held:
@@ -247,7 +247,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         self._local.steps.begin()
 
     def _notify(self) -> None:
-        """Tell the other ranks that this one has another batch; for `Join`."""
+        """Announce another batch of this rank to the other ranks; for `Join`."""
 
     @not_compiled
     def gossip_step(self) -> None:
@@ -257,7 +257,8 @@ class GossipWrapper(OldNames, AveragingMixin):
         backward is under way (after `optimizer.step()`, or before the forward). Use it in loops without a forward of
         the wrapper at the beginning of a step: pipeline schedules, several models, losses computed by the inner module.
         With the other settings of `rounds` it runs the round of the present step early; the next forward or optimizer
-        step then starts none for that step. Call it on a rank in place of a batch that only this rank leaves out.
+        step then starts none for that step. Call it on a rank in place of a batch if only this rank leaves the batch
+        out.
 
         Raises:
             RuntimeError: inside a backward or `averaged()`, or after `close()`.
@@ -306,7 +307,7 @@ class GossipWrapper(OldNames, AveragingMixin):
     # Forwards and changes outside of steady training.
 
     def _evaluate(self) -> None:
-        """A forward outside of training, perhaps in an eval mode that the wrapper was not told of."""
+        """A forward outside of training, perhaps in an eval mode unknown to the wrapper."""
         if self.module.training:
             return
         if self._sync:
@@ -357,9 +358,9 @@ class GossipWrapper(OldNames, AveragingMixin):
     def no_sync(self) -> Iterator[None]:
         """Forwards inside belong to the same optimizer step as the first forward outside: one round for all.
 
-        Gradient accumulation as with DistributedDataParallel: all micro-batches but the last go in here. `eval()` ends
-        a step, so an epoch that breaks off inside leaves no rank out of step with the others. The processes of a node
-        average gradients when it ends.
+        Gradient accumulation as with DistributedDataParallel: run all micro-batches but the last in it. `eval()` ends a
+        step, so ranks stay in step even if an epoch breaks off inside. The processes of a node average gradients when
+        it ends.
         """
         (before, self._sync), node = (self._sync, False), self._local.node
         try:
@@ -371,8 +372,8 @@ class GossipWrapper(OldNames, AveragingMixin):
     def train(self, mode: bool = True) -> Self:
         """As `nn.Module.train`, after a flush; eval mode also ends the current step.
 
-        Where other weights stand in the parameters, as an average that is evaluated, corrections stay in flight: see
-        [Note: Swapped weights].
+        If the parameters hold other weights, such as an average for evaluation, corrections stay in flight: see [Note:
+        Swapped weights].
         """
         self.before_mode(mode)
         return super().train(mode)
@@ -407,7 +408,7 @@ class GossipWrapper(OldNames, AveragingMixin):
             self._warn_of_no_round()
 
     def _compare_with_average(self, own: FlatVector) -> None:
-        """Warn, once, of ranks that have taken steps and have equal models: they read the same data."""
+        """Warn, once, if ranks have equal models after steps: they read the same data."""
         local = self._local
         is_early = local.num_steps < _MANY_STEPS or not local.steps.has_stepped
         if self._has_compared or is_early or local.averager.transport.world_size == 1:
@@ -505,7 +506,7 @@ class GossipWrapper(OldNames, AveragingMixin):
     def get_extra_state(self) -> dict[str, Any]:
         """The round counter, the algorithm's own state, and the rank: plain values and tensors.
 
-        "engine", the algorithm's own state, is read like a dict; tools that keep a value per key keep it as one.
+        "engine", the algorithm's own state, is read like a dict; tools with a value per key keep it as one.
         """
         state = self._local.state_dict()
         return {**state, "engine": WholeState(state["engine"])}
@@ -539,7 +540,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         return self.checkpoint_of(self, optimizers)
 
     def checkpoint_of(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Checkpoint:
-        """As `checkpoint`, of the model: this wrapper, or the module of `gossip()` that is in it."""
+        """As `checkpoint`, of the model: this wrapper, or its module of `gossip()`."""
         algorithm = self._local.description.get("algorithm", type(self).__name__)
         lost = f"the counters of rounds, push-sum weights and the memory of {algorithm}"
         begin_anew = partial(self.set_extra_state, None)
@@ -585,7 +586,7 @@ class GossipWrapper(OldNames, AveragingMixin):
 
 
 def _are_equal(x: Tensor, average: Tensor) -> bool:
-    """Whether x and the average of ranks are equal but for its rounding, which is in float32 where x is narrower."""
+    """Whether x and the average of ranks are equal up to rounding; the average is in float32 if x is narrower."""
     eps = min(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
     return torch.allclose(x, average, rtol=_ROUNDING * eps, atol=0.0)
 
@@ -593,17 +594,22 @@ def _are_equal(x: Tensor, average: Tensor) -> bool:
 def close_when_collected(wrapper: object, engine: Engine) -> None:
     """Close `engine` when `wrapper` is collected, if nobody has closed it by then.
 
-    [Note: Lost wrappers] The threads of an asynchronous engine outlive a wrapper that nobody closed, and would go on
-    giving its model to peers.
+    [Note: Lost wrappers] The threads of an asynchronous engine outlive an unclosed wrapper, and would go on giving its
+    model to peers.
     """
     weakref.finalize(wrapper, _close_lost, engine, type(wrapper).__name__).atexit = False  # at exit they just end
 
 
 def _close_lost(engine: Engine, name: str) -> None:
-    """Runs in whichever thread collects garbage, which must not wait for peers: so a thread of its own closes."""
+    """Runs in the thread of the garbage collection. This thread must not wait for peers, so a thread of its own closes
+    the engine."""
     if engine.is_closed:
         return
     has_peers = engine.has_peers
     close_in_thread(engine)
     if has_peers:
-        warnings.warn(f"a {name} was lost without close(): it leaves its peers now", ResourceWarning, stacklevel=2)
+        warnings.warn(
+            f"a {name} was lost without close(): it leaves its peers now; call close() after the last step",
+            ResourceWarning,
+            stacklevel=2,
+        )

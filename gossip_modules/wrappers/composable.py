@@ -24,20 +24,20 @@ from .state import KEY, keeps_extra_state, mark, plain, put_state, take_place, w
 def gossip(module: nn.Module, **options: Any) -> GossipModule:
     """As `GossipDataParallel(module, **options)`, but the module itself is changed, and returned.
 
-    A forward pre-hook runs the round of each step, so the arithmetic is the same as in `GossipDataParallel`
-    bit for bit. Names have no "module." in front. The type of the module becomes a subclass of its class and of
-    `GossipModule`, which has the methods of the wrapper, as with `torch.distributed.fsdp.fully_shard`. The name of the
-    type, and `module.__class__`, do not change. `Join` needs a wrapper.
+    A forward pre-hook runs the round of each step, so the arithmetic is the same as in `GossipDataParallel` bit for
+    bit. Names have no "module." in front. The type of the module becomes a subclass of its class and of `GossipModule`,
+    with the methods of the wrapper, as with `torch.distributed.fsdp.fully_shard`. The name of the type, and
+    `module.__class__`, do not change. `Join` needs a wrapper.
 
     Args:
         module: the model, on its device; changed in place.
-        options: any argument of `GossipDataParallel` but `nprocs_per_node`, which needs a wrapper.
+        options: any argument of `GossipDataParallel` but `nprocs_per_node`: this one needs a wrapper.
 
     Raises:
-        ValueError: the module has an attribute of a name that is added; or see `GossipDataParallel`.
+        ValueError: the module has an attribute with the name of an added method; or see `GossipDataParallel`.
 
     Warns:
-        UserWarning: the class of the module has a `__call__` of its own, which may run no hooks.
+        UserWarning: the class of the module has a `__call__` of its own, perhaps without hooks.
 
     Example:
         >>> model = gossip(nn.Linear(10, 2), push_sum=False)
@@ -56,7 +56,7 @@ def gossip(module: nn.Module, **options: Any) -> GossipModule:
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
-    """The method of that name of `GossipDataParallel`, for a module that has one in `_gossip`."""
+    """The method of that name of `GossipDataParallel`, for a module with one in `_gossip`."""
     method = getattr(GossipDataParallel, name)
 
     @functools.wraps(method)
@@ -67,7 +67,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 class GossipModule(nn.Module):
-    """The methods that `gossip` adds to the class of a module, all of `GossipDataParallel`, which holds the module."""
+    """The methods added to the class of a module by `gossip`: all methods of its `GossipDataParallel`."""
 
     _gossip: GossipDataParallel
 
@@ -139,7 +139,7 @@ class GossipModule(nn.Module):
         )
 
     def _remove_gossip(self) -> None:
-        """Become a plain module again, which another wrapper is about to take; when it is closed."""
+        """Become a plain module again, for another wrapper; called at `close()`."""
         _become(self, _plain(type(self)))
         del self.__dict__["_gossip"]
         for hooks in (self._forward_pre_hooks, self._forward_hooks):
@@ -185,7 +185,7 @@ class GossipModule(nn.Module):
         return super()._apply(fn, recurse)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles name the plain class, from which the class of a copy is made again."""
+        """Copies and pickles name the plain class; the class of a copy is made from it again."""
         self._gossip.flush()
         reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
         if reduced[0].__module__ != copyreg.__name__:  # the class makes its copies itself: they are plain modules
@@ -198,13 +198,13 @@ _ADDED = [name for name in vars(GossipModule) if not name.startswith("_") and no
 
 
 def _before_forward(module: Any, inputs: Any) -> None:
-    """The pre-hook; it finds the module that it is called with, so that it serves copies too."""
+    """The pre-hook; it uses its argument, the module, so that it serves copies too."""
     if not is_transformed():
         module._gossip._before_forward()
 
 
 def _after_forward(module: Any, inputs: Any, output: Any) -> None:
-    """The forward hook, which torch does not call after a forward that raised."""
+    """The forward hook; torch does not call it after an error in the forward."""
     if not is_transformed():
         module._gossip._local.steps.has_ended = True
 

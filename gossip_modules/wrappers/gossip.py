@@ -1,4 +1,4 @@
-"""GossipDataParallel: SGP, Overlap SGP and D-PSGD as a wrapper that is used like DistributedDataParallel."""
+"""GossipDataParallel: SGP, Overlap SGP and D-PSGD as a wrapper like DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -90,8 +90,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         overlap: whether a round runs in a thread under the next forward and backward, instead of before it. Costs a
             second copy of the model. "auto": the first eight rounds block and are measured, then all ranks choose
             overlap, and a staleness of at most `max_staleness`; see `overlap_choice`, and [Note: overlap="auto"] of
-            `MeasuringEngine`. Not for algorithms that cannot overlap, outer methods (theirs is delay="auto") or a
-            membership.
+            `MeasuringEngine`. Not for algorithms without overlap, outer methods (use delay="auto") or a membership.
         max_staleness: the number of forwards before training waits for a late overlapped round; rounds then start every
             max_staleness + 1 steps.
         algorithm: the method of a round: an `Algorithm`, such as `D2()`, or one over another, such as
@@ -102,7 +101,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         schedule: the steps with gossip and with global averages; a number k = gossip at every k-th step; a
             `ConsensusControl` = as often as the distance between the models asks for.
         process_group: a group without other traffic; None = a new one over all ranks.
-        device_mesh: in place of `process_group`, the dimension of a mesh over which replicas gossip, such as
+        device_mesh: in place of `process_group`, the dimension of a mesh for gossip between replicas, such as
             mesh["replicate"]. A replica may be sharded over the other dimensions, by `fully_shard` or a plan of
             DTensors, see `ShardedReplica`. Not with a membership.
         nprocs_per_node: the number of consecutive ranks of a node, with one model; see `Node`. With a membership: of
@@ -115,15 +114,15 @@ class GossipDataParallel(GossipWrapper, Joinable):
             see `Selection`.
         ignore: names of parameters and buffers to leave local, also at the start, such as "head.bias", or patterns,
             such as "adapter.*"; in addition to the module's `_ddp_params_and_buffers_to_ignore`.
-        gossip_in_eval_mode: whether a forward in eval mode with grad enabled is a training forward, which starts a
-            round: for training with frozen BatchNorm statistics.
+        gossip_in_eval_mode: whether a forward in eval mode with grad enabled is a training forward and starts a round:
+            for training with frozen BatchNorm statistics.
         rounds: when rounds run. "forward": before the first training forward of each optimizer step, see [Note: One
-            step is one round]. "step": after each step of the torch optimizer that holds the parameters. "manual": in
+            step is one round]. "step": after each step of the torch optimizer of the parameters. "manual": in
             `gossip_step()` only.
         on_nonfinite: the reaction to infinities and NaN. Gossip would spread them to all ranks in a few rounds.
-            "raise": FloatingPointError at the rank that has them, before others get them (with overlap, also at those
-            that were sent them, before they are applied). "skip": leave out such rounds, which `comm_stats()` counts;
-            without overlap it costs a copy of the model, and no compressed algorithm can. "spread": do not look.
+            "raise": FloatingPointError at the rank with them, before others get them (with overlap, also at their
+            receivers, before they are applied). "skip": leave out such rounds, and count them in `comm_stats()`;
+            without overlap this costs a copy of the model. Not for compressed algorithms. "spread": do not look.
         find_unused_parameters: as for DistributedDataParallel; for `nprocs_per_node > 1`.
         timeout: the limit of every wait; a number = seconds. A `Membership` has its own.
         membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then.
@@ -208,7 +207,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
             raise
 
     def _enter_world(self, chosen: Choices, links: Links, g: int, *, init_sync: bool) -> tuple[MixingManager, Mixer]:
-        """Take part in a world of ranks that stays; g: the processes of a node."""
+        """Take part in a fixed world of ranks; g: the processes of a node."""
         self._local.place, num_nodes = links.place, count_nodes(links, g)
         is_sharded = self._local.buffer.is_sharded
         chosen.check(overlap=self._overlap, init_sync=init_sync, nprocs_per_node=g, is_sharded=is_sharded)
@@ -362,7 +361,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
     # State.
 
     def get_extra_state(self) -> dict[str, Any]:
-        """See `GossipWrapper`; with the push-sum weight, and the graph that rounds were on.
+        """See `GossipWrapper`; with the push-sum weight and the graph of the rounds.
 
         The graph is None with a membership, where each number of workers has its own.
         """
@@ -373,7 +372,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         """See `GossipWrapper`; without state the push-sum weight is 1.
 
         Warns where ranks may have mixed on another graph when the state was saved, by an older version; all is loaded
-        by then. With a membership it does not: which graph it was depends on how many workers there were.
+        by then. With a membership it does not: the graph depends on the number of workers.
 
         Raises:
             ValueError: the state belongs to a wrapper of another kind.
@@ -454,7 +453,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
 
 
 class Shadow(JoinHook):
-    """A rank that ran out of data.
+    """A rank without further data.
 
     Args:
         step: takes part in one step of the others.

@@ -276,4 +276,6 @@ def check_node_size(nprocs_per_node: int, *, find_unused_parameters: bool) -> No
     if nprocs_per_node < 1:
         raise ValueError(f"got nprocs_per_node={nprocs_per_node}, expected 1 or more; pass that of torchrun")
     if find_unused_parameters and nprocs_per_node == 1:
-        warnings.warn("find_unused_parameters has no effect with nprocs_per_node=1", stacklevel=levels_to_user())
+        warnings.warn(
+            "find_unused_parameters has no effect with nprocs_per_node=1; leave it out", stacklevel=levels_to_user()
+        )

@@ -41,21 +41,21 @@ class RoundTime(Enum):
 
 
 class OptimizerSteps(Stepped):
-    """Says which training forward of a model begins an optimizer step, and notices steps that no round belongs to.
+    """Finds the first training forward of each optimizer step of a model, and notices steps without a round.
 
     [Note: One step is one round] Hooks on `torch.optim.Optimizer` count the steps over the model's parameters. A
     training forward begins a new optimizer step if an optimizer has stepped since the last round. So a second forward
-    of one step (gradient accumulation, a closure of LBFGS, the second pass of sharpness-aware minimisation, a forward
-    that is tried again after it ran out of memory) has no round of its own. Where no optimizer of torch holds the
-    parameters, as in a loop that updates them by hand, each training forward outside `no_sync()` is a step.
+    of one step (gradient accumulation, a closure of LBFGS, the second pass of sharpness-aware minimisation, a second
+    try after running out of memory) has no round of its own. Where no optimizer of torch holds the parameters, as in a
+    loop that updates them by hand, each training forward outside `no_sync()` is a step.
 
-    [Note: Steps that are left out] A rank may leave out a step alone, as with `GradScaler`, and must still take part in
-    the round for which the other ranks wait. A step was left out if a forward outside `no_sync()` and a backward have
+    [Note: Steps that are left out] A rank may leave out a step alone, as with `GradScaler`. The other ranks wait for it
+    in the round, so it must still take part. A step was left out if a forward outside `no_sync()` and a backward have
     ended since the last round, gradients were dropped since then (set to None, zeroed, or frozen), parameters are as
     the round left them, and this thread has stepped no other optimizer. A loop that drops gradients after the next
     forward tells so in the next backward: the round is made up for at the next step then. The hook for this is on one
-    parameter, the smallest that has a gradient. Methods for many tasks drop gradients
-    between forwards of one step. Without `no_sync()` their steps look left out, and a warning tells of it.
+    parameter, the smallest with a gradient. Methods for many tasks drop gradients between forwards of one step. Without
+    `no_sync()` their steps look left out, and a warning tells of it.
 
     Args:
         buffer: has the parameters.
@@ -113,7 +113,7 @@ class OptimizerSteps(Stepped):
 
     @property
     def has_stepped(self) -> bool:
-        """Whether an optimizer has stepped since the last round, which runs in the next forward."""
+        """Whether an optimizer has stepped since the last round; the next forward runs the next round."""
         return bool(self._counts) and self.when is RoundTime.FORWARD
 
     def num_rounds_due(self, *, is_synced: bool) -> int:
@@ -139,11 +139,11 @@ class OptimizerSteps(Stepped):
         return 1 + self._gradient.num_left_out
 
     def _note_forward(self) -> None:
-        """What is known of the last training forward. One that raised may be tried again, in the same step."""
+        """What is known of the last training forward. After an error it may be tried again, in the same step."""
         self._is_synced |= self._is_last_synced and self.has_ended
 
     def _num_left_out(self) -> int:
-        """The rounds of steps that were left out, where rounds do not run in forwards."""
+        """Run the rounds of left-out steps, if rounds do not run in forwards."""
         if self.when is RoundTime.MANUAL:
             return 0
         if self._is_synced and not self._counts and not self._sees_optimizers():
@@ -166,7 +166,7 @@ class OptimizerSteps(Stepped):
         self._gradient.watch(self._buffer)
 
     def written(self) -> None:
-        """Gossip has changed the parameters in place, which is no change by the loop."""
+        """Note that gossip has changed the parameters in place, not the loop."""
         self._gradient.own_write(self._buffer)
 
     def end(self) -> None:
@@ -185,12 +185,12 @@ class OptimizerSteps(Stepped):
         self._is_synced, self.has_ended = state.get("is_synced", is_due), False
 
     def take_left_out(self) -> int:
-        """The number of rounds to run now for steps that were left out, before ranks meet outside of rounds."""
+        """The number of rounds to run now for left-out steps, before ranks meet outside of rounds."""
         num_left_out, self._gradient.num_left_out = self._gradient.num_left_out, 0
         return num_left_out
 
     def _make_up(self, optimizer: Optimizer, count: int) -> None:
-        """Run the rounds of steps that were left out before the forward of this step, now that it has ended."""
+        """Run the rounds of left-out steps before the forward of this step, now that it has ended."""
         num_left_out = self.take_left_out()
         self._num_made_up += num_left_out
         for _ in range(num_left_out):
@@ -199,7 +199,7 @@ class OptimizerSteps(Stepped):
             self._counts[id(optimizer)], self._is_synced = count, True  # the next forward begins a step all the same
 
     def evaluate(self) -> None:
-        """A forward in eval mode that autograd records begins.
+        """Note the begin of a forward in eval mode with autograd.
 
         Raises:
             RuntimeError: see `UnsyncedSteps.check`.
@@ -280,7 +280,7 @@ class OptimizerSteps(Stepped):
     # Messages, each once.
 
     def _note_made_up(self, *, is_first: bool) -> None:
-        """An optimizer has stepped. A rank that leaves out steps seldom does so before each of some steps in turn."""
+        """An optimizer has stepped. A rank seldom leaves out a step before each of some steps in turn."""
         if self._num_made_up:
             self._num_in_turn, self._num_made_up = self._num_in_turn + 1, 0
             if self._num_in_turn == _MANY_IN_TURN:

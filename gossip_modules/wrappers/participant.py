@@ -1,4 +1,4 @@
-"""Participant: the world of a model whose workers may die and join, and the state that a joining worker gets."""
+"""Participant: the world of a model with workers that die and join, and the state for a joining worker."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def neighbours(mixing: MixingManager, rank: int) -> Iterable[int]:
 
 
 class Participant(ModelWorld):
-    """The world of a model in a membership, which calls all methods but the first five.
+    """The world of a model in a membership. The membership calls all methods but the first five.
 
-    [Note: generations] A generation of the membership is a set of workers, a transport over links of its own, and the
-    training step with which it begins. At that step, every worker first applies the round in flight over the old links
-    and turns to the new ones, with graph and weights for the new number of workers. Rounds and steps count
-    on. A worker that joins gets half of its donor's push-sum weight; then all multiply theirs by the same number, see
-    [Note: weights] of `Roster`. A worker that has lost all its peers, and trains on alone, has the weight one.
+    [Note: generations] A generation of the membership is a set of workers, a transport over links of its own, and a
+    first training step. At that step, every worker first applies the round in flight over the old links and turns to
+    the new ones, with graph and weights for the new number of workers. Rounds and steps count on. A joining worker gets
+    half of its donor's push-sum weight. Then all workers multiply their weights by one number, see [Note: weights] of
+    `Roster`. A worker without peers has the weight one.
 
     Until the membership has a place for this worker, the world is one of this worker alone.
 
@@ -47,9 +47,9 @@ class Participant(ModelWorld):
         local: the model of this worker.
         membership: its workers.
         choose: the weights, with their graph, for a number of workers; the same function on all of them.
-        check: raises ValueError for weights that do not suit the algorithm.
-        example: graphs that exist for any number of workers, for the error.
-        peers: the ranks that a rank watches: it exchanges with them, in any round.
+        check: raises ValueError for unsuitable weights.
+        example: graphs for any number of workers, for the error.
+        peers: the peers of a rank in any round; it watches them.
         has_links: whether a worker has a link with each peer, beside the group over all ranks.
 
     Attributes:
@@ -138,7 +138,7 @@ class Participant(ModelWorld):
     # The membership calls these, in the training thread at a safe point unless they say otherwise.
 
     def describe(self) -> dict[str, str]:
-        """The options that a worker must have in common with the others."""
+        """The options to be equal on all workers."""
         local = self.local
         buffer, module = local.buffer, local.buffer.module
         digest = hashlib.sha256("\n".join(buffer.signature()).encode()).hexdigest()[:16]
@@ -151,11 +151,11 @@ class Participant(ModelWorld):
         }
 
     def peers(self, rank: int, world_size: int) -> Iterable[int]:
-        """The ranks that this one watches: those that it exchanges with, in any round. From any thread."""
+        """The watched ranks: the peers of this rank in any round. From any thread."""
         return self._peers(self.choose(world_size), rank)
 
     def links(self, rank: int, world_size: int) -> Iterable[int]:
-        """The peers with which it has a link, beside the group over all ranks. From any thread."""
+        """The peers with a link to this rank, beside the group over all ranks. From any thread."""
         return self.peers(rank, world_size) if self._has_links else ()
 
     @property
@@ -170,7 +170,7 @@ class Participant(ModelWorld):
 
     @property
     def is_weighted(self) -> bool:
-        """Whether workers have push-sum weights, which a donor shares with a joining worker."""
+        """Whether workers have push-sum weights; a donor shares its weight with a joining worker."""
         return self.local.debias is not None and self.local.debias.is_needed
 
     @property
@@ -180,7 +180,7 @@ class Participant(ModelWorld):
 
     @property
     def step(self) -> int:
-        """The training step that comes next."""
+        """The next training step."""
         return self.local.engine.step
 
     def expect_forward(self) -> None:
@@ -188,16 +188,16 @@ class Participant(ModelWorld):
         self.local.steps.end()
 
     def counts(self) -> tuple[int, int]:
-        """The training steps that were left out since the last call, beside the steps of `advance`; and `step`."""
+        """The training steps left out since the last call, beside the steps of `advance`; and `step`."""
         engine = self.local.engine
         return engine.skipped(), engine.step
 
     def advance(self, num_steps: int) -> None:
-        """Count training steps that the others have taken."""
+        """Count training steps of the others."""
         self.local.engine.advance(num_steps)
 
     def look_at_weight(self) -> None:
-        """Note the weight; a worker that is alone has weight one, which changes no estimate."""
+        """Note the weight; a lone worker has weight one, and its estimate stays."""
         if not self.is_weighted:
             return
         local, weight = self.local, self.local.buffer.vector.push_sum_weight
@@ -215,7 +215,7 @@ class Participant(ModelWorld):
     def found(self) -> None:
         """Begin with the model of the first rank; all workers of the first generation call it.
 
-        Rounds and weight of a worker that trained before are dropped.
+        Rounds and weight from earlier training are dropped.
         """
         local, engine = self.local, self.local.engine
         vector = local.buffer.vector
@@ -249,18 +249,18 @@ class Participant(ModelWorld):
         self.local.place = membership.rank * g + rank, membership.world_size * g
 
     def flush(self) -> None:
-        """Apply the round in flight; raises its error, after which none is in flight."""
+        """Apply the round in flight, or raise its error; afterwards no round is in flight."""
         self.local.engine.withdraw()
         self.local.apply_in_flight()
 
     def settle(self) -> None:
-        """Apply the round in flight, before the links that it came over are given up."""
+        """Apply the round in flight, before its links are given up."""
         if not self.local.engine.give_up(self.local.buffer.vector):
             self.flush()
 
     @torch.no_grad()
     def give(self) -> Mapping[str, Any]:
-        """Copies of everything that a worker needs to join, with half of the push-sum weight."""
+        """Copies of the state for a joining worker, with half of the push-sum weight."""
         self._gather()
         vector = self.local.buffer.vector
         weight = vector.push_sum_weight * (0.5 if self.is_weighted else 1.0)
@@ -291,7 +291,7 @@ class Participant(ModelWorld):
         local.buffer.written()
 
     def copy(self) -> Mapping[str, Any]:
-        """The state of `give`, with the whole weight, which stays here too; of the engine its counters only."""
+        """The state of `give`, with the whole weight and only the counters of the engine; the weight stays here too."""
         state = self.give()
         self.take_back(state)
         engine = self.local.engine
@@ -305,7 +305,7 @@ class Participant(ModelWorld):
         return engine.t, engine.step, engine.is_in_flight, weight
 
     def layout(self) -> dict[str, Any]:
-        """The tensors that travel, the names of those that are trained, and copies of all others."""
+        """The exchanged tensors, the names of the trained ones, and copies of all others."""
         buffer = self.local.buffer
         return {
             "others": [tensor.detach().clone() for tensor in self._others()],
@@ -318,7 +318,7 @@ class Participant(ModelWorld):
 
     @torch.no_grad()
     def take_layout(self, state: Mapping[str, Any], *, freezes: bool = True) -> None:
-        """Take over the `layout` of another worker, and its tensors that do not travel; nothing is in flight.
+        """Take over the `layout` of another worker, and its tensors without exchange; nothing is in flight.
 
         This worker then finds the same changes at its next round as the other one.
 
@@ -343,12 +343,12 @@ class Participant(ModelWorld):
         self.local.to_estimate()
 
     def _choose(self, travels: Sequence[str], trained: Collection[str]) -> None:
-        """Freeze the parameters that the job has frozen on the way, and train the others.
+        """Freeze the parameters frozen by the job, and train the others.
 
         Args:
-            travels: the signature of the donor's vector, which an engine with rounds under way keeps when less is
-                trained than travels.
-            trained: the names of the parameters that the donor trains.
+            travels: the signature of the donor's vector. An engine with rounds under way keeps it if fewer tensors are
+                trained than exchanged.
+            trained: the names of the donor's trained parameters.
         """
         buffer, named = self.local.buffer, self._named()
         if buffer.signature() != travels:
@@ -379,7 +379,7 @@ class Participant(ModelWorld):
         return {name: x for name, x in buffer.module.named_parameters() if id(x) not in ignored}
 
     def _others(self) -> list[Tensor]:
-        """Parameters and buffers that neither travel nor are ignored: frozen ones, counters."""
+        """Parameters and buffers neither exchanged nor ignored: frozen ones, counters."""
         buffer = self.local.buffer
         return list(map(local_of, buffer.selection.others(buffer.module, buffer.tensors).values()))
 
@@ -392,12 +392,12 @@ def check_elastic(
     example: str = "graph=RingGraph or graph=BaseGraph",
     **links: Any,
 ) -> None:
-    """Raise ValueError for arguments of a wrapper that do not fit a membership.
+    """Raise ValueError for arguments of a wrapper unfit for a membership.
 
     Args:
         membership: see `check_links`.
         graph, mixing: as the user gave them.
-        example: graphs that do, for the error.
+        example: suitable graphs, for the error.
         links: the other arguments of `check_links`.
     """
     check_links(membership, **links)
@@ -413,7 +413,7 @@ def check_elastic(
 def check_links(
     membership: object, *, group: object, init_sync: object, timeout: timedelta, comm_device: object = None
 ) -> None:
-    """Raise ValueError for anything but a membership, and for arguments of a wrapper that a membership decides.
+    """Raise ValueError for anything but a membership, and for arguments of a wrapper decided by a membership.
 
     Args:
         membership: what the user gave as one.

@@ -1,4 +1,4 @@
-"""Travelling: chooses the tensors of a model that are exchanged in the course of training, the same on all ranks."""
+"""Travelling: chooses the exchanged tensors of a model in the course of training, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _MAX_AGREED = 1000  # choices that are remembered
 
 
 class Travelling:
-    """Decides at the rounds of a `LocalModel`, the argument `local`, which tensors are in its vector.
+    """Decides about the tensors in the vector of a `LocalModel`, the argument `local`, at its rounds.
 
     [Note: what leaves the vector] A tensor that is frozen has been trained since the last round. It stays in the vector
     until a round has taken it along; at the next one it is averaged exactly over all ranks, once, and leaves. So all
     ranks have the same frozen tensors from then on, and parts of a model that are trained in turn stay in the vector
-    while each is trained between two rounds. A tensor that is trained again, or is new, comes in at the next round.
+    while each is trained between two rounds. A new tensor, or a tensor trained again, comes in at the next round.
 
-    [Note: agreeing] Before anything of that happens all ranks compare the tensors that they train: see [Note: changes
-    that not all ranks make] of `ChangeBoard`. They compare a choice of tensors only once if it leaves the vector as it
-    is, so parts that are trained in turn cost nothing. With a membership a worker may die while they compare, or
-    average: then the vector stays as it is, and they try again in the next step. And a worker may have got its model
-    before the others have frozen layers. So in the first round of a generation each worker with other tensors in its
-    vector than the first one that is not new takes over the layout of that one.
+    [Note: agreeing] Before any of this all ranks compare their trained tensors: see [Note: changes that not all ranks
+    make] of `ChangeBoard`. They compare a choice of tensors only once if it leaves the vector as it is, so parts that
+    are trained in turn cost nothing. With a membership a worker may die while they compare, or average: then the vector
+    stays as it is, and they try again in the next step. And a worker may have got its model before the others have
+    frozen layers. So in the first round of a generation each worker with other tensors in its vector than the first one
+    that is not new takes over the layout of that one.
 
     Attributes:
         frozen_at: the number of rounds when tensors of the vector were found frozen; None: none is.
-        agreed: digests of the choices that all ranks have agreed on.
+        agreed: digests of the agreed choices.
         is_newcomer: whether this worker has its model of a donor, and has not been in a round since then.
         is_first: whether the next round is the first one of a generation.
     """
@@ -53,7 +53,7 @@ class Travelling:
         return self.frozen_at is not None and engine.t > self.frozen_at
 
     def state_dict(self) -> dict[str, Any]:
-        """The choice of a donor and its agreements with the others, for a worker that joins."""
+        """The choice of a donor and its agreements with the others, for a joining worker."""
         return {"frozen_at": self.frozen_at, "agreed": sorted(self.agreed), "is_first": self.is_first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -61,13 +61,13 @@ class Travelling:
         self.frozen_at, self.agreed, self.is_first = state["frozen_at"], set(state["agreed"]), state["is_first"]
 
     def saved(self, local: Any) -> dict[str, Any]:
-        """Return the frozen tensors that have not left the vector yet, for the checkpoint of a `LocalModel`."""
+        """Return the frozen tensors still in the vector, for the checkpoint of a `LocalModel`."""
         frozen = [slot.name for slot in local.buffer.frozen()]
         at = self.frozen_at if local.buffer.is_complete() else local.engine.t
         return {"frozen": frozen, "frozen_at": at} if frozen and at is not None else {}
 
     def load_saved(self, local: Any, state: Mapping[str, Any]) -> None:
-        """Let frozen tensors leave the vector in the round in which they would have left without the checkpoint.
+        """Let frozen tensors leave the vector in the same round as without the checkpoint.
 
         The model may have been wrapped with these tensors frozen already, so that they are not in the vector. All ranks
         compare their vectors in the next step.
@@ -174,7 +174,7 @@ class Travelling:
 
         Args:
             local: of this rank.
-            slots: of the tensors that are exchanged from now on.
+            slots: the slots of the tensors to exchange from now on.
             is_same: whether the vector stays as all ranks have it.
         """
         buffer, node, transport = local.buffer, local.node, local.transport
@@ -220,7 +220,7 @@ class Travelling:
 
 
 def describe(buffer: FlatBuffer, slots: Sequence[Slot]) -> list[str]:
-    """One text for each tensor: the facts that ranks must agree on, and whether it is frozen."""
+    """One text for each tensor: the facts to be equal on all ranks, and whether it is frozen."""
     travelling = [
         slot.signature() + (", frozen" if slot.is_parameter and not slot.tensor.requires_grad else "") for slot in slots
     ]

@@ -228,10 +228,12 @@ def test_a_plan_is_part_of_what_a_run_is(tmp_path: Path) -> None:
 
 
 def test_options_without_effect_are_named_and_have_none(wrapped: Callable[..., dict[str, Any]]) -> None:
-    with pytest.warns(UserWarning, match="^peers_per_itr, wire_dtype: without effect with CHOCO-SGD$"):
+    with pytest.warns(
+        UserWarning, match="^got peers_per_itr, wire_dtype, without effect with CHOCO-SGD; leave it out$"
+    ):
         arguments = wrapped(4, recipe="choco", wire_dtype="bfloat16", peers_per_itr="3")
     assert arguments["wire_dtype"] is None
-    with pytest.warns(UserWarning, match="^graph, gossip_every: without effect with DiLoCo$"):
+    with pytest.warns(UserWarning, match="^got graph, gossip_every, without effect with DiLoCo; leave it out$"):
         assert "graph" not in wrapped(4, recipe="diloco", graph="ring", gossip_every=2)
     assert wrapped(4, recipe="osgp", max_staleness=2)["max_staleness"] == 2
     assert wrapped(4, recipe="osgp")["overlap"]
