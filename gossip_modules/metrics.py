@@ -33,8 +33,8 @@ _REQUEST_SECONDS, _REQUEST_BYTES, _POLL_SECONDS = 2.0, 8192, 0.2
 class MetricsLogger:
     """Writes the statistics of a wrapper every few steps.
 
-    Every rank has a logger of its own, which sends nothing to other ranks. `consensus_distance` is the last distance
-    that `model.consensus_distance()` has measured, which is collective: call it when you evaluate.
+    Every rank has a logger of its own. A logger sends nothing to other ranks. `consensus_distance` is the last result
+    of `model.consensus_distance()`. That method is collective: call it when you evaluate.
 
     Args:
         model: a wrapper, or a module of `gossip()`.
@@ -44,7 +44,7 @@ class MetricsLogger:
         num_steps: the steps taken before, where training resumes.
 
     Raises:
-        TypeError: another kind of model, or a receiver that is no function.
+        TypeError: another kind of model, or a receiver other than a function.
         ValueError: `every` or `num_steps` is too small.
 
     Example:
@@ -157,7 +157,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs rows to a run of Weights & Biases, one for each rank that has this object.
+    """Logs rows to a run of Weights & Biases, one run for each rank with this object.
 
     Args:
         options: of `wandb.init`, such as `project="gossip", group="a", name="rank 3"`.
@@ -184,8 +184,8 @@ class Prometheus:
     A number `bytes_sent` is `gossip_bytes_sent{rank="0"}`, and `bytes_sent/3` is
     `gossip_peer_bytes_sent{rank="0",peer="3"}`.
 
-    The HTTP server is for a scraper on this machine, or in a network that you trust: it answers every client with this
-    text and nothing else, one connection at a time, each for 2 s and 8 KiB at most.
+    The HTTP server is for a scraper on this machine, or in a trusted network: it answers every client with this text
+    and nothing else, one connection at a time, each for 2 s and 8 KiB at most.
 
     Args:
         folder: of the text-file collector of node_exporter; gets `gossip_<rank>.prom`, replaced as a whole, which

@@ -47,8 +47,8 @@ class BilatGossipDataParallel(GossipWrapper):
     Ranks take steps at their own pace; `Progress` counts the steps of all. Ranks should `close()` at about the same
     time. The end of a program without `close()` closes too, unless an exception has ended it.
 
-    [Note: continuous momentum] With `continuous_momentum` each rank has a second model x', equal to x at first, which
-    exchanges move further than x, and towards which x moves between exchanges. Ranks on a badly connected graph then
+    [Note: continuous momentum] With `continuous_momentum` each rank has a second model x', equal to x at first.
+    Exchanges move x' further than x, and x moves towards x' between exchanges. Ranks on a badly connected graph then
     agree after about the square root of the number of exchanges. Before each exchange of rank i, dt after its last one:
 
         v = (1 - exp(-2 eta dt)) / 2 (x' - x);   x = x + v;  x' = x' - v
@@ -74,12 +74,11 @@ class BilatGossipDataParallel(GossipWrapper):
         device_mesh: as for `GossipDataParallel`.
         timeout: the limit of every wait on a peer, in seconds or as a timedelta. The death of a
             process is raised at the next step, without waiting for it. A `Membership` has its own.
-        continuous_momentum: A2CiD2, see [Note: continuous momentum]. Takes one more vector beside the model, and needs
-            pairs that average half and half.
+        continuous_momentum: A2CiD2, see [Note: continuous momentum]. This takes one more vector beside the model, and
+            needs pairs with equal weights.
         on_nonfinite: the reaction to infinities or NaN in the difference of two models. "raise": FloatingPointError at
-            both of them, "skip": leave it out at both, which `comm_stats()` counts, "spread": do not look. With
-            "raise", `settle()` and `close()` also look at the rank's own model, which may not have been exchanged
-            since.
+            both of them, "skip": leave it out at both, and count it in `comm_stats()`, "spread": do not look. With
+            "raise", `settle()` and `close()` also look at the rank's own model, changed since its last exchange.
         init_sync: whether training starts from the parameters and buffers of rank 0; with a membership it always does.
         gossip_buffers: whether pairs average running statistics (BatchNorm) too, or each keeps its own; a sequence of
             names or patterns = those floating-point buffers in their place; see `Selection`.
@@ -87,8 +86,8 @@ class BilatGossipDataParallel(GossipWrapper):
             such as "adapter.*"; in addition to the module's `_ddp_params_and_buffers_to_ignore`.
         gossip_in_eval_mode: whether forwards in eval mode with grad enabled train as well, so that they ask a peer.
         rounds: when a rank asks a peer: see `GossipDataParallel`.
-        membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then,
-            which exist for any, and all begin with the model of the first worker.
+        membership: a `Membership`, where workers may die and join. `graph` and `mixing` are then functions of any size,
+            and all workers begin with the model of the first worker.
 
     Raises:
         FloatingPointError: (forward, `flush()`, `settle()`, `close()`) see `on_nonfinite`.

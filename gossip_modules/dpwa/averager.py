@@ -21,13 +21,13 @@ from .engine import PairwiseEngine
 
 
 class PairwiseWorker(AveragingMixin):
-    """A model that is served at an address, and whose peers may change."""
+    """A model served at an address, with peers that may change."""
 
     _engine: PairwiseEngine
 
     @property
     def address(self) -> str:
-        """Where this worker is reached: as configured, with the port that `*` has become."""
+        """The address of this worker, as configured, with the port chosen for `*`."""
         return self._engine.server.address
 
     @foreign_arguments(CURVE_ARGUMENTS)
@@ -48,15 +48,15 @@ class PairwiseWorker(AveragingMixin):
         """The communication of this worker so far; local and cheap.
 
         Returns:
-            As `GossipWrapper.comm_stats`, where num_rounds is merges and num_skipped those that were left out as the
+            As `GossipWrapper.comm_stats`, where num_rounds counts merges and num_skipped merges left out because the
             own model was not finite, and: bytes_received, num_fetches (requests), num_failed_fetches (refused, timed
             out, broken off), num_refused_models (another shape, infinities or NaN in the model or its loss, too far
-            from ours, or TLS that failed), num_refused_losses (own ones that were not finite, and not published),
-            num_refused_connections (without a request in time, without TLS that we trust, or too many),
-            num_garbage_messages, num_unread_replies (whose reader left or was too slow), num_models_sent, clock; and by
-            the names of `Membership.stats`: live (this worker, and peers whose last request has not failed), joins
-            (peers that were added, or answered again), deaths (failed requests to peers that counted as live, also to
-            one that has never answered), deadline (of a request, in seconds).
+            from ours, or failed TLS), num_refused_losses (own losses, not finite and so not published),
+            num_refused_connections (without a request in time, without trusted TLS, or too many), num_garbage_messages,
+            num_unread_replies (the reader left or was too slow), num_models_sent, clock; and by the names of
+            `Membership.stats`: live (this worker, and peers without a failed last request), joins (added peers, and
+            peers with an answer again), deaths (failed requests to live peers, also before their first answer),
+            deadline (of a request, in seconds).
         """
         statistics = self._engine.statistics()
         return {**statistics, **super().comm_stats()}
@@ -71,7 +71,7 @@ class PairwiseWorker(AveragingMixin):
 
 
 class ServedModel(AveragedModel):
-    """The model of a `PairwiseAverager`, which peers fetch.
+    """The model of a `PairwiseAverager`, for peers to fetch.
 
     Args:
         buffer: has the parameters.
@@ -86,21 +86,21 @@ class ServedModel(AveragedModel):
         self.copies: WeightCopies = WeightCopies(buffer, name=PairwiseAverager.__name__)
 
     def attached(self) -> FlatVector:
-        """The vector, whose views the tensors of the module are."""
+        """The vector; the tensors of the module are views of it."""
         if not self.buffer.is_attached():
             self.buffer.attach()
         return self.buffer.vector
 
     @torch.no_grad()
     def merge(self) -> bool:
-        """Wait for the fetch that is under way, and merge it; returns whether the model was changed."""
+        """Wait for the fetch under way, and merge it; returns whether the model was changed."""
         is_written = self.engine.flush(self.attached())
         if is_written:
             self.buffer.written()
         return is_written
 
     def flush(self) -> None:
-        """Merge a fetch that is under way."""
+        """Merge a fetch under way."""
         if self.engine.is_in_flight and not self.is_averaged:
             self.merge()
 
@@ -125,7 +125,7 @@ class PairwiseAverager(PairwiseWorker):
     the model before it. Everything else is as in `PairwiseDataParallel`.
 
     Args:
-        module: mutated: its trained tensors become views of one flat vector, which keeps their values.
+        module: mutated: its trained tensors become views of one flat vector, with their values.
         config: as the arguments of `PairwiseDataParallel`.
         init_from_peers: see there.
         gossip_buffers: see there.
@@ -197,7 +197,7 @@ class PairwiseAverager(PairwiseWorker):
         self._local.flush()
 
     def close(self) -> None:
-        """See `AveragingMixin`. A fetch that is under way is given up, not waited for."""
+        """See `AveragingMixin`. A fetch under way is given up, not waited for."""
         let_go(self)
         self._local.copies.close()
         self._engine.close()
@@ -209,8 +209,8 @@ class PairwiseAverager(PairwiseWorker):
         return self._engine.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict()` returned, after the module has restored its own.
+        """Restore a state of `state_dict()`, after the module has restored its own.
 
-        A fetch that is under way is dropped, and peers get no model until the next `update_send`.
+        A fetch under way is dropped, and peers get no model until the next `update_send`.
         """
         self._engine.load_state_dict(state)

@@ -61,19 +61,19 @@ class PairwiseConfig:
         name: the name of this worker.
         peers: the address "tcp://host:port" of every worker by name. This worker binds the address under its own name.
         interpolation: how far a merge goes towards a peer.
-        divergence_threshold: the loss below which merges become smaller: see `DivergenceThreshold`; 0 = none.
+        divergence_threshold: merges become smaller below this loss: see `DivergenceThreshold`; 0 = none.
         fetch_probability: the probability of asking a peer in a round.
         timeout: the time limit of one round, for all peers together; a number means seconds.
         seed: the seed of the choice of peers. The name is part of it, so workers with one seed make different choices.
-        on_nonfinite: the reaction to infinities or NaN in the own model, which are found when a fetch ends: "raise"
-            an error; "skip": merge nothing into it, unless the peer's model replaces it completely (f = 1), count that
-            in `num_skipped` and warn once; "spread": merge it anyway. A peer's model that is not finite is always
+        on_nonfinite: the reaction to infinities or NaN in the own model at the end of a fetch: "raise" an error;
+            "skip": merge nothing into it, unless the peer's model replaces it completely (f = 1), count the skip in
+            `num_skipped` and warn once; "spread": merge it anyway. A peer's model with infinities or NaN is always
             refused.
         max_distance: the largest root mean square distance of a peer's model from the own one, in units of the own root
             mean square, or of 1 if that is smaller; models further away are refused. Training never comes near
             the default.
-        average_timeout: the timeout of averages over all ranks, which wait for all of them; None = `timeout` if you
-            give one, else 10 s, as workers do not come to an average at the same time.
+        average_timeout: the timeout of averages over all ranks; None = `timeout` if you give one, else 10 s, as workers
+            do not come to an average at the same time.
         server_ssl: the TLS context for serving the model, with the worker's certificate; its `verify_mode` says whether
             peers must show one too. None = in the clear: everybody with access to the address can read the model.
         client_ssl: the TLS context for fetching models. It decides about valid certificates; the certificate of a peer
@@ -232,7 +232,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _arguments(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `PairwiseConfig` that a file gives."""
+    """The arguments of `PairwiseConfig` in a file."""
     for key in ("fetch_probability", "timeout_ms", "divergence_threshold"):
         if not _is_number(entries[key]) or not math.isfinite(entries[key]):
             raise ValueError(f"got {key}: {entries[key]!r}, expected a finite number")

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 
 class Standing(NamedTuple):
-    """The numbers that a worker sends with its model.
+    """The numbers sent by a worker with its model.
 
-    clock: the number of its publications, interpolated at every merge; finite and >= 0.
-    loss: the training loss that was reported last; None before the first report.
+    clock: the number of its publications, interpolated at every merge; finite and >= 0. loss: the last reported
+    training loss; None before the first report.
     """
 
     clock: float = 0.0
@@ -32,7 +32,7 @@ class Interpolation(ABC):
 
     @abstractmethod
     def factor(self, own: Standing, peer: Standing) -> float:
-        """f for a worker with standing `own` that has the model of `peer`."""
+        """Return f for a worker with standing `own` and the model of `peer`."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ConstantInterpolation(Interpolation):
 
 @dataclass(frozen=True)
 class ClockInterpolation(Interpolation):
-    """f = peer_clock / (own_clock + peer_clock): the worker that has trained longer has more weight. Both zero: 1/2."""
+    """f = peer_clock / (own_clock + peer_clock): longer training gives more weight. Both zero: 1/2."""
 
     def factor(self, own: Standing, peer: Standing) -> float:
         """See `Interpolation`."""
@@ -67,8 +67,8 @@ class ClockInterpolation(Interpolation):
 class LossInterpolation(Interpolation):
     """f = own_loss / (own_loss + peer_loss): the worker with the larger loss takes more of the other's model.
 
-    A negative loss counts as zero; both zero: 1/2. A worker whose own loss is infinite or NaN takes the peer's model
-    whole: f = 1. A peer with such a loss has been refused before.
+    A negative loss counts as zero; both zero: 1/2. A worker with an infinite or NaN loss takes the peer's model whole:
+    f = 1. A peer with such a loss has been refused before.
     """
 
     needs_loss = True
@@ -87,7 +87,7 @@ class LossInterpolation(Interpolation):
 class DivergenceThreshold(Interpolation):
     """f of another interpolation, times own_loss / threshold where the own loss is below the threshold.
 
-    Workers that have nearly converged move less and less towards each other. A negative loss counts as zero.
+    Nearly converged workers move less and less towards each other. A negative loss counts as zero.
 
     Args:
         base: the other interpolation.

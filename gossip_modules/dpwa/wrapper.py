@@ -30,9 +30,9 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
     """A module that moves towards the model of a random live peer before every training forward (dpwa).
 
     x <- x + f (x_peer - x): see [Note: Pairwise round]. No worker waits for another: a fetch runs in the background and
-    is merged at the first training forward after it is complete. Workers may start late, die, restart and come back.
-    No process group is needed: a worker knows the others by their addresses. A worker that fails is avoided and found
-    again: see `PeerScores`. Merging is one-sided, so the mean over workers is not kept.
+    is merged at the first training forward after it is complete. Workers may start late, die, restart and come back. No
+    process group is needed: a worker knows the others by their addresses. A failed worker is avoided, and found again
+    later: see `PeerScores`. Merging is one-sided, so the mean over workers is not kept.
 
     Peers get the model from the beginning, and nothing between `load_state_dict` and the next training forward. Load
     checkpoints on all workers before any of them trains on, or they merge models of before. A copy (`deepcopy`, pickle)
@@ -51,7 +51,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         name: of this worker.
         peers: "tcp://host:port" of every worker by name; the own entry is where to bind ("tcp://0.0.0.0:45000").
         interpolation: f: `ConstantInterpolation`, `ClockInterpolation` or `LossInterpolation`.
-        divergence_threshold: a loss below which merges become smaller: see `DivergenceThreshold`; 0 = none.
+        divergence_threshold: merges become smaller below this loss: see `DivergenceThreshold`; 0 = none.
         fetch_probability: of asking a peer in a round.
         timeout: the limit of one round, in seconds or as a timedelta, for all peers tried in it. Training does
             not wait for it.
@@ -59,12 +59,12 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         on_nonfinite: "raise", "skip" or "spread": the reaction to infinities or NaN in the own model. See
             `PairwiseConfig`.
         max_distance: from the own model; a peer's model further away is refused. See `PairwiseConfig`.
-        average_timeout: of `averaged()`, `average_()` and `consensus_distance()`, which wait for all ranks; None =
-            `timeout` if you give one, else 10 s.
+        average_timeout: the timeout of `averaged()`, `average_()` and `consensus_distance()`, for all ranks together;
+            None = `timeout` if you give one, else 10 s.
         server_ssl: the TLS context for serving. See `PairwiseConfig`.
         client_ssl: the TLS context for fetching. Give both or none.
-        init_from_peers: start from the model of a live peer if there is one: for workers that start late or restart.
-            Workers that start at the same time start from their own: give them equal weights by `torch.manual_seed`.
+        init_from_peers: start from the model of a live peer if there is one, after a late start or a restart. Workers
+            with a common start begin with their own models: give them equal weights by `torch.manual_seed`.
         gossip_buffers: whether running statistics (BatchNorm) travel too; a sequence of names or patterns = those
             floating-point buffers in their place; see `Selection`.
         ignore: names of parameters and buffers to leave local, also at the start, such as "head.bias", or patterns,

@@ -85,7 +85,7 @@ class Engine(ABC):
 
     @abstractmethod
     def round(self, x: FlatVector) -> bool:
-        """Run the safe point of a training step: x <- x + corrections that are due; mutates x and its weight.
+        """Run the safe point of a training step: x <- x + due corrections; mutates x and its weight.
 
         Returns:
             Whether x was written.
@@ -117,7 +117,7 @@ class Engine(ABC):
         return self.stats.summary()
 
     def snapshot(self) -> Engine:
-        """Return an engine without rounds that has the counters of this one, for a copy of the model."""
+        """Return an engine without rounds, with the counters of this one, for a copy of the model."""
         return IdleEngine(self)
 
     # What a membership asks for, at a safe point.
@@ -131,18 +131,18 @@ class Engine(ABC):
         self.t, self.step = t, step
 
     def advance(self, num_steps: int) -> None:
-        """Count training steps that ran elsewhere."""
+        """Count training steps run elsewhere."""
         self.step += num_steps
 
     def skipped(self) -> int:
-        """Return the training steps that were left out since the last call, without `advance`."""
+        """Return the training steps left out since the last call, without `advance`."""
         return 0
 
     def withdraw(self) -> None:
         """Give the model to no peer before the next round."""
 
     def give_up(self, x: FlatVector) -> bool:
-        """Apply the corrections that are there to x and drop later ones; returns False if `flush` is to be called."""
+        """Apply the received corrections to x and drop later ones; returns False if `flush` is to be called."""
         return False
 
     def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Engine(ABC):
         return {"t": self.t, "step": self.step}
 
     def join(self, x: FlatVector, state: dict[str, Any]) -> None:
-        """Go on from the state that `state_for_newcomer` of another worker returned."""
+        """Go on from a state of `state_for_newcomer` of another worker."""
         self.go_to(x, int(state["t"]), int(state["step"]))
 
     @property
@@ -181,7 +181,7 @@ class Engine(ABC):
         self.t = 0
 
     def forget_models(self) -> None:
-        """Restart the state that depends on models, because all ranks have taken the average.
+        """Restart the state about models, because all ranks have taken the average.
 
         No round may be in flight. Counters stay, so that ranks agree on the next round even if one of them failed
         during the average.
@@ -189,10 +189,10 @@ class Engine(ABC):
 
 
 class IdleEngine(Engine):
-    """An engine without rounds, for a copy of a wrapper whose original has the threads that answer peers.
+    """An engine without rounds, for a copy of a wrapper; the threads for peers belong to the original.
 
     Args:
-        other: the engine whose counters this one copies.
+        other: the engine with the counters to copy.
     """
 
     def __init__(self, other: Engine) -> None:
@@ -215,8 +215,8 @@ class LockstepEngine(Engine):
 
     Args:
         gossiper: the mixer, bound to its peers.
-        schedule: a `Schedule` of the steps that gossip or average; or a `ConsensusControl`, which decides by the
-            distance between the models.
+        schedule: a `Schedule` of steps with gossip or averages; or a `ConsensusControl`: a decision by the distance
+            between the models.
         on_nonfinite: "raise" raises FloatingPointError if a round would mix infinities or NaN into a model, "skip"
             leaves such a round out, "spread" does not check.
 
@@ -387,8 +387,8 @@ class LockstepEngine(Engine):
 class SyncEngine(LockstepEngine):
     """Blocking rounds: x <- W(t) x, in place, before the forward, without a copy, a thread or a stream.
 
-    A rank whose own model is not finite raises before it sends the model; on a GPU it raises one round later. With
-    on_nonfinite="skip" each rank checks the correction, which takes a copy of the model.
+    If the model of a rank is not finite, the rank raises before it sends the model; on a GPU it raises one round later.
+    With on_nonfinite="skip" each rank checks the correction; this takes a copy of the model.
     """
 
     def __init__(self, gossiper: Mixer, schedule: Schedule | ConsensusControl, *, on_nonfinite: str = "raise") -> None:

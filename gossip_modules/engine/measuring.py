@@ -1,4 +1,4 @@
-"""MeasuringEngine: blocking rounds that are measured, until all ranks have chosen when later rounds run."""
+"""MeasuringEngine: measured blocking rounds, until all ranks have chosen the time of later rounds."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class OverlapChoice:
     """The choice of all ranks, and the measurements behind it.
 
     Attributes:
-        overlap, max_staleness: the arguments of `GossipDataParallel` with which training goes on.
-        wire_dtype: the name of the dtype to which messages are rounded, such as "bfloat16"; None: no rounding.
+        overlap, max_staleness: the arguments of `GossipDataParallel` for further training.
+        wire_dtype: the name of the dtype of messages, such as "bfloat16"; None: no rounding.
         step_seconds: the median duration of a step without its round, of the slowest rank.
-        round_seconds: the median time by which a round makes a step longer.
+        round_seconds: the median time added to a step by a round.
     """
 
     overlap: bool
@@ -53,7 +53,7 @@ class OverlapChoice:
 
 @dataclass(frozen=True)
 class OverlapLimits:
-    """The settings that may be chosen.
+    """The settings to choose from.
 
     Args:
         max_staleness: the largest staleness.
@@ -72,8 +72,8 @@ class OverlapLimits:
         """Return the choice for the measurements of all ranks.
 
         A round blocks, and is exact, if overlap would hide less than a tenth of a step, or if a rank is alone.
-        Otherwise the first setting is chosen under which the computation hides a whole round. The order is overlap, a
-        narrow wire, then the smallest staleness. If no setting hides a round, the last one is chosen.
+        Otherwise the choice is the first setting with a whole round hidden under the computation. The order is overlap,
+        a narrow wire, then the smallest staleness. If no setting hides a round, the last one is chosen.
 
         Args:
             measured: the seconds of a step and of a round, medians of each rank; equal on all ranks.
@@ -95,7 +95,7 @@ class OverlapLimits:
 
 
 class MeasuringEngine(SyncEngine):
-    """Blocking rounds that are measured; after the eighth one all ranks choose the engine of the rounds that follow.
+    """Measured blocking rounds; after the eighth one all ranks choose the engine of later rounds.
 
     [Note: overlap="auto"] Each rank takes the time of its rounds and of the steps between them, but not of the averages
     that training begins with under `Schedule(average_until=...)`. After the eighth round, in the same step on all
@@ -106,7 +106,7 @@ class MeasuringEngine(SyncEngine):
 
     Args:
         gossiper, schedule, on_nonfinite: see `SyncEngine`.
-        limits: the settings that may be chosen.
+        limits: the settings to choose from.
         is_eager: see `OverlapEngine`.
     """
 
@@ -153,7 +153,7 @@ class MeasuringEngine(SyncEngine):
         self.successor = self._engine_of(choice)
 
     def _engine_of(self, choice: OverlapChoice) -> LockstepEngine:
-        """Return the engine that goes on from here."""
+        """Return the engine for the next rounds."""
         mixer, policy = self.gossiper, self.on_nonfinite
         if choice.wire_dtype is not None:
             plain = getattr(mixer, "plain", mixer)

@@ -27,7 +27,7 @@ _ROUNDING = 16  # units in the last place
 
 @dataclass
 class _Flight:
-    """A round on the gossip thread, and the step after which it began."""
+    """A round on the gossip thread, and the step before it."""
 
     job: Callable[[], float]
     step: int
@@ -40,7 +40,7 @@ class _Flight:
 
 
 class OverlapEngine(LockstepEngine):
-    """Rounds that run on the gossip thread while training computes: x <- x + (W(t) - I) s when round t is done.
+    """Rounds on the gossip thread while training computes: x <- x + (W(t) - I) s when round t is done.
 
     [Note: Overlap] s is a snapshot of x. The round that starts before forward k is applied before forward k + 1, after
     one optimizer step u: x <- W x + u. The step u is neither lost nor scaled. Since 1^T (W - I) = 0, the sum of x over
@@ -68,11 +68,11 @@ class OverlapEngine(LockstepEngine):
 
     Args:
         gossiper: the mixer, bound to its peers; rounds call it on the gossip thread.
-        schedule: the steps that gossip or average, or a `ConsensusControl`. A round starts every max_staleness + 1
+        schedule: the steps with gossip or averages, or a `ConsensusControl`. A round starts every max_staleness + 1
             steps at most.
-        max_staleness: the number of forwards that a round may be late before training waits for it.
-        is_eager: apply a round that is complete before its last forward. False applies all rounds at a fixed step, so
-            that the processes of a node agree.
+        max_staleness: the largest lateness of a round in forwards; then training waits for it.
+        is_eager: whether a complete round is applied before its last forward. False applies all rounds at a fixed step,
+            so that the processes of a node agree.
         on_nonfinite: see `LockstepEngine`; the gossip thread checks the correction before it is applied. If messages
             change the state of peers, "raise" checks x before each round and each exact average, as `SyncEngine` does.
     """
@@ -210,7 +210,7 @@ class OverlapEngine(LockstepEngine):
         return alpha
 
     def _leave_out(self, flight: _Flight, x: FlatVector) -> None:
-        """Handle a correction that is not finite: raise, or set it to zero."""
+        """Handle a correction with infinities or NaN: raise, or set it to zero."""
         if self.on_nonfinite == "raise":
             self._flight = None
             self._refuse_nonfinite(flight.mixer, flight.t, is_own=not is_finite(x), is_here=not flight.is_finite)
@@ -230,7 +230,7 @@ class OverlapEngine(LockstepEngine):
             self._refuse_nonfinite(mixer, self.t, is_own=True)
 
     def _convert_buffers(self, x: FlatVector, alpha: float) -> None:
-        """Prepare the buffers of x and of the correction c, once for the round that has arrived.
+        """Prepare the buffers of x and of the correction c, once for an arrived round.
 
         b <- W_ii b in x, and c <- r / alpha, so that x + alpha c has the average: see [Note: late buffers].
         """

@@ -1,1 +1,1 @@
-"""Gossip in the training stacks of others; each file needs one package, which the extra of its name installs."""
+"""Gossip in other training stacks; each file needs one package. The extra of its name installs the package."""

@@ -275,14 +275,14 @@ def compare(
         seeds: the seeds of the model, the data and the methods.
         network: the links, or a text such as "1 Gbit/s, 0.1 ms".
         compute: the duration of steps; None: 100 ms.
-        events: workers that die or join.
+        events: deaths and joins of workers.
         every: steps from one point of a curve to the next.
-        num_parameters: the float32 parameters of the model for which seconds and bytes are computed; None: this model.
-        path: a CSV file that gets the rows of each cell when the cell ends. The cells that it has are not run again.
+        num_parameters: the number of float32 parameters for the computation of seconds and bytes; None: this model.
+        path: a CSV file for the rows of each cell, written when the cell ends. Cells in the file are not run again.
         progress: whether to show the present step on a terminal.
 
     Returns:
-        The rows of all cells, also of the cells that the file had.
+        The rows of all cells, also of the cells in the file.
 
     Raises:
         ValueError: a method does not fit a number of workers, or the events; nothing was trained then.

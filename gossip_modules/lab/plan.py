@@ -72,12 +72,12 @@ _MAX_PERIOD = 100_000  # steps in which a round is looked for
 
 @dataclass(frozen=True)
 class Setting:
-    """The workers, the model and the cluster that all methods of a comparison share.
+    """The workers, the model and the cluster of a comparison, common to all methods.
 
     Args:
         world_size: the number n of workers.
-        num_parameters: the number of float32 parameters of the real model, for which time and bytes are predicted;
-            None: the model that is trained is the real one.
+        num_parameters: the number of float32 parameters of the real model, for the prediction of time and bytes; None:
+            the trained model is the real one.
         compute: the duration of steps.
         network: the links.
         seed: the seed of the draws of methods.
@@ -123,7 +123,7 @@ class LabPlan:
         graph: the graph, or its name; "": the default of the method.
         code: the short name of the compressor, if there is one; "": the default of the method.
         peers_per_itr: peers per round, or a schedule of it; None: all neighbours on static graphs, one on others.
-        schedule: which step gossips and which averages over all; or a `ConsensusControl`, of methods that take one.
+        schedule: the steps with gossip and with averages over all; or a `ConsensusControl`, for methods with one.
         overlap: whether a round takes effect one step later, under the compute.
         is_recipe: whether the recipe chose the settings, so that other settings may be tried.
         is_text: whether a text names the method, so that its draws take the seed of the setting.
@@ -149,8 +149,8 @@ class LabPlan:
 
         Args:
             what: a plan; an algorithm, or the settings of another method, such as `SGP()`; or a text: `method`,
-                `method:graph` or `method:graph:code`, with the name of a method, or the text of an algorithm, which
-                names its code itself.
+                `method:graph` or `method:graph:code`, with the name of a method, or the text of an algorithm with its
+                code.
             others: further arguments of `LabPlan`.
 
         Raises:
@@ -211,7 +211,7 @@ class LabPlan:
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """The short names of the compressors that the method takes."""
+        """The short names of the compressors of the method."""
         return tuple(CODES) if self.method.step_sizes else ()
 
     @property
@@ -245,7 +245,7 @@ class LabPlan:
         return max(second - first, self.schedule.gossip_every)
 
     def resolved(self, num_workers: int) -> LabPlan:
-        """Return the plan with the graph that the method has by default for so many workers."""
+        """Return the plan with the default graph of the method for so many workers."""
         own, plan, made = self.method.simulated_graph, self, self.chosen.made
         if not self.is_text and isinstance(made, Algorithm) and made.default_graph(num_workers) is not None:
             own = None  # an object has the graph that it trains on
@@ -264,12 +264,12 @@ class LabPlan:
 
         Args:
             setting: the cluster and the seed.
-            models: the models that are trained.
+            models: the trained models.
             workers: the numbers of the workers that are left; None: all.
             elastic: whether workers die or join.
 
         Raises:
-            ValueError: the graph has no such size, or the method cannot work on it, or with workers that die or join.
+            ValueError: the graph has no such size, or the method cannot work on it, or with dying and joining workers.
         """
         workers = np.arange(setting.world_size) if workers is None else workers
         chosen = read_algorithm(self.text, seed=setting.seed) if self.is_text else self.chosen
@@ -318,7 +318,7 @@ class PlanRun:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule, for a method that takes no control.
+        """The schedule, for a method without control.
 
         Raises:
             ValueError: there is a control.

@@ -1,4 +1,4 @@
-"""The planner: what each method would take on a cluster, the options with which it is fastest, and which to choose."""
+"""The planner: the time and bytes of each method on a cluster, its fastest options, and the method to choose."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NUM_LEFT = 2  # columns that are aligned to the left, from the first on
 
 @dataclass(frozen=True)
 class Prediction:
-    """The steps, seconds and bytes that one method took to the target, or to its last step.
+    """The steps, seconds and bytes of one method to the target, or to its last step.
 
     Attributes:
         plan: the method, its settings, its graph and its schedule.
@@ -49,9 +49,8 @@ class Prediction:
         num_steps: the steps of a worker, mean over workers; rounds, if there is nothing to learn.
         step_seconds: the time of one step, communication included.
         seconds: the time of all steps.
-        rank_bytes: the bytes that a worker has sent, mean over workers.
-        waiting_share: the share of waiting in a worker's time, mean over workers; communication that nothing hides is
-            waiting.
+        rank_bytes: the bytes sent by a worker, mean over workers.
+        waiting_share: the share of waiting in a worker's time, mean over workers; unhidden communication is waiting.
         disagreement, max_disagreement: of the workers' models at the end, see `Problem`, and the limit of agreement.
         is_overlapped: whether messages travel while workers compute.
         control_rates: rounds and exact averages per step, if a `ConsensusControl` decides them.
@@ -94,7 +93,7 @@ class Prediction:
 
     @property
     def settings(self) -> str:
-        """The settings and the schedule that are not in its name, in words; "": all have their defaults."""
+        """The settings and the schedule beside its name, in words; "": all have their defaults."""
         plan = self.plan
         own = plan.text if plan.is_recipe and not plan.text.endswith("()") else ""
         schedule = "" if plan.schedule == Schedule() else written(plan.schedule)
@@ -110,7 +109,7 @@ def simulate(
     max_steps: int = MAX_STEPS,
     show: Callable[[str], None] = lambda text: None,
 ) -> Prediction:
-    """Train n small models by one method until their error is at most the target, and return what that took.
+    """Train n small models by one method until their error is at most the target, and return the time and the bytes.
 
     Args:
         what: the method, see `LabPlan.of`.
@@ -121,7 +120,7 @@ def simulate(
         show: called with a line of progress now and then.
 
     Raises:
-        ValueError: a method or graph that does not fit, or a number out of range.
+        ValueError: an unsuitable method or graph, or a number out of range.
     """
     target = problem.target if target is None else target
     if not 0 < target < math.inf or max_steps < 1:
@@ -184,14 +183,14 @@ def tune(
     max_steps: int = MAX_STEPS,
     show: Callable[[str], None] = lambda text: None,
 ) -> Prediction:
-    """`simulate` with the options with which the method is fastest.
+    """Run `simulate` with the fastest options of the method.
 
     First the graph, unless one is named; then the code, likewise; then the steps between rounds or averages (H), exact
-    averages now and then, or a `ConsensusControl` that decides it, unless the plan has a schedule; then, for an outer
-    optimizer, its learning rate and momentum. What is found first stays for the next, so it is the best along that way
-    and need not be the best of all combinations. Settings that the text of an algorithm names stay. Fastest is by
-    `Prediction.seconds` among the predictions that reach the target with workers that agree; if none does, the
-    prediction that comes nearest.
+    averages now and then, or a `ConsensusControl`, unless the plan has a schedule; then, for an outer optimizer, its
+    learning rate and momentum. Each search keeps the results of the searches before, so the result need not be the best
+    of all combinations. Settings in the text of an algorithm stay. The fastest prediction has the smallest
+    `Prediction.seconds` of all predictions with the target reached and agreement of the workers; otherwise it is the
+    nearest to the target.
 
     Args:
         what: the method, see `LabPlan.of`.
@@ -202,7 +201,7 @@ def tune(
         show: called with a line of progress now and then.
 
     Returns:
-        The prediction; its `plan` has the options that were chosen.
+        The prediction; its `plan` has the chosen options.
 
     Raises:
         ValueError: see `simulate`.
@@ -277,13 +276,13 @@ class Advice:
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction | None:
-    """Return the fastest prediction that reached the target with workers that agree, or None."""
+    """Return the fastest prediction with the target reached and agreement of the workers, or None."""
     good = [prediction for prediction in predictions if prediction.has_reached and prediction.has_agreed]
     return min(good, key=lambda prediction: prediction.seconds, default=None)
 
 
 def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
-    """Return the method to choose, what bounds it, and the methods that were left out since their workers disagree.
+    """Return the method to choose, its bottleneck, and the methods left out because their workers disagree.
 
     Three kinds of methods are told apart. Advice goes first to methods without a step size or a momentum of their own
     (`Method.rates`), and of these to the fastest one with a round in every step (`LabPlan.interval`). If that one waits
@@ -351,7 +350,7 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
 
 
 def recipe_options(plan: LabPlan, setting: Setting) -> str:
-    """Return the options of a training script that trains as the plan.
+    """Return the options of a training script for the plan.
 
     Args:
         plan: of a method of the registry, resolved.
@@ -376,7 +375,7 @@ def recipe_options(plan: LabPlan, setting: Setting) -> str:
 
 
 def as_table(predictions: Sequence[Prediction]) -> str:
-    """Return one line for each method, by time to target; those that did not reach it last, by error."""
+    """Return one line for each method, by time to target; methods without the target come last, by error."""
     ordered = sorted(predictions, key=lambda p: (not p.has_reached, p.seconds if p.has_reached else p.error))
     rows = [_COLUMNS, *(_row(prediction) for prediction in ordered)]
     widths = [max(len(row[k]) for row in rows) for k in range(len(_COLUMNS))]

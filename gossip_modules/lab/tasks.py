@@ -36,9 +36,9 @@ class LabTask:
         data: data(worker, step, generator) makes the batch of a worker in a step: a tensor, or a tuple or a dict of
             tensors. The generator, of the CPU, has a seed of its own for each worker and step.
         optimizer: makes a torch optimizer from a list of parameters; None: there is nothing to learn. One optimizer
-            steps all workers at once if it is one of torch's that compute each element by itself, or has a true
-            attribute `is_elementwise`; otherwise each worker has an optimizer of its own.
-        scheduler: makes a learning rate scheduler from the optimizer, which steps with it.
+            steps all workers at once if it is an elementwise optimizer of torch, or has a true attribute
+            `is_elementwise`; otherwise each worker has an optimizer of its own.
+        scheduler: makes a learning rate scheduler from the optimizer; both step together.
         evaluate: evaluate(model) measures the averaged model.
     """
 
@@ -63,7 +63,7 @@ class LabTask:
 
 
 class Problem(LabTask):
-    """A task that is small enough to be solved by thousands of workers at once.
+    """A task small enough for thousands of workers at once.
 
     Attributes:
         target: what `error` is to fall to, unless the user says otherwise.
@@ -100,7 +100,7 @@ class _Matrix(nn.Module):
 
 
 class Consensus(Problem):
-    """Random vectors, one for each worker, that gossip alone brings to their mean.
+    """Random vectors, one for each worker; gossip alone brings them to their mean.
 
     The error is the distance of all from the mean at the start, relative to the start; so is the disagreement, from
     the mean of now.
@@ -149,8 +149,8 @@ class Digits(Problem):
     of the mean model.
 
     Args:
-        label_skew: the share of a worker's images that are of its own digit, worker modulo 10; the others, all by
-            default, are of any.
+        label_skew: the share of its own digit, worker modulo 10, in a worker's images; the other images, all by
+            default, are of any digit.
         learning_rate: the rate of SGD, above 0.
         batch_size: images of a worker in a step.
         momentum: the momentum of SGD; the learning rate is then smaller by one minus this.

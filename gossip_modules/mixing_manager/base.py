@@ -178,14 +178,14 @@ class UniformMixing(MixingManager):
 
 
 class DoublyStochasticMixing(MixingManager):
-    """The base of weights whose rows and columns sum to one by construction, so nothing is checked."""
+    """The base of weights with rows and columns that sum to one by construction, so nothing is checked."""
 
     is_row_stochastic = True
     is_column_stochastic = True
 
 
 class SymmetricMixing(DoublyStochasticMixing):
-    """The base of weights that are symmetric with rows that sum to one by construction, so no weights are checked.
+    """The base of symmetric weights with rows that sum to one by construction, so no weights are checked.
 
     Args:
         graph: a graph that is symmetric in every round.

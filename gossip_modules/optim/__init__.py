@@ -1,1 +1,1 @@
-"""Optimizers for ranks that gossip."""
+"""Optimizers for gossip."""

@@ -1,4 +1,4 @@
-"""AccumAdam: Adam with the moments of gradients that are accumulated over several steps."""
+"""AccumAdam: Adam with the moments of gradients accumulated over several steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class AccumAdam(StepOptimizer):
         a = a + g / s
         where t is a multiple of s:   m = b1 m + (1 - b1) a;   v = b2 v + (1 - b2) a^2;   a = 0
 
-    A rank that gossips sees the small batches of its own only; the noise in their squares makes the second moments of
-    Adam too large, and different among the ranks. The mean of s batches has 1/s of that noise. Both m' and v' have
-    the gradient of the step, which is what bounds it: no step is longer than one of Adam can be. With s = 1 it is
-    AdamW, and without weight decay Adam.
+    With gossip a rank sees its own small batches only; the noise in their squares makes the second moments of Adam too
+    large, and different among the ranks. The mean of s batches has 1/s of that noise. Both m' and v' have the gradient
+    of the step, which is what bounds it: no step is longer than one of Adam can be. With s = 1 it is AdamW, and without
+    weight decay Adam.
 
     From Decent-DP: Wang et al., "From Promise to Practice: Realizing High-performance Decentralized Training", ICLR
     2025, arXiv 2410.11998, Appendix C.
@@ -37,7 +37,7 @@ class AccumAdam(StepOptimizer):
 
     Raises:
         ValueError: a setting out of range; (steps) sparse gradients; (load_state_dict) the state of another optimizer,
-            or of the AccumAdam of before, which had another law.
+            or of the AccumAdam of before, with another update.
 
     Example:
         >>> optimizer = AccumAdam(model.parameters(), lr=1e-3, accum_steps=4)

@@ -1,4 +1,4 @@
-"""GossipAdamW: AdamW with the second moments that all-reduce would have, estimated on each rank."""
+"""GossipAdamW: AdamW with the second moments of all-reduce, estimated on each rank."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _CACHED = 65536
 
 
 class GossipAdamW(StepOptimizer):
-    """GossipAdamW: AdamW for ranks that step by their own gradients.
+    """GossipAdamW: AdamW for ranks with steps by their own gradients.
 
     All-reduce gives Adam the mean gradient of n ranks, and the second moment of the mean is a^2 + b^2 / n, where a is
-    the gradient and b^2 the variance of the noise of one rank's batch. A rank that gossips sees a^2 + b^2. Where noise
+    the gradient and b^2 the variance of the noise of one rank's batch. A rank with gossip sees a^2 + b^2. Where noise
     prevails its steps are up to sqrt(n) times too short, and steps of other elements are not, so that no learning rate
     makes up for it. The average m of the gradient has less noise, a known share k of b^2. So the averages of g^2 and of
-    m^2 give both a^2 and b^2, and the second moment that all-reduce would have. Nothing is sent for it.
+    m^2 give both a^2 and b^2, and the second moment of all-reduce. Nothing is sent for it.
 
     Step t = 1, 2, ... with the gradient g:
 
@@ -37,8 +37,8 @@ class GossipAdamW(StepOptimizer):
     L is the bound of a step of Adam, (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), so that no step is longer than one of
     Adam can be. With n = 1 this is AdamW. From n = 1 / k on, 19 for b1 = 0.9, more ranks change nothing.
 
-    Take it with SGP and with every other method in which ranks step by gradients of their own, also as inner optimizer
-    of local SGD and DiLoCo; not with AllReduce, whose gradients are means already.
+    Take it with SGP and with every other method with steps by a rank's own gradients, also as inner optimizer of local
+    SGD and DiLoCo. Do not take it with AllReduce: its gradients are means already.
 
     The law is this library's own; `docs/benchmarks/gap.md` has the measurements behind it.
 
@@ -48,9 +48,9 @@ class GossipAdamW(StepOptimizer):
         betas: b1 and b2, between 0 and 1; b1^2 < b2.
         eps: added to the root.
         weight_decay: decoupled, as in AdamW.
-        num_ranks: n, the ranks whose gradients all-reduce would average: `dist.get_world_size()`, or the number of
-            nodes with `nprocs_per_node=`. Change the entry `num_ranks` of the groups when ranks come or go. A loaded
-            state leaves it as it is.
+        num_ranks: n, the number of ranks in an all-reduce of gradients: `dist.get_world_size()`, or the number of nodes
+            with `nprocs_per_node=`. Change the entry `num_ranks` of the groups when ranks come or go. A loaded state
+            leaves it as it is.
 
     Raises:
         ValueError: a setting out of range; (steps) sparse gradients; (load_state_dict) the state of another optimizer.
@@ -107,7 +107,7 @@ class GossipAdamW(StepOptimizer):
             group["num_ranks"] = num_ranks
 
     def _step(self, x: list[Tensor], t: int, group: dict[str, Any]) -> None:
-        """The law, for parameters that have taken equally many steps."""
+        """The update, for parameters with equally many steps."""
         (b1, b2), lr, kept = group["betas"], group["lr"], (1 - group["betas"][0]) / (1 + group["betas"][0])
         g = [each.grad for each in x if each.grad is not None]
         m, v, s = ([self.state[each][name] for each in x] for name in self.moments)

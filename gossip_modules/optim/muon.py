@@ -18,7 +18,8 @@ SCALES = ("match_rms_adamw", "original")
 
 
 class MuonAdamW(StepOptimizer):
-    """Muon steps the hidden matrices of a model, and AdamW its embeddings, heads and all tensors that are no matrices.
+    """Muon steps the hidden matrices of a model, and AdamW its embeddings, its heads and all tensors other than
+    matrices.
 
     One object has the state of both, so `state_dict`, learning-rate schedulers and GradScaler work as with any other
     optimizer, and a wrapper sees one step. `param_groups[k]["param_names"]` lists the parameters of each group.
@@ -31,14 +32,14 @@ class MuonAdamW(StepOptimizer):
     2502.16982.
 
     Args:
-        model: the model, wrapped or not; parameters that need no gradient are left out.
+        model: the model, wrapped or not; parameters without gradients are left out.
         lr: the learning rate.
         muon_lr: the learning rate of Muon; None: `lr`.
         weight_decay: of all matrices, decoupled. Tensors of other dimensions have none.
         momentum: of Muon.
         betas: of AdamW.
-        adamw: names or patterns of matrices that AdamW steps, beside embeddings: "head.weight", "*.gate.*". None: the
-            weight of the last `nn.Linear`, which is the head of most models.
+        adamw: names or patterns of matrices for AdamW, beside embeddings: "head.weight", "*.gate.*". None: the weight
+            of the last `nn.Linear`, the head of most models.
         adjust_lr_fn: see `torch.optim.Muon`; "original" is the scale of Jordan et al. and needs a `muon_lr`.
 
     Raises:

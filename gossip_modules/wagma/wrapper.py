@@ -1,4 +1,4 @@
-"""GroupAverageDataParallel: WAGMA-SGD, averages in small groups that do not wait for late members."""
+"""GroupAverageDataParallel: WAGMA-SGD, averages in small groups without waiting for late members."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from .worker import control_peers
 
 
 class GroupAverageDataParallel(GossipWrapper):
-    """WAGMA-SGD: averages models in changing groups of S ranks; a rank that is late counts with its previous model.
+    """WAGMA-SGD: averages models in changing groups of S ranks; a late rank counts with its previous model.
 
-    The first rank that ends a step starts the group averages of that step on all ranks, in background threads. A later
-    rank contributes its published model, from the end of its previous step, and merges its new model with the newest
-    average. In every `sync_period`-th round all ranks wait for each other and average over all. This bounds the age of
-    a contribution. See `ButterflyGroups` and the notes of `WaitAvoidingEngine`; where that differs from the paper is
-    said in its [Note: stragglers]. Optimizer state is not averaged.
+    The first rank at the end of a step starts the group averages of that step on all ranks, in background threads. A
+    later rank contributes its published model, from the end of its previous step, and merges its new model with the
+    newest average. In every `sync_period`-th round all ranks wait for each other and average over all. This bounds the
+    age of a contribution. See `ButterflyGroups` and the notes of `WaitAvoidingEngine`; where that differs from the
+    paper is said in its [Note: stragglers]. Optimizer state is not averaged.
 
     Special cases, as in the paper:
 
@@ -52,23 +52,23 @@ class GroupAverageDataParallel(GossipWrapper):
     The first training forward, and the first after a checkpoint was loaded, wait until all ranks have come. Load it on
     all ranks, before training or after `settle()`.
 
-    A fast rank does more of the work: ranks that are always late skip rounds. So let training last an equal number of
-    rounds on all ranks, as in the example; each rank ends it in the same round. Call `settle()` on all ranks before a
-    checkpoint that all save together; `averaged()` and its like call it.
+    A fast rank does more of the work: slow ranks skip rounds. So let training last an equal number of rounds on all
+    ranks, as in the example; each rank ends it in the same round. Call `settle()` on all ranks before a common
+    checkpoint; `averaged()` and its like call it.
 
     Call `settle()` before a collective of your own too (`dist.barrier()`, an `all_reduce` of the loss). Since ranks
     skip rounds, some come to an average over all ranks in an earlier step than others. Such a rank waits there for a
     rank in your collective, and that rank waits for it, until the timeout. A rank in `settle()` takes part in the
-    averages of those that still train. With `wait_avoiding=False` ranks are always in the same round, and nothing need
-    be called.
+    averages of the training ranks. With `wait_avoiding=False` ranks are always in the same round, and nothing need be
+    called.
 
     End with `close()` on all ranks. It settles if training went on since `settle()`, so that no rank leaves while
     others need it; loops of equal length may end in it too. It waits as long as the others take steps. In the handler
-    of an exception it leaves at once, and the others fail with an error that names this rank. The end of a program
-    without `close()` closes too, within the timeout.
+    of an exception it leaves at once, and the others fail with an error with the name of this rank. The end of a
+    program without `close()` closes too, within the timeout.
 
-    When a rank dies or is stopped, all others fail with an error that names it: at once where its connections close,
-    and within the timeout where it only stops answering. With `membership` they train on, see below.
+    When a rank dies or is stopped, all others fail with an error with its name: at once if its connections close, and
+    within the timeout if it only stops answering. With `membership` they train on, see below.
 
     Li et al., "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging",
     IEEE TPDS 2021, arXiv 2005.00124, Algorithm 2. `WaitAvoidingEngine` in wagma/engine.py shows a round as pseudo-code.
@@ -96,10 +96,10 @@ class GroupAverageDataParallel(GossipWrapper):
         membership: a `Membership`, where workers may die and join; it has the timeout then. There are groups
             for any number of workers, see [Note: generations of WAGMA] of `WaitAvoidingEngine`. `close()` does not
             wait.
-        on_nonfinite: the reaction to infinities or NaN in the model. "raise": FloatingPointError at the rank that has
-            it, before others get it; for them it is a rank that has left. "skip": leave out averages that are not
-            finite, which `comm_stats()` counts; it costs a copy of the model at averages over all ranks. "spread": do
-            not look.
+        on_nonfinite: the reaction to infinities or NaN in the model. "raise": FloatingPointError at the rank with it,
+            before others get it; for them the rank has left. "skip": leave out averages with infinities or NaN, and
+            count them in `comm_stats()`; it costs a copy of the model at averages over all ranks. "spread": do not
+            look.
 
     Raises:
         ValueError: invalid arguments, or ranks with different models or options.
@@ -265,7 +265,7 @@ def _publish_loaded(module: nn.Module, incompatible_keys: Any) -> None:
 
 
 def _check_elastic(group_size: int | None, *, wait_avoiding: bool) -> None:
-    """Raise ValueError for options that do not fit a membership."""
+    """Raise ValueError for options unfit for a membership."""
     if not wait_avoiding:
         raise ValueError(
             "got wait_avoiding=False with a membership, expected True: a group that waits for its members "
