@@ -77,13 +77,13 @@ def region_said(rows: pd.DataFrame) -> str:
     texts = []
     for base in variants(rows):
         found = region_ends(rows, base)
-        times = [f"{name} needs {found['seconds'][name]:,.0f} s" for name in found.index]
+        times = [f"{name.replace(', DyLU', ' with DyLU')} {found['seconds'][name]:,.0f} s" for name in found.index]
         order = "the published one" if _is_published(found) else "not the published one"
         mark = "**" if base == HALOS else ""
         texts.append(
-            f"{mark}To {found['loss'].max():.2f} nats per byte {', '.join(times[:-1])} and {times[-1]}: the order is "
-            f"{order}.{mark} DiLoCo takes {found['ratio']['DiLoCo']:.1f} times as long as {base}, and asynchronous "
-            f"local SGD {found['ratio']['async local SGD']:.1f} times."
+            f"{mark}To {found['loss'].max():.2f} nats per byte the times are: {', '.join(times)}. "
+            f"The order is {order}.{mark} DiLoCo takes {found['ratio']['DiLoCo']:.1f} times as long as {base}, "
+            f"and asynchronous local SGD {found['ratio']['async local SGD']:.1f} times."
         )
     steps = found["step"]
     return (

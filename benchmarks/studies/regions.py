@@ -109,7 +109,7 @@ class Fleet:
         self._optimizers = [task.optimizer([row], rate) for row in self._rows]
         self._generators = [torch.Generator().manual_seed(1000 * seed + worker) for worker in range(WORKERS)]
         self._started: dict[int, tuple[Tensor, int, float]] = {}
-        self._drifts: dict[int, Tensor] = {}
+        self._drifts: dict[int, tuple[Tensor, int]] = {}
         self.num_given, self.num_done = 0, np.zeros(WORKERS)
         self.crossed_bytes = 0.0
 
