@@ -33,13 +33,12 @@ class LocalModel(AveragedModel):
 
     A wrapper decides when a step begins; this object runs the step. A membership changes its world and its vector.
 
-    [Note: What travels] The vector that ranks exchange has the trained tensors at a training forward, or were trained
-    since the last round. The first forward after `requires_grad_()`, or after layers have come or gone, makes a new
-    vector on all ranks alike, once they have compared their trained tensors; see `Travelling`. Nothing else does: a
-    `flush()`, which one rank may call alone (for `eval()`, or to save), leaves vectors as they are, so that the vectors
-    of all ranks still match. An asynchronous wrapper, whose peers may ask for its model at any time, goes on with
-    frozen tensors and refuses new ones. A forward with tensors that `functional_call` lends to the module starts no
-    round.
+    [Note: What travels] Ranks exchange a vector of the tensors trained at a training forward, or trained since the last
+    round. The first forward after `requires_grad_()`, or after layers have come or gone, makes a new vector on all
+    ranks alike, once they have compared their trained tensors; see `Travelling`. Nothing else does: a `flush()`, which
+    one rank may call alone (for `eval()`, or to save), leaves vectors as they are, so that the vectors of all ranks
+    still match. An asynchronous wrapper, whose peers may ask for its model at any time, goes on with frozen tensors and
+    refuses new ones. A forward with tensors that `functional_call` lends to the module starts no round.
 
     [Note: Safe point] Gossip writes parameters in place, through storage that autograd does not watch. So it bumps
     their version: a backward through a graph that was built before the round fails with autograd's own "modified by
