@@ -77,12 +77,12 @@ def region_said(rows: pd.DataFrame) -> str:
     texts = []
     for base in variants(rows):
         found = region_ends(rows, base)
-        times = [f"{name.replace(', DyLU', ' with DyLU')} {found['seconds'][name]:,.0f} s" for name in found.index]
+        times = [f"{name.replace(',', ' with')}: {found['seconds'][name]:,.0f} s" for name in found.index]
         order = "the published one" if _is_published(found) else "not the published one"
         mark = "**" if base == HALOS else ""
         texts.append(
-            f"{mark}To {found['loss'].max():.2f} nats per byte the times are: {', '.join(times)}. "
-            f"The order is {order}.{mark} DiLoCo takes {found['ratio']['DiLoCo']:.1f} times as long as {base}, "
+            f"{mark}To {found['loss'].max():.2f} nats per byte the times are {'; '.join(times)}. "
+            f"The order is {order}.{mark} DiLoCo takes {found['ratio']['DiLoCo']:.1f} times as long as {base.replace(',', ' with')}, "
             f"and asynchronous local SGD {found['ratio']['async local SGD']:.1f} times."
         )
     steps = found["step"]
