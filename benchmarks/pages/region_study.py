@@ -82,7 +82,7 @@ def region_said(rows: pd.DataFrame) -> str:
         mark = "**" if base == HALOS else ""
         texts.append(
             f"{mark}To {found['loss'].max():.2f} nats per byte the times are {'; '.join(times)}. "
-            f"The order is {order}.{mark} DiLoCo takes {found['ratio']['DiLoCo']:.1f} times as long as {base.replace(',', ' with')}, "
+            f"The order is {order}.{mark} DiLoCo takes {found['ratio']['DiLoCo']:.1f} times as long as this HALoS, "
             f"and asynchronous local SGD {found['ratio']['async local SGD']:.1f} times."
         )
     steps = found["step"]
