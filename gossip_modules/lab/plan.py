@@ -239,10 +239,12 @@ class LabPlan:
         [1, 1, 7, 1]
         >>> LabPlan.of("sgp", schedule=Schedule(gossip_every=5)).interval
         5
+        >>> LabPlan.of("LocalSGD(300_000)").interval  # rounds are looked for in so many steps
+        100000
         """
         made = self.chosen.made
-        first, second = [*due_steps(made), _MAX_PERIOD][:2] if isinstance(made, Algorithm) else (0, 1)
-        return max(second - first, self.schedule.gossip_every)
+        due = due_steps(made) if isinstance(made, Algorithm) else [0, 1]
+        return max(due[1] - due[0] if len(due) > 1 else _MAX_PERIOD, self.schedule.gossip_every)
 
     def resolved(self, num_workers: int) -> LabPlan:
         """Return the plan with the default graph of the method for so many workers."""

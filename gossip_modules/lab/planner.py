@@ -319,12 +319,14 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
             f"step {steady.name} is the fastest, with {steady.seconds:.1f} s; rare averages are advised where it waits "
             f"for more than {_TOO_MUCH_WAITING:.0%} of its step, here {steady.waiting_share:.0%}."
         )
-    if fastest.seconds < chosen.seconds and fastest.plan.method.rates:
-        own_rates = " and ".join(sorted(fastest.plan.method.rates))
+    rated, speed = chosen, ""
+    if fastest.seconds < chosen.seconds:
+        rated, speed = fastest, f"is faster here ({fastest.seconds:.1f} s) and "
+    if rated.plan.method.rates:
         sentences.append(
-            f"{fastest.name} is faster here ({fastest.seconds:.1f} s), by its {own_rates}. Their best values depend on "
-            "your model and on the length of training: tune them there, as in docs/benchmarks/records.md, before you "
-            "choose it."
+            f"{rated.name} {speed}has rates of its own ({', '.join(sorted(rated.plan.method.rates))}). The best values "
+            "depend on your model and on the length of training: tune them there, as in docs/benchmarks/records.md, "
+            "before you choose it."
         )
     for inner in sorted({p.plan.method.inner_optimizer for p in predictions} - {""}):
         names = ", ".join(p.name for p in predictions if p.plan.method.inner_optimizer == inner)
