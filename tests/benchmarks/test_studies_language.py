@@ -85,4 +85,5 @@ def test_every_entry_is_a_plan_of_the_lab_and_all_have_other_names() -> None:
                 assert LabPlan.of(method).resolved(workers)
                 seen.append((name, workers))
     assert len(set(seen)) == len(seen)
-    assert all(steps >= 3000 for study in language.LANGUAGE.values() for _, steps, _ in study.cells)
+    outer = [study for name, study in language.LANGUAGE.items() if name.startswith("outer")]
+    assert all(steps >= 3000 for study in outer for _, steps, _ in study.cells)
