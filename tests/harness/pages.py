@@ -79,6 +79,8 @@ def run_page(page: Path, namespace: dict[str, Any]) -> None:
     for value in namespace.values():
         if isinstance(value, GossipWrapper | AllReduceDataParallel):
             value.close()
+    if accelerate := sys.modules.get("accelerate.state"):  # else the next page has the settings of this one
+        accelerate.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def main(folder: Path, pages: Sequence[str]) -> None:
