@@ -112,7 +112,7 @@ def numbers_said(rows: pd.DataFrame) -> str:
     found = ends(rows, "all-reduce")
     own = found[(found["workers"] == 16) & (found["method"] != "all-reduce")]
     near = [row.method for row in own.itertuples() if within(row.gap, 1.0)]
-    listed = f": {', '.join(near)}" if near else ""
+    listed = f": {'; '.join(near)}" if near else ""
     text = (
         f"**With 16 workers {len(near)} of {len(own)} methods end at most one point below all-reduce{listed}.** All "
         f"workers together read {_samples(rows):,} images."

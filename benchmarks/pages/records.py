@@ -58,7 +58,7 @@ def headline(rows: pd.DataFrame) -> str:
         first, exact = reached.iloc[0], reached.set_index("submission")["seconds"].get("all_reduce")
         rival = "" if exact is None else f" (AllReduce {exact:,.0f} s)"
         texts.append(f"on `{name}` {entry(first['submission']).title} in {first['seconds']:,.0f} s{rival}")
-    return f"First to {TARGET_BITS:g} bits per byte are {', '.join(texts)}."
+    return f"First to {TARGET_BITS:g} bits per byte: {'; '.join(texts)}."
 
 
 RECORDS: Mapping[str, Page] = {

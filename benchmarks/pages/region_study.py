@@ -24,12 +24,15 @@ LOSSES = (2.8, 2.7, 2.6, 2.5, 2.4, 2.3, 2.2, 2.1)
 
 def curves(rows: pd.DataFrame, base: str) -> pd.DataFrame:
     """Return seconds and test loss by method and step of a HALoS and the others, mean over their common seeds."""
-    last, methods = trainings(rows), [base, *OTHERS]
-    seeds = last[last["method"].isin(methods)].groupby("seed")["method"].nunique()
-    own = rows[
-        ~rows["is_tuning"] & rows["method"].isin(methods) & rows["seed"].isin(seeds.index[seeds == len(methods)])
-    ]
+    own = _compared(rows[~rows["is_tuning"]], base)
     return own.groupby(["method", "step"])[["seconds", "test", "megabytes", "waiting"]].mean()
+
+
+def _compared(rows: pd.DataFrame, base: str) -> pd.DataFrame:
+    """Return the rows of a HALoS and the others with their common seeds."""
+    last, methods = trainings(rows), [base, *OTHERS]
+    num = last[last["method"].isin(methods)].groupby("seed")["method"].nunique()
+    return rows[rows["method"].isin(methods) & rows["seed"].isin(num.index[num == len(methods)])]
 
 
 def reached(curve: pd.DataFrame, loss: float) -> float:
@@ -51,7 +54,7 @@ def region_ends(rows: pd.DataFrame, base: str = HALOS) -> pd.DataFrame:
         By method: rate, seeds, loss, lowest, highest, step (seconds), waiting (percent), gigabytes between regions,
         seconds (to the loss), ratio (of seconds to those of HALoS).
     """
-    order, found, last = [base, *OTHERS], curves(rows, base), trainings(rows)
+    order, found, last = [base, *OTHERS], curves(rows, base), _compared(trainings(rows), base)
     ends, own = found.groupby("method").last().loc[order], last.groupby("method")
     target, steps = ends["test"].max(), last["steps"].iloc[0]
     seconds = pd.Series({name: reached(found.loc[name], target) for name in order})
@@ -144,7 +147,8 @@ def halos_headline() -> tuple[str, str]:
     texts = []
     for base in variants(rows):
         own = region_ends(rows, base)["ratio"]
-        texts.append(f"{base}: {', '.join(f'{name} {own[name]:.1f}' for name in OTHERS)} times as long")
+        listed = ", ".join(f"{name.replace(',', ' with')} {own[name]:.1f}" for name in OTHERS)
+        texts.append(f"{base}: {listed} times as long")
     found = region_ends(rows)
     own = found["ratio"]
     sizes = min((by_ratio(own[name], ratio) for name, ratio in PUBLISHED.items()), key=[NO, IN_PART, YES].index)

@@ -58,10 +58,11 @@ class Submission:
 
 
 def _training_of(submission: Submission) -> Mapping[str, str]:
-    """Return the optimizer with its settings, and a hash of the learning rates of all steps."""
-    parameter = nn.Parameter(torch.zeros(2, 2, device="cpu"))
-    optimizer = submission.optimizer([parameter])
-    text = ", ".join(f"{name}={value}" for name, value in sorted(optimizer.defaults.items()))
+    """Return the optimizer with the settings of its groups, and a hash of the learning rates of all steps."""
+    parameters = [nn.Parameter(torch.zeros(shape, device="cpu")) for shape in ((2, 2), (2,))]
+    optimizer = submission.optimizer(parameters)
+    groups = [{name: group[name] for name in sorted(group) if name != "params"} for group in optimizer.param_groups]
+    text = "; ".join(", ".join(f"{name}={value}" for name, value in group.items()) for group in groups)
     scheduler, rates = submission.scheduler(optimizer), []
     for _ in range(MAX_STEPS):
         rates.append([group["lr"] for group in optimizer.param_groups])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,12 +69,18 @@ def test_a_row_belongs_to_an_optimizer_of_its_own(monkeypatch: pytest.MonkeyPatc
         def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             return torch.optim.SGD(parameters, lr=self.rate, momentum=0.9)
 
+    class Grouped(Mine):
+        def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            matrices, vectors = ([p for p in parameters if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+            groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+            return torch.optim.AdamW(groups, lr=self.rate, betas=(0.9, 0.95))
+
     class Constant(Mine):
         def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
             return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
     texts = []
-    for submission in (Mine, Momentum, Constant):
+    for submission in (Mine, Momentum, Constant, Grouped):
         monkeypatch.setattr(records, "entry", lambda name, submission=submission: submission)
         texts.append(records.text_of("mine", {"rate": 0.01}))
     assert texts[0] == "{'rate': 0.01}"
@@ -81,6 +88,7 @@ def test_a_row_belongs_to_an_optimizer_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert "momentum=0.9" in texts[1]
     assert "'rates'" not in texts[1]
     assert texts[2].startswith("{'rate': 0.01, 'rates': '")
+    assert re.findall(r"weight_decay=([\d.]+)", texts[3]) == ["0.01", "0.0"]
 
 
 @pytest.mark.parametrize("name", names())
@@ -161,4 +169,4 @@ def test_the_log_follows_the_rules() -> None:
 
 def test_a_track_that_nobody_finishes_has_a_sentence() -> None:
     rows = pd.DataFrame({"track": ["deaths"], "submission": ["sgp"], "seconds": [np.nan]})
-    assert headline(rows) == f"First to {TARGET_BITS:g} bits per byte are on `deaths` none of 1."
+    assert headline(rows) == f"First to {TARGET_BITS:g} bits per byte: on `deaths` none of 1."
