@@ -343,9 +343,8 @@ class PlanRun:
         algorithm, overlap = self.made, self.plan.overlap
         mixing = self.weights(algorithm)
         driver = Stacked(algorithm, mixing, self.num_ranks, overlap=overlap, shapes=self.models.shapes)
-        options, is_control = self.plan.method.options, isinstance(self.plan.schedule, ConsensusControl)
-        takes_schedule = "gossip_every" in options or ("schedule" in options and not is_control)
-        schedule = self.schedule if takes_schedule else Schedule()
+        options = self.plan.method.options
+        schedule = self.schedule if {"gossip_every", "schedule"} & {*options} else Schedule()
         outer, sender = algorithm.parts[0], algorithm.parts[-1]
         share = 1 / getattr(outer, "num_fragments", 1)
         size, message = share * self.model_bytes, self.message_of(algorithm, mixing, share)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gossip_modules.consensus_control import ConsensusControl
 from gossip_modules.lab import Consensus, Digits, LabPlan, Prediction, Setting, simulate, tune
 from gossip_modules.lab.__main__ import main
 from gossip_modules.lab.planner import recipe_options
@@ -68,3 +69,10 @@ def test_the_command_names_the_graph(capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert "Choose dpsgd on " in said
     assert "dpsgd on ring" not in said
+
+
+@pytest.mark.parametrize("name", ["choco", "localsgd", "diloco"])
+def test_a_control_is_refused_by_a_method_without_one(name: str) -> None:
+    plan = LabPlan.of(name, schedule=ConsensusControl(0.1))
+    with pytest.raises(ValueError, match=rf"with {name}, expected a Schedule: its recipe takes no control"):
+        simulate(plan, Setting(4, 1_000_000), Digits(), max_steps=4)
