@@ -75,4 +75,4 @@ def test_the_command_names_the_graph(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_control_is_refused_by_a_method_without_one(name: str) -> None:
     plan = LabPlan.of(name, schedule=ConsensusControl(0.1))
     with pytest.raises(ValueError, match=rf"with {name}, expected a Schedule: its recipe takes no control"):
-        simulate(plan, Setting(4, 1_000_000), Digits(), max_steps=4)
+        simulate(plan, CLUSTER, Digits(), max_steps=4)
