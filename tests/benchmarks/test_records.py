@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -72,7 +73,7 @@ def test_a_row_belongs_to_an_optimizer_of_its_own(monkeypatch: pytest.MonkeyPatc
     class Grouped(Mine):
         def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             matrices, vectors = ([p for p in parameters if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
-            groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+            groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
             return torch.optim.AdamW(groups, lr=self.rate, betas=(0.9, 0.95))
 
     class Constant(Mine):
