@@ -76,7 +76,7 @@ class Server:
         self.optimizer.step()
 
 
-class Fleet:
+class RegionFleet:
     """All workers. A worker that has started is computed when a drift is needed, together with all others.
 
     Args:
@@ -158,7 +158,7 @@ def periods(period: int, *, is_paced: bool) -> list[int]:
     return [math.ceil(period * speed / SPEEDS.max()) if is_paced else period for speed in SPEEDS]
 
 
-def diloco(fleet: Fleet, *, period: int = 32, is_paced: bool = False) -> Curve:
+def diloco(fleet: RegionFleet, *, period: int = 32, is_paced: bool = False) -> Curve:
     """All workers wait for the slowest one, and for the all-reduce of the drifts along a ring."""
     server, counts = Server(fleet.start, 0.7, 0.9, 1), periods(period, is_paced=is_paced)
     ring = LINKS.all_reduce_seconds(MODEL_BYTES)
@@ -171,7 +171,7 @@ def diloco(fleet: Fleet, *, period: int = 32, is_paced: bool = False) -> Curve:
 
 
 def arrivals(
-    fleet: Fleet, servers: Sequence[Server], homes: Sequence[int], period: int, *, is_paced: bool
+    fleet: RegionFleet, servers: Sequence[Server], homes: Sequence[int], period: int, *, is_paced: bool
 ) -> Iterator[tuple[float, int, Tensor]]:
     """Yield each drift as it arrives: the time, the worker and the drift. Then the worker starts again.
 
@@ -202,7 +202,7 @@ def trips(workers: Any, regions: Sequence[int]) -> Any:
 
 
 def async_local_sgd(
-    fleet: Fleet, *, period: int = 32, is_paced: bool = True, rate: float = 0.05, num_delayed: int = 32
+    fleet: RegionFleet, *, period: int = 32, is_paced: bool = True, rate: float = 0.05, num_delayed: int = 32
 ) -> Curve:
     """Workers push to one server, in the first region."""
     server = Server(fleet.start, rate, 0.9, num_delayed)
@@ -211,7 +211,9 @@ def async_local_sgd(
         yield now, server.model
 
 
-def halos(fleet: Fleet, *, period: int = 8, is_paced: bool = True, pushes: int = 32, share: float = 0.25) -> Curve:
+def halos(
+    fleet: RegionFleet, *, period: int = 8, is_paced: bool = True, pushes: int = 32, share: float = 0.25
+) -> Curve:
     """Workers push to the server of their region, whose drift goes to the global server after some pushes.
 
     The global model comes back and is merged: local <- (1 - share) local + share global.
@@ -245,7 +247,7 @@ def halos(fleet: Fleet, *, period: int = 8, is_paced: bool = True, pushes: int =
         yield now, top.model
 
 
-METHODS: Mapping[str, Callable[[Fleet], Curve]] = {
+METHODS: Mapping[str, Callable[[RegionFleet], Curve]] = {
     "DiLoCo": diloco,
     "DiLoCo, DyLU": partial(diloco, is_paced=True),
     "async local SGD": async_local_sgd,
@@ -257,7 +259,7 @@ METHODS: Mapping[str, Callable[[Fleet], Curve]] = {
 
 def curve(study: Study, task: StudyTask, key: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
     """See `Study.train`: the points of one training, which ends when servers have got all steps of the workers."""
-    fleet, model, rows = Fleet(task, key["rate"], key["steps"], seed), task.model(), list[dict[str, Any]]()
+    fleet, model, rows = RegionFleet(task, key["rate"], key["steps"], seed), task.model(), list[dict[str, Any]]()
     every = key["steps"] if key["is_tuning"] else key["steps"] // study.points
     for now, x in study.methods(WORKERS)[key["method"]](fleet):
         steps = fleet.num_done.mean()

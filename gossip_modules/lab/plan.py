@@ -220,11 +220,16 @@ class LabPlan:
         return self.method.name + (self.code and f":{self.code}") if self.is_recipe else self.text
 
     @property
+    def takes_control(self) -> bool:
+        """Whether the recipe of the method takes a `ConsensusControl`."""
+        return "peers_per_itr" in self.method.options
+
+    @property
     def name(self) -> str:
         """The method, its code and graph in words: 'choco with sign on torus'."""
         name = self.label.replace(":", " with ") if self.is_recipe else self.label
         graph = f" on {self.graph}" if self.graph else ""
-        if isinstance(self.schedule, ConsensusControl) and "peers_per_itr" in self.method.options:
+        if isinstance(self.schedule, ConsensusControl) and self.takes_control:
             exact = self.schedule.average_every == 1
             graph = " in averages under control" if exact else f"{graph} under control"
         return f"{name}{graph}"
@@ -343,8 +348,9 @@ class PlanRun:
         algorithm, overlap = self.made, self.plan.overlap
         mixing = self.weights(algorithm)
         driver = Stacked(algorithm, mixing, self.num_ranks, overlap=overlap, shapes=self.models.shapes)
-        options = self.plan.method.options
-        schedule = self.schedule if {"gossip_every", "schedule"} & {*options} else Schedule()
+        options, is_control = self.plan.method.options, isinstance(self.plan.schedule, ConsensusControl)
+        takes_schedule = "gossip_every" in options or ("schedule" in options and not is_control)
+        schedule = self.schedule if takes_schedule else Schedule()
         outer, sender = algorithm.parts[0], algorithm.parts[-1]
         share = 1 / getattr(outer, "num_fragments", 1)
         size, message = share * self.model_bytes, self.message_of(algorithm, mixing, share)

@@ -96,7 +96,8 @@ class Prediction:
         """The settings and the schedule beside its name, in words; "": all have their defaults."""
         plan = self.plan
         own = plan.text if plan.is_recipe and not plan.text.endswith("()") else ""
-        schedule = "" if plan.schedule == Schedule() else written(plan.schedule)
+        is_left_out = isinstance(plan.schedule, ConsensusControl) and not plan.takes_control
+        schedule = "" if is_left_out or plan.schedule == Schedule() else written(plan.schedule)
         return ", ".join(filter(None, [own, schedule]))
 
 
@@ -364,10 +365,10 @@ def recipe_options(plan: LabPlan, setting: Setting) -> str:
     values: dict[str, object] = {"graph": plan.graph}
     if isinstance(peers, int) and peers > 1:
         values["peers_per_itr"] = peers
-    if isinstance(schedule, ConsensusControl):
-        values["schedule"] = f'"{written(schedule)}"'
-    else:
+    if not isinstance(schedule, ConsensusControl):
         values |= {option.name: getattr(schedule, option.name) for option in fields(schedule)}
+    elif plan.takes_control:
+        values["schedule"] = f'"{written(schedule)}"'
     is_plain = plan.text == read_algorithm(method.name).text
     words = [f"--recipe {method.name}" if is_plain else f'--algorithm "{plan.text}"']
     for name, value in values.items():

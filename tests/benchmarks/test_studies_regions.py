@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.pages import region_study as page
 from benchmarks.pages.headline import IN_PART, NO, YES
 from benchmarks.studies import regions, small_decoder
-from benchmarks.studies.regions import IN_REGION, MODEL_BYTES, STEP_SECONDS, WORKERS, Fleet
+from benchmarks.studies.regions import IN_REGION, MODEL_BYTES, STEP_SECONDS, WORKERS, RegionFleet
 from benchmarks.studies.small_decoder import NUM_SYMBOLS, Text
 from benchmarks.studies.study import Study, Trainings
 
@@ -102,7 +102,7 @@ def text(monkeypatch: pytest.MonkeyPatch) -> Text:
 
 
 def test_workers_that_train_together_train_as_each_alone(text: Text) -> None:
-    fleet = Fleet(text, 0.01, 100, 1)
+    fleet = RegionFleet(text, 0.01, 100, 1)
     for worker, count in ((3, 2), (5, 3)):
         fleet.begin(worker, fleet.start, count)
     model = text.model()

@@ -148,11 +148,11 @@ def ring(n: int) -> gm.mixing_manager.MixingManager:
 
 def test_the_options_of_the_best_are_in_the_advice() -> None:
     plain = prediction("sgp", error=0.3, seconds=2.0)
-    chosen = prediction("moniqua", error=0.3, seconds=1.0)
-    chosen = replace(chosen, plan=chosen.plan.with_settings(theta=4.0))
+    chosen = prediction("matcha", error=0.3, seconds=1.0)
+    chosen = replace(chosen, plan=chosen.plan.with_settings(budget=0.25))
     sentences = advise([chosen, plain], CLUSTER).sentences
     launch = f"torchrun --standalone --nproc-per-node {CLUSTER.world_size} -m train.gossip_sgd"
-    command = f'{launch} --algorithm "Moniqua(theta=4.0)"'
+    command = f'{launch} --algorithm "MATCHA(budget=0.25)"'
     assert any(sentence.startswith(f"To train like this: {command} (") for sentence in sentences)
     assert not any("simulated with" in sentence for sentence in advise([plain], CLUSTER).sentences)
 

@@ -71,8 +71,11 @@ def test_the_command_names_the_graph(capsys: pytest.CaptureFixture[str]) -> None
     assert "dpsgd on ring" not in said
 
 
-@pytest.mark.parametrize("name", ["choco", "localsgd", "diloco"])
-def test_a_control_is_refused_by_a_method_without_one(name: str) -> None:
-    plan = LabPlan.of(name, schedule=ConsensusControl(0.1))
-    with pytest.raises(ValueError, match=rf"with {name}, expected a Schedule: its recipe takes no control"):
-        simulate(plan, CLUSTER, Digits(), max_steps=4)
+def test_a_method_that_says_when_it_communicates_is_advised_without_a_control() -> None:
+    plan = LabPlan.of("localsgd", schedule=ConsensusControl(0.1))
+    found = simulate(plan, CLUSTER, Digits(), max_steps=4)
+    assert "Control" not in found.settings + recipe_options(found.plan, CLUSTER)
+    plan = LabPlan.of("sgp", schedule=ConsensusControl(0.1))
+    found = simulate(plan, CLUSTER, Digits(), max_steps=4)
+    assert "ConsensusControl(target=0.1)" in found.settings
+    assert "ConsensusControl(target=0.1)" in recipe_options(found.plan, CLUSTER)
