@@ -1,6 +1,7 @@
 """docs/llms.txt, the library in one file for an assistant: `python docs/llms.py` writes it.
 
 It has the twelve idioms of docs/idioms.md, and each name of the API reference in a line: signature and first sentence.
+Names on the pages of LEFT_OUT have no line.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ sys.path.insert(0, str(ROOT))
 FILE = ROOT / "docs" / "llms.txt"
 API = ROOT / "docs" / "api"
 HOSTS = tuple(f"gossip_modules.integrations.{host}" for host in ("accelerate", "lightning", "transformers"))
+LEFT_OUT = ("index", "matcha", "methods")
+"""Pages without lines: the index, the plans of MATCHA, and the registry of the scripts."""
 WITH_METHODS = ("wrappers", "asynchronous", "checkpoints", "membership", "metrics")  # whose methods a script calls
 
 HEAD = """# gossip_modules
@@ -124,7 +127,7 @@ def _read(module: str, name: str) -> str:
 
 def surface() -> str:
     """All names, page by page."""
-    pages = [page for page in sorted(API.glob("*.md")) if page.stem != "index"]
+    pages = [page for page in sorted(API.glob("*.md")) if page.stem not in LEFT_OUT]
     parts, listed = [], set[str]()
     order = {stem: place for place, stem in enumerate(WITH_METHODS)}
     for page in sorted(pages, key=lambda page: (order.get(page.stem, len(order)), page.stem)):

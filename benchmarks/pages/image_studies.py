@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
 import pandas as pd
 
@@ -297,89 +298,98 @@ def ends_of_all(rows: pd.DataFrame) -> str:
     return all_rows(rows, columns, "Validation errors in percent", ".1f")
 
 
+def image_page(
+    name: str,
+    title: str,
+    said: Callable[[pd.DataFrame], str],
+    summary: Callable[[pd.DataFrame], str],
+    question: str,
+    **setup: Any,
+) -> dict[str, Page]:
+    """Return `study_page` of a study of images.
+
+    Args:
+        name, title, said: see `study_page`.
+        summary, question: see `Page`.
+        setup: the fields of SETUP.
+    """
+    return study_page(
+        name,
+        title,
+        said,
+        has_trainings(*NEEDED[name]),
+        planned=PLANNED[name],
+        render=ends_of_all,
+        summary=summary,
+        setup=SETUP.format(**setup),
+        question=question,
+    )
+
+
 def pages() -> dict[str, Page]:
     """Return the pages of the studies with enough rows, by name."""
     return {
-        **study_page(
+        **image_page(
             "accuracy_bytes",
             "Accuracy against bytes on a ring of 8",
             bytes_said,
-            has_trainings(*NEEDED["accuracy_bytes"]),
-            planned=PLANNED["accuracy_bytes"],
-            render=ends_of_all,
-            summary=bytes_summary,
-            setup=SETUP.format(
-                task=CIFAR.format("22,154 parameters, without normalisation"),
-                data=FOLDER,
-                batch=8,
-                rates=TUNED,
-                more="""\
+            bytes_summary,
+            QUESTIONS[0],
+            task=CIFAR.format("22,154 parameters, without normalisation"),
+            data=FOLDER,
+            batch=8,
+            rates=TUNED,
+            more="""\
 Points below are those below D-PSGD, in the mean over the seeds of both. Bytes are those of parameters in float32.
 CHOCO and DeepSqueeze have the published step sizes for a ring of 8. SGP has its own graph, and all-reduce is a ring
 all-reduce of gradients.""",
-            ),
-            question=QUESTIONS[0],
         ),
-        **study_page(
+        **image_page(
             "worker_numbers",
             "Accuracy with 4 to 32 workers and equal numbers of images",
             numbers_said,
-            has_trainings(*NEEDED["worker_numbers"]),
-            planned=PLANNED["worker_numbers"],
-            render=ends_of_all,
-            summary=numbers_summary,
-            setup=SETUP.format(
-                task=CIFAR.format("22,282 parameters, with batch normalisation after each convolution"),
-                data=FOLDER,
-                batch=NUMBERS_BATCH,
-                rates=TUNED,
-                more="""\
+            numbers_summary,
+            QUESTIONS[0],
+            task=CIFAR.format("22,282 parameters, with batch normalisation after each convolution"),
+            data=FOLDER,
+            batch=NUMBERS_BATCH,
+            rates=TUNED,
+            more="""\
 Points below are those below all-reduce, in the mean over the seeds of both. All steps take equal times, and the running
 statistics are mixed as the models are in methods that work in lockstep.""",
-            ),
-            question=QUESTIONS[0],
         ),
-        **study_page(
+        **image_page(
             "straggler_accuracy",
             "Time to accuracy with two late workers of 64",
             late_said,
-            has_trainings(*NEEDED["straggler_accuracy"]),
-            planned=PLANNED["straggler_accuracy"],
-            render=ends_of_all,
-            summary=late_summary,
-            setup=SETUP.format(
-                task=DRAWN.format("2,410 parameters"),
-                data=SEED,
-                batch=2,
-                rates=TUNED,
-                more="""\
+            late_summary,
+            QUESTIONS[1],
+            task=DRAWN.format("2,410 parameters"),
+            data=SEED,
+            batch=2,
+            rates=TUNED,
+            more="""\
 Two workers of 64, drawn anew for each step, compute 320 ms longer, as in the experiments of WAGMA-SGD. A step computes
 for 0.6 s, as the published steps per second say. Times are those of a ResNet-50, 25.6 M parameters, on links of 80
 Gbit/s, by the clock of the Lab. The time of a step is that of a worker: the mean time of computation, 0.61 s, over the
-share of the time in which it computes. All methods train for 240 steps; of WAGMA-SGD these are rounds, some of which a
-late worker misses, and of AD-PSGD and dpwa ticks of 0.6 s. The target is two points below all-reduce at the end.""",
-            ),
-            question=QUESTIONS[1],
+share of the time in which it computes. All methods train for 240 steps. Of WAGMA-SGD these are rounds, and a worker
+skips one where it is late by a whole round; of AD-PSGD and dpwa they are ticks of 0.6 s. The target is two points below
+all-reduce at the end.""",
         ),
-        **study_page(
+        **image_page(
             "matcha_time",
             "MATCHA against time on its six graphs",
             matcha_said,
-            has_trainings(*NEEDED["matcha_time"]),
-            planned=PLANNED["matcha_time"],
-            render=ends_of_all,
-            summary=matcha_summary,
-            setup=SETUP.format(
-                task=DRAWN.format("2,410 parameters"),
-                data=SEED,
-                batch=2,
-                rates="The rate is 0.1 for all.",
-                more="""\
+            matcha_summary,
+            QUESTIONS[1],
+            task=DRAWN.format("2,410 parameters"),
+            data=SEED,
+            batch=2,
+            rates="The rate is 0.1 for all.",
+            more="""\
 Graphs are those of `select_graph`; graphs 0 and 5 have 8 workers, the others 16. Budget 1 uses all links in each round,
 with MATCHA's weights. Times are those of 14.7 M parameters, 100 ms of computation and links of 5 Gbit/s, by the clock
 of the Lab. The target of a graph is one point below the accuracy of budget 1.""",
-            ),
-            question=QUESTIONS[1],
         ),
     }
 

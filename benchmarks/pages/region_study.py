@@ -174,7 +174,8 @@ A training ends after {steps:,} steps of a worker in the mean over workers, so a
 rate of AdamW rises in the first twentieth of the steps, and falls by a cosine to a tenth. Its highest value is tuned
 for each method alike in trainings of a quarter of the steps on the validation split, with the first seed. The loss is
 that of the model of the (global) server on the test split. Times are those of the mean curve over seeds, between its 32
-points. Bytes between regions count all messages of servers and workers."""
+points. Bytes between regions count all messages of servers and workers. The rows were computed by five processes, one
+for each method, and then merged; the command computes them in one process."""
 
 REGION_STUDY: Mapping[str, Page] = study_page(
     "regions",

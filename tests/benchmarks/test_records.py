@@ -96,6 +96,7 @@ def test_a_row_belongs_to_an_optimizer_of_its_own(monkeypatch: pytest.MonkeyPatc
 def test_the_rows_of_a_submission_name_its_optimizer(name: str) -> None:
     rows = pd.read_csv(records.GRID)
     known = set(rows.loc[rows["submission"] == name, "setting"])
+    assert known or len(entry(name).grid) == 1, "add the rows of --grid"
     assert known <= {records.text_of(name, setting) for setting in entry(name).grid}
 
 

@@ -10,6 +10,7 @@ file of its own, and is left out.
 from __future__ import annotations
 
 import gc
+import os
 import re
 import sys
 import warnings
@@ -94,6 +95,7 @@ def main(folder: Path, pages: Sequence[str]) -> None:
     dist.init_process_group("gloo")
     own = folder / f"rank_{dist.get_rank()}"
     own.mkdir()
+    os.chdir(own)  # files that blocks name are written here, and not into the clone
     server = serve(0) if dist.get_rank() == 0 else None
     address: list[str | None] = [None if server is None else f"127.0.0.1:{server.port}"]
     dist.broadcast_object_list(address)
