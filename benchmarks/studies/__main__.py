@@ -1,7 +1,7 @@
 """Run a study: `python -m benchmarks.studies accuracy_bytes --output benchmarks/results/accuracy_bytes.csv`.
 
-The environment variable GOSSIP_DATA names the folder that has cifar10-jpeg.tar.gz. Set OMP_NUM_THREADS=1. A training
-that has rows in the file is not run again, so the same command goes on with a study.
+The environment variable GOSSIP_DATA names the folder that has cifar10-jpeg.tar.gz and multi30k. Set OMP_NUM_THREADS=1.
+A training that has rows in the file is not run again, so the same command goes on with a study.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from benchmarks.studies.images import IMAGES
 from benchmarks.studies.language import LANGUAGE
 from benchmarks.studies.regions import REGIONS
 from benchmarks.studies.study import Study, Trainings
+from benchmarks.studies.translation import TRANSLATION
 from benchmarks.studies.utilisation import UTILISATION
 
-STUDIES: Mapping[str, Study] = {**IMAGES, **LANGUAGE, **REGIONS}
+STUDIES: Mapping[str, Study] = {**IMAGES, **LANGUAGE, **TRANSLATION, **REGIONS}
 """The studies by name."""
 COMPUTED: Mapping[str, Computed] = {**CONSENSUS, **UTILISATION, **GOODPUT}
 """The studies without training by name."""
