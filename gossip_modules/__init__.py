@@ -1,7 +1,7 @@
 """Decentralised (gossip) data-parallel training in PyTorch: the names of daily use.
 
-All graphs are in `gossip_modules.graph_manager`, weights in `.mixing_manager`, compressors in `.compression`, what a
-class of your own extends in `.extend`, dpwa in `.dpwa`, the MPI backend in `.mpi`.
+All graphs are in `gossip_modules.graph_manager`, weights in `.mixing_manager`, compressors in `.compression`, base
+classes for your own methods in `.extend`, dpwa in `.dpwa`, and the MPI backend in `.mpi`.
 """
 
 import importlib

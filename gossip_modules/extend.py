@@ -1,4 +1,4 @@
-"""What a class of your own extends: algorithms, memory and requests, graphs, weights, compressors, transports."""
+"""Base classes for your own algorithms, graphs, weights, compressors and transports, with their memory and requests."""
 
 from .algorithms.outer_method import OuterMethod
 from .compression.compressor import Compressor as Compressor

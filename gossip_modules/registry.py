@@ -1,8 +1,8 @@
-"""The table of training methods: what each is called, where it stands, how it wraps a model, how it is simulated.
+"""METHODS: the table of training methods, each with its names, paper, class, wrapper and simulation.
 
-`gossip_modules.methods` fills it with the methods of this library. `--algorithm` and `--recipe` of the training
-scripts, the names that `GossipDataParallel(algorithm=...)` takes, the rows of the simulator and the tables of the
-documentation are made from it.
+`gossip_modules.methods` fills it with the methods of this library. It is the source of `--algorithm` and `--recipe` of
+the training scripts, the names for `GossipDataParallel(algorithm=...)`, the rows of the simulator and the tables of the
+documentation.
 """
 
 from __future__ import annotations

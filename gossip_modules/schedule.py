@@ -1,4 +1,4 @@
-"""What happens at step k: nothing, a gossip round, or an exact global average."""
+"""Schedule: the action at each training step: none, a gossip round, or an exact global average."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Action(Enum):
-    """What a training step does about its peers."""
+    """The communication of a training step."""
 
     SKIP = "skip"
     GOSSIP = "gossip"
@@ -30,7 +30,7 @@ class Schedule:
     Args:
         gossip_every: steps from one round to the next, >= 1.
         average_every: rounds from one global average to the next; 0 = never.
-        average_until: the number of optimizer steps at the beginning that are each followed by an exact average.
+        average_until: the number of optimizer steps at the beginning, each followed by an exact average; 0 = none.
 
     Raises:
         ValueError: a count out of range, or no whole number.

@@ -16,10 +16,10 @@ class Alias(NamedTuple):
     """A tensor in the memory of a slot's, such as `weight.detach()`, a view of it, or the parameter of a frozen twin.
 
     Attributes:
-        tensor: which is to move too.
+        tensor: the alias.
         of: the tensor of the slot.
-        first: where it begins there, in bytes.
-        is_whole: whether it is all of that tensor, in its shape and with its strides.
+        first: its first byte, counted from the first one of `of`.
+        is_whole: whether it has all elements of `of`, in the same shape and with the same strides.
     """
 
     tensor: Tensor
@@ -29,7 +29,7 @@ class Alias(NamedTuple):
 
 
 def check_shared_memory(slots: Sequence[Slot]) -> None:
-    """Raise ValueError where a tensor on the CPU is in memory that other processes see, which a vector would leave."""
+    """Raise ValueError if a tensor on the CPU is in shared memory: other processes would not see a vector."""
     for slot in slots:
         if slot.tensor.device.type == "cpu" and slot.tensor.is_shared():
             raise ValueError(
@@ -43,11 +43,11 @@ def check_shared_memory(slots: Sequence[Slot]) -> None:
 def find_aliases(slots: Sequence[Slot]) -> list[Alias]:
     """Other tensors in the memory of `slots`, before these move.
 
-    All objects of Python are looked through, but only where memory has more owners than the tensors of `slots`. Tensors
-    that only C++ holds, such as those that autograd has saved, and arrays of numpy keep the old memory.
+    The search visits all objects of Python, but only if memory has more owners than the tensors of `slots`. Tensors
+    held by C++ alone, such as those saved by autograd, and arrays of numpy keep the old memory.
 
     Raises:
-        ValueError: such a tensor is no part of one of them alone, so that it cannot move with it.
+        ValueError: a tensor overlaps with several of them, so it cannot move along.
     """
     if not (groups := _with_more_owners(slots)):
         return []
@@ -66,7 +66,7 @@ def find_aliases(slots: Sequence[Slot]) -> list[Alias]:
 
 
 def move_aliases(aliases: Sequence[Alias]) -> None:
-    """The aliases <- the same elements of the tensors that they belong to, which have moved; their values stay."""
+    """Point the aliases to the same elements of their tensors, after these have moved; values stay."""
     for x, of, first, is_whole in aliases:
         start = (of.storage_offset() * of.element_size() + first) // x.element_size()
         strides = of.stride() if is_whole else x.stride()  # others than before where the old place was not dense
@@ -74,7 +74,7 @@ def move_aliases(aliases: Sequence[Alias]) -> None:
 
 
 def _with_more_owners(slots: Sequence[Slot]) -> Mapping[int, list[Slot]]:
-    """The slots of each storage, by its address, that other tensors have as well."""
+    """Return the slots of each storage with other owners, by the address of the storage."""
     groups: dict[int, list[Slot]] = {}
     for slot in slots:
         if slot.tensor.numel():
@@ -85,12 +85,12 @@ def _with_more_owners(slots: Sequence[Slot]) -> Mapping[int, list[Slot]]:
 
 
 def _num_owners(x: Tensor) -> int:
-    """How many tensors have the storage of `x`, and perhaps one."""
+    """Return the number of tensors with the storage of `x`; some versions of torch count one more."""
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
 def _overlapping(groups: Mapping[int, list[Slot]], slots: Sequence[Slot]) -> Iterator[tuple[Tensor, list[Slot]]]:
-    """The other tensors of those storages, each with the slots that it overlaps with."""
+    """Yield the other tensors of those storages, each with its overlapping slots."""
     ours = {id(slot.tensor) for slot in slots}
     for x in instances_of(Tensor):
         if id(x) not in ours and has_memory(x) and (group := groups.get(x.untyped_storage()._cdata)) is not None:
@@ -100,7 +100,7 @@ def _overlapping(groups: Mapping[int, list[Slot]], slots: Sequence[Slot]) -> Ite
 
 
 def _other_parts(groups: Mapping[int, list[Slot]], slots: Sequence[Slot]) -> Iterator[tuple[Tensor, list[Slot]]]:
-    """Those of `_overlapping` that cannot move with one slot."""
+    """Yield the tensors of `_overlapping` that cannot move with one slot."""
     for x, over in _overlapping(groups, slots):
         (start, stop), (first, last) = _span(x), _span(over[0].tensor)
         is_inside = len(over) == 1 and first <= start and stop <= last
@@ -116,7 +116,7 @@ def has_memory(x: Tensor) -> bool:
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    """The first byte of its elements in their storage, and the one behind the last."""
+    """Return [first, last) of the bytes of its elements in their storage."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     start = int(x.storage_offset())
     return start * x.element_size(), int(start + last + 1) * x.element_size()
@@ -138,8 +138,8 @@ T = TypeVar("T")
 def instances_of(kind: type[T]) -> list[T]:
     """The objects of a class and its subclasses, by one pass over all objects (50 ms per million of them).
 
-    Objects refer to their class. `gc.get_objects` would also refer to tuples that other threads are just making, and
-    making them fails then.
+    Objects refer to their class. `gc.get_objects` would also refer to unfinished tuples of other threads, and break
+    them.
     """
     kinds: set[Any] = set(_subclasses_of(kind))
     return [x for x in gc.get_referrers(*kinds) if type(x) in kinds]

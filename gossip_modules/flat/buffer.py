@@ -1,4 +1,4 @@
-"""Where parameters live: a module's trained tensors as views of one contiguous vector."""
+"""FlatBuffer: the trained tensors of a module as views of one contiguous vector."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ class FlatBuffer:
     modules is taken once. Strides are kept, so `channels_last` stays `channels_last`. Other tensors in the same memory,
     such as `weight.detach()`, move too, so they still show the values of the module.
 
-    `.to()`, `.half()`, `load_state_dict(assign=True)` and `copy.deepcopy` make tensors that no longer view the
-    vector: `is_attached()` notices, and `reattach()` takes in the new ones, with their values. `requires_grad_()`, and
-    new or removed layers, change the set of trained tensors: `is_complete()` notices, and `attach()` chooses again.
-    Ranks
-    whose vectors differ cannot exchange them, so `attach()` is for a point of training that all ranks come to alike,
-    and `is_current()` is false until `agree()` says that they have compared their signatures.
+    `.to()`, `.half()`, `load_state_dict(assign=True)` and `copy.deepcopy` make new tensors outside of the vector:
+    `is_attached()` notices, and `reattach()` takes in the new ones, with their values. `requires_grad_()`, and new or
+    removed layers, change the set of trained tensors: `is_complete()` notices, and `attach()` chooses again. Ranks can
+    exchange equal vectors only. Call `attach()` at the same point of training on all ranks; `is_current()` is False
+    until `agree()` is called, after the ranks have compared their signatures.
 
     Args:
         module: mutated: `.data` of its trained tensors is re-pointed. Values do not change.
         include_buffers: whether running statistics are mixed too; a short form of a `selection`.
-        selection: the buffers that are mixed too, and the tensors that stay local; None =
+        selection: the mixed buffers, and the tensors that stay local; None =
             `Selection(gossip_buffers=include_buffers)`.
         num_shards: the vector is padded to this many equal, aligned shards.
 
@@ -57,9 +56,9 @@ class FlatBuffer:
         is_sharded: whether this process held shards of parameters, trained or frozen, at construction.
 
     Raises:
-        ValueError: a selection with a name that is not there, a TorchScript module, nothing to train, tensors on
-            several devices, on the meta device, uninitialised or sharded, in memory that other processes or tensors
-            share, or distinct parameters that overlap in memory.
+        ValueError: a selection with an unknown name, a TorchScript module, nothing to train, tensors on several
+            devices, on the meta device, uninitialised or sharded, in memory shared with other processes or tensors, or
+            distinct parameters that overlap in memory.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -123,7 +122,7 @@ class FlatBuffer:
         return [slot.signature() for slot in self.slots]
 
     def places(self) -> list[TensorPlace]:
-        """Where the tensors are in the vector, in the module's order."""
+        """Return the place of each tensor in the vector, in the module's order."""
         order = self._order()
         places = [
             TensorPlace(spec.name, k, first, first + spec.numel)
@@ -146,7 +145,11 @@ class FlatBuffer:
         return self._is_agreed and self._choice.is_current() and self.is_attached()
 
     def agree(self, signature: Sequence[str] | None = None) -> None:
-        """All ranks have vectors of this signature now; None: the signature of the vector."""
+        """Record that all ranks have vectors of one signature now.
+
+        Args:
+            signature: the lines of `signature()`; None: the signature of the vector.
+        """
         own = self.signature()
         self.agreed = own if signature is None else list(signature)
         self._is_agreed = self.agreed == own
@@ -199,9 +202,10 @@ class FlatBuffer:
         return any(x.requires_grad for x in self.module.parameters() if id(x) not in ignored)
 
     def is_lent(self) -> bool:
-        """Whether other tensors stand in the places of the module's for one forward, as in `functional_call`.
+        """Whether the module has other tensors for one forward, as in `functional_call`.
 
-        They are temporary: they must not be mixed, nor made views of the vector. For a module that is not attached.
+        Such tensors are temporary: do not mix them, and do not make them views of the vector. Call this for a module
+        that is not attached.
         """
         places = [(table.get(attribute), tensor) for table, attribute, tensor, _ in self._places]
         if all(there is tensor for there, tensor in places):
@@ -223,9 +227,10 @@ class FlatBuffer:
         return {id(slot.tensor) for slot in self._trained_tensors()} <= set(map(id, self.tensors))
 
     def keep(self, *, is_complete: bool = True) -> None:
-        """Keep the present tensors of the vector, whatever is frozen meanwhile.
+        """Keep the present tensors of the vector, although some may be frozen by now.
 
-        is_complete: False: until the next round chooses again.
+        Args:
+            is_complete: False: the next round chooses again.
         """
         self._choice = _Choice(self.module, self.selection)
         self._choice.is_over = not is_complete
@@ -243,11 +248,11 @@ class FlatBuffer:
         ]
 
     def candidates(self, *, kept: Sequence[Slot] = (), frozen: Collection[str] = ()) -> list[Slot]:
-        """What `attach` would make views of a vector: the present trained tensors, and others.
+        """Return the slots for `attach`: the present trained tensors, and others.
 
         Args:
-            kept: others that are in the vector.
-            frozen: the names of others in the module.
+            kept: other slots, of tensors in the vector.
+            frozen: the names of other tensors in the module.
         """
         order = self._order() if kept else {}
         chosen = (*self._trained_tensors(frozen), *kept)
@@ -256,7 +261,8 @@ class FlatBuffer:
     def attach(self, slots: list[Slot] | None = None) -> None:
         """Choose the trained tensors, and make them views of a new vector, keeping their values and strides.
 
-        slots: as `candidates` gave them; None: those that are trained now.
+        Args:
+            slots: from `candidates`; None: the present trained tensors.
         """
         slots = self.candidates() if slots is None else slots
         check(slots)
@@ -266,7 +272,7 @@ class FlatBuffer:
     def reattach(self) -> None:
         """Make the tensors in the places of ours views of a new vector, trained or not.
 
-        The vectors of ranks that do this at different times still match.
+        Ranks may do this at different times: their vectors still match.
         """
         slots = [slot.holding(slot.there) for slot in self.slots if slot.there is not None]
         unique = {id(slot.tensor): slot for slot in reversed(slots)}  # two places may hold one tensor now
@@ -276,7 +282,7 @@ class FlatBuffer:
         self._lay_out(slots, aliases=[])
 
     def _lay_out(self, slots: list[Slot], aliases: Sequence[Alias] | None = None) -> None:
-        """aliases: tensors that move along; None: all that there are."""
+        """Make the tensors views of a new vector; `aliases` move along, None: all aliases."""
         plain = [slot for slot in slots if slot.shard is None]
         check_shared_memory(plain)
         self._views = []  # which are not to be taken for tensors of others
@@ -335,11 +341,11 @@ def _views_in(vector: FlatVector, tensors: Iterable[Tensor]) -> Iterator[Tensor]
 
 
 class _Choice:
-    """What decides which tensors of a module are trained, to notice at every step whether it has changed.
+    """The state of a module that determines its trained tensors: a change is noticed at the next step.
 
     Args:
-        module: looked at as it is now.
-        selection: says which parameters never travel, and which buffers an average takes from rank 0.
+        module: recorded in its present state.
+        selection: the ignored parameters, and the buffers that an average takes from rank 0.
     """
 
     def __init__(self, module: nn.Module, selection: Selection) -> None:
@@ -364,7 +370,7 @@ class _Choice:
         ]
 
     def is_current(self) -> bool:
-        """Whether the module still is as it was."""
+        """Whether the module is unchanged."""
         if self.is_over:
             return False
         for table, size in self._tables:

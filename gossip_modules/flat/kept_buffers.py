@@ -1,4 +1,4 @@
-"""The buffers of an averaged model that are no averages: values of rank 0, and singular vectors of its weights."""
+"""The other buffers of an averaged model: values of rank 0, and singular vectors of its weights."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .selection import Selection
 
 
 class KeptBuffers:
-    """The persistent buffers of a module that do not travel, while the module is the average of all ranks.
+    """The persistent buffers of a module without an average, while the module is the average of all ranks.
 
     See [Note: kinds of buffers] of `Selection`.
 
     Args:
-        module: whose buffers are copied now, so that `restore` can give them back.
-        selection: the tensors that are averaged, and those that stay local.
+        module: its buffers are copied now, so that `restore` can give them back.
+        selection: the averaged and the local tensors.
     """
 
     def __init__(self, module: nn.Module, selection: Selection) -> None:
@@ -35,16 +35,16 @@ class KeptBuffers:
     def average_(
         self, sum_over_ranks: Callable[[Tensor], None], *, rank: int, world_size: int, device: torch.device
     ) -> None:
-        """The buffers <- their values in the averaged model, in place; collective. Its weights are there already.
+        """Set the buffers to their values in the averaged model, in place; collective. Average the weights first.
 
         Args:
             sum_over_ranks: x <- the sum of x over all ranks, in place.
             rank: this rank.
             world_size: the number of ranks.
-            device: of the sums.
+            device: the device of the sums.
 
         Raises:
-            ValueError: ranks have other buffers than rank 0; on all ranks, before anything is changed.
+            ValueError: ranks have other buffers than rank 0; raised on all ranks, before anything is changed.
         """
         listing = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in self._copied.items()]
         digests = torch.zeros(world_size, dtype=torch.int64, device=device)
@@ -62,7 +62,7 @@ class KeptBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """The buffers <- their values before `average_`, in place."""
+        """Set the buffers to their values before `average_`, in place."""
         for x, value in self._saved:
             x.copy_(value)
 
@@ -71,9 +71,9 @@ class KeptBuffers:
 def take_from_first(
     tensors: Sequence[Tensor], sum_over_ranks: Callable[[Tensor], None], *, rank: int, device: torch.device
 ) -> None:
-    """Tensors <- their values on rank 0, in place; collective. Names, shapes and dtypes are the same on all ranks.
+    """Set tensors to their values on rank 0, in place; collective. Names, shapes and dtypes are equal on all ranks.
 
-    The sum is one in which all other ranks have zeros: every transport has all_reduce, and int32 is exact in each.
+    All other ranks give zeros to a sum: every transport has all_reduce, and int32 is exact in each.
 
     Args:
         tensors: on any device.
@@ -99,10 +99,9 @@ _ITERATIONS, _MAX_BATCHES = 16, 64  # of the power method between two looks, and
 def refresh_spectral_norms(module: nn.Module) -> None:
     """u and v of every `spectral_norm` in the module <- the first singular vectors of its weight; in place.
 
-    A forward in training takes one step of the power method, and one in eval mode none: after a weight was replaced by
-    an average over ranks, u and v belong to another one. Here the method is run until the norm of the weight stands
-    still, so that the spectral norm is 1 as far as it converges; the relative change in the last 16 steps is below 1e-6
-    (or what the dtype resolves).
+    A forward in training takes one step of the power method, and a forward in eval mode none. So after an average over
+    ranks, u and v belong to another weight. This function runs the method until the norm of the weight stands still:
+    its relative change in the last 16 steps is below 1e-6, or the resolution of the dtype.
     """
     for norm, _, weight in _spectral_norms(module):
         before, norm.n_power_iterations = norm.n_power_iterations, _ITERATIONS
@@ -118,7 +117,7 @@ def singular_vectors(module: nn.Module) -> list[Tensor]:
 
 
 def _converge(weight: Callable[[], Tensor]) -> None:
-    """Call `weight`, which takes steps and gives weight / norm, until that is the same."""
+    """Call `weight`, which takes steps and gives weight / norm, until its result stays the same."""
     size = float("inf")
     for _ in range(_MAX_BATCHES):
         x = weight()
@@ -128,7 +127,7 @@ def _converge(weight: Callable[[], Tensor]) -> None:
 
 
 def _spectral_norms(module: nn.Module) -> Iterator[tuple[Any, tuple[Tensor, Tensor], Callable[[], Tensor]]]:
-    """Each one, its u and v, and a function that takes its steps and gives its weight."""
+    """Yield each spectral norm, its u and v, and a function that takes its steps and returns its weight."""
     for owner in list(module.modules()):
         for hook in owner._forward_pre_hooks.values():
             if isinstance(hook, SpectralNorm):
@@ -142,7 +141,7 @@ def _spectral_norms(module: nn.Module) -> Iterator[tuple[Any, tuple[Tensor, Tens
 
 
 def _hooked(hook: SpectralNorm, owner: nn.Module) -> Tensor:
-    """The weight of `torch.nn.utils.spectral_norm`, which stays as it was computed last."""
+    """Return the weight of `torch.nn.utils.spectral_norm`, after a step of the power method."""
     weight = hook.compute_weight(owner, do_power_iteration=True)
     setattr(owner, hook.name, weight)
     return weight

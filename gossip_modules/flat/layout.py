@@ -1,4 +1,4 @@
-"""What lies where in a flat vector: segments of one dtype, made of whole tensors.
+"""FlatLayout: the places of tensors in a flat vector, in segments of one dtype.
 
 Three words mean part of a vector. A *segment* has all elements of one dtype, tensor after tensor. A *chunk* is sent or
 mixed at once; see [Note: chunks]. A *shard* is the share of one process; see `FlatVector.shard`.
@@ -21,10 +21,10 @@ CHUNK_ALIGNMENT = 256  # bytes from the start of a segment; see [Note: chunks]
 
 
 class TensorSpec(NamedTuple):
-    """The shape of one tensor of a segment. A buffer is a statistic, which no lossy code may touch.
+    """The shape of one tensor of a segment. A buffer is a statistic: no lossy code may touch it.
 
-    The name is there so that vectors of other tensors of the same shapes have another layout: memory of one must not be
-    applied to the other. So it is with `first`, the place in its tensor of a part of one.
+    The name makes layouts of different tensors with equal shapes differ, because memory of one must not be applied to
+    the other. For a part of a tensor, `first` is its first element there, for the same reason.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +34,13 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, *, is_buffer: bool = False, name: str = "") -> TensorSpec:
-        """What a code may know of a tensor. Complex numbers are pairs: columns of a matrix, elements of a vector."""
+        """Return the spec of a tensor. A complex number counts as two: columns of a matrix, elements of a vector.
+
+        Args:
+            x: a tensor of any dtype and shape.
+            is_buffer: whether it is a buffer of its module.
+            name: its name in the module.
+        """
         pair = (2,) if x.is_complex() else ()
         return cls((*x.shape, *pair) if x.dim() > 1 else (x.numel() * prod(pair),), is_buffer, name)
 
@@ -48,7 +54,7 @@ class TensorSpec(NamedTuple):
         return not self.is_buffer and len(self.shape) > 1
 
     def cut(self, first: int, last: int) -> Iterator[TensorSpec]:
-        """Elements [first, last): the whole rows of a matrix stay one, the ends of a torn row are vectors."""
+        """Yield specs of elements [first, last): whole rows stay one matrix, the ends of a torn row are vectors."""
         if (first, last) == (0, self.numel):
             yield self
             return
@@ -84,7 +90,7 @@ class Segment(NamedTuple):
             first += spec.numel
 
     def cut(self, first: int, last: int) -> tuple[TensorSpec, ...]:
-        """The tensors, or what the cuts leave of them, in elements [first, last)."""
+        """Return the tensors, or the parts of tensors, in elements [first, last)."""
         ranges = ((spec, max(first - a, 0), min(last - a, spec.numel)) for a, spec in self.places())
         return tuple(cut for spec, start, stop in ranges if start < stop for cut in spec.cut(start, stop))
 
@@ -128,7 +134,7 @@ class FlatLayout:
 
     @lru_cache(maxsize=64)  # noqa: B019 (layouts are few, small and equal by value)
     def cut(self, start: int, stop: int) -> FlatLayout:
-        """The layout of bytes [start, stop): what of each segment is in that range, counted from `start`."""
+        """Return the layout of bytes [start, stop): the part of each segment in that range, counted from `start`."""
         segments = []
         for segment in self.segments:
             first, last = max(segment.start, start), min(segment.stop, stop)
@@ -139,12 +145,12 @@ class FlatLayout:
         return FlatLayout(tuple(segments), stop - start)
 
     def chunks(self, num_bytes: int = CHUNK_BYTES) -> tuple[tuple[int, int], ...]:
-        """[start, stop) in bytes of consecutive chunks of at most `num_bytes` that are all of the vector.
+        """Return [start, stop) in bytes of consecutive chunks of at most `num_bytes`, together the whole vector.
 
-        [Note: chunks] Long vectors travel and are mixed in chunks, so that work on one hides under the transfer of the
-        next. Cuts are a pure function of the layout, so ranks agree without a word. They are `CHUNK_ALIGNMENT` apart
-        in their segment, twice the longest step of a vectorised loop: such loops round their last elements another way
-        than the others, and so the last ones stay the last ones, and chunks give the bits of the whole.
+        [Note: chunks] Long vectors are sent and mixed in chunks, so that work on one chunk hides under the transfer of
+        the next. Cuts are a pure function of the layout, so ranks need no agreement on them. Vectorised loops round
+        their last elements in another way than the others. Cuts are therefore multiples of `CHUNK_ALIGNMENT` in their
+        segment, twice the longest step of such a loop, and chunks give the same bits as the whole vector.
 
         Args:
             num_bytes: a positive multiple of CHUNK_ALIGNMENT.
@@ -164,7 +170,7 @@ class FlatLayout:
 
     @lru_cache(maxsize=64)  # noqa: B019 (as above)
     def where(self, *, is_buffer: bool) -> FlatLayout:
-        """The buffers of each segment, or the other elements; over the same bytes."""
+        """Return the layout of the buffers of each segment, or of the other elements, over the same bytes."""
         halves = []
         for segment in self.segments:
             num_buffers = sum(spec.numel for _, spec in segment.places() if spec.is_buffer)

@@ -1,4 +1,4 @@
-"""Infinities and NaN: what a wrapper does about a model that has them, before gossip hands them to all ranks."""
+"""Checks for infinities and NaN in a model, before gossip spreads them to all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POLICIES = ("raise", "skip", "spread")
 
 
 def check_policy(on_nonfinite: str) -> str:
-    """The policy, or ValueError."""
+    """Return the policy; raise ValueError for an unknown one."""
     if on_nonfinite not in POLICIES:
         raise ValueError(
             f"got on_nonfinite={on_nonfinite!r}, expected one of {POLICIES}: an error, a round left out, or no check"
@@ -28,10 +28,10 @@ def refuse(rank: int, what: str, *, senders: Sequence[int] = (), is_here: bool =
     """Raise FloatingPointError.
 
     Args:
-        rank: this one, of all ranks.
+        rank: this rank.
         what: "round 3" or the like.
-        senders: whose model it is; none: this rank's own.
-        is_here: whether this process has seen it, and not another one of its node.
+        senders: the ranks that sent the model; empty: it is this rank's own.
+        is_here: whether this process found the values, and not another process of its node.
     """
     whose = f"what ranks {list(senders)} have sent holds" if senders else "its own model holds"
     whose = whose if is_here else "another process of its node has found"
@@ -43,9 +43,9 @@ def refuse(rank: int, what: str, *, senders: Sequence[int] = (), is_here: bool =
 
 
 def is_finite(x: FlatVector) -> bool:
-    """Whether no element is infinite or NaN; one pass that reads, and a second one where that finds something.
+    """Whether no element is infinite or NaN. Waits for the device of x.
 
-    Waits for the device of x.
+    The check reads x once, and once more if the first pass finds something.
     """
     return are_finite(x.segments)
 
@@ -56,7 +56,7 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 class FiniteCheck:
-    """`is_finite` for every round, which does not wait for a GPU: there it answers for the round before."""
+    """`is_finite` for every round, without a wait for the GPU: there the answer is about the round before."""
 
     def __init__(self) -> None:
         self._flag: Tensor | None = None
@@ -86,7 +86,7 @@ class FiniteCheck:
         return self._is_finite(nn.utils.get_total_norm(list(map(real, tensors[part]))), look)
 
     def _is_finite(self, total: Tensor, look: Callable[[], bool]) -> bool:
-        """total: finite only if all is finite. look: the exact answer, as a total of finite numbers may overflow."""
+        """Whether all is finite: `total` is so only then, and `look` is exact, as a finite sum may overflow."""
         if total.device.type == "cpu":
             return bool(torch.isfinite(total)) or look()
         answer = True
@@ -105,7 +105,7 @@ class FiniteCheck:
 
 
 def _total(segment: Tensor) -> Tensor:
-    """A float32 that is finite only if all elements are."""
+    """Return a float32 scalar, finite only if all elements are."""
     return segment.sum(dtype=torch.float32 if segment.element_size() < 4 else None).float()
 
 

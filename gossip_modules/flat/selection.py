@@ -1,4 +1,4 @@
-"""Which tensors of a module travel, which of its buffers an average takes from rank 0, and which always stay local."""
+"""Selection: the tensors of a module that are averaged, the buffers taken from rank 0, and the local tensors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _STATISTIC = re.compile(r"(^|_)(running|moving)_(mean|var|variance|std)$")
 class Selection:
     """The averaged buffers and the local tensors of a module.
 
-    [Note: kinds of buffers] A mean over ranks means something for running statistics, and nothing for singular
-    vectors, masks, queues or counters. So the kind of a buffer decides about it:
+    [Note: kinds of buffers] A mean over ranks is useful for running statistics. It is useless for singular vectors,
+    masks, queues and counters. So each kind of buffer has its own rule:
 
     | buffers                                                   | in a round | in an average of all ranks    |
     |-----------------------------------------------------------|------------|-------------------------------|
@@ -31,10 +31,11 @@ class Selection:
     | not persistent, ignored, and all if `gossip_buffers=False`| local      | local                         |
 
     Args:
-        gossip_buffers: True: running statistics are averaged. False: no buffer is. A sequence of names, or of patterns
-            as in `fnmatch`: the floating-point buffers with these names are, in place of the running statistics.
-        ignore: names of parameters and buffers of the module to leave local, or patterns; also those that
-            `DistributedDataParallel` is told to leave alone by the module's `_ddp_params_and_buffers_to_ignore`.
+        gossip_buffers: True: running statistics are averaged. False: no buffer is averaged. A sequence of names, or of
+            patterns as in `fnmatch`: the floating-point buffers with these names are averaged, in place of the running
+            statistics.
+        ignore: names, or patterns, of the parameters and buffers to leave local. The names in the module's
+            `_ddp_params_and_buffers_to_ignore` stay local too, as with `DistributedDataParallel`.
 
     Raises:
         ValueError: an argument of another kind.
@@ -51,14 +52,14 @@ class Selection:
         object.__setattr__(self, "ignore", _names("ignore", self.ignore, expected))
 
     def check(self, module: nn.Module) -> None:
-        """Raise ValueError where an entry matches nothing of the module; names the nearest ones."""
+        """Raise ValueError if an entry matches no tensor of the module; the error names the nearest names."""
         floats = [name for name, buffer in _buffers(module) if buffer.is_floating_point()]
         _check_found("ignore", self.ignore, [name for name, _ in _tensors(module)], "parameter or buffer", module)
         if not isinstance(self.gossip_buffers, bool):
             _check_found("gossip_buffers", self.gossip_buffers, floats, "floating-point buffer", module)
 
     def ignored(self, module: nn.Module) -> dict[str, Tensor]:
-        """The parameters and buffers to leave local, by all their names in the module."""
+        """Return the parameters and buffers to leave local, by all their names in `module`."""
         # DistributedDataParallel looks up parameters of the module itself with a point in front of their names.
         listed = {name.removeprefix(".") for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
         if not (listed or self.ignore):
@@ -68,11 +69,17 @@ class Selection:
         return {name: x for name, x in named if id(x) in found}
 
     def ignored_ids(self, module: nn.Module) -> frozenset[int]:
-        """The ids of the tensors of `ignored`."""
+        """Return the ids of the tensors of `ignored(module)`."""
         return frozenset(map(id, self.ignored(module).values()))
 
     def averages(self, owner: nn.Module, attribute: str, name: str) -> bool:
-        """Whether that buffer of `owner` travels, which `ignore` does not name; see [Note: kinds of buffers]."""
+        """Whether a buffer is averaged, unless `ignore` names it; see [Note: kinds of buffers].
+
+        Args:
+            owner: the submodule with the buffer.
+            attribute: the name of the buffer in `owner`.
+            name: its full name in the wrapped module.
+        """
         buffer = owner._buffers[attribute]
         if buffer is None or not buffer.is_floating_point():
             return False
@@ -82,7 +89,7 @@ class Selection:
         return self.gossip_buffers and is_persistent and _STATISTIC.search(attribute) is not None
 
     def averaged(self, module: nn.Module) -> dict[str, Tensor]:
-        """The averaged buffers, by name."""
+        """Return the averaged buffers of `module`, by name."""
         ignored = self.ignored_ids(module)
         return {
             name: buffer
@@ -91,7 +98,7 @@ class Selection:
         }
 
     def kept(self, module: nn.Module) -> dict[str, Tensor]:
-        """The persistent buffers without an average that are not ignored, by name."""
+        """Return the persistent buffers of `module` that are neither averaged nor ignored, by name."""
         left = self.ignored_ids(module) | frozenset(map(id, self.averaged(module).values()))
         return {
             name: buffer
@@ -100,11 +107,16 @@ class Selection:
         }
 
     def copied(self, module: nn.Module) -> dict[str, Tensor]:
-        """The buffers of `kept` taken from rank 0 in an average of all ranks."""
+        """Return the buffers of `kept(module)` that an average of all ranks takes from rank 0."""
         return {} if self.gossip_buffers is False else self.kept(module)
 
     def others(self, module: nn.Module, travelling: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Parameters and buffers that are neither averaged nor ignored: frozen ones, counters; each once, by name."""
+        """Return the other tensors, such as frozen parameters and counters, each once, by name.
+
+        Args:
+            module: the wrapped module; its ignored tensors are left out.
+            travelling: the averaged tensors; these are left out too.
+        """
         left = {id(x) for x in travelling} | self.ignored_ids(module)
         others: dict[int, tuple[str, Tensor]] = {}
         for name, x in (*module.named_parameters(), *module.named_buffers()):
@@ -128,7 +140,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """By every name: tied ones have several."""
+    """Yield each tensor under every name: tied tensors have several."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from _buffers(module)
 

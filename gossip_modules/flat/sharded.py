@@ -1,4 +1,4 @@
-"""Parameters that are sharded over processes (DTensors): the memory of the shard that this process holds."""
+"""Parameters sharded over processes (DTensors): the memory of the shard in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def is_sharded(x: object) -> bool:
-    """Whether it is a DTensor, whose import takes a second."""
+    """Whether it is a DTensor, without the import of that class, which takes a second."""
     return hasattr(x, "placements") and hasattr(x, "_local_tensor")
 
 
@@ -21,19 +21,19 @@ def is_cut(x: Any) -> bool:
 
 
 def local_of(x: Any) -> Tensor:
-    """The elements of a tensor that this process holds; shares memory."""
+    """Return the elements of a tensor in this process; shares memory."""
     local: Tensor = x._local_tensor if is_sharded(x) else x
     return local
 
 
 def gathered(x: Any) -> Tensor:
-    """All elements of a tensor; collective over the processes that hold its shards."""
+    """Return all elements of a tensor; collective over the processes with its shards."""
     whole: Tensor = x.full_tensor() if is_sharded(x) else x
     return whole
 
 
 class Shard:
-    """The shard of a parameter in this process, as memory that can be moved into another vector.
+    """The shard of a parameter in this process. Its memory can be moved into another vector.
 
     [Note: memory of a shard] A DTensor computes with its local tensor. A module of `fully_shard` gathers parameters
     from a flat tensor instead. The flat tensor contains the local tensor, and rows of padding if the shard is smaller
@@ -44,7 +44,7 @@ class Shard:
 
     Args:
         parameter: a DTensor, the parameter of the module.
-        manager: the object of `fully_shard` that gathers it; None: another tool has sharded it.
+        manager: the object of `fully_shard` for this parameter; None: another tool has sharded it.
     """
 
     def __init__(self, parameter: Any, manager: Any) -> None:
@@ -59,7 +59,7 @@ class Shard:
         return flat.view(self.manager.padded_sharded_param_size)
 
     def move(self, memory: Tensor) -> None:
-        """Let the parameter have its elements there, in the shape of `memory`; it takes the values of the new place."""
+        """Point the parameter to `memory`, in the shape of `memory`; its values become those of `memory`."""
         if self.manager is not None:
             self.manager._sharded_param_data = memory.view(-1)
         self.parameter._local_tensor = self._without_padding(memory)
@@ -72,12 +72,12 @@ class Shard:
 
     @property
     def gradient_source(self) -> Tensor:
-        """The tensor into which autograd accumulates the whole gradient; the gradient of the shard is made of it."""
+        """The tensor with the whole accumulated gradient; autograd makes the gradient of the shard of it."""
         source: Tensor = getattr(self.manager, "_unsharded_param", self.parameter)
         return source
 
     def like(self, memory: Tensor) -> Tensor:
-        """A DTensor of the parameter's placements over `memory`, which is a place in another vector."""
+        """Return a DTensor of the parameter's placements over `memory`, a place in another vector."""
         from torch.distributed.tensor import DTensor
 
         p, local = self.parameter, self._without_padding(memory)
@@ -92,18 +92,18 @@ class Shard:
         return memory.view(local.shape)
 
     def describe(self) -> str:
-        """The facts that ranks must agree on: only shards of one place are exchanged."""
+        """Return place, mesh and placements as text: ranks exchange shards of one place only."""
         mesh = self.parameter.device_mesh
         place = mesh.get_coordinate()
         return f" shard {tuple(place)} of {tuple(mesh.shape)} by {tuple(map(str, self.parameter.placements))}"
 
 
 def with_shards(state: Any, of: Any) -> Any:
-    """The state of an optimizer, with DTensors like its parameters where these are DTensors; another state as it is.
+    """Return the state of an optimizer with DTensors for sharded parameters; another state unchanged.
 
     Args:
-        state: with the elements of this process.
-        of: the object that is to load it.
+        state: a state dict with the elements of this process.
+        of: the object that will load it.
     """
     parameters = [parameter for group in getattr(of, "param_groups", ()) for parameter in group["params"]]
     if not any(map(is_sharded, parameters)):
@@ -142,8 +142,7 @@ class Shards:
     def of(self, module: nn.Module) -> dict[int, Shard]:
         """The shards of the parameters of the module, by the id of the parameter.
 
-        Parameters that were frozen, or are trained again, are so when they are gathered too: `fully_shard` makes the
-        gathered ones once.
+        The gathered parameters get the `requires_grad` of the sharded ones, because `fully_shard` makes them once.
         """
         managers = {id(manager.sharded_param): manager for part in self._modules for manager in _managers(part)}
         for manager in managers.values():
@@ -153,20 +152,20 @@ class Shards:
 
 
 def _managed(module: nn.Module) -> Iterator[Any]:
-    """The submodules that `fully_shard` was called with; whoever uses it has imported it."""
+    """Yield the submodules of `fully_shard`; none if torch.distributed.fsdp was never imported."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)
     return (part for part in module.modules() if kind is not None and isinstance(part, kind))
 
 
 def _managers(module: Any) -> Iterator[Any]:
-    """The objects of `fully_shard` that gather the parameters of one of its modules."""
+    """Yield the objects of `fully_shard` for the parameters of one of its modules."""
     for group in _groups(module):
         yield from group.fsdp_params
 
 
 def _groups(module: Any) -> list[Any]:
-    """The groups of parameters that are gathered together."""
+    """Return the groups of parameters gathered together."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # in torch 2.7 there is one, or none
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]

@@ -1,4 +1,4 @@
-"""Slots: the tensors of a module that are trained, in the order in which they travel."""
+"""Slots: the trained tensors of a module, in their order in the flat vector."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RANK = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 class Slot(NamedTuple):
-    """One tensor of the module and the place in the vector that it views."""
+    """One tensor of the module, and its place in the vector."""
 
     owner: nn.Module
     attribute: str
@@ -28,18 +28,18 @@ class Slot(NamedTuple):
 
     @property
     def table(self) -> dict[str, Any]:
-        """Where the module holds the tensor under its name."""
+        """The dict of the owner with the tensor under `attribute`."""
         return self.owner._parameters if self.is_parameter else self.owner._buffers
 
     @property
     def there(self) -> Any:
-        """The tensor that the module has in this place now; the shard of a parameter that is gathered."""
+        """The present tensor of the module in this place; of a gathered parameter, its shard."""
         manager = None if self.shard is None else self.shard.manager
         return self.table.get(self.attribute) if manager is None else manager.sharded_param
 
     @property
     def memory(self) -> Tensor:
-        """The elements that this process holds."""
+        """The elements in this process."""
         return self.tensor if self.shard is None else self.shard.memory
 
     def holding(self, tensor: Tensor) -> Slot:
@@ -56,18 +56,18 @@ class Slot(NamedTuple):
 
     @property
     def spec(self) -> TensorSpec:
-        """What a code may know of it. Memory order is dim 0 by the rest in any memory format."""
+        """The spec of the elements in this process. In any memory format, memory order is dim 0 by the rest."""
         return TensorSpec.of(self.memory, is_buffer=not self.is_parameter, name=self.name)
 
     def signature(self) -> str:
-        """Everything that two ranks must agree on."""
+        """Return name, shape, dtype, strides and shard as text: ranks with equal texts can exchange the tensor."""
         shard = "" if self.shard is None else self.shard.describe()
         strides = "" if self.tensor.is_contiguous() else f" strides {tuple(self.tensor.stride())}"
         return f"{self.name} {tuple(self.tensor.shape)} {self.tensor.dtype}{strides}{shard}"
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor of the module is in the flat vector: elements [first, last) of a segment."""
+    """The place of a tensor of the module in the flat vector: elements [first, last) of a segment."""
 
     name: str
     segment: int
@@ -76,7 +76,7 @@ class TensorPlace(NamedTuple):
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuse modules that keep their tensors outside of Python, where nobody else can exchange them.
+    """Refuse TorchScript modules: their tensors live outside of Python, and cannot become views of a vector.
 
     Raises:
         ValueError: see `FlatBuffer`.
@@ -91,7 +91,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def in_order(slots: Iterable[Slot]) -> list[Slot]:
-    """Matrices by shape, vectors, buffers; the sort is stable, so the module's order is kept where these are equal."""
+    """Return the slots sorted: matrices by shape, vectors, buffers; equal ones keep the module's order."""
 
     def key(slot: Slot) -> tuple[bool, bool, bool, tuple[int, ...]]:
         if nn.parameter.is_lazy(slot.tensor):
@@ -107,12 +107,12 @@ def in_order(slots: Iterable[Slot]) -> list[Slot]:
 
 
 def real_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of the numbers that travel: a complex number is two."""
+    """Return the dtype of a tensor's real numbers: a complex number is two."""
     return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
 
 
 def real_numel(tensor: Tensor) -> int:
-    """How many numbers travel."""
+    """Return the number of a tensor's real numbers: a complex number is two."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
@@ -131,7 +131,7 @@ def view_like(segment: Tensor, offset: int, tensor: Tensor) -> Tensor:
 
 
 def check(slots: Sequence[Slot]) -> None:
-    """Refuse what cannot be one vector.
+    """Refuse tensors without a parameter, on several devices or in the same memory.
 
     Raises:
         ValueError: see `FlatBuffer`.
@@ -146,7 +146,7 @@ def check(slots: Sequence[Slot]) -> None:
 
 
 def _check_devices(slots: Sequence[Slot]) -> None:
-    """All on one device."""
+    """Refuse tensors on several devices, or on the meta device."""
     devices: dict[torch.device, str] = {}
     for slot in slots:
         devices.setdefault(slot.memory.device, slot.name)
@@ -158,7 +158,7 @@ def _check_devices(slots: Sequence[Slot]) -> None:
 
 
 def _check_overlaps(slots: Sequence[Slot]) -> None:
-    """No two in the same memory."""
+    """Refuse two tensors in the same memory."""
     memories = [(slot.memory, slot.name) for slot in slots if slot.memory.numel()]
     spans = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size(), name) for x, name in memories)
     for (_, stop, first), (start, _, second) in pairwise(spans):

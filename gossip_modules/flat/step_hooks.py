@@ -1,4 +1,4 @@
-"""Hooks on the steps of torch optimizers, for objects that watch or keep the parameters that are stepped."""
+"""Hooks on the steps of torch optimizers, for objects that watch the parameters."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .transformed import not_compiled
 
 
 class Stepped:
-    """An object that hears of optimizer steps while it lives, and until it closes; a copy hears of them too.
+    """An object with callbacks for optimizer steps, called until it closes or is collected; a copy is called too.
 
-    A method `other_step(optimizer)`, where there is one, hears of the steps of all other optimizers, and a method
-    `after_closure(optimizer)` of each closure that a step has evaluated, before it steps.
+    A subclass may have two methods more: `other_step(optimizer)` is called at the steps of all other optimizers, and
+    `after_closure(optimizer)` after each closure of a step, before the step changes parameters.
     """
 
     order: int = 0
-    """Members of a higher order are told of a step after those of a lower one."""
+    """Objects of a lower order are called first."""
     _buffer: Any  # has the parameters
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class Stepped:
         return holds_any(optimizer, self._buffer.parameters)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Called before a step; an error that it raises ends the step."""
+        """Called before a step; an error in it ends the step."""
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Called after a step that ended well, also after one that has changed nothing: see `is_left_out`."""
+        """Called after a step without errors, also if the step has changed nothing: see `is_left_out`."""
 
     def close(self) -> None:
-        """Hear of no more steps; idempotent."""
+        """End the calls; idempotent."""
         STEP_HOOKS.discard(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -59,28 +59,27 @@ def holds_any(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
 
 
 def existing_optimizers() -> list[Optimizer]:
-    """All torch optimizers of the process that are made to their end."""
+    """Return all torch optimizers of the process whose `__init__` has finished."""
     return [optimizer for optimizer in instances_of(Optimizer) if hasattr(optimizer, "param_groups")]
 
 
 def is_left_out(optimizer: Optimizer) -> bool:
-    """Whether the step that has just ended has changed nothing, because gradients held infinities or NaN.
+    """Whether the last step has changed nothing, because gradients held infinities or NaN. Waits for the device.
 
-    Optimizers that unscale gradients themselves (`fused=True`) do so inside `step()`: GradScaler calls it in any case,
-    with its finding in `found_inf`, float32 [1] or scalar, which is there during the call only. Other optimizers are
-    not called for such a step. Waits for the device, as GradScaler does for the others; without GradScaler it looks at
-    nothing.
+    Optimizers with `fused=True` unscale gradients inside `step()`: GradScaler calls them in any case, and sets their
+    `found_inf`, float32 [1] or scalar, during the call. GradScaler does not call other optimizers for such a step.
+    Without GradScaler this is False.
     """
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
 
 
 class StepHooks:  # one for the process: STEP_HOOKS
-    """Objects that are told of every optimizer step in the process that concerns them, by one pair of global hooks.
+    """The objects with callbacks for optimizer steps of this process, called by one pair of global hooks.
 
-    The hooks come with the first object and stay: torch walks over its hooks during a step, and must not find them
-    changed. The lock is reentrant, since an object may be collected, and leave, wherever its holder allocates; nobody
-    waits for anything else while holding it.
+    The hooks are registered with the first object and stay: torch iterates over its hooks during a step, so they must
+    not change. The lock is reentrant, because garbage collection may remove an object at any allocation under the
+    lock. No code waits for anything else while holding it.
     """
 
     def __init__(self) -> None:
@@ -90,7 +89,7 @@ class StepHooks:  # one for the process: STEP_HOOKS
         self._calls: weakref.WeakKeyDictionary[Optimizer, _Calls] = weakref.WeakKeyDictionary()
 
     def add(self, member: Any) -> None:
-        """Tell `member`, a `Stepped` or an object with its methods, of steps while it lives and is not discarded."""
+        """Call `member`, a `Stepped` or an object with its methods, at steps until it is discarded or collected."""
         with self._lock:
             self._members.add(member)
             self.look_again()
@@ -100,17 +99,17 @@ class StepHooks:  # one for the process: STEP_HOOKS
                 register_optimizer_step_post_hook(self._after_step)
 
     def discard(self, member: Any) -> None:
-        """Tell it no more."""
+        """End the calls of `member`."""
         with self._lock:
             self._members.discard(member)
             self.look_again()
 
     def look_again(self) -> None:
-        """A member has other parameters: the optimizers that concern it are found anew."""
+        """Find the optimizers of each member again, after a member has changed its parameters."""
         self._calls = weakref.WeakKeyDictionary()
 
     def _calls_of(self, optimizer: Optimizer) -> _Calls:
-        """The calls of a step of this optimizer, found once for the optimizer and its parameters."""
+        """Return the calls of a step of this optimizer, found once for the optimizer and its parameters."""
         num_held = sum(len(group["params"]) for group in optimizer.param_groups)
         found = self._calls.get(optimizer)
         if found is None or found.num_held != num_held:
@@ -127,7 +126,7 @@ class StepHooks:  # one for the process: STEP_HOOKS
 
     @not_compiled
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """The arguments of the step in place of those given (torch), where a closure is among them that is watched."""
+        """Return new arguments for the step, with a watched closure; None: torch keeps the given ones."""
         if not self._members:
             return None
         calls = self._calls_of(optimizer)

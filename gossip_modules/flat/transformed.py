@@ -1,4 +1,4 @@
-"""Forwards that are no steps of training: those under a transform of torch.func, a trace or an export."""
+"""Forwards outside of training steps: under a transform of torch.func, a trace or an export."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ _num_modes = torch._C._len_torch_dispatch_stack
 
 
 def is_transformed() -> bool:
-    """Whether the operations of a forward that begins now are transformed or recorded, so that it is to mix nothing.
+    """Whether the operations of a forward are transformed or recorded now. Such a forward must not mix.
 
-    That is so inside `torch.func.grad`, `jacrev`, `vmap` and their like, under which parameters must not be written and
-    which other ranks may not call; and inside `torch.jit.trace`, `torch.export`, `make_fx` and `FakeTensorMode`, which
-    record a forward.
+    Transforms such as `torch.func.grad`, `jacrev` and `vmap` forbid writes to parameters, and other ranks may not call
+    them. `torch.jit.trace`, `torch.export`, `make_fx` and `FakeTensorMode` record a forward.
     """
     if _is_compiling():  # Dynamo traces this line: what it takes for true here is so in every later step
         return torch.compiler._is_exporting_flag
@@ -46,10 +45,10 @@ def is_transformed() -> bool:
 
 
 def call_plain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, wrapper: str) -> Any:
-    """The forward of the module in a wrapper, which mixes nothing.
+    """Run the forward of the module in a wrapper, without a round.
 
     Raises:
-        TypeError: `torch.fx.symbolic_trace` of the wrapper, which gives one symbol for all arguments.
+        TypeError: `torch.fx.symbolic_trace` traces the wrapper: it gives one symbol for all arguments.
     """
     if type(args) is not tuple:
         raise TypeError(
@@ -67,9 +66,9 @@ def refuse_scripting(name: str, remedy: str) -> NoReturn:
 
 
 def not_compiled(function: _F) -> _F:
-    """A decorator: torch.compiler.disable(reason=...), which takes effect, and microseconds, only under a compiler.
+    """Decorate a function as torch.compiler.disable(reason=...) does, but at no cost without a compiler.
 
-    It loads torch._dynamo (seconds) when it is first needed.
+    It loads torch._dynamo (seconds) at the first call under a compiler.
     """
     disabled: Any = torch._disable_dynamo(function)
     disabled._torchdynamo_disable, disabled._torchdynamo_disable_msg = True, _REMEDY

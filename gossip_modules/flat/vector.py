@@ -1,4 +1,4 @@
-"""What travels: one contiguous run of bytes with typed segments, and the push-sum weight beside it."""
+"""FlatVector: one contiguous run of bytes with typed segments, and the push-sum weight beside it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LARGE_SCRATCH_NUMEL = 1 << 24  # where each operation is a kernel to be launche
 class FlatVector:
     """A point of R^d in contiguous memory: `raw` bytes, typed `segments` over them, and a `push_sum_weight`.
 
-    Every quantity of the law x <- x + (W - I) s is a FlatVector: the parameters x, the snapshot s, the messages, the
-    correction. All dtypes travel in one message because all are bytes of `raw`. Segments narrower than float32 are
+    Every quantity of the update x <- x + (W - I) s is a FlatVector: the parameters x, the snapshot s, the messages and
+    the correction. One message carries all dtypes, because all are bytes of `raw`. Segments narrower than float32 are
     mixed in float32.
 
     Args:
@@ -52,7 +52,12 @@ class FlatVector:
 
     @classmethod
     def zeros(cls, layout: FlatLayout, device: torch.device) -> FlatVector:
-        """A new vector of zeros with weight one, which has a `message`."""
+        """Return a new vector of zeros with weight one and a `message`.
+
+        Args:
+            layout: segments and length.
+            device: the device of the vector and of its weight.
+        """
         dtype = wide_dtype(device)
         start = align(layout.num_bytes, dtype.itemsize)
         message = torch.zeros(start + dtype.itemsize, dtype=torch.uint8, device=device)
@@ -83,8 +88,8 @@ class FlatVector:
 
         Args:
             tensors: floating point or complex.
-            num_buffers: the last tensors, so many of them, are buffers.
-            device: of the vector; None: the device of the first tensor.
+            num_buffers: the number of buffers; they are the last tensors.
+            device: the device of the vector; None: the device of the first tensor.
         """
         specs: dict[torch.dtype, list[TensorSpec]] = {}
         for k, x in enumerate(tensors):
@@ -96,7 +101,11 @@ class FlatVector:
         return vector
 
     def unpack_to(self, tensors: Sequence[Tensor]) -> None:
-        """Every tensor <- its values in a vector of `pack`; in place, without autograd."""
+        """Copy the values back from a vector of `pack`, without autograd.
+
+        Args:
+            tensors: written in place; dtypes, shapes and order of the tensors of `pack`.
+        """
         for x, place in self._places(tensors):
             x.copy_(place)
 
@@ -109,7 +118,11 @@ class FlatVector:
             yield x, segments[x.dtype][start : offsets[x.dtype]].view(x.shape)
 
     def where(self, *, is_buffer: bool) -> FlatVector:
-        """The elements of buffers, or the others; shares memory, with a weight of its own."""
+        """Return the elements of buffers or of parameters; shares memory, with a weight of its own.
+
+        Args:
+            is_buffer: True: the buffers; False: the other elements.
+        """
         return FlatVector(self.layout.where(is_buffer=is_buffer), self.raw)
 
     @property
@@ -145,7 +158,7 @@ class FlatVector:
     def chunks(self, num_bytes: int = CHUNK_BYTES) -> tuple[FlatVector, ...]:
         """Consecutive chunks of at most `num_bytes`, in the memory of this vector; see [Note: chunks]. Made once.
 
-        The weight is in none of them: theirs are of no use. A vector of one chunk is its own chunk, weight included.
+        The chunks of a longer vector do not have its weight. A vector of one chunk is its own chunk, weight included.
         """
         if self.layout.num_bytes <= num_bytes:
             return (self,)
@@ -157,7 +170,7 @@ class FlatVector:
         return self._made_once((num_bytes,), make)
 
     def _made_once(self, key: tuple[int, ...], make: Callable[[], tuple[FlatVector, ...]]) -> tuple[FlatVector, ...]:
-        """The vectors that `make` makes, once."""
+        """Return the vectors of `make`; called once for each key."""
         if key not in self._views:
             self._views[key] = make()
         return self._views[key]
@@ -175,14 +188,24 @@ class FlatVector:
         return self
 
     def add_segments_(self, other: FlatVector, *, alpha: float) -> None:
-        """As `add_`, without the weight; the segments of the other may be of narrower dtypes."""
+        """self <- self + alpha * other, without the weight.
+
+        Args:
+            other: segments as long as these; their dtypes may be narrower.
+            alpha: the factor.
+        """
         for x, y in zip(self.segments, other.segments, strict=True):
             add_(x, y, alpha=alpha)
 
     def apply_and_refresh_(self, correction: FlatVector, *, alpha: float) -> None:
-        """self <- self + alpha * correction, then correction <- self, without the weights; of one layout.
+        """self <- self + alpha * correction, then correction <- self, without the weights.
 
-        As `add_segments_` and a copy, to the bit, but in chunks still in cache for the copy.
+        The result equals that of `add_segments_` and a copy to the bit. Both are done chunk by chunk, so that a chunk
+        is still in the cache when it is copied.
+
+        Args:
+            correction: a vector of the same layout; written in place.
+            alpha: the factor.
         """
         for x, y in zip(self.segments, correction.segments, strict=True):
             size = torch.get_num_threads() * CACHED_BYTES // x.element_size()
@@ -211,9 +234,9 @@ class FlatVector:
         return 1.0 if alpha is None else alpha
 
     def factor(self, weights: Sequence[float]) -> float | None:
-        """The factor of `difference_` for these weights; None counts as one: nothing.
+        """Return the factor of `difference_` for these weights; None counts as 1: nothing is factored out.
 
-        A property of the whole vector: all its chunks have the same.
+        The factor depends on the whole vector: all its chunks have the same.
         """
         if any(x.element_size() < 4 for x in self.segments) or not any(weights):
             return None  # c / alpha may leave the range of a narrow type
@@ -222,14 +245,24 @@ class FlatVector:
     def combine_segments_(
         self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None = None
     ) -> None:
-        """As `combine_`, without the weight; over alpha, which is `factor(weights)` of the whole vector."""
+        """self <- (scale * self + sum_j weights[j] * others[j]) / alpha, without the push-sum weight.
+
+        Args:
+            scale: the factor of this vector.
+            others: vectors of this layout.
+            weights: the factor of each of `others`.
+            alpha: `factor(weights)` of the whole vector; None: 1.
+        """
         for x, *messages in zip(self.segments, *map(_segments, others), strict=True):
             _combine_(x, scale, messages, weights, alpha)
 
     def combine_weight_(
         self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None = None
     ) -> None:
-        """As `combine_`, the weight alone; over alpha."""
+        """Combine the push-sum weights alone; the arguments are those of `combine_segments_`.
+
+        The new weight is (scale * own weight + sum_j weights[j] * weight of others[j]) / alpha.
+        """
         _combine_(self.push_sum_weight, scale, list(map(_weight, others)), weights, alpha)
 
     def multiply_by_weight_(self, weight: Tensor | None = None) -> None:

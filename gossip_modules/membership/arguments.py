@@ -1,4 +1,4 @@
-"""What `Membership` is given: checks, each with got, expected and remedy."""
+"""Checks of the arguments of `Membership`; each error says got, expected and remedy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_num_steps(num_steps: object) -> None:
 
 
 def check_callback(callback: object) -> None:
-    """Raise TypeError for what cannot be called."""
+    """Raise TypeError if `callback` is not callable."""
     if not callable(callback):
         raise TypeError(f"got on_change({callback!r}), expected a function of one argument, a `Change`")
 

@@ -136,7 +136,7 @@ class LinkTransport(PointToPoint):
 
     @property
     def num_bytes_sent(self) -> int:
-        """What this rank has sent, collectives included."""
+        """The number of bytes sent by this rank, collectives included."""
         return self._round_bytes + self._whole.num_bytes_sent
 
     @num_bytes_sent.setter
