@@ -1,4 +1,4 @@
-"""The options of a run in groups for --help: the fields of one flat configuration, under a heading for each group."""
+"""The options of a run for --help: the fields of one flat configuration, under a heading for each group."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ ConfigType = TypeVar("ConfigType", bound=RunConfig)
 def read_groups(
     default: ConfigType, *, description: str | None, arguments: Sequence[str], shown: Mapping[str, str]
 ) -> ConfigType:
-    """The configuration that `arguments` describe.
+    """Read the arguments of a command into a configuration.
 
     Args:
-        default: what holds where they say nothing.
-        description: for --help.
-        arguments: of the command.
-        shown: the help texts of other options, which have been read before, by name and value: "preset NAME".
+        default: the values of options that are not given.
+        description: the description for --help.
+        arguments: the arguments of the command.
+        shown: the help texts of options read before, by name and value: "preset NAME".
 
     Raises:
-        ValueError: an option has a value that is out of bounds, or does not fit another one.
-        SystemExit: an option that does not exist, or --help.
+        ValueError: the value of an option is out of bounds, or does not fit another option.
+        SystemExit: an unknown option, or --help.
     """
     groups = groups_of(type(default))
     types, texts = get_type_hints(type(default), include_extras=True), help_texts(type(default))
@@ -60,7 +60,7 @@ def read_groups(
 
 
 def groups_of(config_type: type[RunConfig]) -> dict[str, tuple[str, ...]]:
-    """The names of all options by the heading of their group."""
+    """Return the names of all options by the heading of their group."""
     groups = {**config_type.GROUPS, "gossip": WRAPPER_OPTIONS}
     known = {name for names in groups.values() for name in names}
     rest = tuple(option.name for option in fields(config_type) if option.name not in known)
@@ -68,12 +68,12 @@ def groups_of(config_type: type[RunConfig]) -> dict[str, tuple[str, ...]]:
 
 
 def users_of(names: Sequence[str]) -> list[str]:
-    """The names of the methods that can use one of these options."""
+    """Return the names of the methods with one of these options."""
     return [name for name, method in METHODS.items() if not method.options.isdisjoint(names)]
 
 
 def help_texts(config_type: type[RunConfig]) -> dict[str, str]:
-    """The string below each field, of the class itself or of one that it inherits from."""
+    """Return the string below each field of the class and its base classes."""
     texts: dict[str, str] = {}
     for base in reversed(config_type.__mro__[:-1]):
         try:
@@ -90,7 +90,7 @@ def help_texts(config_type: type[RunConfig]) -> dict[str, str]:
 
 
 def _exceptions(name: str, group: Sequence[str]) -> str:
-    """Which methods of its group an option is for, if not for all."""
+    """Return a sentence about the methods of an option, if it is not for all methods of its group."""
     users = users_of([name])
     without = [method for method in group if method not in users]
     if not without:
@@ -99,7 +99,7 @@ def _exceptions(name: str, group: Sequence[str]) -> str:
 
 
 def _shown(usage: str, text: str) -> tuple[str, Any, Any]:
-    """An option that --help shows, and that is no field of the configuration."""
+    """Return an option for --help that is no field of the configuration."""
     name, metavar = usage.split()
     option = tyro.conf.arg(name=name, metavar=metavar, help=text, help_behavior_hint="")
     return f"{name}_", Annotated[str, option], field(default="")

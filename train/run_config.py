@@ -1,4 +1,4 @@
-"""RunConfig: the choices that every training script offers; frozen, filled from the command line by tyro."""
+"""RunConfig: the options of every training script; frozen, filled from the command line by tyro."""
 
 from __future__ import annotations
 
@@ -36,75 +36,77 @@ from train.methods.moments import MomentPeriods
 
 @dataclass(frozen=True)
 class RunConfig(WrapperOptions, ABC):
-    """Method, checkpoints, log, network: what does not depend on the task, whose choices a script adds."""
+    """The options for every task: method, checkpoints, log, network. A script adds the options of its own task."""
 
     recipe: str = "sgp"
     """Method: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip, adpsgd, a2cid2, wagma, dpwa,
     localsgd, diloco, streamingdiloco, eagerdiloco, muloco, isoloco, sparseloco, slowmo, noloco, gasloc, qgdsgdm, d2,
-    exactdiffusion, gradienttracking, decentlam, relaysgd, sparta; python -m gossip_modules.methods says what each is.
-    qgdsgdm and decentlam work where SGD steps the model, as in train.gossip_sgd, and elsewhere with --optimizer sgd. A
-    recipe is the short name of an --algorithm, with its published settings."""
+    exactdiffusion, gradienttracking, decentlam, relaysgd, sparta; python -m gossip_modules.methods describes each.
+    qgdsgdm and decentlam need SGD: train.gossip_sgd has it, other scripts take --optimizer sgd. A recipe is the short
+    name of an --algorithm, with its published settings."""
     algorithm: str = ""
     """The method with settings of your own, as the text of Python: "DiLoCo(sync_every=50)", "Choco(TopK(0.01),
     step_size=0.04)", "GASLoC(momentum=0).over(PowerGossip())". Calls of known names with literals; nothing is
-    evaluated. Empty: what --recipe says. `python -m gossip_modules.methods` lists the names."""
+    evaluated. Empty: the method of --recipe. `python -m gossip_modules.methods` lists the names."""
     delay: str = ""
-    """Optimizer steps for which an outer step runs under training, of a method that has outer steps: a number, or auto,
-    which ranks measure. In place of delay= of --algorithm. Empty: what the method says."""
+    """Optimizer steps from the start of an outer step to its end, under training, for methods with outer steps: a
+    number, or auto: the ranks measure it. Replaces delay= of --algorithm. Empty: the delay of the method."""
     out_dir: str = ""
-    """Folder of everything this run writes; empty: runs/<dataset>_<recipe>."""
+    """Folder for all files of this run; empty: runs/<dataset>_<recipe>."""
     resume: str = ""
     """'auto': the newest whole checkpoint of out_dir, or a new start; else the folder of a run or checkpoint."""
     overwrite: bool = False
-    """Delete the run that out_dir has: its tables, reports, model and checkpoints, and no other files; otherwise a run
-    there is an error, unless it is resumed."""
+    """Delete an earlier run in out_dir: its tables, reports, model and checkpoints, and no other files. Without this
+    option a run there is an error, unless it is resumed."""
     seed: int = 1
-    """The same on every rank. All that is drawn at random follows from it: the initial model, what each rank reads and
-    in which order, augmentation, dropout, and what methods draw."""
+    """Seed of all random numbers, equal on every rank: for the initial model, the share and the order of each rank's
+    data, augmentation, dropout, and the random numbers of methods."""
 
     epochs: int = 25
     """Passes over the training data."""
     accumulation_steps: int = 1
     """Micro-batches of an optimizer step; a gossip round happens once per step."""
     label_smoothing: float = 0.1
-    """Share of the target that is spread evenly over all classes."""
+    """Share of the target to spread evenly over all classes."""
     clip_norm: float = 0.0
-    """Gradients of a larger norm are scaled down to this one, in each rank by itself; 0: they stay as they are."""
+    """Largest norm of gradients; each rank scales larger gradients down to it. 0: no clipping."""
     first_moment_period: int = 0
     """DES-LOC: optimizer steps from one average of the optimizer's first moments over all ranks to the next, such as
-    three times sync_every of the algorithm. Of sgd that is the momentum. 0: never, each rank keeps its own."""
+    three times sync_every of the algorithm. The first moment of sgd is its momentum. 0: never, each rank keeps its
+    own."""
     second_moment_period: int = 0
-    """The same for the second moments, which Adam and AdamW have, such as six times sync_every; 0: never."""
+    """DES-LOC: optimizer steps from one average of the second moments of Adam or AdamW over all ranks to the next, such
+    as six times sync_every; 0: never."""
     amp: Literal["none", "bfloat16", "float16"] = "none"
     """Autocast dtype; float16 scales the loss with a GradScaler."""
     compile: str = "none"
     """Backend of torch.compile for the wrapped model, such as inductor; none: not compiled."""
 
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
-    """auto: nccl where every rank has a GPU of its own, else gloo. mpi: through mpi4py, under mpirun."""
+    """auto: nccl if every rank has a GPU of its own, else gloo. mpi: through mpi4py, under mpirun."""
     comm_device: Literal["auto", "cpu"] = "auto"
-    """cpu: GPU parameters travel through pinned memory."""
+    """cpu: GPU parameters are sent through pinned memory."""
     timeout_seconds: float = 300.0
-    """Longest wait for a peer, after which the run ends with an error naming it."""
+    """Longest wait for a peer; then the run ends with an error that names the peer."""
     num_threads: int = 1
-    """Threads of each process; part of the numbers, since sums are ordered by thread."""
+    """Threads of each process. Another number changes results slightly, because sums are ordered by thread."""
     deterministic: bool = False
     """Deterministic CUDA kernels, for bit-identical resumption on a GPU; a CPU needs nothing."""
 
     elastic: bool = False
-    """Workers may die, come back and be added while the others train on. Each is started by itself, with the same
-    command, and all meet at --store; see docs/guides/elasticity_operating.md. Recipes that cannot do so say why."""
+    """Workers may die, come back and be added while the others train on. Start each worker with the same command; all
+    meet at --store; see docs/guides/elasticity_operating.md. Other recipes raise an error with the reason."""
     min_workers: int = 1
-    """The run begins with so many workers; learning rate and epochs are counted as for these."""
+    """Number of workers at the start; learning rate and epochs refer to this number."""
     max_workers: int = 0
-    """Of others that come only as many are taken in; 0: all."""
+    """Largest number of workers; more workers are not taken in. 0: no limit."""
     store: str = "127.0.0.1:29400"
-    """host:port where `python -m gossip_modules.membership.serve` runs, which outlives workers; or file:path, of a file
-    that it writes its address to. Several runs may share it: the name of --out-dir tells them apart."""
+    """host:port of `python -m gossip_modules.membership.serve`; or file:path, the file with its address. Keep it
+    running for longer than the workers. Several runs may share it: the name of --out-dir tells them apart."""
     scale_lr: bool = False
-    """The learning rate is in proportion to the number of workers that train; otherwise always that of min_workers."""
+    """Scale the learning rate with the number of training workers; otherwise it is always the rate of min_workers."""
     min_deadline: float = 1.0
-    """Seconds of silence after which the others go on without a worker, at least."""
+    """The shortest time without a heartbeat, in seconds, before the others go on without a worker."""
 
     checkpoint_every: int = 0
     """Epochs from one checkpoint to the next; 0: only on a signal. With checkpoints, the last step has one."""
@@ -118,7 +120,7 @@ class RunConfig(WrapperOptions, ABC):
     """Optimizer steps from one point of TensorBoard and of the progress bar to the next."""
 
     OPTIMIZER: ClassVar[str] = "SGD"
-    """What steps the model, a class of torch.optim, where no option says it; see `optimizer_class`."""
+    """The optimizer of the model, a class of torch.optim, if no option names one; see `optimizer_class`."""
     CHOICES: ClassVar[Mapping[str, Collection[object]]] = {
         "recipe": METHODS,
         "graph": [*GRAPHS, *PREDEFINED_GRAPHS, *TREES],
@@ -133,20 +135,20 @@ class RunConfig(WrapperOptions, ABC):
         *("first_moment_period", "second_moment_period"),
     )
     ZERO: ClassVar[Mapping[str, str]] = {"max_workers": "takes all"}
-    """What 0 does with those of them that it does not switch off."""
+    """The meaning of 0 for options of `NOT_NEGATIVE` that 0 does not switch off."""
     SHARES: ClassVar[tuple[str, ...]] = ()
-    """More than 0, at most 1."""
+    """The options in (0, 1]."""
     BELOW_ONE: ClassVar[tuple[str, ...]] = ("label_smoothing",)
-    """0 or more, less than 1."""
+    """The options in [0, 1)."""
     IDENTITY: ClassVar[tuple[str, ...]] = (
         *("recipe", "algorithm", "accumulation_steps", "seed", "amp", "first_moment_period", "second_moment_period"),
         *WRAPPER_OPTIONS,
     )
-    """What a run shares with every checkpoint it can go on from."""
+    """The options that a run shares with every checkpoint it can go on from."""
     SETTINGS: ClassVar[tuple[str, ...]] = (
         *("label_smoothing", "clip_norm", "compile", "num_threads", "min_workers", "scale_lr"),
     )
-    """What may change from there on, but makes it another run."""
+    """The options that may change at a checkpoint, but make it another run."""
     GROUPS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "general": ("recipe", "algorithm", "delay", "out_dir", "resume", "overwrite", "seed"),
         "training": ("epochs", "accumulation_steps", "label_smoothing", "clip_norm", "amp", "compile"),
@@ -161,9 +163,9 @@ class RunConfig(WrapperOptions, ABC):
             "log_every",
         ),
     }
-    """For --help, which adds those of methods; fields of a task that are in no group are its "task options"."""
+    """The groups of options in --help, beside those of methods; a task's fields in no group are its "task options"."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Defaults by the name that --preset takes; see train/command_line.py."""
+    """Defaults by the name for --preset; see train/command_line.py."""
 
     def __post_init__(self) -> None:
         self._choose_method()
@@ -208,7 +210,7 @@ class RunConfig(WrapperOptions, ABC):
             self._check_elastic()
 
     def _choose_method(self) -> None:
-        """Check recipe and algorithm; the recipe becomes the name of the method, and "" an algorithm that it is."""
+        """Check recipe and algorithm; set the recipe to the method's name, and a recipe's own algorithm to ""."""
         recipe = name_of(self.recipe)
         if self.algorithm:
             chosen = read_algorithm(self.algorithm, seed=self.seed)
@@ -262,40 +264,40 @@ class RunConfig(WrapperOptions, ABC):
 
     @cached_property
     def weighs_losses(self) -> bool:
-        """Whether dpwa merges by losses, which ranks report then."""
+        """Whether dpwa merges by losses; ranks report them then."""
         arguments = self.chosen.arguments
         by_loss = isinstance(arguments.get("interpolation"), LossInterpolation)
         return by_loss or arguments.get("divergence_threshold", 0.0) > 0
 
     @property
     def optimizer_class(self) -> str:
-        """What steps the model, a class of torch.optim; with another one than SGD, recipes that need it are refused."""
+        """The optimizer of the model, a class of torch.optim. Recipes that need SGD are refused with any other one."""
         return self.OPTIMIZER
 
     @property
     def moment_periods(self) -> MomentPeriods:
-        """When moments of the optimizer are averaged over all ranks."""
+        """The periods of averages of the optimizer's moments over all ranks."""
         return MomentPeriods(self.first_moment_period, self.second_moment_period)
 
     @property
     def num_founders(self) -> int:
-        """Steps of all workers for each one that is counted: min_workers with --elastic, otherwise 1."""
+        """The number of steps of all workers for each counted step: min_workers with --elastic, otherwise 1."""
         return self.min_workers if self.elastic else 1
 
     @property
     @abstractmethod
     def subject(self) -> str:
-        """What is learnt, for the name of a folder."""
+        """The data of the run, for the name of a folder."""
 
     def resolved(self, world: World) -> Self:
-        """These choices, with what they leave to the machines filled in."""
+        """Return these options, with values for those that depend on the machines."""
         return self
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The choices that a run shares with every checkpoint it can go on from, plain JSON values.
+        """The options that a run shares with every checkpoint it can go on from, plain JSON values.
 
-        An option that the recipe does not use is there by its default: it makes no other run.
+        An option without a use in the recipe has its default here: it makes no other run.
         """
         config = without_unused(METHODS[self.recipe], self)
         identity = {name: _plain(getattr(config, name)) for name in self.IDENTITY}
@@ -308,32 +310,32 @@ class RunConfig(WrapperOptions, ABC):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """What each of these choices is where it is not made; plain JSON values."""
+        """The defaults of the options of `identity`; plain JSON values."""
         return {name: _plain(getattr(type(self), name)) for name in self.IDENTITY}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The choices that may change from there on, but make it another run; plain JSON values."""
+        """The options that may change at a checkpoint, but make it another run; plain JSON values."""
         return {name: _plain(getattr(self, name)) for name in self.SETTINGS}
 
     def check_preset(self, preset: Mapping[str, Any]) -> None:
-        """Raise ValueError where what a preset sets does not go with the other options."""
+        """Raise ValueError if the values of a preset do not fit the other options."""
 
     @property
     def used_choices(self) -> dict[str, Any]:
-        """The choices that hold for this run, the recipe first: all but the options that the recipe does not use."""
+        """The options of this run, the recipe first, without those that the recipe does not use."""
         unused = {*WRAPPER_OPTIONS} - METHODS[self.recipe].options
         names = ["recipe", *(option.name for option in fields(self) if option.name not in unused)]
         return {name: getattr(self, name) for name in names}
 
     @property
     def unused_choices(self) -> dict[str, Any]:
-        """The options that are set and that the wrapper of the recipe does not take."""
+        """The given options without a use in the recipe's wrapper."""
         return {name: getattr(self, name) for name in unused_options(METHODS[self.recipe], self)}
 
     @property
     def run_dir(self) -> Path:
-        """Where this run writes."""
+        """The folder of this run's files."""
         return Path(self.out_dir or f"runs/{self.subject}_{self.recipe}")
 
 

@@ -1,4 +1,4 @@
-"""TokenConfig: the choice of an optimizer, which the tasks that predict tokens share."""
+"""TokenConfig: the optimizer's options, shared by the tasks that predict tokens."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _CLASSES = {"adam": "Adam", "adamw": "AdamW", "gossip-adamw": "GossipAdamW", "mu
 
 @dataclass(frozen=True)
 class TokenConfig(RunConfig, ABC):
-    """A run of a task that predicts tokens, by the task's own Adam, which is the default, or by SGD with momentum."""
+    """A run of a task that predicts tokens, by the task's own Adam (the default), or by SGD with momentum."""
 
     optimizer: str = ""
-    """A key of `RATES`."""
+    """Name of the optimizer, a key of `RATES`."""
     lr: float = 0.0
-    """At the end of the warm-up; 0: that of `RATES`."""
+    """Learning rate at the end of the warm-up; 0: the rate in `RATES`."""
     momentum: float = 0.9
-    """Of sgd, less than 1."""
+    """Momentum of sgd, less than 1."""
 
     RATES: ClassVar[Mapping[str, float]] = {}
-    """The optimizers that the task trains by, each with the learning rate that 0 stands for."""
+    """The optimizers of the task, each with its learning rate for lr=0."""
     CHOICES: ClassVar[Mapping[str, Collection[object]]] = RunConfig.CHOICES
     NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (*RunConfig.NOT_NEGATIVE, "lr")
     ZERO: ClassVar[Mapping[str, str]] = {**RunConfig.ZERO, "lr": "is the usual one of the optimizer"}
@@ -47,7 +47,7 @@ class TokenConfig(RunConfig, ABC):
             )
 
     def check_preset(self, preset: Mapping[str, Any]) -> None:
-        """See `RunConfig`: its rates are those of its own optimizer."""
+        """See `RunConfig`; the rates of a preset are for its own optimizer."""
         rates = [name for name in ("lr", "weight_decay") if name in preset and getattr(self, name) == preset[name]]
         own = preset.get("optimizer", type(self).optimizer)
         if rates and self.optimizer != own:
@@ -70,5 +70,5 @@ class TokenConfig(RunConfig, ABC):
         return _CLASSES[self.optimizer]
 
     def resolved(self, world: World) -> Self:
-        """With the learning rate, where it was left to the optimizer."""
+        """See `RunConfig`; lr=0 becomes the rate of the optimizer."""
         return replace(self, lr=self.lr or self.RATES[self.optimizer])

@@ -1,4 +1,4 @@
-"""TranslationConfig: every choice of a translation run, one frozen dataclass, filled from the command line by tyro."""
+"""TranslationConfig: all options of a translation run, one frozen dataclass, filled from the command line by tyro."""
 
 from __future__ import annotations
 
@@ -37,58 +37,59 @@ class TranslationConfig(TokenConfig):
     """Train a Transformer to translate by gossip. The defaults learn number words by SGP in under two minutes."""
 
     source: str = "en"
-    """Language translated from: the end of its files' names, or a code of num2words."""
+    """Source language: the end of its files' names, or a code of num2words."""
     target: str = "de"
-    """Language translated into."""
+    """Target language."""
     data_dir: str = ""
     """Folder of <prefix>.<language> files, plain or .gz, one sentence per line; empty: number words, without files."""
     train_prefix: str = ""
-    """Of the files to learn from; empty: train."""
+    """Prefix of the training files; empty: train."""
     validation_prefix: str = ""
-    """Of the files by which the best checkpoint is chosen; empty: val, valid, validation or dev."""
+    """Prefix of the validation files, for the choice of the best checkpoint; empty: val, valid, validation or dev."""
     test_prefix: str = ""
-    """Of the files that the averaged model translates; empty: the one set that begins with test."""
+    """Prefix of the test files; the averaged model translates them. Empty: the only prefix that begins with test."""
     subword_joiner: str = ""
-    """Taken out of every line; '@@ ' undoes the subwords of files that are cut into them already."""
+    """Text to remove from every line; '@@ ' joins the subwords of files that are cut into subwords."""
     num_numbers: int = 6000
-    """Number words: training pairs."""
+    """Number of training pairs of number words."""
 
     tokenizer: str = ""
-    """tokenizer.json of an earlier run; empty: learnt by rank 0 from the training text."""
+    """tokenizer.json of an earlier run; empty: rank 0 trains a tokenizer on the training text."""
     vocabulary_size: int = 400
-    """Tokens of the tokenizer that is learnt, for both languages; the 256 bytes are among them."""
+    """Tokens of the trained tokenizer, for both languages; the 256 bytes are among them."""
     max_length: int = 64
-    """The most tokens of a sentence: longer pairs are not learnt from, and cut in validation and test."""
+    """Most tokens of a sentence. Longer pairs are left out of training, and cut in validation and test."""
     max_tokens: int = 320
-    """Tokens per rank and micro-batch, padding included, of that language which has more."""
+    """Tokens per rank and micro-batch, padding included, of the longer language."""
 
     model: str = "tiny"
     """tiny (2 layers, width 128), small (3, 256), base and big (Vaswani et al.)."""
     dropout: float = 0.0
-    """Of embeddings and of every sublayer's output."""
+    """Dropout of embeddings and of every sublayer's output."""
     epochs: int = 6
     """Passes over the training pairs."""
     optimizer: str = "adam"
-    """adam, or sgd: with momentum, which is what qgdsgdm and decentlam need."""
+    """adam, or sgd with momentum; qgdsgdm and decentlam need sgd."""
     lr: float = 0.0
-    """At the end of the warm-up; it then falls with the square root of the step. 0: 2e-3 with adam, 0.03 with sgd."""
+    """Learning rate at the end of the warm-up; it then falls with the square root of the step. 0: 2e-3 with adam, 0.03
+    with sgd."""
     warmup_steps: int = 60
     """Optimizer steps of linear warm-up."""
     validate_every: int = 2
     """Epochs from one validation to the next; the last epoch is always validated."""
     label_smoothing: float = 0.1
-    """Share of the target that is spread evenly over all tokens."""
+    """Share of the target to spread evenly over all tokens."""
 
     beam_size: int = 4
-    """Hypotheses that a translation is chosen from; 1: the likeliest token each time."""
+    """Hypotheses of beam search; 1: the likeliest token each time."""
     length_penalty: float = 0.6
-    """A hypothesis of l tokens is as good as its log-likelihood / l^length_penalty; 0: short ones win."""
+    """The score of a hypothesis of l tokens is log-likelihood / l^length_penalty; 0: short hypotheses win."""
     num_validation: int = 0
-    """Validate on so many pairs from the beginning of the set; 0: all."""
+    """Number of validation pairs, from the beginning of the set; 0: all."""
     num_test: int = 0
-    """Translate so many sentences from the beginning of the test set; 0: all."""
+    """Number of test sentences to translate, from the beginning of the set; 0: all."""
     bleu_tokenizer: str = ""
-    """sacrebleu's: 13a, none (text that is cut into words already), intl, char, ...; empty: 13a for files, char for
+    """Tokenizer of sacrebleu: 13a, none (for text cut into words), intl, char, ...; empty: 13a for files, char for
     number words."""
 
     RATES: ClassVar[Mapping[str, float]] = {"adam": 2e-3, "sgd": 0.03}

@@ -1,4 +1,4 @@
-"""CorpusFolder: text to learn from and to be judged by, found by the usual names; or number words, without a file."""
+"""CorpusFolder: training, validation and test text, found by the usual names; or number words, without a file."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def load_corpus(
     validation_prefix: str = "",
     test_prefix: str = "",
 ) -> Corpus:
-    """A corpus of files, or of number words where `data_dir` is empty.
+    """Load a corpus of files, or of number words if `data_dir` is empty.
 
     Args:
         data_dir: folder of the files.
-        source, target: languages translated from and into.
-        num_numbers: of number words: the number of sentences to train on.
+        source, target: the source and the target language.
+        num_numbers: the number of training sentences of number words.
         joiner: see `TextFiles`.
         train_prefix, validation_prefix, test_prefix: the beginnings of the names of files; empty: the usual ones.
 
     Raises:
-        ValueError: files are missing, or there is no saying which are meant.
+        ValueError: files are missing, or several sets of files could be meant.
     """
     if not data_dir:
         return number_words(source, target, num_train=num_numbers)
@@ -49,9 +49,9 @@ class CorpusFolder:
     """A folder of files <prefix>.<language>, plain or .gz: train.en and train.de, or as Moses' scripts leave them.
 
     Args:
-        folder: where the files are.
-        source: language translated from, the last part of a file's name.
-        target: language translated into.
+        folder: the folder of the files.
+        source: the source language, the last part of a file's name.
+        target: the target language.
         joiner: see `TextFiles`.
     """
 
@@ -62,7 +62,7 @@ class CorpusFolder:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """Of which there are files in both languages; sorted."""
+        """The prefixes with files in both languages; sorted."""
         found = [
             {path.name.removesuffix(".gz").removesuffix(f".{language}") for path in self._files(language)}
             for language in (self.source, self.target)
@@ -70,15 +70,15 @@ class CorpusFolder:
         return tuple(sorted(found[0] & found[1]))
 
     def choose(self, role: str, prefix: str, usual: tuple[str, ...]) -> str:
-        """The prefix of the files for `role`.
+        """Return the prefix of the files for `role`.
 
         Args:
             role: train, validation or test.
-            prefix: that was asked for; empty: any of the usual ones.
-            usual: what files for this role are called.
+            prefix: the prefix that the user gave; empty: any of the usual ones.
+            usual: the usual prefixes for this role.
 
         Raises:
-            ValueError: there are none, or several.
+            ValueError: no prefix, or several, have files.
         """
         found = [name for name in self.prefixes if name in ((prefix,) if prefix else usual)]
         if len(found) == 1:
@@ -96,7 +96,7 @@ class CorpusFolder:
         )
 
     def text(self, prefix: str) -> TextFiles:
-        """The two files of `prefix`."""
+        """Return the two files of `prefix`."""
         source, target = (
             next(path for path in self._files(language) if path.name.removesuffix(".gz") == f"{prefix}.{language}")
             for language in (self.source, self.target)
