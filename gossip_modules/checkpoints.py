@@ -21,7 +21,7 @@ def average_checkpoints(checkpoints: Iterable[Mapping[str, Any]], *, model: str 
     tensor, are of the first checkpoint.
 
     Args:
-        checkpoints: of all ranks, as `torch.load` returns them; the average holds one of them at a time.
+        checkpoints: the checkpoints of all ranks, from `torch.load`; the average holds one of them at a time.
         model: the key of the wrapper's state dict, with its metadata.
 
     Returns:

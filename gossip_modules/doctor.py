@@ -68,9 +68,9 @@ class Workload(NamedTuple):
     """The model whose training is planned.
 
     num_bytes: the size of its parameters.
-    device: of its parameters.
+    device: the device of its parameters.
     step: takes one training step; None: `seconds` are given.
-    seconds: of a step, where they are given.
+    seconds: the duration of a step; None: not given.
     name: in words.
     """
 

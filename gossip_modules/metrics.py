@@ -102,7 +102,7 @@ class JSONLines:
     """Appends rows to `metrics_<rank>.jsonl`, one JSON object a line; infinities and NaN become null.
 
     Args:
-        folder: of the run, made if it is missing; `python -m gossip_modules.watch` reads it.
+        folder: the folder of the run, made if it is missing; `python -m gossip_modules.watch` reads it.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -131,7 +131,7 @@ class TensorBoard:
     """Writes rows as scalars for TensorBoard, each rank to a folder of its own, `rank_<rank>`.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
 
     Raises:
         ModuleNotFoundError: the package tensorboard is not installed.
@@ -188,7 +188,7 @@ class Prometheus:
     and nothing else, one connection at a time, each for 2 s and 8 KiB at most.
 
     Args:
-        folder: of the text-file collector of node_exporter; gets `gossip_<rank>.prom`, replaced as a whole, which
+        folder: the folder of node_exporter's text-file collector; gets `gossip_<rank>.prom`, replaced as a whole, which
             `close` removes: node_exporter would go on giving the last numbers of a job that has ended.
         port: serves `http://host:port/metrics`; 0 takes a free port. Give each rank of a machine its own.
         host: the address to listen at, of IPv4 or IPv6 ("::" for all).

@@ -86,7 +86,7 @@ def foreign_arguments(
     the signature of the function.
 
     Args:
-        tables: of several that have a name, the first one counts.
+        tables: the tables of options; the first one with a name counts.
         passed_on_to: a function to which the keyword arguments are passed on: its arguments count as own ones.
         leading, trailing: an argument of a table that may stand before, or after, the positional ones of a constructor.
 

@@ -15,7 +15,7 @@ def span(name: str, detail: str = "") -> contextlib.AbstractContextManager[objec
     """A context that a trace shows under this name, as `torch.profiler.record_function`, which takes 6 us, often 20.
 
     Args:
-        name: of the span.
+        name: the name of the span.
         detail: shown with `record_shapes=True`, such as "t=3".
     """
     return contextlib.nullcontext() if _is_compiling() else Span(name, [detail])

@@ -20,14 +20,19 @@ StepSizes: TypeAlias = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Paper:
-    """The publication of a method."""
+    """The publication of a method.
+
+    Args:
+        authors: the surnames, e.g. "Vogels, Karimireddy, Jaggi".
+        title: the title.
+        venue: the venue with the year, e.g. "ICML 2019".
+        arxiv: the number of the preprint, e.g. "1902.00340"; "": none.
+    """
 
     authors: str
     title: str
     venue: str
-    """With the year, e.g. "ICML 2019"."""
     arxiv: str = ""
-    """The number of the preprint, e.g. "1902.00340"."""
 
     def __str__(self) -> str:
         preprint = f", arXiv {self.arxiv}" if self.arxiv else ""

@@ -69,7 +69,7 @@ def read_command_line(
     Args:
         config_type: what is configured.
         description: for --help.
-        arguments: of the command; None: those of this process.
+        arguments: the arguments of the command; None: those of this process.
 
     Raises:
         UsageError: an option has a value that is out of bounds, or does not fit another one; or a module to

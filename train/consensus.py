@@ -152,10 +152,10 @@ def run(method: Variant, step_size: float, matrices: list[Tensor], *, steps: int
 
     Args:
         method: how to gossip, on a ring.
-        step_size: of consensus.
+        step_size: the consensus step size.
         matrices: one per worker, float32; not changed.
         steps: rounds, at most.
-        seed: of what is random in the method.
+        seed: the seed of the method's random numbers.
     """
     mixing = ring(len(matrices))
     theta = 2 * largest_difference(matrices, mixing)

@@ -56,7 +56,7 @@ class TrainedTranslator:
 
     Args:
         translator: in eval mode.
-        tokenizer: of both languages.
+        tokenizer: the tokenizer of both languages.
         beam: how to search.
         max_length: the most tokens of a sentence; what is longer is cut.
         device: where `translator` is.

@@ -47,7 +47,7 @@ def draw_slowest(axis: Axes, rows: pd.DataFrame, median_ms: float | None) -> Non
     Args:
         axis: where to draw.
         rows: a fault each.
-        median_ms: of all steps of the run; None: not known.
+        median_ms: the median of all steps of the run, in milliseconds; None: not known.
     """
     axis.axhline(DEADLINE_MS, color=MUTED, linestyle="--", linewidth=0.9, label="deadline of a silent worker, 2 s")
     if median_ms is not None:

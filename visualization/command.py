@@ -19,7 +19,7 @@ def read_arguments(
     Args:
         kind: its fields are the options; those of a dataclass within it are a group of them in --help.
         description: for --help, above the options, line by line as it is.
-        arguments: of the command; None: those of this process.
+        arguments: the arguments of the command; None: those of this process.
 
     Raises:
         SystemExit: an option that does not exist, or --help.

@@ -58,8 +58,8 @@ def draw_figures(
 
     Args:
         runs: as read.
-        out_dir: of the files, made if need be.
-        ending: of their names.
+        out_dir: the folder of the files, made if need be.
+        ending: the ending of their names.
         figures: names of those that are wanted.
 
     Returns:

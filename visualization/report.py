@@ -98,7 +98,7 @@ def make_report(
     Args:
         run: with or without a summary.
         problems: what is wrong with its files.
-        membership: of an elastic run.
+        membership: the membership of an elastic run.
         baseline: a run whose curves are drawn beside.
         tables: links to the files of the run, by their names.
     """

@@ -100,7 +100,7 @@ def rounds_to_consensus(rounds: MatrixRounds, *, error: float) -> int:
 
     Args:
         rounds: doubly stochastic, of a period; their error never grows.
-        error: of the worst start, relative to it.
+        error: the error of the worst start, relative to it.
 
     Raises:
         ValueError: rounds without a period, or that never get there.

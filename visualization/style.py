@@ -26,7 +26,7 @@ class MethodStyle(NamedTuple):
 
     Attributes:
         title: that of gossip_modules.methods.
-        color: of its lines and bars in every picture.
+        color: the color of its lines and bars in every picture.
         words: that name it in labels, in lower case.
     """
 
@@ -141,8 +141,8 @@ def line_style(index: int, num_points: int) -> dict[str, Any]:
     """Colour, dashes and markers of the line number `index`: all three differ from those of its neighbours.
 
     Args:
-        index: of the line, from 0.
-        num_points: of the line.
+        index: the index of the line, from 0.
+        num_points: the number of points of the line.
     """
     return {
         "color": COLORS[index % len(COLORS)],
@@ -174,7 +174,7 @@ def method_styles(labels: Sequence[str], methods: Sequence[str | None] | None = 
     method has, or, where no label has a method, COLORS.
 
     Args:
-        labels: of all that a picture shows, each once.
+        labels: the labels of a picture, each once.
         methods: keys of METHOD_STYLES, one per label; where it is None, or left out, the label tells.
     """
     given = methods or [None] * len(labels)
@@ -228,8 +228,8 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
     """How many labels fit side by side below a figure.
 
     Args:
-        labels: of the legend.
-        width: of the figure, in inches.
+        labels: the labels of the legend.
+        width: the width of the figure, in inches.
     """
     letter = 0.55 * SMALL / 72  # inches: the mean width of a letter
     longest = max(map(len, labels), default=0) * letter + 0.5
@@ -240,7 +240,7 @@ def add_legend(figure: Figure, axes: Iterable[Axes], *, least: int = 2) -> Legen
     """One legend below the figure, where it covers no data: each label of the axes once, in their order.
 
     Args:
-        figure: of the axes.
+        figure: the figure of the axes.
         axes: whose lines have labels.
         least: so many labels make a legend; one line needs not be told apart.
 

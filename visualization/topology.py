@@ -141,7 +141,7 @@ def first_rounds(rounds: MatrixRounds, max_rounds: int) -> dict[int, Matrix]:
     """W(t) of the first rounds, by t; of rounds without a period, which are random, those that differ from all before.
 
     Args:
-        rounds: of a graph.
+        rounds: rounds of a graph.
         max_rounds: at most so many.
     """
     if rounds.period:
@@ -161,9 +161,9 @@ def draw_round(axis: Axes, matrix: Matrix, looks: Looks, *, has_own: bool, width
     Args:
         axis: where to draw.
         matrix: W(t).
-        looks: of links, by weight.
+        looks: the styles of links, by weight.
         has_own: write the own weight beside each rank.
-        width: of the panel, in inches.
+        width: the width of the panel, in inches.
     """
     n = len(matrix)
     # Points of the page, not data: circles that hold two digits, whatever the number of ranks.

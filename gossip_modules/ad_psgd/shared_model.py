@@ -130,7 +130,7 @@ class SharedModel:
         Args:
             correction: received - sent for parameters, the received values for buffers. The buffers are overwritten.
             alpha: the factor; from 0 to 1 if there are buffers.
-            step: of the y that was sent.
+            step: the step of the y that was sent.
         """
         self._wait_for_gpu()  # without the lock, which training may want
         with self.lock:

@@ -184,7 +184,13 @@ class DiLoCo(OuterMethod):
         self.arrive(v, phi, carries=self.arrival != "adaptive" or m.numbers.get("carries", 1.0) > 0)
 
     def outer_step(self, v: Vectors, m: Memory, phi: Vector, drift: Vector) -> None:
-        """phi <- a step of the outer optimizer along the mean drift, which it may overwrite."""
+        """phi <- a step of the outer optimizer along the mean drift.
+
+        Args:
+            v, m: see `round`.
+            phi: the anchor; written.
+            drift: the mean drift of all ranks; may be overwritten.
+        """
         step(m.optimizer("outer", self.make_optimizer, phi), phi, drift)
 
     def recover(self, v: Vectors, m: Memory) -> None:

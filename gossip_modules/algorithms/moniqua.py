@@ -121,7 +121,7 @@ class Moniqua(Algorithm):
         return x.new_zeros(_HEADER_BYTES + packed_size(x.numel(), self.bits), dtype=torch.uint8)
 
     def compress(self, x: Tensor, message: Tensor, *, t: int) -> None:
-        """message <- n mod L with n = floor(x / h + u), and the checksum of n."""
+        """message <- n mod L with n = floor(x / h + u), and the checksum of n; u is a function of the round t."""
         dither = random_words(self.seed, t, 1)[0] / 2**64
         checksum = torch.zeros(1, dtype=torch.int64, device=x.device)
         largest = torch.zeros(1, dtype=x.dtype, device=x.device)

@@ -223,8 +223,8 @@ class LinkFactors:
     Args:
         rank: this rank.
         matrices: the matrices of the model.
-        device: of the factors.
-        seed: of the first factors; the same on all ranks.
+        device: the device of the factors.
+        seed: the seed of the first factors; the same on all ranks.
         warm_start: whether an iteration starts from the last factors; otherwise it draws new ones.
 
     Raises:

@@ -30,7 +30,12 @@ class Compressor(ABC):
 
     @abstractmethod
     def num_bytes(self, d: int, dtype: torch.dtype) -> int:
-        """The number of bytes of the message for a vector of length d."""
+        """Return the number of bytes of a message.
+
+        Args:
+            d: the length of the vector.
+            dtype: its dtype.
+        """
 
     @abstractmethod
     def _encode(self, x: Tensor, message: Tensor, t: int) -> None:

@@ -172,7 +172,7 @@ class PairwiseAverager(PairwiseWorker):
         """Before a batch: serve the model as it is, and start to fetch a peer's. Never waits.
 
         Args:
-            loss: of the training so far; None = as last told, or not known yet.
+            loss: the loss of the training so far; None = as last told, or not known yet.
         """
         if loss is not None:
             self._engine.report_loss(loss)
@@ -183,7 +183,7 @@ class PairwiseAverager(PairwiseWorker):
         """After a batch: wait for the fetch, for `timeout` at most since it began, and merge it.
 
         Args:
-            loss: of this batch; None = as last told.
+            loss: the loss of this batch; None = as last told.
 
         Returns:
             Whether the module was changed: not where no peer had a model for us.

@@ -48,14 +48,14 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
     Args:
         module: mutated: its trained tensors become views of one flat vector, with their values. On its device, in its
             dtype: both must stay.
-        name: of this worker.
+        name: the name of this worker.
         peers: "tcp://host:port" of every worker by name; the own entry is where to bind ("tcp://0.0.0.0:45000").
         interpolation: f: `ConstantInterpolation`, `ClockInterpolation` or `LossInterpolation`.
         divergence_threshold: merges become smaller below this loss: see `DivergenceThreshold`; 0 = none.
-        fetch_probability: of asking a peer in a round.
+        fetch_probability: the probability of asking a peer in a round.
         timeout: the limit of one round, in seconds or as a timedelta, for all peers tried in it. Training does
             not wait for it.
-        seed: of the choice of peers; each worker's choices are its own.
+        seed: the seed of the choice of peers; each worker's choices are its own.
         on_nonfinite: "raise", "skip" or "spread": the reaction to infinities or NaN in the own model. See
             `PairwiseConfig`.
         max_distance: from the own model; a peer's model further away is refused. See `PairwiseConfig`.

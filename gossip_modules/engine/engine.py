@@ -123,15 +123,27 @@ class Engine(ABC):
     # What a membership asks for, at a safe point.
 
     def rebind(self, weights: Any, transport: Any, x: FlatVector) -> None:
-        """Run rounds with these weights over this transport from now on; nothing is in flight."""
+        """Change the weights and the transport. No round may be in flight.
+
+        Args:
+            weights: the weights of rounds from now on.
+            transport: the transport of rounds from now on.
+            x: the model.
+        """
         raise NotImplementedError(f"{type(self).__name__} runs rounds in a world that stays as it is")
 
     def go_to(self, x: FlatVector, t: int, step: int) -> None:
-        """Go on with another model, from this round and this training step; the state of the algorithm is dropped."""
+        """Go on with another model, and drop the state of the algorithm.
+
+        Args:
+            x: the model.
+            t: the number of the next round.
+            step: the number of training steps so far.
+        """
         self.t, self.step = t, step
 
     def advance(self, num_steps: int) -> None:
-        """Count training steps run elsewhere."""
+        """Count `num_steps` training steps run elsewhere."""
         self.step += num_steps
 
     def skipped(self) -> int:
@@ -146,11 +158,11 @@ class Engine(ABC):
         return False
 
     def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
-        """Return the state for a joining worker, without links to peers; no round is in flight."""
+        """Return the state for a joining worker, without links to peers. No round may be in flight; x is the model."""
         return {"t": self.t, "step": self.step}
 
     def join(self, x: FlatVector, state: dict[str, Any]) -> None:
-        """Go on from a state of `state_for_newcomer` of another worker."""
+        """Go on with the model x from `state`, a state of `state_for_newcomer` of another worker."""
         self.go_to(x, int(state["t"]), int(state["step"]))
 
     @property

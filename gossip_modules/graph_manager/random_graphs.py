@@ -46,7 +46,7 @@ class RandomGraph(GraphManager):
         """
 
     def phone_book(self, rank: int) -> Sequence[int]:
-        """All other ranks, ascending."""
+        """See `GraphManager`: all ranks but `rank`, ascending."""
         self._check_rank(rank)
         return LazyRow(self.world_size - 1, lambda index: index + (index >= rank))
 

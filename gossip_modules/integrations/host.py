@@ -170,7 +170,7 @@ def save_rank(folder: str | Path, wrappers: Sequence[GossipWrapper], **parts: Se
 
     Args:
         folder: made if it is not there.
-        wrappers: of the models.
+        wrappers: the wrappers of the models.
         parts: what else differs from rank to rank, such as optimizers, by name.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ def semi_sync(
         model_parts: the model, or its stages in this process, on their device; may be sharded by `fully_shard` or a
             plan of DTensors over other dimensions of the mesh.
         optimizer: holds their parameters; an optimizer of optimizers, such as torchtitan's container, counts as one.
-        mesh: of one dimension, over the replicas, such as mesh["replicate"]; None: all ranks.
+        mesh: a mesh of one dimension, over the replicas, such as mesh["replicate"]; None: all ranks.
         options: the arguments of `GossipDataParallel`, such as `algorithm="diloco"`.
 
     Yields:

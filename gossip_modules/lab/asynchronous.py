@@ -113,7 +113,7 @@ class Bilateral(Asynchronous):
     Args:
         mixing: weights over a bipartite graph with one peer per round.
         compute, links, message: see `OwnPace`.
-        rates: of the momentum of A2CiD2; None: no momentum.
+        rates: the rates of the momentum of A2CiD2; None: no momentum.
     """
 
     def __init__(

@@ -74,11 +74,20 @@ class Compute:
         return bool(spreads) or self.slow_rank_factor > 1 or np.unique(self.seconds).size > 1
 
     def median_seconds(self, workers: Indices) -> Array:
-        """Return the duration of the median step of each worker: float64 [n]."""
+        """Return the duration of the median step of each worker, in seconds: float64 [n].
+
+        Args:
+            workers: the numbers of the workers, int64 [n].
+        """
         return self.overhead_seconds + float(np.median(self.seconds)) * self._speeds(workers)
 
     def compute_seconds(self, step: int, workers: Indices) -> Array:
-        """Return the duration of forward and backward pass of each worker in a step: float64 [n]."""
+        """Return the duration of forward and backward pass of each worker in a step, in seconds: float64 [n].
+
+        Args:
+            step: the number of the step.
+            workers: the numbers of the workers, int64 [n].
+        """
         draw, most = _generator(self.seed, _STEPS, step), int(workers.max()) + 1
         factors = np.exp(self.step_spread * draw.standard_normal(most))
         factors[draw.random(most) < self.straggle_share] *= self.straggle_factor
@@ -86,7 +95,12 @@ class Compute:
         return (seconds * factors)[workers] * self._speeds(workers)
 
     def step_seconds(self, step: int, workers: Indices) -> Array:
-        """Return the duration of the whole step of each worker: float64 [n]."""
+        """Return the duration of the whole step of each worker, in seconds: float64 [n].
+
+        Args:
+            step: the number of the step.
+            workers: the numbers of the workers, int64 [n].
+        """
         return self.overhead_seconds + self.compute_seconds(step, workers)
 
     def _speeds(self, workers: Indices) -> Array:

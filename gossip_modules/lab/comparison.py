@@ -227,7 +227,7 @@ class Result:
     rows: Sequence[Mapping[str, Any]]
 
     def to_csv(self, path: str | Path) -> None:
-        """Write the rows to a file."""
+        """Write the rows to a CSV file; a file at `path` is replaced."""
         Path(path).unlink(missing_ok=True)
         append_rows(Path(path), self.rows)
 

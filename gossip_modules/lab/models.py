@@ -67,7 +67,7 @@ class Models:
         learns: whether there is an optimizer.
         buffers: the buffers of the models by name, [n, ...].
         by: the way that is taken; "" before the first step.
-        losses: of the last step of each worker, [n].
+        losses: the losses of the last step of each worker, [n].
     """
 
     def __init__(self, task: LabTask, num_workers: int, *, seed: int = 0, by: str = "", is_alone: bool = False) -> None:

@@ -252,7 +252,7 @@ class LabPlan:
         return max(due[1] - due[0] if len(due) > 1 else _MAX_PERIOD, self.schedule.gossip_every)
 
     def resolved(self, num_workers: int) -> LabPlan:
-        """Return the plan with the default graph of the method for so many workers."""
+        """Return the plan with the default graph of its method for `num_workers` workers."""
         own, plan, made = self.method.simulated_graph, self, self.chosen.made
         if not self.is_text and isinstance(made, Algorithm) and made.default_graph(num_workers) is not None:
             own = None  # an object has the graph that it trains on

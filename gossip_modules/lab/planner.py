@@ -116,7 +116,7 @@ def simulate(
         what: the method, see `LabPlan.of`.
         setting: the cluster.
         problem: the task of the small models.
-        target: of the error; None: the problem's own.
+        target: the error to reach; None: the problem's own.
         max_steps: to give up after, at least 1; for an asynchronous method, ticks of its fastest worker's step.
         show: called with a line of progress now and then.
 
@@ -270,14 +270,19 @@ def _outer_rates(given: LabPlan, now: LabPlan, learns: bool) -> Iterator[LabPlan
 
 @dataclass(frozen=True)
 class Advice:
-    """The method to choose (None: none will do), and the reasons."""
+    """The method to choose, and the reasons.
+
+    Args:
+        best: the prediction of the method; None: no method reaches the target.
+        sentences: the reasons, one sentence each.
+    """
 
     best: Prediction | None
     sentences: tuple[str, ...]
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction | None:
-    """Return the fastest prediction with the target reached and agreement of the workers, or None."""
+    """Return the fastest of `predictions` that reaches the target with agreement of the workers, or None."""
     good = [prediction for prediction in predictions if prediction.has_reached and prediction.has_agreed]
     return min(good, key=lambda prediction: prediction.seconds, default=None)
 
@@ -293,7 +298,7 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
     helps it more than the language models of docs/benchmarks/records.md.
 
     Args:
-        predictions: of methods in the same setting.
+        predictions: predictions for methods in the same setting.
         setting: their setting.
     """
     plain = [p for p in predictions if not p.plan.method.rates]
@@ -356,7 +361,7 @@ def recipe_options(plan: LabPlan, setting: Setting) -> str:
     """Return the options of a training script for the plan.
 
     Args:
-        plan: of a method of the registry, resolved.
+        plan: a resolved plan of a method of the registry.
         setting: the setting of the simulation.
     """
     method, schedule, peers = plan.method, plan.schedule, plan.peers_per_itr or 1

@@ -1,4 +1,4 @@
-"""Tasks: what workers train. A model of your own, or one of two small problems: a mean, and small digits."""
+"""Tasks of the Lab: a model of your own, or one of two small problems, a mean and small digits."""
 
 from __future__ import annotations
 
@@ -54,11 +54,17 @@ class LabTask:
         return x
 
     def batch(self, worker: int, step: int, seed: int) -> Any:
-        """Return the batch of a worker in a step."""
+        """Return the batch of a worker in a step.
+
+        Args:
+            worker: the number of the worker.
+            step: the number of the step.
+            seed: the seed of the run; each worker and step has random numbers of its own.
+        """
         return self.data(worker, step, torch.Generator().manual_seed(seed_of(seed, worker, step)))
 
     def batches(self, num_workers: int, step: int, seed: int) -> Any:
-        """Return the batches of the first workers, stacked."""
+        """Return the batches of workers 0 to `num_workers` - 1, stacked; see `batch` for `step` and `seed`."""
         return default_collate([self.batch(worker, step, seed) for worker in range(num_workers)])
 
 
@@ -66,7 +72,7 @@ class Problem(LabTask):
     """A task small enough for thousands of workers at once.
 
     Attributes:
-        target: what `error` is to fall to, unless the user says otherwise.
+        target: the `error` to reach, unless the user gives another one.
         max_disagreement: up to there workers count as agreeing.
         check_every: steps from one look at the error to the next.
         error_name: the meaning of the error, in words.
@@ -80,7 +86,7 @@ class Problem(LabTask):
     is_solved_by_rounds: bool = False
 
     def error(self, z: Tensor) -> float:
-        """Return how far the workers with models z [n, d] are from having solved it: 0 is solved."""
+        """Return the distance of models z [n, d] of the workers from a solution: 0 is solved."""
         raise NotImplementedError
 
     def disagreement(self, z: Tensor) -> float:
@@ -209,7 +215,7 @@ class Digits(Problem):
         return self.images[indices], self.labels[indices]
 
     def indices(self, num_workers: int, step: int) -> Indices:
-        """Return the images of all workers in a step: int64 [n, batch_size]."""
+        """Return the images of workers 0 to `num_workers` - 1 in a step: int64 [num_workers, batch_size]."""
         draw = np.random.default_rng((self.seed, step))
         shape = (num_workers, self.batch_size)
         batch = draw.integers(_NUM_IMAGES, size=shape)

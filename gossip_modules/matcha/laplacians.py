@@ -27,14 +27,23 @@ _DIGITS = 9  # significant digits of alpha, so that machines which round differe
 
 
 class MixingWeight(NamedTuple):
-    """The best weight of a link, and the factor of the squared distance from the average that it gives."""
+    """The best weight of a link.
+
+    Args:
+        alpha: the weight of a link.
+        rho: the factor of the squared distance from the average per round.
+    """
 
     alpha: float
     rho: float
 
 
 def laplacian(edges: Iterable[Edge], num_ranks: int) -> Array:
-    """Degree matrix - adjacency matrix, float64 [num_ranks, num_ranks]; ranks without a link have zero rows.
+    """Return degree matrix - adjacency matrix, float64 [num_ranks, num_ranks].
+
+    Args:
+        edges: the links, pairs of ranks.
+        num_ranks: the number of ranks; ranks without a link have zero rows.
 
     >>> laplacian([(0, 2)], 3).tolist()
     [[1.0, 0.0, -1.0], [0.0, 0.0, 0.0], [-1.0, 0.0, 1.0]]

@@ -31,7 +31,13 @@ _MARGIN = 1e-3  # distance of a starting point from the bounds of p
 
 
 class ActivationPlan(NamedTuple):
-    """The probabilities [M], the weight of a link, and the factor of the squared distance from the average."""
+    """The result of a plan.
+
+    Args:
+        probabilities: the probability of each matching, float64 [M].
+        alpha: the weight of a link.
+        rho: the factor of the squared distance from the average per round.
+    """
 
     probabilities: Array
     alpha: float
@@ -100,7 +106,7 @@ def joint_probabilities(
     The result is deterministic, and p is rounded to six significant digits. It takes about a second for 64 ranks, and
     many times as long as the two-stage solution for more.
 
-    Args and Raises: as `activation_probabilities`.
+    The arguments and errors are those of `activation_probabilities`: `matchings`, `budget`, `budget_seconds`, `costs`.
 
     Returns:
         p, alpha and rho.
@@ -115,7 +121,11 @@ def joint_probabilities(
 
 
 def matching_costs(matchings: Sequence[Matching], costs: Mapping[Edge, float] | None = None) -> Array:
-    """The cost of using each matching once, float64 [M]: the time of its slowest link, or 1 if `costs` is None.
+    """Return the cost of using each matching once, float64 [M]: the time of its slowest link, or 1 without costs.
+
+    Args:
+        matchings: the matchings, each a sequence of links.
+        costs: the time of each link, in seconds; None: each matching costs 1.
 
     Raises:
         ValueError: the costs are not one finite positive number for each link.

@@ -34,10 +34,10 @@ def connect_store(
 
     Args:
         store: "host:port", or "file:path" for a file with it. The file is read again while nobody answers there.
-        timeout: of this, and of the requests of the client.
+        timeout: the timeout of this call, and of the requests of the client.
         was_lost: whether it may be away, so that this asks often whether somebody listens: torch itself waits longer
             and longer between its attempts, up to seconds after the store is back.
-        deadline: of this; None: `timeout` from now.
+        deadline: the deadline of this call; None: `timeout` from now.
 
     Raises:
         ConnectionError: nobody has answered in time.

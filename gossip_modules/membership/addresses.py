@@ -28,7 +28,7 @@ def connect_groups(
     Args:
         places: by name of each group, the rank of this worker in it, and its size.
         exchange: see `Exchange`; the workers of all groups call it. A RuntimeError of it ends this function.
-        patience: of connecting, when the addresses are known.
+        patience: the longest time to connect, when the addresses are known.
         host: see `gloo_backend`.
 
     Raises:

@@ -238,9 +238,9 @@ def receive(
     """Receive the state from rank 0.
 
     Args:
-        group: of two ranks.
+        group: a group of two ranks.
         deadline: the deadline of all waits; each received piece extends it by its own duration.
-        max_bytes: of the state.
+        max_bytes: the largest size of the state.
         waits: the means for another thread to end the wait.
 
     Raises:

@@ -42,7 +42,7 @@ class Generations:
 
     Attributes:
         active: the active generation; None before the first.
-        transport: of that one.
+        transport: the transport of that generation.
         due: the next generations, with their transports, in their order.
         formed: by generation, the transports of generations before their begin.
         limit: the step to begin only once the next generation is known; None: there is no such step.

@@ -54,7 +54,7 @@ class Joining:
         """Post "come", and wait until this worker is in the first generation or in the join queue.
 
         Args:
-            deadline: of all waits; None: each wait has one of its own, as where a worker has just started.
+            deadline: the deadline of all waits; None: each wait has its own, as for a worker that has just started.
 
         Raises:
             TimeoutError, RuntimeError, ValueError, JobFullError: it has no place.

@@ -336,13 +336,13 @@ def connect_links(
 
     Args:
         exchange: gives the addresses of this rank to all: see `connect_groups`.
-        rank: of the caller.
+        rank: the rank of the caller.
         world_size: the number of ranks.
         peers: the ranks to have links with; these have this rank among theirs.
         store: the key-value store of the group over all ranks.
-        names: of the ranks, for errors.
-        timeout: of the waits of rounds.
-        patience: of connecting.
+        names: the names of the ranks, for errors.
+        timeout: the timeout of the waits of rounds.
+        patience: the longest time to connect.
         on_lost, host: see `LinkTransport` and `gloo_backend`.
 
     Raises:

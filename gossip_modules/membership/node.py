@@ -44,7 +44,7 @@ class NodeProcesses:
     half written.
 
     Args:
-        membership: of this process.
+        membership: the membership of this process.
         control: over the processes of the node, with messages in CPU memory.
         data: the same for tensors of the model; may be `control`.
 

@@ -52,7 +52,7 @@ class ReplicaProcesses(NodeProcesses):
     collective of `fully_shard`, ends as torch ends it: at once over Gloo if the process has ended.
 
     Args:
-        membership: of this process.
+        membership: the membership of this process.
         control: over the processes of the replica, with messages in CPU memory.
         vote: over the same processes.
     """

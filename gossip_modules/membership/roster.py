@@ -58,7 +58,7 @@ class Roster:
         founders: the workers in wait for the first generation.
         asked: how many workers each of them asks for.
         description: the common options of all workers.
-        reports: of failures, in their order.
+        reports: the reports of failures, in their order.
         left: the workers of `view` that have left by themselves, with reasons.
         last_generation: the largest number of a generation.
         next_number: the number of the next worker.
@@ -354,9 +354,9 @@ def _left_out(
     """The workers that are left out, with reasons; None: too few would remain. See [Note: majority] of `Roster`.
 
     Args:
-        members: of the active generation.
+        members: the members of the active generation.
         candidates: for the next one.
-        reports: of failures, in their order.
+        reports: the reports of failures, in their order.
         left: the workers that have left by themselves, with reasons.
         on_partition: "majority" or "both".
     """
@@ -386,9 +386,9 @@ def _has_majority(
     """Whether more than half of the members that may live remain, or half of them with the first.
 
     Args:
-        members: of the active generation.
+        members: the members of the active generation.
         gone: the workers to leave out; their reports prove nothing about the others.
-        reports: of failures.
+        reports: the reports of failures.
         left: the workers that have left by themselves.
     """
     ended = {report.of for report in reports if report.is_sure and report.by not in gone} | set(left)

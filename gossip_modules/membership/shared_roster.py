@@ -170,9 +170,9 @@ class SharedRoster:
         """Give a value to other workers, and return the values of all, in the order of `workers`; waits for them.
 
         Args:
-            name: of this exchange; all workers give the same.
+            name: the name of this exchange; all workers give the same.
             worker: the id of this one.
-            value: of this worker.
+            value: the value of this worker.
             workers: the ids of all participants.
             is_void: whether nobody is to wait any more; asked again and again.
             on_late: called once, after `patience` seconds, with the missing workers.

@@ -24,11 +24,11 @@ class Member:
         ValueError: no packet can be sent to its address. Anybody may write to the store of the roster.
 
     Attributes:
-        id: of this start of the process; another start is another member.
-        number: of the worker in names and logs: 0, 1, ... in the order of arrival; -1: not given yet.
-        host: of the process.
-        pid: of the process.
-        address: of its listener, (host, port).
+        id: the id of this start of the process; another start is another member.
+        number: the number of the worker in names and logs: 0, 1, ... in the order of arrival; -1: not given yet.
+        host: the host of the process.
+        pid: the id of the process.
+        address: the address of its listener, (host, port).
         secret: its random number in hexadecimal digits; see [Note: secrets of workers].
     """
 

@@ -32,7 +32,7 @@ class JobState:
     """The settings of a membership, and the state that a worker keeps when it joins its job again.
 
     Attributes:
-        store: of the roster.
+        store: the store of the roster.
         name, timeout, min_workers: see `Membership`.
         host: the address at which others reach this worker.
         link_host: the same for Gloo; None: its own choice.
@@ -45,7 +45,7 @@ class JobState:
         num_joins, num_deaths: since the start.
         is_leaving: whether `Membership.leave` was called.
         has_met: whether a listener of another worker was ever in reach.
-        has_warned: of a loopback address.
+        has_warned: whether it has warned of a loopback address.
         wake: set when the watcher has something to do.
         shard, num_shards: the place of this process among the processes with shards of one model, and their number;
             only the first one speaks for the worker. See `ReplicaProcesses`.
@@ -99,7 +99,7 @@ class LocalWorker:
         job: see `JobState`.
 
     Attributes:
-        id: of this start.
+        id: the id of this start.
         roster: as last read.
         unsent: events to post.
         coming: the arguments of `Roster.come`; None before this worker comes.

@@ -99,7 +99,12 @@ class OverlapSGP:
 
 @dataclass(frozen=True)
 class MATCHA:
-    """MATCHA: on the graph of --graph, or by a JSON file of `python -m gossip_modules.matcha --output`."""
+    """MATCHA on the graph of --graph, or by a plan in a file.
+
+    Args:
+        budget: see `MatchaGraph`.
+        plan: the JSON file of `python -m gossip_modules.matcha --output`; "": the graph of --graph.
+    """
 
     budget: float = 0.5
     plan: str = ""
@@ -117,7 +122,11 @@ class A2CiD2:
 
 @dataclass(frozen=True)
 class WAGMA:
-    """WAGMA-SGD: arguments of `GroupAverageDataParallel`."""
+    """WAGMA-SGD: the arguments of `GroupAverageDataParallel`.
+
+    Args:
+        group_size, sync_period, wait_avoiding: see `GroupAverageDataParallel`.
+    """
 
     group_size: int | None = None
     sync_period: int = 10
@@ -126,7 +135,11 @@ class WAGMA:
 
 @dataclass(frozen=True)
 class Dpwa:
-    """dpwa: arguments of `PairwiseDataParallel`."""
+    """dpwa: the arguments of `PairwiseDataParallel`.
+
+    Args:
+        interpolation, divergence_threshold, fetch_probability: see `PairwiseDataParallel`.
+    """
 
     interpolation: Interpolation = DEFAULT_INTERPOLATION
     divergence_threshold: float = 0.0

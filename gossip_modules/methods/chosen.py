@@ -121,7 +121,11 @@ def read_schedule(text: str) -> Schedule | ConsensusControl:
 
 
 def read_graph(text: str, *, seed: int | None = None) -> Callable[[int], Any]:
-    """Return a function that makes the graph of a text, such as "RingGraph(peers_per_itr=2)", for a number of ranks.
+    """Return a function that makes the graph of a text for a number of ranks.
+
+    Args:
+        text: the text, such as "RingGraph(peers_per_itr=2)".
+        seed: the seed of random graphs without seed=; None: their own default.
 
     Raises:
         ValueError: it names none.

@@ -58,11 +58,12 @@ def unused_options(method: Method, options: WrapperOptions) -> list[str]:
 
 
 def without_unused(method: Method, options: Options) -> Options:
-    """Return `options` with defaults in place of options without effect: equal for equal runs."""
+    """Return `options` with the defaults of options without effect in `method`: equal for equal runs."""
     return replace(options, **{name: DEFAULTS[name] for name in unused_options(method, options)})
 
 
 def _alone(function: Callable[[], Any]) -> list[Any]:
+    """Return the result of `function` on this rank alone."""
     return [function()]
 
 

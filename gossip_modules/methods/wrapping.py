@@ -136,7 +136,7 @@ def settle_buckets(wrapper: AllReduceDataParallel, inputs: tuple[torch.Tensor, .
 
     Args:
         wrapper: new, in train mode.
-        inputs: of the model, on the device.
+        inputs: inputs of the model, on the device.
     """
     before = {name: tensor.clone() for name, tensor in wrapper.module.state_dict().items()}
     device = inputs[0].device

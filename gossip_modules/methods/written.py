@@ -25,7 +25,7 @@ def read(text: str, names: Mapping[str, Callable[..., T]], *, option: str, seed:
         text: such as "GASLoC(momentum=0).over(Choco(SignNorm(), step_size=0.4))".
         names: the allowed functions and classes.
         option: the name of the option, for errors.
-        seed: of the run; None: each name has its own.
+        seed: the seed of the run; None: each name has its own.
 
     Raises:
         ValueError: the text is no such expression; an unknown name or argument, with the nearest one; or the error of a

@@ -55,7 +55,7 @@ class MixingManager(ABC):
         """Row `rank` of W(t). The keys of `inp` are exactly `graph.in_peers(rank, t)`, even if a weight is 0."""
 
     def buffer_weights(self, rank: int, t: int) -> MixingWeights:
-        """Row `rank` for buffers such as variances, which must not become negative: as `weights`, but never below 0."""
+        """Return row `rank` of round `t` for buffers such as variances: as `weights`, but never below 0."""
         return self.weights(rank, t)
 
     def matrix(self, t: int) -> Tensor:

@@ -52,7 +52,11 @@ class StepOptimizer(Optimizer):
         super().load_state_dict(state_dict)
 
     def advanced(self, x: Tensor, gradient: Tensor) -> dict[str, Any]:
-        """Return the state of a parameter for its next step, whose number is `state["step"]`, from 1.
+        """Count a step of a parameter, and return its state; `state["step"]` is the number of the step, from 1.
+
+        Args:
+            x: the parameter.
+            gradient: its gradient.
 
         Raises:
             ValueError: the gradient is sparse.

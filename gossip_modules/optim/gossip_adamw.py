@@ -100,7 +100,7 @@ class GossipAdamW(StepOptimizer):
                     self._step(part, t, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `StepOptimizer`."""
+        """See `torch.optim.Optimizer`; the groups keep their own `num_ranks`."""
         own = [group["num_ranks"] for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, num_ranks in zip(self.param_groups, own, strict=True):

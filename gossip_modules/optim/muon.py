@@ -35,7 +35,7 @@ class MuonAdamW(StepOptimizer):
         model: the model, wrapped or not; parameters without gradients are left out.
         lr: the learning rate.
         muon_lr: the learning rate of Muon; None: `lr`.
-        weight_decay: of all matrices, decoupled. Tensors of other dimensions have none.
+        weight_decay: the weight decay of all matrices, decoupled. Tensors of other dimensions have none.
         momentum: of Muon.
         betas: of AdamW.
         adamw: names or patterns of matrices for AdamW, beside embeddings: "head.weight", "*.gate.*". None: the weight

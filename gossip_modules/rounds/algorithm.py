@@ -143,7 +143,7 @@ class Algorithm(ABC):
         return type(self).recover is not Algorithm.recover
 
     def begin(self, v: Vectors, m: Memory) -> None:
-        """Declare the vectors that start as copies of the model, in `m`; called once, when training begins."""
+        """Declare the vectors that start as copies of the model v.x, in `m`; called once, when training begins."""
 
     def recover(self, v: Vectors, m: Memory) -> None:
         """Replace v.x, which has infinities or NaN, by a finite model, such as one in `m`.
@@ -176,19 +176,25 @@ class Algorithm(ABC):
         return Over(self, inner)
 
     def default_graph(self, world_size: int) -> GraphManager | None:
-        """The graph if the user names neither graph nor weights; None: the default of the wrapper."""
+        """Return the graph of `world_size` ranks if the user names neither graph nor weights.
+
+        None: the default of the wrapper.
+        """
         return None
 
     def default_mixing(self, world_size: int) -> MixingManager | None:
-        """The weights if the user names neither graph nor weights; None: the default weights of the graph."""
+        """Return the weights of `world_size` ranks if the user names neither graph nor weights.
+
+        None: the default weights of the graph.
+        """
         return None
 
     def step_size_on(self, mixing: MixingManager) -> float:
-        """The consensus step size gamma: rounds of this algorithm mix by about I + gamma (W - I)."""
+        """Return the consensus step size gamma on `mixing`: rounds mix by about I + gamma (W - I)."""
         return 1.0
 
     def check(self, mixing: MixingManager) -> None:
-        """Raise ValueError if the algorithm does not work with these weights."""
+        """Raise ValueError if the algorithm does not work with the weights `mixing`."""
         name = type(self).__name__
         needs_symmetry = self.needs_symmetric_weights or self.needs_static_graph
         if needs_symmetry and not (mixing.graph.is_symmetric and mixing.is_symmetric):
@@ -210,7 +216,7 @@ class Algorithm(ABC):
             )
 
     def check_step(self, mixing: MixingManager, step: SGDStep) -> None:
-        """Raise ValueError if the algorithm does not work with these weights and the rates of the first step of SGD."""
+        """Raise ValueError if the algorithm does not work with `mixing` and the rates of the first step of SGD."""
 
     def for_membership(self) -> Algorithm:
         """Return the algorithm to run in a membership, whose workers fail, join and leave: itself, or a variant.

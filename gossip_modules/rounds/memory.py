@@ -182,7 +182,11 @@ class Memory:
     def cached(self, key: object, make: Callable[[], _T]) -> _T:
         """Return a value that depends on the trained tensors, their device, the rank and the weights only.
 
-        `make` is called once, and again after one of these has changed. Checkpoints do not contain the value.
+        Checkpoints do not contain the value.
+
+        Args:
+            key: the name of the value, any hashable object.
+            make: returns the value; called once, and again after one of these has changed.
         """
         if key not in self._cached:
             self._cached[key] = make()
@@ -200,9 +204,12 @@ class Memory:
         return [torch.zeros_like(x, dtype=wide(x.dtype)) for x in self._model.parts]
 
     def scratch(self, name: str = "sent") -> Vector:
-        """Return a vector for one round, which `Mix` and `Average` accept.
+        """Return a vector for one round. `Mix` and `Average` accept it.
 
-        Its values are undefined at the beginning of a round, and after an average of it that was lost.
+        Its values are undefined at the beginning of a round, and after a lost average of it.
+
+        Args:
+            name: the name of the vector; vectors of different names share no memory.
         """
         if name not in self._scratch:
             x = self._model
@@ -303,7 +310,7 @@ class Memory:
         return new
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Take over `state_dict(joins=True)` of another rank. Vectors with `join="zero"` keep their values."""
+        """Load `state`, `state_dict(joins=True)` of another rank. Vectors with `join="zero"` keep their values."""
         own = {name: entry for name, entry in self.entries.items() if entry.policies["join"] == "zero"}
         inner = self._inner
         self.load_state_dict(state)
@@ -325,7 +332,7 @@ class Memory:
         self.rates = rates
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Count a step of this rank, and its tokens."""
+        """Count a step of this rank with `num_tokens` tokens."""
         for name, count in (("tokens", num_tokens), ("steps", 1)):
             self.numbers[name] = self.numbers.get(name, 0) + count
 
@@ -353,12 +360,16 @@ class Memory:
         self.forget_inner_models(is_asked=is_asked)
 
     def forget_inner_models(self, *, is_asked: bool = False) -> None:
-        """Do the same as `forget_models` for the memory of the inner algorithm alone."""
+        """Call `forget_models` for the memory of the inner algorithm alone, with this `is_asked`."""
         if self._inner is not None:
             self._inner.forget_models(is_asked=is_asked)
 
     def begin_generation(self, weights: str) -> None:
-        """Restart vectors as declared by `generation`: workers have joined or left. See [Note: Sums over workers]."""
+        """Restart vectors as declared by `generation`: workers have joined or left. See [Note: Sums over workers].
+
+        Args:
+            weights: the description of the new weights.
+        """
         self._cached, self.weights = {}, weights
         if self._has_passing_links:
             self._links = {}

@@ -107,7 +107,7 @@ class Message:
             field.copy_(value)
 
     def reply_in(self, buffer: MessageBuffer) -> Message:
-        """Make the message of another rank with the same code and the same fields, in this memory."""
+        """Return the message of another rank with the same code and the same fields, in the memory of `buffer`."""
         return Message(self.code, buffer, len(self.others))
 
     def write(self, x: Vector, t: int) -> Message:

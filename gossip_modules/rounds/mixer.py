@@ -34,6 +34,10 @@ class Mixer(ABC):
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
         """Set the weights and the transport. The wrapper, or the user, calls it once.
 
+        Args:
+            mixing: the weights, over the graph of the ranks.
+            transport: the transport over the ranks.
+
         Raises:
             ValueError: the weights do not suit this mixer, their graph has another number of ranks than the transport,
                 or the mixer is bound already.
@@ -56,6 +60,9 @@ class Mixer(ABC):
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
         """Change the weights and the transport, and keep the state. No round may be in flight.
 
+        Args:
+            mixing, transport: see `bind`.
+
         Raises:
             ValueError: see `bind`.
         """
@@ -63,7 +70,7 @@ class Mixer(ABC):
         self.bind(mixing, transport)
 
     def check(self, mixing: MixingManager) -> None:
-        """Raise ValueError if the weights do not suit this mixer."""
+        """Raise ValueError if the weights `mixing` do not suit this mixer."""
 
     @property
     def is_weighted(self) -> bool:
@@ -139,7 +146,7 @@ class Mixer(ABC):
         """Restart the state invalid after an exact average in place of a round."""
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Count the tokens of this rank; see `GossipDataParallel.count_tokens`."""
+        """Count `num_tokens` tokens of this rank; see `GossipDataParallel.count_tokens`."""
         raise ValueError(
             f"got count_tokens() with {self}, which gives all ranks equal weights, expected an algorithm that counts "
             "tokens, such as DiLoCo(weighted_by='tokens'); leave the call out"
@@ -158,7 +165,7 @@ class Mixer(ABC):
         return ()
 
     def take_shared(self, x: FlatVector) -> None:
-        """Apply the tensors of `shared` after another process, which ran the round, has sent them."""
+        """Apply the tensors of `shared(x)` after the process with the round has sent them; may change x."""
 
     def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
         """Watch the optimizers of the model, if the algorithm needs their steps; called once, after `bind`.
@@ -269,7 +276,7 @@ class Mixer(ABC):
         self.load_state_dict({})
 
     def begin_anew(self, x: FlatVector, k: int) -> None:
-        """Drop all state, and begin with equal models on all ranks; arguments as for `begin`."""
+        """Drop all state, and begin with equal models on all ranks; see `begin` for x and k."""
         self.reset()
         self.begin(x, k)
 

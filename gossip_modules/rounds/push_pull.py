@@ -73,7 +73,7 @@ class PushPull(Mixer):
         self._cut()
 
     def narrow(self, wire_dtype: torch.dtype) -> None:
-        """Round messages to this dtype from the next round on, on all ranks alike. No round may be in flight."""
+        """Round messages to `wire_dtype` from the next round on. Call it on all ranks, without a round in flight."""
         self.wire_dtype = wire_dtype
         self._inbox = []
         self._cut()

@@ -176,7 +176,7 @@ class Vectors:
     sent: Vector | None = None
 
     def about(self, x: Vector) -> Vectors:
-        """Return the description of the same round for another vector, without the step of SGD."""
+        """Return the description of the same round for another vector x, without the step of SGD."""
         return replace(self, x=x, step=None)
 
     def encode(self, code: Code, x: Vector, *, key: object = "own") -> Message:

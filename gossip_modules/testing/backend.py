@@ -87,7 +87,7 @@ class Backend(ABC):
     The end of the pipe is the end of the worker.
 
     Args:
-        body: of each worker.
+        body: the function of each worker.
 
     Attributes:
         results: by rank, the results of the bodies of ended workers.

@@ -41,7 +41,7 @@ class Event(ABC):
 
     @abstractmethod
     def happen(self, run: Any) -> None:
-        """Carry the event out in a `ChaosRun`."""
+        """Carry the event out in `run`, a `ChaosRun`."""
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ class Router:
     device has no room for.
 
     Args:
-        seed: of the draws of lost packets.
+        seed: the seed of the draws of lost packets.
     """
 
     def __init__(self, seed: int = 0) -> None:

@@ -36,7 +36,7 @@ def thread_group(
 
     Args:
         store: shared by the ranks of the group.
-        rank: of the calling thread.
+        rank: the rank of the calling thread.
         world_size: the number of ranks.
         timeout: the limit of every wait.
         peers: the ranks for messages, which saves descriptors; None: all ranks. Collectives need none of them.
@@ -60,7 +60,7 @@ def run_ranks(
         world_size: the number of ranks.
         body: a function of this rank's group. torch's global random generators are shared by all threads, so a body
             draws from a generator of its own.
-        timeout: of every wait.
+        timeout: the timeout of every wait.
         peers: gives the peers of a rank, see `thread_group`.
 
     Raises:

@@ -54,8 +54,8 @@ class Attendance:
     of the failed wait.
 
     Args:
-        store: of the ranks; no other code uses its keys.
-        rank: of this process in the group.
+        store: the store of the ranks; no other code uses its keys.
+        rank: the rank of this process in the group.
     """
 
     def __init__(self, store: BoundedStore, rank: int) -> None:
@@ -95,7 +95,7 @@ def meet(
         group: this rank's; all its ranks call this in the same order.
         what: the next operation; equal on all ranks up to numbers in it.
         deadline: for all to come.
-        tag: of the messages; no other message has it.
+        tag: the tag of the messages; no other message has it.
         wait: waits for one of them.
         ranks: the participating ranks of the group; none: all.
 
@@ -142,8 +142,8 @@ def meet_in_turns(
 
     Args:
         group, what, deadline, wait: see `meet`.
-        tag: of the messages; `tag + 1` is free too.
-        attendance: of this group; None: the error knows the peer of the failed wait only.
+        tag: the tag of the messages; `tag + 1` is free too.
+        attendance: the barriers' record of this group; None: the error knows the peer of the failed wait only.
         peers: the connected ranks.
 
     Raises:

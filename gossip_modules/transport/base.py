@@ -34,7 +34,7 @@ class Pending(Protocol):
         """
 
     def arrivals(self) -> Iterator[int]:
-        """As `wait()`, chunk by chunk: yields 0, 1, ... as the tensors of that index may be touched again.
+        """Wait chunk by chunk: yield 0, 1, ... once the tensors of that index may be touched again.
 
         A tensor is yielded once it was received from all in-peers and sent to all out-peers, because mixing in place
         overwrites sent tensors. NCCL orders streams, so all are yielded at once.
@@ -45,14 +45,15 @@ class Transport(Protocol):
     """A network for gossip. Ranks count within the group, and tensors are contiguous.
 
     Attributes:
-        rank, world_size: of this process in the group, and the number of its ranks.
-        device: where messages live on the wire.
+        rank: the rank of this process in the group.
+        world_size: the number of its ranks.
+        device: the device of sent messages.
         names: the global rank of each member, for error messages.
         timeout: the limit of every operation.
         is_elastic: whether rounds go on without failed peers.
         lost: failed peers; empty unless the transport is elastic.
-        num_bytes_sent: by this rank.
-        traffic: counts the messages of rounds, by peer.
+        num_bytes_sent: the number of bytes sent by this rank.
+        traffic: the counters of messages of rounds, by peer.
     """
 
     rank: int
@@ -77,16 +78,18 @@ class Transport(Protocol):
         what: str = "",
         fill: Callable[[int], None] | None = None,
     ) -> Pending:
-        """Post one round: to each rank in `sends` its tensors, from each in `recvs` into its tensors; non-blocking.
+        """Post the messages of one round; non-blocking.
 
-        Neither may be touched before `wait()` returned, or `arrivals()` gave their index. Messages of equal tags meet
-        in their order.
+        Do not touch a tensor before `wait()` has returned, or `arrivals()` has yielded its index. Messages of equal
+        tags meet in their order.
 
         Args:
-            tag: the same at both ends, as are the sizes of the tensors.
+            sends: the tensors for each out-peer, by rank.
+            recvs: the tensors to receive from each in-peer, by rank; written.
+            tag: a number, equal at both ends; so are the sizes of the tensors.
             what: names the exchange in errors; "round <tag>" by default.
-            fill: called with 0, 1, ... just before the tensors of that index are sent, to write them: earlier tensors
-                are on the wire meanwhile.
+            fill: called with 0, 1, ... to write the tensors of that index just before they are sent. Earlier tensors
+                are being sent meanwhile.
         """
 
     def within(self, deadline: Deadline) -> AbstractContextManager[None]:
@@ -96,10 +99,16 @@ class Transport(Protocol):
         """x <- sum over all ranks, in place; blocking. `what` names the operation in errors."""
 
     def barrier(self, *, what: str) -> None:
-        """Return when every rank has come; blocking."""
+        """Return when every rank has come; blocking. `what` names the operation in errors."""
 
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
-        """x <- x of rank `source`, in place; blocking."""
+        """x <- x of rank `source`, in place; blocking. `what` names the operation in errors."""
 
     def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
-        """out <- x of every rank, in rank order; `out` is flat, world_size times as long as `x`; blocking."""
+        """out <- x of every rank, in rank order; blocking.
+
+        Args:
+            out: flat, world_size times as long as `x`; written.
+            x: the tensor of this rank.
+            what: names the operation in errors.
+        """

@@ -44,7 +44,7 @@ class BoundedListener(Generic[C]):
     Args:
         listener: the listening socket; it does not block.
         selector: the selector of the thread of `accept`; the listener is registered there.
-        data: of the listener's key in the selector.
+        data: the data of the listener's key in the selector.
         connections: the connections to close in favour of others; `admit` and `close` change it. Where other threads do
             too, its iterator must be of a copy.
         max_connections: how many there may be at once.

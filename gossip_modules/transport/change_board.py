@@ -27,7 +27,7 @@ class _Place(NamedTuple):
     Attributes:
         step: the training step of the change.
         is_change: whether the rank makes this change; else it has begun that step without it.
-        tensors: of the rank, one text for each.
+        tensors: the tensors of the rank, one text for each.
     """
 
     step: int
@@ -46,11 +46,11 @@ class ChangeBoard:
     differing ranks in the records. Messages carry nothing for it, and rounds cost nothing.
 
     Args:
-        records: of the ranks.
-        rank: of this process in the group.
+        records: the records of the ranks.
+        rank: the rank of this process in the group.
         names: the global rank of each member.
         step: the next training step: a rank inside a round of step k gives k + 1.
-        tensors: of this rank, one text for each.
+        tensors: the tensors of this rank, one text for each.
         end_waits: a bound method that closes the connections of this rank; called by the watching thread.
         waiting: the threads of this rank in wait for messages, each with its start (`time.monotonic()`).
     """

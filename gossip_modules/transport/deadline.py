@@ -18,7 +18,7 @@ class Deadline:
     operation gets the seconds `left`.
 
     Args:
-        limit: of all waits together, in seconds or as a timedelta.
+        limit: the limit of all waits together, in seconds or as a timedelta.
 
     Attributes:
         seconds: that limit, for errors.

@@ -149,7 +149,7 @@ class InTurn:
         """Wait for all messages.
 
         Args:
-            timeout: of all waits together; None: the waits have no timeout.
+            timeout: the timeout of all waits together; None: the waits have no timeout.
 
         Raises:
             RuntimeError: the message `present` has failed.
@@ -193,7 +193,7 @@ class Waits:
 
         Args:
             work: a message, several of them, or a collective, of Gloo.
-            timeout: of the wait.
+            timeout: the timeout of the wait.
             of: the peer of one message; None: a collective.
 
         Raises:
@@ -267,7 +267,7 @@ class PendingExchange:
         link: the link of the messages.
         num_chunks: the largest number of tensors of a peer.
         num_sent, num_received: the bytes to and from each peer.
-        tag: of the round.
+        tag: the tag of the round.
         what: names it in errors.
 
     Attributes:
@@ -301,7 +301,7 @@ class PendingExchange:
             k: its index.
             peer: the other rank.
             x: on the wire's device.
-            total_bytes: of all chunks to or from this peer.
+            total_bytes: the number of bytes of all chunks to or from this peer.
             is_send: whether it is sent.
         """
         link = self.link
@@ -403,7 +403,7 @@ class PointToPoint(ABC):
         rank, world_size, device, names: see `Transport`.
         timeout: for every wait.
         backend: the name of the library for the transfer.
-        use: of the process group.
+        use: the use of the process group.
     """
 
     is_elastic = False
@@ -433,23 +433,34 @@ class PointToPoint(ABC):
 
     @abstractmethod
     def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
-        """The group for messages to and from a peer, and its rank there."""
+        """Return the group for messages to and from a peer, and its rank there."""
 
     def loses(self, peer: int, error: RuntimeError, seconds: float) -> bool:
-        """Called when a message to or from a peer has failed; returns whether rounds go on without it."""
+        """Return whether rounds go on without a peer; called when a message to or from it has failed.
+
+        Args:
+            peer: the rank of the peer.
+            error: the error of the backend.
+            seconds: the duration of the wait.
+        """
         return False
 
     def agree_lost(self, lost: frozenset[int]) -> frozenset[int]:
         """Return the peers that all processes of this rank leave out; called at the end of each round.
 
-        lost: the peers with missing or unsent messages.
+        Args:
+            lost: the peers with missing or unsent messages.
         """
         return lost
 
     def wait_for(self, work: dist.Work | InTurn, timeout: timedelta) -> None:
-        """Return when messages, or a collective, are done.
+        """Wait for messages, or for a collective.
 
-        On NCCL: when the current stream is ordered after it; the group's watchdog has the timeout.
+        On NCCL the current stream waits instead of the caller; the group's watchdog has the timeout.
+
+        Args:
+            work: the messages or the collective.
+            timeout: the longest wait.
         """
         thread = threading.get_ident()
         self.waiting[thread] = time.monotonic()
@@ -469,7 +480,14 @@ class PointToPoint(ABC):
 
     @abstractmethod
     def fail(self, error: RuntimeError, what: str, seconds: float, *, peers: Sequence[int] = ()) -> NoReturn:
-        """Raise it as an error with the names of the peers, and of the rank that failed first."""
+        """Raise an error with the names of the peers, and of the rank that failed first.
+
+        Args:
+            error: the error of the backend.
+            what: names the operation.
+            seconds: the duration of the wait.
+            peers: the ranks of the awaited peers; empty: all ranks.
+        """
 
     def exchange(
         self,
@@ -529,7 +547,7 @@ class PointToPoint(ABC):
 
         Args:
             tag: the round.
-            num_bytes: of the chunk.
+            num_bytes: the number of bytes of the chunk.
             total_bytes: the bytes of the whole message; None: the chunk is the message.
         """
         rest = 0 if total_bytes is None else total_bytes - num_bytes

@@ -76,7 +76,7 @@ class FailureNotes:
 
         Args:
             group: the group of the ranks.
-            rank: of this process, as errors call it.
+            rank: the rank of this process, as errors call it.
         """
         world = dist.distributed_c10d._get_default_group() if is_of_job(group) else group
         store = store_of(world, "gossip_failures")

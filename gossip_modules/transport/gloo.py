@@ -51,7 +51,7 @@ def gloo_backend(
 
     Args:
         store: shared by the ranks, for their addresses.
-        rank: of the caller.
+        rank: the rank of the caller.
         world_size: the number of ranks.
         timeout: the limit of every wait without its own; Gloo waits `CONNECT_FACTOR` times as long for connections.
         host: a name or address of this machine for the other ranks; None: the interfaces in the environment variable
@@ -155,7 +155,7 @@ def at_once(makes: Sequence[Callable[[], Any]], *, name: str) -> list[Any]:
 
     Args:
         makes: at least one.
-        name: of the threads.
+        name: the name of the threads.
     """
     futures = [CallThread(f"{name}-{i}").submit(make) for i, make in enumerate(makes)]
     wait(futures)
@@ -178,7 +178,7 @@ def close_ports(store: dist.Store, rank: int, num_devices: int) -> int:
 
     Args:
         store: the store of the group, with Gloo's addresses.
-        rank: of the caller.
+        rank: the rank of the caller.
         num_devices: the number of devices of the group.
 
     Returns:

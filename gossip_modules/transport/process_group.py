@@ -246,7 +246,7 @@ class ProcessGroupTransport(PointToPoint):
         Staging.copy_back([(out, gathered)])
 
     def barrier(self, *, what: str) -> None:
-        """Return when every rank has come; blocking. Errors as of `all_reduce`."""
+        """See `Transport`; the errors are those of `all_reduce`."""
         if self.backend in _NAMED:
             self._meet(what, self._limit())
         else:
@@ -327,9 +327,11 @@ class ProcessGroupTransport(PointToPoint):
     def watch_changes(
         self, *, step: Callable[[], int], tensors: Callable[[], list[str]], end_waits: Callable[[], None] | None = None
     ) -> None:
-        """Let ranks change their exchanged tensors: see `ChangeBoard`, also for the arguments.
+        """Let ranks change their exchanged tensors: see `ChangeBoard`.
 
-        end_waits: a bound method; None: `close_connections`.
+        Args:
+            step, tensors: see `ChangeBoard`.
+            end_waits: a bound method to end waits of this rank; None: `close_connections`.
         """
         number = self._use.number  # of the wrapper, the same on all ranks
         store = store_of(self.group, f"gossip_changes/{number}") if self.world_size > 1 else None
@@ -389,11 +391,11 @@ class ProcessGroupTransport(PointToPoint):
         See [Note: who failed first].
 
         Args:
-            error: of the backend.
-            what: failed.
-            seconds: that it took.
-            timeout: that it had; None: the transport's own.
-            note: what else is known.
+            error: the error of the backend.
+            what: the failed operation.
+            seconds: its duration.
+            timeout: its timeout; None: the transport's own.
+            note: other known facts.
             peers: the awaited ranks of the group; none: all of them, and it is not known for which one.
             blamed: how they were seen, by global rank, where that is known.
             is_collective: whether other ranks may wait for this one: its connections are closed, so that they fail too.

@@ -66,7 +66,7 @@ class Use:
 
     Attributes:
         shared: with the other users.
-        channel: of this one.
+        channel: the channel of this transport.
         number: the number of this user; no later user has it.
         is_active: whether anything was ever sent or expected on the channel.
 
@@ -122,7 +122,7 @@ def release(holder: list[dist.ProcessGroup]) -> None:
     An MPI communicator stays, since all its ranks would have to free it together: its thread ends.
 
     Args:
-        holder: of the group, and nothing else; empty afterwards.
+        holder: a list of the group, and nothing else; empty afterwards.
     """
     group = holder.pop()
     backends = []

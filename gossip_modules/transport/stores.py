@@ -33,11 +33,11 @@ class BoundedStore:
     memory or in a file, are asked directly.
 
     Args:
-        store: of any kind.
+        store: a store of any kind.
         timeout: the limit of each request without its own; None: the store's own.
 
     Attributes:
-        address: of the store, for error messages.
+        address: the address of the store, for error messages.
     """
 
     def __init__(self, store: dist.Store, *, timeout: timedelta | None = None) -> None:
@@ -54,7 +54,7 @@ class BoundedStore:
         """Add `amount` to the number under `key`, 0 before the first time; the sum.
 
         Args:
-            key: of the number.
+            key: the key of the number.
             amount: may be 0.
             what: is done, for errors: "adding 1 to the progress of the job".
             timeout: None: as in the constructor.
@@ -201,7 +201,7 @@ class Progress:
     Args:
         store: reached by all ranks; None: the store of the default process group, under a prefix of its own.
         name: the name of the counter; ranks with the same name and store share it.
-        timeout: of each request; None: the store's own, as given to `init_process_group`.
+        timeout: the timeout of each request; None: the store's own, as given to `init_process_group`.
 
     Raises:
         RuntimeError: no store, and torch.distributed is not initialised.
@@ -261,7 +261,7 @@ class Records:
     """A list of JSON values in a key-value store. All ranks append to it, and each reads the new values.
 
     Args:
-        store: of the ranks; no other code uses its keys.
+        store: the store of the ranks; no other code uses its keys.
     """
 
     def __init__(self, store: BoundedStore) -> None:

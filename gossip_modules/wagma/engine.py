@@ -83,8 +83,8 @@ class WaitAvoidingEngine(Engine):
     All methods belong to the training thread. State that other threads share is in `worker`, under `worker.state`.
 
     Args:
-        groups: of the first generation.
-        transport: of the first generation, over Gloo, with messages in CPU memory; it carries nothing else.
+        groups: the groups of the first generation.
+        transport: the first generation's, over Gloo, with messages in CPU memory; it carries nothing else.
         x: the parameters.
         sync_period: the number of rounds from one global average to the next; 0 = never.
         overlap: whether the average of the group is applied one step later instead of being waited for.

@@ -32,7 +32,7 @@ class AveragedModel(ABC):
     Attributes:
         buffer: has the vector, if the tensors of the module are views of one.
         averager: the exact average over the ranks.
-        copies: of the parameters, in the state of optimizers.
+        copies: the copies of the parameters, in the state of optimizers.
         node: the processes of this model, if there are several: a `Node`.
         is_averaged: whether the parameters are the average, inside `averaged()`.
     """
@@ -339,7 +339,7 @@ def _state_like_parameters(
 
     Args:
         optimizer: has the state.
-        names: of the state; None: all.
+        names: the names of the state; None: all.
         ignored: the ids of ignored parameters.
     """
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -531,7 +531,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         and load on all ranks, with the default process group of this rank's job.
 
         Args:
-            optimizers: of this rank, over the parameters of this model; loaded after the model.
+            optimizers: the optimizers of this rank, over the parameters of this model; loaded after the model.
 
         Example:
             >>> dcp.save({"model": model.checkpoint(optimizer)}, checkpoint_id=folder)
@@ -540,7 +540,12 @@ class GossipWrapper(OldNames, AveragingMixin):
         return self.checkpoint_of(self, optimizers)
 
     def checkpoint_of(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Checkpoint:
-        """As `checkpoint`, of the model: this wrapper, or its module of `gossip()`."""
+        """Return the checkpoint of `checkpoint` for a model.
+
+        Args:
+            model: this wrapper, or its module of `gossip()`.
+            optimizers: see `checkpoint`.
+        """
         algorithm = self._local.description.get("algorithm", type(self).__name__)
         lost = f"the counters of rounds, push-sum weights and the memory of {algorithm}"
         begin_anew = partial(self.set_extra_state, None)

@@ -51,7 +51,7 @@ class Checkpoint:
         model: the wrapper, or the module of `gossip()`.
         wrapper: the wrapper.
         local: its model.
-        optimizers: of this rank, over the parameters of the model.
+        optimizers: the optimizers of this rank, over the parameters of the model.
         begin_anew: lets the wrapper keep nothing of the models from before.
         lost: the names of the state to restart with another number of ranks, for the warning.
     """
@@ -120,10 +120,13 @@ class Checkpoint:
         return name if shard is None else f"{name}_shard_{shard[0]}_of_{shard[1]}"
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the entry of this rank, or the average where it was saved by another number of ranks; on all ranks.
+        """Load the entry of this rank, or the average if another number of ranks has saved it; call it on all ranks.
 
         With the average all state of gossip restarts, with a warning in the log: the logger
         "gossip_modules.checkpoint".
+
+        Args:
+            state_dict: a state of `state_dict()`.
 
         Raises:
             ValueError: the file is not of such a checkpoint, is of another model, or lacks the optimizers. Nothing is

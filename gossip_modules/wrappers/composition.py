@@ -211,7 +211,7 @@ def _taken(names: Mapping[int, str]) -> tuple[str, str] | None:
     """The name of the first parameter that a wrapper keeps, and the class of that wrapper.
 
     Args:
-        names: of parameters, by id, and by the address of their elements.
+        names: the names of parameters, by id and by the address of their elements.
     """
     # Until the function has returned, and so holds no wrapper any more: a thread that drops one meanwhile must not find
     # it still there when its own turn comes.

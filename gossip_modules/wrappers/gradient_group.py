@@ -90,7 +90,7 @@ class NamedFailure:
 
     Args:
         transport: over the ranks of the collectives.
-        timeout: of the collectives.
+        timeout: the timeout of the collectives.
     """
 
     def __init__(self, transport: ProcessGroupTransport, *, timeout: timedelta) -> None:
@@ -174,7 +174,7 @@ class NamedReplica(DistributedDataParallel):
             self.process_group = group
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """As DistributedDataParallel; errors of the hook's communication name who failed too."""
+        """As DistributedDataParallel; errors of the hook's communication name the failed rank too."""
         failure = self._failure
         if failure is None:
             super().register_comm_hook(state, hook)

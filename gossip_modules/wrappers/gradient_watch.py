@@ -176,7 +176,7 @@ class UnsyncedSteps:
 
         Args:
             buffer: has the parameters that the wrapper gossips.
-            name: of the wrapper's class.
+            name: the name of the wrapper's class.
 
         Raises:
             RuntimeError: since the last such forward, without a round in between, gradients were computed and

@@ -59,7 +59,7 @@ class LocalModel(AveragedModel):
 
     Attributes:
         engine: how rounds run.
-        transport: of the rounds.
+        transport: the transport of the rounds.
         world: the ranks that train together.
         place: this rank and the number of ranks; None without ranks.
         node: the processes that share this model, if there are several.

@@ -226,11 +226,11 @@ def meet_node(
     """The processes of this node; all of them call it.
 
     Args:
-        membership: of this process.
+        membership: the membership of this process.
         links: inside the node; the limit of its waits is `PATIENCE` times the timeout of the membership.
         nprocs_per_node: how many there are.
         description: the facts that they must agree on, by name.
-        device: of the model.
+        device: the device of the model.
 
     Raises:
         ValueError: there is another number of processes, they do not agree, or the membership has a wrapper.

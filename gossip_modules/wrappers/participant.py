@@ -323,7 +323,7 @@ class Participant(ModelWorld):
         This worker then finds the same changes at its next round as the other one.
 
         Args:
-            state: of the other worker.
+            state: the state of the other worker.
             freezes: whether to train the same tensors; else this worker compares its own choice at its next round.
         """
         buffer, named = self.local.buffer, self._named()

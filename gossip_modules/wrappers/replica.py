@@ -114,8 +114,8 @@ def find_difference_in_replica(
     Args:
         module: sharded.
         description: the options, by name.
-        device: of the module.
-        timeout: of each message.
+        device: the device of the module.
+        timeout: the timeout of each message.
         found: the disagreement with other replicas, in words.
     """
     for group in max(meshes_of(module), key=lambda mesh: mesh.size()).get_all_groups():
@@ -147,7 +147,7 @@ def meet_replica(
         module: sharded.
         links: inside the replica; the limit of its waits is `PATIENCE` times the timeout of the membership, from when
             its processes are connected.
-        membership: of this process.
+        membership: the membership of this process.
         description: the facts that the processes must agree on, by name.
 
     Raises:
@@ -172,7 +172,7 @@ def _connect(
 ) -> list[ProcessGroupTransport]:
     """So many transports over the processes of the replica, for messages in CPU memory; see `make_replica`.
 
-    deadline: of all waits here; None: the timeout of `links` for each transport.
+    deadline: the deadline of all waits here; None: the timeout of `links` for each transport.
     """
     meshes = [frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes_of(module)]
     ranks = max(meshes, key=len)

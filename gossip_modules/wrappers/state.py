@@ -151,8 +151,8 @@ def mark(state_dict: Mapping[str, Any], prefix: str, *, inside: str) -> None:
 
     Args:
         state_dict: whole.
-        prefix: of the wrapper's keys in it.
-        inside: of the module's keys behind that.
+        prefix: the prefix of the wrapper's keys in it.
+        inside: the prefix of the module's keys after it.
     """
     place = state_dict.get(prefix + SUFFIX)
     if isinstance(place, Tensor) and place.shape == (2,) and place.dtype == torch.int64:
@@ -246,7 +246,7 @@ def check_prefix(
 
     Args:
         state_dict: about to be loaded.
-        prefix: of the wrapper's keys in it.
+        prefix: the prefix of the wrapper's keys in it.
         module: in the wrapper.
         wrapper: the name of its class.
         is_stateless: whether it keeps nothing of the model from step to step.

@@ -173,7 +173,7 @@ class Travelling:
         """Compare these tensors with the tensors of the other ranks.
 
         Args:
-            local: of this rank.
+            local: the local model of this rank.
             slots: the slots of the tensors to exchange from now on.
             is_same: whether the vector stays as all ranks have it.
         """

@@ -42,7 +42,7 @@ def make_matrices(name: str, *, num_workers: int, size: int = 0, seed: int = 0, 
         name: key of DATA.
         num_workers: how many.
         size: rows and columns; 0: 100, or the 64 of faces.
-        seed: of what is random.
+        seed: the seed of all random numbers.
         data_dir: folder that may hold scikit_learn/ with the faces; nothing is ever downloaded.
 
     Raises:

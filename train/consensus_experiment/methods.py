@@ -47,10 +47,10 @@ class Variant:
 
         Args:
             mixing: whom they gossip with, and the weights.
-            step_size: of consensus.
+            step_size: the consensus step size.
             theta: a bound on the differences of neighbours, for Moniqua.
-            seed: of what is random.
-            shape: of a worker's matrix.
+            seed: the seed of all random numbers.
+            shape: the shape of a worker's matrix.
         """
         if self.mixes:
             return Stacked(DPSGD(), mixing, wire_dtype=WIRE_DTYPES[self.wire_dtype])

@@ -25,8 +25,8 @@ def attempt_store(store: dist.Store, rank: int, size: int, *, timeout: timedelta
     starts no process before all of the attempt before have ended, so no one else answers.
 
     Args:
-        store: of the job.
-        rank: of this process.
+        store: the store of the job.
+        rank: the rank of this process.
         size: number of processes in this attempt.
         timeout: longest wait for the others.
 

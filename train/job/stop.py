@@ -22,7 +22,7 @@ class LockstepStop:
     call.
 
     Args:
-        request: of this rank.
+        request: this rank's request to stop.
         group: a Gloo process group of all ranks.
         lag: calls that an answer may take, >= 1; what overlapped gossip lets ranks drift apart, it must not take away.
 
@@ -72,8 +72,8 @@ class StoreStop:
     """should_stop() turns true for every rank that asks later than one that was told to stop; nobody waits.
 
     Args:
-        request: of this rank.
-        store: of this run; all its ranks have the same.
+        request: this rank's request to stop.
+        store: the store of this run; all its ranks have the same.
 
     Raises:
         ConnectionError: (should_stop) the store does not answer in its own timeout.

@@ -24,8 +24,8 @@ class MomentPeriods:
     2505.22549: K_u and K_v, beside the period of the parameters, K_x.
 
     Args:
-        first: of the first moment; 0: it is never averaged.
-        second: of the second moment; 0: it is never averaged.
+        first: the period of the first moment, in optimizer steps; 0: it is never averaged.
+        second: the period of the second moment, in optimizer steps; 0: it is never averaged.
     """
 
     first: int

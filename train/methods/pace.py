@@ -69,7 +69,7 @@ class Lockstep(Pace):
 
     Args:
         counter: the steps of this rank.
-        request: of this rank to stop.
+        request: this rank's request to stop.
         group: a Gloo group of all ranks.
         lag: see LockstepStop.
     """
@@ -107,8 +107,8 @@ class SharedSteps(Pace):
 
     Args:
         counter: the steps of this rank.
-        request: of this rank to stop.
-        world: of the run.
+        request: this rank's request to stop.
+        world: the world of the run.
     """
 
     def __init__(self, counter: StepCounter, request: StopRequest, world: World) -> None:
@@ -148,8 +148,8 @@ class SharedRounds(Pace):
 
     Args:
         wrapper: counts the rounds.
-        request: of this rank to stop.
-        world: of the run.
+        request: this rank's request to stop.
+        world: the world of the run.
     """
 
     def __init__(self, wrapper: nn.Module, request: StopRequest, world: World) -> None:
@@ -193,9 +193,9 @@ def make_pace(
         chosen: the method.
         options: arguments of its wrapper.
         counter: the steps of this rank.
-        wrapper: of this rank's model.
-        request: of this rank to stop.
-        world: of the run.
+        wrapper: the wrapper of this rank's model.
+        request: this rank's request to stop.
+        world: the world of the run.
     """
     arguments = chosen.arguments
     if chosen.method.pace == "shared_steps":

@@ -23,7 +23,7 @@ def translated(arguments: Sequence[str], fields: Mapping[str, Any]) -> list[str]
     """A command line with the options of this project in place of old ones.
 
     Args:
-        arguments: of the command.
+        arguments: the arguments of the command.
         fields: the options of the script, with their defaults. One of these is never an old one, but for a flag with
             True or False, and `--resume` with one of these.
 

@@ -29,7 +29,7 @@ class Task(ABC):
     """What a run learns.
 
     Args:
-        world: of the run.
+        world: the world of the run.
         amp: dtype of autocast, see `Precision`.
         is_channels_last: memory format of images and kernels.
     """

@@ -120,7 +120,7 @@ def check_tokenizer_options(*, tokenizer: str, vocabulary_size: int, run_dir: Pa
 
     Args:
         tokenizer: path of one that is there; empty: it is learnt.
-        vocabulary_size: of one that is learnt.
+        vocabulary_size: the number of tokens of a trained tokenizer.
         run_dir: folder of the run.
 
     Raises:

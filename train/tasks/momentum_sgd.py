@@ -20,7 +20,7 @@ def sgd(
         module: whose parameters are trained.
         momentum: 0: none.
         nesterov: Nesterov's form of the momentum.
-        weight_decay: of tensors of two or more dimensions.
+        weight_decay: the weight decay of tensors of two or more dimensions.
         decay_all: also of biases and normalisation.
     """
     groups = decay_groups(module, weight_decay=weight_decay, decay_all=decay_all)

@@ -13,7 +13,7 @@ def decay_groups(module: nn.Module, *, weight_decay: float, decay_all: bool = Fa
 
     Args:
         module: whose parameters are trained.
-        weight_decay: of tensors of two or more dimensions.
+        weight_decay: the weight decay of tensors of two or more dimensions.
         decay_all: also of biases and normalisation.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]

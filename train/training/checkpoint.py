@@ -35,7 +35,7 @@ def check_identity(
     """Raise ValueError where a checkpoint is of a run that cannot go on here.
 
     Args:
-        path: of the checkpoint, for the error.
+        path: the path of the checkpoint, for the error.
         manifest: what the run wrote down.
         identity, defaults: see `Checkpoints`.
     """

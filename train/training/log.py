@@ -100,7 +100,7 @@ class RunLog:
     """Where a run writes what it measures.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
         rank: this rank; rank 0 also writes TensorBoard and prints, unless `lead` says otherwise.
         step: steps per rank already done; rows of later ones, left by a run that was stopped, are dropped.
         listener: hears what is measured.

@@ -24,9 +24,9 @@ def find_other_world(resume: str, folder: Path, world: Agreement, world_size: in
 
     Args:
         resume: see RunConfig.
-        folder: of the checkpoints of this run.
+        folder: the folder of the checkpoints of this run.
         world: rank and agreement.
-        world_size: of this run.
+        world_size: the world size of this run.
 
     Raises:
         ValueError: the ranks do not see the same files.
@@ -89,7 +89,7 @@ def load_other_world(
         path: folder of the checkpoint.
         identity, defaults: see `Checkpoints`.
         keys: what a state must have.
-        steps_per_epoch: of this run.
+        steps_per_epoch: the steps per epoch of this run.
 
     Returns:
         step, model (by the names of the bare module), optimizer, scaler, train_seconds, old_step.

@@ -25,7 +25,7 @@ def run(config: RunConfig, make_task: Callable[[Any, World], Task]) -> int:
     """Run `config` in this process, one rank of a job or alone, and return its exit code.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         make_task: makes what is learnt, given (config, world).
 
     Raises:

@@ -83,7 +83,7 @@ class RankFiles:
         """What `write_state` was given.
 
         Args:
-            manifest: of the same checkpoint.
+            manifest: the manifest of the same checkpoint.
             keys: what the state must have.
 
         Raises:

@@ -73,12 +73,12 @@ def write_report(
     """Write summary.json and curves.png into `folder` and print the table and the last line; for rank 0.
 
     Args:
-        folder: of the run, with the finished CSV of every rank.
-        config: of the run.
+        folder: the folder of the run, with the finished CSV of every rank.
+        config: the configuration of the run.
         score: the metric that tells good from bad.
         validation: the last one.
-        results: of all ranks, in their order.
-        changes: of the workers that take part, where they come and go.
+        results: the results of all ranks, in their order.
+        changes: the changes of the set of workers, if workers come and go.
         numbers: of the ranks, in the names of their tables; None: 0, 1, ...; where they come and go, the "workers".
         model: what `validation` calls averaged.
     """

@@ -17,7 +17,7 @@ def require_own_folder(folder: Path, world: Agreement, *, resume: str, overwrite
     """Collective: nothing is deleted here, and all is refused that would lose what an earlier run left in `folder`.
 
     Args:
-        folder: of the run; may be local to each machine.
+        folder: the folder of the run; may be local to each machine.
         world: rank and agreement.
         resume: see RunConfig.
         overwrite: see RunConfig.

@@ -23,9 +23,9 @@ def train_step(
 
     Args:
         task, config: of the run.
-        state: of the run; is changed.
+        state: the state of the run; is changed.
         batch: what the step reads.
-        learning_rate: of this step.
+        learning_rate: the learning rate of this step.
     """
     wrapper, optimizer = state.wrapper, state.optimizer
     num_items = sum(part.num_items for part in batch)

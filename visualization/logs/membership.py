@@ -31,9 +31,9 @@ class Generation:
 
     Attributes:
         seconds: since the start of the run, of the first worker that began it.
-        number: of the generation.
+        number: the number of the generation.
         members: the numbers of its workers.
-        joined: of these, those that were not in the one before.
+        joined: the members that were not in the generation before.
         left: why each of those left that are in it no more.
     """
 

@@ -32,10 +32,10 @@ class LoggedRun:
 
     Attributes:
         name: in legends.
-        folder: of the run.
+        folder: the folder of the run.
         table: a row per rank and epoch: the columns of the CSVs, and `rank`.
         summary: summary.json; empty while the run has not ended.
-        seeds: of several runs in one table, see `seeds_together`.
+        seeds: the seeds of the runs in one table, see `seeds_together`.
     """
 
     name: str
@@ -246,9 +246,9 @@ def _compare_with_summary(
     """Leave out tables that do not end as the summary says, or the summary if that is none.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
         tables: by rank; those of another run are deleted.
-        summary: of the run; cleared if it belongs to another one.
+        summary: the summary of the run; cleared if it belongs to another one.
         whole: ranks whose table ends where the run has ended.
     """
     strangers: dict[int, FileProblem] = {}

@@ -15,7 +15,7 @@ class FileProblem(NamedTuple):
     """What is wrong with a file.
 
     Attributes:
-        path: of the file.
+        path: the path of the file.
         line: counted from 1; None: the whole file.
         text: got, expected, remedy.
     """
@@ -47,7 +47,7 @@ def read_numbers(path: Path) -> Table:
     number is left out, and so is a file that cannot be read.
 
     Args:
-        path: of the file.
+        path: the path of the file.
     """
     cells, problems = _read_cells(path)
     if not cells:
@@ -79,7 +79,7 @@ def read_columns(path: Path, columns: Collection[str], *, source: str) -> pd.Dat
     """A CSV that a script has just written, of text and numbers.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         columns: that it must have.
         source: what writes such files, for the error.
 

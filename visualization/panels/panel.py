@@ -50,13 +50,13 @@ class Panel:
     """One quantity against another.
 
     Attributes:
-        name: of its file.
+        name: the name of its file.
         title: above it.
         x, y: columns of the tables; x is averaged over ranks.
         xlabel, ylabel: of the axes; where UNITS has x, its unit is added.
         band: column whose range over ranks is shaded around the line; empty: none.
         is_error: draw 100 - y, and so the band.
-        floor: of the runs, the least value that y may have; what is drawn is above it.
+        floor: the least value of y in the runs; the picture shows values above it.
         finish: called with the axis and the runs, when all lines are drawn: scales and limits.
     """
 

@@ -31,7 +31,7 @@ class DpwaPyTorchAdapter(PairwiseAverager):
         """`update_send(loss)`, then `update_wait(loss)`: nothing runs under the fetch.
 
         Args:
-            loss: of the last batch; None = as last told.
+            loss: the loss of the last batch; None = as last told.
 
         Returns:
             Whether the module was changed.

@@ -36,7 +36,7 @@ class Contact:
 
     Attributes:
         worker: its id.
-        address: of its listener.
+        address: the address of its listener.
         secret: its random number.
     """
 
@@ -74,7 +74,7 @@ def probe(contacts: Mapping[int, Contact], *, job: bytes, seconds: float) -> dic
     """Connect to the listeners of workers of a job; returns when one has answered, or all are known to have ended.
 
     Args:
-        contacts: of the workers, by id.
+        contacts: the contacts of the workers, by id.
         job: see `digest`.
         seconds: the longest wait.
 

@@ -103,7 +103,7 @@ class LivenessMonitor:
         floor: the shortest deadline, in seconds.
 
     Attributes:
-        contact: of this worker.
+        contact: the contact of this worker.
         has_met: whether a worker has ever greeted this one.
         is_leaving: whether `close` announces an orderly close.
         lock: the thread does nothing while another one holds it.

@@ -30,12 +30,12 @@ class _Watch:
     """Facts about the state of one optimizer.
 
     Attributes:
-        names: of the state that is a copy of the parameters now.
-        averaged: of the state that the user averages.
+        names: the names of the state that is a copy of the parameters now.
+        averaged: the names of the state that the user averages.
         num_looks: the steps after which the state was compared, and the parameters had moved.
         before: the parameters before a step.
         after: samples of the largest parameter at the end of a step.
-        versions: of the parameters, at the end of a step.
+        versions: the versions of the parameters, at the end of a step.
     """
 
     names: set[str] = field(default_factory=set)
@@ -73,7 +73,7 @@ class WeightCopies(Stepped):
         name: the class of the wrapper, for messages.
 
     Attributes:
-        debias: of the wrapper, where it has one: optimizers keep copies of the numerators, which they step.
+        debias: the wrapper's, if it has one: optimizers keep copies of the numerators, which they step.
     """
 
     order = -1  # before `Debias`: at the end of a step storage still holds what the optimizer has written

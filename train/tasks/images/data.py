@@ -110,7 +110,7 @@ class Source:
 
     Args:
         dataset: a key of DATASETS.
-        folder: of the data set; digits needs none.
+        folder: the folder of the data set; digits needs none.
         download: whether torchvision may fetch cifar10 into the folder; otherwise nothing is fetched.
         image_size: side of the images of an imagefolder in pixels.
     """

@@ -124,8 +124,8 @@ def random_part(height: int, width: int, *, draws: Sequence[float]) -> Box:
     """A random part of an image: of the tries the first that fits, else the largest middle of allowed proportions.
 
     Args:
-        height: of the image, in pixels.
-        width: of the image, in pixels.
+        height: the height of the image, in pixels.
+        width: the width of the image, in pixels.
         draws: independent and uniform in [0, 1): area and proportions of every try, and the place, down and across.
     """
     *shapes, down, across = draws

@@ -30,7 +30,7 @@ def read_image(path: str, choose: Callable[[int, int], Box], *, size: int) -> Te
     lower frequencies are decoded, as many as leave it at least `size`: libjpeg's own scaling by 2, 4 or 8.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         choose: the part, given height and width of the whole in pixels.
         size: height and width of the result in pixels.
 

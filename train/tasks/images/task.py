@@ -23,8 +23,8 @@ class ImageTask(Task):
     """Classify the images of `config.dataset` with `config.model`.
 
     Args:
-        config: of the run.
-        world: of the run.
+        config: the configuration of the run.
+        world: the world of the run.
 
     Raises:
         ValueError: on some rank, which is named, the data are not there, or are others; or a shard is smaller than a

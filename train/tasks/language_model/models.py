@@ -49,10 +49,10 @@ class GptLanguageModel(nn.Module):
     downloaded.
 
     Args:
-        size: of the network.
+        size: the size of the network.
         num_tokens: size of the vocabulary.
         max_length: the most tokens of a sequence.
-        dropout: of embeddings, of attention weights and of every sublayer's output.
+        dropout: the dropout of embeddings, of attention weights and of every sublayer's output.
 
     Example:
         >>> model = GptLanguageModel(SIZES["gpt-tiny"], num_tokens=300, max_length=20, dropout=0.0)
@@ -100,9 +100,9 @@ class LstmLanguageModel(nn.Module):
     in Press and Wolf, "Using the Output Embedding to Improve Language Models", EACL 2017, arXiv 1608.05859.
 
     Args:
-        size: of the network.
+        size: the size of the network.
         num_tokens: size of the vocabulary.
-        dropout: of embeddings and of every layer's output.
+        dropout: the dropout of embeddings and of every layer's output.
 
     Example:
         >>> model = LstmLanguageModel(SIZES["lstm-tiny"], num_tokens=300, dropout=0.0)

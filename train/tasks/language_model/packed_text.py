@@ -28,7 +28,7 @@ class PackedText:
 
     Args:
         tokens: uint16, or int32 for more than 65536 tokens, [N].
-        num_bytes: of the text, which the ends of files are no part of.
+        num_bytes: the number of bytes of the text, without the ends of files.
     """
 
     tokens: np.ndarray
@@ -58,7 +58,7 @@ class PackedText:
         """Bits of its tokens, each by itself, where token k is as frequent as `counts` says.
 
         Args:
-            counts: of every token in another text, int64 [num_tokens]; one is added to each.
+            counts: the counts of every token in another text, int64 [num_tokens]; one is added to each.
         """
         bits = np.log2((counts + 1).sum()) - np.log2(counts + 1)
         return float(bits[self.tokens[1:]].sum())
@@ -95,7 +95,7 @@ class SequenceBatches:
     Every pass over the text cuts it elsewhere and puts other sequences together.
 
     Args:
-        text: of this rank.
+        text: the text of this rank.
         length: tokens that are predicted of each sequence.
         batch_size: sequences of a micro-batch.
         accumulation_steps: micro-batches of an optimizer step.

@@ -37,8 +37,8 @@ class LanguageModelTask(Task):
     Each rank learns from its own share of the training text, which it alone reads; all read the validation text.
 
     Args:
-        config: of the run.
-        world: of the run.
+        config: the configuration of the run.
+        world: the world of the run.
 
     Raises:
         ValueError: on some rank, which is named, there is no text, or it is no text, or another one; or a share is too

@@ -61,7 +61,7 @@ class TextFolder:
         Args:
             folder: where to look; empty: the sources of Python's own standard library.
             patterns: of the names of files, such as *.py; none: all files. Hidden files and folders are left out.
-            validation_share: of the files, about, to validate on.
+            validation_share: about this share of the files is for validation.
 
         Raises:
             ValueError: there is no such folder, or one of the two sets has no file, or no text in it.

@@ -24,7 +24,7 @@ def uneven_share_of(files: Sequence[TextFile], rank: int, world_size: int, *, al
     more, nobody reads.
 
     Args:
-        files: of all ranks.
+        files: the files of all ranks.
         rank, world_size: whose part it is, of how many.
         alpha: concentration, > 0; the smaller, the fewer folders a rank sees.
         seed: the same on every rank.

@@ -34,8 +34,8 @@ class TranslationTask(Task):
     """Translate the text of `config.data_dir`, or number words, with the Transformer `config.model`.
 
     Args:
-        config: of the run.
-        world: of the run.
+        config: the configuration of the run.
+        world: the world of the run.
 
     Raises:
         ValueError: on some rank, which is named, the text is not there, or is damaged, or another one; or it is too

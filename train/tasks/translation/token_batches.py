@@ -109,7 +109,7 @@ def bounds_of_batches(sizes: np.ndarray, max_tokens: int) -> list[int]:
 
     Args:
         sizes: tokens that a pair takes, ascending, int64 [N]; all pairs of a batch take as many as its last one.
-        max_tokens: of a batch; no size is larger.
+        max_tokens: the most tokens of a batch; no size is larger.
     """
     bounds = [0]
     while bounds[-1] < len(sizes):
@@ -146,7 +146,7 @@ def by_length(sizes: np.ndarray, max_tokens: int) -> list[np.ndarray]:
 
     Args:
         sizes: tokens of each, int64 [N].
-        max_tokens: of a batch, padding included; a sequence that is longer is a batch by itself.
+        max_tokens: the most tokens of a batch, padding included; a longer sequence is a batch by itself.
 
     Returns:
         Batches of places in `sizes`, int64.

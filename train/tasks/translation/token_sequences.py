@@ -25,7 +25,7 @@ class Sequences:
     """Sequences of tokens, one after the other: 4.5 million sentences are two arrays, not as many lists.
 
     Args:
-        tokens: of all sequences, int32 [sum of lengths].
+        tokens: the tokens of all sequences, int32 [sum of lengths].
         lengths: int64 [N].
     """
 
@@ -74,7 +74,7 @@ class TokenizedText:
 
         Args:
             text: read once, from its beginning.
-            tokenizer: of both languages.
+            tokenizer: the tokenizer of both languages.
             max_length: the most tokens that a side may have, END included.
             cuts: pairs with a longer side are cut to that length, as a test set needs; otherwise they are left out.
         """

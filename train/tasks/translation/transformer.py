@@ -53,10 +53,10 @@ class Translator(nn.Module):
     parameter, which no optimizer and no gossip touches.
 
     Args:
-        size: of the network.
+        size: the size of the network.
         num_tokens: size of the vocabulary of both languages.
         max_length: the most tokens of a sequence.
-        dropout: of embeddings and of every sublayer's output.
+        dropout: the dropout of embeddings and of every sublayer's output.
 
     Example:
         >>> translator = Translator(SIZES["tiny"], num_tokens=300, max_length=20, dropout=0.1)

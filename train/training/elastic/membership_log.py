@@ -25,7 +25,7 @@ class MembershipLog:
          "slowest_seconds": ..., "live": 3, "deadline_seconds": 1.0}
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
         stats: `Membership.stats`.
     """
 
@@ -43,7 +43,7 @@ class MembershipLog:
         Until then the first worker may be about to clear the folder; steps wait for it.
 
         Args:
-            number: of this worker.
+            number: the number of this worker.
         """
         self._path = membership_path(self._folder, number)
 

@@ -23,7 +23,7 @@ class ElasticPace(ABC):
 
     Args:
         membership: who takes part.
-        history: of the run.
+        history: the history of the run.
     """
 
     meets: bool
@@ -86,8 +86,8 @@ class OwnSteps(ElasticPace):
 
     Args:
         membership, history: see `ElasticPace`.
-        store: of the run.
-        name: of the run, in the store.
+        store: the store of the run.
+        name: the name of the run, in the store.
     """
 
     meets = False

@@ -43,7 +43,7 @@ def report(run: Finished, validation: Validation | None) -> None:
 
     Args:
         run: is closed on return.
-        validation: of the averaged model; None: there is none.
+        validation: the validation of the averaged model; None: there is none.
     """
     members, is_first = run.membership, run.membership.rank == 0
     is_averaged = validation is not None

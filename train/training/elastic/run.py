@@ -54,7 +54,7 @@ class ElasticRun:
     Args:
         task: what is learnt, in a world of one.
         config: how, with everything resolved.
-        world: of this worker alone.
+        world: the world of this worker alone.
         stop: a request to leave.
 
     Raises:

@@ -23,7 +23,7 @@ class SharedCount:
 
     Args:
         store: see `connect_store`.
-        name: of the count; who gives the same name shares it.
+        name: the name of the count; workers with the same name share it.
         start: what this worker knows of the total.
     """
 

@@ -16,7 +16,7 @@ def validate(wrapper: Wrapper, task: Task, membership: gm.Membership, *, with_av
     Args:
         wrapper: in train mode, before and after.
         task: whose test set is read.
-        membership: of the run.
+        membership: the membership of the run.
         with_average: whether all workers are here, to average their models.
     """
     sent_before = wrapper.comm_stats()["bytes_sent"]

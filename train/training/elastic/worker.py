@@ -25,7 +25,7 @@ def run_elastic(config: RunConfig, make_task: Callable[[Any, World], Task]) -> i
     few workers have come, or as many as the run takes. Then it may be started again later.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         make_task: makes what is learnt, given (config, world).
 
     Raises:
