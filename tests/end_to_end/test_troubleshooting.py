@@ -18,16 +18,13 @@ from torch.utils.checkpoint import checkpoint
 import gossip_modules as gm
 from gossip_modules.dpwa import LossInterpolation
 from gossip_modules.extend import PushPull, PushSum
-from tests.harness.messages import error_classes, messages, texts
+from tests.harness.messages import Message, error_classes, messages, texts
 from tests.harness.pages import ROOT
 from tests.harness.ranks import run_ranks, solo_group
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 PACKAGE = ROOT / "gossip_modules"
-OWN = error_classes(PACKAGE)
 BUILT_IN = {"RuntimeError", "ConnectionError", "TimeoutError", "FloatingPointError", "PermissionError", "TypeError"}
-EXPLAINED = {*OWN, *BUILT_IN, "ImportError", "ModuleNotFoundError"}
-KNOWN = list(messages(PACKAGE, {*EXPLAINED, "ValueError", "AttributeError"}))
 SHOWN = [
     tuple(line.split(": ", 1))
     for block in re.findall(r"^```\{ \.text \.message \}\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
@@ -40,16 +37,31 @@ INTERNAL_TEXTS = ("the wait was given up", "got a job for the thread", "worker .
 X, Y = torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)
 
 
-def test_every_class_of_error_is_in_the_table() -> None:
+@pytest.fixture(scope="module")
+def own() -> set[str]:
+    return error_classes(PACKAGE)
+
+
+@pytest.fixture(scope="module")
+def explained(own: set[str]) -> set[str]:
+    return {*own, *BUILT_IN, "ImportError", "ModuleNotFoundError"}
+
+
+@pytest.fixture(scope="module")
+def known(explained: set[str]) -> list[Message]:
+    return list(messages(PACKAGE, {*explained, "ValueError", "AttributeError"}))
+
+
+def test_every_class_of_error_is_in_the_table(own: set[str]) -> None:
     table = PAGE.partition("## Classes of errors")[2]
-    assert len(OWN) > 10
-    assert sorted(name for name in OWN if f"`{name}`" not in table) == []
+    assert len(own) > 10
+    assert sorted(name for name in own if f"`{name}`" not in table) == []
 
 
-def test_every_message_has_an_entry() -> None:
-    texts = {kind: [text for shown, text in SHOWN if shown == kind] for kind in EXPLAINED}
+def test_every_message_has_an_entry(explained: set[str], known: list[Message]) -> None:
+    texts = {kind: [text for shown, text in SHOWN if shown == kind] for kind in explained}
     texts["warning"] = [text for shown, text in SHOWN if shown.endswith("Warning")]
-    found = [message for message in KNOWN if message.kind in texts and message.kind not in INTERNAL]
+    found = [message for message in known if message.kind in texts and message.kind not in INTERNAL]
     assert len(found) > 100
     missing = [
         f"{message.place} {message.kind}: {message.words}"
@@ -59,9 +71,9 @@ def test_every_message_has_an_entry() -> None:
     assert [text for text in missing if not any(re.search(internal, text) for internal in INTERNAL_TEXTS)] == []
 
 
-def test_every_message_of_the_page_is_in_the_code() -> None:
+def test_every_message_of_the_page_is_in_the_code(known: list[Message]) -> None:
     shown = [text for _, text in SHOWN if not text.startswith("ranks do not agree")]  # which has many short parts
-    old = [text for text in shown if not any(message.pattern.fullmatch(text) for message in KNOWN)]
+    old = [text for text in shown if not any(message.pattern.fullmatch(text) for message in known)]
     assert [text for text in old if not any(part.search(text) for part in texts(PACKAGE))] == []
 
 
