@@ -54,7 +54,7 @@ class Cluster:
     rates: tuple[float, ...] = (1.0,)
     """Of each link, both ways, in Gbit/s; 0: not shaped."""
     methods: tuple[str, ...] = tuple(CLUSTER_METHODS)
-    """Rows of the table."""
+    """Rows of the table; also texts of algorithms, such as "DiLoCo(sync_every=8)"."""
     compute: float = 150.0
     """Forward and backward of a step, waited, in ms."""
     spread: float = 0.0

@@ -17,6 +17,8 @@ from benchmarks.cluster import peers
 from benchmarks.cluster.network.place import Place, momentum_sgd
 from benchmarks.contenders import PeriodicallyAveraged, Wrapped
 from gossip_modules.engine.measuring import NUM_MEASURED, NUM_WARM
+from gossip_modules.extend import Algorithm
+from gossip_modules.methods import read_algorithm
 
 SYNC_PERIOD = 10
 """Rounds from one global average of WAGMA to the next: its default."""
@@ -174,13 +176,39 @@ CLUSTER_METHODS: Mapping[str, ClusterMethod] = {
 }
 
 
+def method_of(name: str) -> ClusterMethod:
+    """Return a row of CLUSTER_METHODS, or the row of an algorithm of the library.
+
+    Args:
+        name: of CLUSTER_METHODS, or the text of an algorithm, such as "DiLoCo(sync_every=8)". Its period is the one of
+            the algorithm; two of them if messages arrive later, which takes a period until it is as usual.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if name in CLUSTER_METHODS:
+        return CLUSTER_METHODS[name]
+    try:
+        chosen = read_algorithm(name)
+    except ValueError as error:
+        names = ", ".join(CLUSTER_METHODS)
+        raise ValueError(f"got the method {name!r}, expected some of {names}, or an algorithm: {error}") from None
+    algorithm = chosen.made
+    if not isinstance(algorithm, Algorithm):
+        raise ValueError(f"got the method {name!r}, expected an algorithm, or a short name; see --help")
+    num_periods = 2 if getattr(algorithm.parts[0], "delay", 0) else 1
+    return ClusterMethod(name, _periodic(algorithm=algorithm), period=num_periods * chosen.period)
+
+
 def require_methods(names: Sequence[str]) -> None:
     """Make sure that there are such methods, each once.
 
     Raises:
         ValueError: otherwise.
     """
-    if not names or len(set(names)) < len(names) or not set(names) <= set(CLUSTER_METHODS):
+    if not names or len(set(names)) < len(names):
         raise ValueError(
             f"got methods={tuple(names)}, expected some of {', '.join(CLUSTER_METHODS)}, each once; see --help"
         )
+    for name in names:
+        method_of(name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster import rank as rank_module
-from benchmarks.cluster.methods import CLUSTER_METHODS
+from benchmarks.cluster.methods import method_of
 from benchmarks.cluster.network import namespaces
 from benchmarks.cluster.network.links import EmulatedNetwork
 from benchmarks.cluster.trials import Trial
@@ -168,7 +168,7 @@ class Fleet:
         Raises:
             TrialError: there is no result.
         """
-        is_alone = CLUSTER_METHODS[trial.method].is_alone
+        is_alone = method_of(trial.method).is_alone
         if is_alone:
             self.close()
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.cluster.methods import BOUND, CLUSTER_METHODS
+from benchmarks.cluster.methods import BOUND, method_of
 from benchmarks.cluster.network.links import LINE_SHARE
 from benchmarks.record import matching
 
@@ -60,13 +60,13 @@ def rows_of(key: dict[str, Any], answers: Sequence[dict[str, Any]], *, rate: flo
             "link_share": bits / answer["mean_step_ms"] / rate if rate else None,
             "line_share": bits / answer["wire_ms"] / rate if rate and answer["wire_ms"] else None,
         }
-        rows.append({**key, **answer, **own, **shared, "rank": rank, "title": CLUSTER_METHODS[key["method"]].title})
+        rows.append({**key, **answer, **own, **shared, "rank": rank, "title": method_of(key["method"]).title})
     return rows
 
 
 def failed_row(key: dict[str, Any], error: str) -> dict[str, Any]:
     """The row of a trial without a result."""
-    return {**key, "title": CLUSTER_METHODS[key["method"]].title, "error": error}
+    return {**key, "title": method_of(key["method"]).title, "error": error}
 
 
 def rows_of_trial(rows: pd.DataFrame, key: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ def rows_of_trial(rows: pd.DataFrame, key: Mapping[str, Any]) -> list[dict[str, 
         rows: of the CSV.
         key: the columns that say which trial it is.
     """
-    return matching(rows, key).assign(title=CLUSTER_METHODS[key["method"]].title).to_dict("records")
+    return matching(rows, key).assign(title=method_of(key["method"]).title).to_dict("records")
 
 
 def frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.by_hand import Loop
 from benchmarks.cluster.delays import Delays
-from benchmarks.cluster.methods import CLUSTER_METHODS, ClusterMethod
+from benchmarks.cluster.methods import ClusterMethod, method_of
 from benchmarks.cluster.network.place import Counters, Place, forget_peak_memory, peak_memory_bytes
 from benchmarks.cluster.split import Split
 from benchmarks.cluster.waited_model import WaitedModel
@@ -25,7 +25,7 @@ class Trial:
     """A method timed with a model that waits: what all ranks know.
 
     Args:
-        method: of CLUSTER_METHODS.
+        method: see `method_of`.
         number: of the trial in its run, which names all that is its own: keys of the store, ports.
         num_steps: timed ones of each rank; rounded up to the method's period.
         compute_seconds: of a step, waited.
@@ -63,7 +63,7 @@ def measure(trial: Trial, place: Place) -> dict[str, Any]:
         What goes to the table, of this rank: `step_ms` is a list; the others are numbers, per timed step unless their
         names say otherwise. None: it is not known.
     """
-    method = CLUSTER_METHODS[trial.method]
+    method = method_of(trial.method)
     before = forget_peak_memory()
     # Gradients differ from rank to rank, or there would be nothing to agree about.
     model = WaitedModel(

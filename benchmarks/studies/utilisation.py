@@ -28,7 +28,9 @@ MEMORY_BYTE_S = 500e9
 """Of a GPU; the codes and the outer steps read and write memory."""
 MBITS, PERIODS = (50, 200, 1000, 5000), (1, 8, 32, 128)
 NUM_PERIODS = 4
-"""Outer steps of a run."""
+"""Outer steps that are counted."""
+WARM_PERIODS = 2
+"""Outer steps before them: late messages take so long until there are as many of them as later."""
 PUBLISHED: Mapping[int, tuple[float, ...]] = {
     1: (0.07, 0.32, 1.74, 7.76),
     8: (0.55, 2.48, 12.35, 40.24),
@@ -57,22 +59,22 @@ def methods(period: int) -> dict[str, Any]:
     return found
 
 
-def utilisation(method: Any, mbit: float, num_steps: int) -> float:
-    """Return the share of computation in the time of steps, from 0 to 1.
+def utilisation(method: Any, mbit: float, period: int) -> float:
+    """Return the share of computation in the time of NUM_PERIODS periods, from 0 to 1.
 
     Args:
         method: for the Lab.
         mbit: the rate of a link in Mbit/s.
-        num_steps: the steps that are counted; the first round is at the end of them, or earlier.
+        period: the steps from one outer step to the next.
     """
     learns = method == "ar"  # gradients are averaged in buckets, under the backward pass
     task = LabTask(Weights, weighted_sum, _no_data, (lambda x: torch.optim.SGD(x, lr=0.0)) if learns else None)
     network = Network(f"{mbit} Mbit/s", memory_byte_s=MEMORY_BYTE_S)
     setting = Setting(WORKERS, PARAMETERS, Compute(STEP_SECONDS), network)
     training = LabTraining(LabPlan.of(method), setting, task)
-    for _ in training.run(num_steps):
-        pass
-    return num_steps * STEP_SECONDS / training.seconds
+    num_warm, num_steps = WARM_PERIODS * period, NUM_PERIODS * period
+    starts = [training.seconds for _ in training.run(num_warm + num_steps)]
+    return num_steps * STEP_SECONDS / (starts[-1] - starts[num_warm])
 
 
 class Weights(nn.Module):
@@ -100,12 +102,12 @@ def cells(rows: Callable[[], Any]) -> Iterator[Cell]:
                 key = {"method": name, "period": period, "mbit": mbit}
                 yield (
                     key,
-                    partial(_row, method, mbit, period * NUM_PERIODS, published if name == "DiLoCo" else math.nan),
+                    partial(_row, method, mbit, period, published if name == "DiLoCo" else math.nan),
                 )
 
 
-def _row(method: Any, mbit: int, num_steps: int, published: float) -> Mapping[str, Any]:
-    share = utilisation(method, mbit, num_steps)
+def _row(method: Any, mbit: int, period: int, published: float) -> Mapping[str, Any]:
+    share = utilisation(method, mbit, period)
     return {"utilisation_percent": round(100 * share, 4), "published_percent": published}
 
 

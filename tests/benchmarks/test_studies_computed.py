@@ -56,14 +56,20 @@ def test_rows_are_computed_once_and_later_cells_see_earlier_ones(
 def test_the_utilisation_of_diloco_is_the_arithmetic_of_a_ring(period: int, mbit: int) -> None:
     n, compute = utilisation.WORKERS, period * utilisation.STEP_SECONDS
     ring = 2 * (n - 1) / n * 32 * utilisation.PARAMETERS / (0.957e6 * mbit)
-    share = utilisation.utilisation(DiLoCo(sync_every=period), mbit, 4 * period)
+    share = utilisation.utilisation(DiLoCo(sync_every=period), mbit, period)
     assert share == pytest.approx(compute / (compute + ring), rel=0.02)
 
 
 def test_a_delay_hides_rounds_that_fit_into_it() -> None:
     late = StreamingDiLoCo(sync_every=8, fragments=4, delay=7, arrival="carry")
-    assert utilisation.utilisation(late, 50_000, 32) > 0.97
-    assert utilisation.utilisation(DiLoCo(sync_every=8), 50_000, 32) < 0.9
+    assert utilisation.utilisation(late, 50_000, 8) > 0.97
+    assert utilisation.utilisation(DiLoCo(sync_every=8), 50_000, 8) < 0.9
+
+
+def test_a_delay_hides_nothing_more_than_the_compute() -> None:
+    late = StreamingDiLoCo(sync_every=8, fragments=4, delay=7, arrival="carry")
+    ring = 1.5 * 32 * utilisation.PARAMETERS / (0.957e6 * 100)
+    assert utilisation.utilisation(late, 100, 8) == pytest.approx(8 * utilisation.STEP_SECONDS / ring, rel=0.02)
 
 
 def test_cells_are_compared_with_a_fifth_before_rounding() -> None:
