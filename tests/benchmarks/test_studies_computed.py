@@ -73,8 +73,27 @@ def test_a_delay_hides_nothing_more_than_the_compute() -> None:
 
 
 def test_cells_are_compared_with_a_fifth_before_rounding() -> None:
-    rows = pd.DataFrame({"utilisation_percent": [1.2, 1.21, 0.8, 0.79, 5.0]})
-    assert pages.within_a_fifth(rows.assign(published_percent=[1.0, 1.0, 1.0, 1.0, math.nan])) == (2, 4)
+    rows = pd.DataFrame({"own": [1.2, 1.21, 0.8, 0.79, 5.0, math.nan]})
+    rows = rows.assign(published_percent=[1.0, 1.0, 1.0, 1.0, math.nan, 1.0])
+    assert pages.within_a_fifth(rows, "own") == (2, 4)
+
+
+def test_measured_utilisation_is_a_local_step_over_a_step_of_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = "StreamingDiLoCo(8,fragments=4,delay=7,arrival='carry',compressor=QSGD(4,bucket_size=32,unbiased=True))"
+    steps = {"local": 25.0, "DiLoCo(sync_every=8)": 100.0, late: 50.0, "ddp": 250.0}
+    rows = [
+        {"method": method, "rate_gbit": 0.0125, "planned_steps": 16, "repeat": repeat, "mean_step_ms": share * base}
+        for method, base in steps.items()
+        for repeat, factor in enumerate((1.0, 1.0, 3.0))
+        for share in (0.9 * factor, 1.1 * factor)  # of two ranks
+    ]
+    monkeypatch.setattr(pages, "rows_of", lambda _: pd.DataFrame(rows).assign(error=math.nan))
+    found = pages.measured_on_the_cluster().set_index(["method", "period", "mbit"])["measured_percent"].to_dict()
+    assert found == {
+        ("DiLoCo", 8, 200): pytest.approx(25.0),
+        ("Streaming DiLoCo, carry, 4 bits", 8, 200): pytest.approx(50.0),
+        ("all-reduce", 1, 200): pytest.approx(10.0),
+    }
 
 
 # Goodput.

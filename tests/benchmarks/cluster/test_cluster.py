@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.by_hand import Loop
 from benchmarks.cluster.__main__ import Cluster, main
 from benchmarks.cluster.delays import Delays
-from benchmarks.cluster.methods import CLUSTER_METHODS, require_methods
+from benchmarks.cluster.methods import CLUSTER_METHODS, method_of, require_methods
 from benchmarks.cluster.network import namespaces
 from benchmarks.cluster.network.links import EmulatedNetwork, LinkRates
 from benchmarks.cluster.network.namespaces import ClusterUnavailableError
@@ -508,6 +508,14 @@ def test_trials_survive_their_messages() -> None:
 def test_methods_are_there_and_named_once(names: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="expected some of local, sgp"):
         require_methods(names)
+
+
+def test_texts_of_algorithms_are_methods_with_their_periods() -> None:
+    late = "StreamingDiLoCo(sync_every=8, fragments=4, delay=7)"
+    assert [method_of(name).period for name in ("sgp", "PowerGossip()", "DiLoCo(sync_every=8)", late)] == [1, 1, 8, 16]
+    for name in ("DiLoCo(every=8)", "SGP()"):
+        with pytest.raises(ValueError, match=re.escape(f"got the method {name!r}, expected")):
+            method_of(name)
 
 
 @pytest.fixture
