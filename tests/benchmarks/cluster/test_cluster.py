@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -257,7 +258,7 @@ def test_pictures(tmp_path: Path, figures: list[Figure]) -> None:
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ({"methods": ("ddp", "nothing")}, "got methods=.*nothing.*expected some of local, sgp"),
+        ({"methods": ("ddp", "nothing")}, "got the method .nothing.*expected some of local, sgp"),
         ({"repeats": 0}, "expected repeats, steps and parameters >= 1"),
         ({"rates": (1e-6,)}, r"got a rate of 1000 bit/s.*options are in Gbit/s"),
         ({"slow_link_share": 2.0}, "a share of at most 1"),
