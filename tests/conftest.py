@@ -5,13 +5,13 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.harness.processes import start_server
+from tests.harness.processes import start_server, wait_for_server
 from tests.harness.ranks import end_threads, forget_threads
 from tests.watchdog import Watchdog
 
@@ -35,6 +35,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     if any(item.get_closest_marker("e2e") for item in session.items):
         start_server()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """The timeout of the first test that starts processes begins when their server is ready."""
+    if item.get_closest_marker("e2e"):
+        wait_for_server()
+    return (yield)
 
 
 _stderr = pytest.StashKey[int]()

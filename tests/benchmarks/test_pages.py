@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import functools
 import re
 import subprocess
 import sys
@@ -18,6 +17,18 @@ from benchmarks.record import PROVENANCE, RESULTS, ROOT, write_rows
 from tests.benchmarks.test_provenance import has_history
 
 
+@pytest.fixture(scope="module")
+def made() -> dict[str, str]:
+    """The pages that commands write, by the name of the file; they take seconds."""
+    return {path.name: text for path, text in pages.texts().items()}
+
+
+@pytest.fixture
+def _made_once(made: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "texts", lambda: {pages.DOCS / name: text for name, text in made.items()})
+
+
+@pytest.mark.usefixtures("_made_once")
 def test_pages_are_up_to_date() -> None:
     assert pages.stale() == []
 
@@ -62,12 +73,12 @@ def test_tables_keep_empty_cells_and_format_numbers() -> None:
     ]
 
 
+@pytest.mark.usefixtures("_made_once")
 def test_a_page_that_was_edited_by_hand_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(pages, "DOCS", tmp_path / "docs")
     monkeypatch.setattr(pages, "ROOT", tmp_path)
-    monkeypatch.setattr(pages, "texts", functools.cache(pages.texts))  # which take seconds
     monkeypatch.setattr(sys, "argv", ["pages"])
     assert pages.main() == 0
     monkeypatch.setattr(sys, "argv", ["pages", "--check"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import multiprocessing
 import multiprocessing.forkserver
@@ -48,6 +49,16 @@ def start_server() -> None:
     multiprocessing.forkserver.ensure_running()
 
 
+@functools.cache
+def wait_for_server() -> None:
+    """Wait until the server has imported PRELOADED, which takes long on a loaded machine."""
+    start_server()
+    process = _context.Process(target=os.getpid)
+    process.start()
+    process.join()
+    process.close()
+
+
 _clock = time.monotonic()
 
 
@@ -77,9 +88,9 @@ def run_processes(
         expect_result: raise an AssertionError when any process ends without a result.
         hung: ranks that do not end by themselves; they are killed when all others have ended.
         backend: of the default group; with "nccl" rank i has GPU i. None: the body makes and ends the group itself.
-        timeout: seconds for everything; a process that has not ended then is killed.
+        timeout: seconds from when the server is ready; a process that has not ended then is killed.
     """
-    start_server()
+    wait_for_server()
     deadline = time.monotonic() + timeout
     outcomes = [Outcome()] * world_size
     with tempfile.TemporaryDirectory() as folder:

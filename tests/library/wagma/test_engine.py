@@ -64,13 +64,14 @@ def test_two_vectors_beside_the_model_are_enough_for_ranks_less_than_a_round_lat
                     rank.worker.wait(lambda: rank.worker.num_started > t)  # noqa: B023 (called here)
             rank.round()
         meet.wait(PATIENCE)
-        count = num_vectors(rank.vector.layout.num_bytes)
+        # One rank counts those of all: the others would wait for each other's passes over all objects of the tests.
+        count = num_vectors(rank.vector.layout.num_bytes) if group.rank() == 0 else 0
         meet.wait(PATIENCE)
         rank.end()
         return count
 
     receive_buffers = 1  # the vector is one chunk
-    assert max(run_ranks(n, body)) <= n * (1 + 2 + receive_buffers)
+    assert n * 2 < max(run_ranks(n, body)) <= n * (1 + 2 + receive_buffers)
 
 
 def test_a_late_rank_merges_as_in_the_paper() -> None:
