@@ -13,7 +13,8 @@ The check reads prose only, without code, tables, headings, comments and signatu
 - none of `IMAGES`, private images that only their author understands.
 
 The pages of `REFERENCE` need no "you". In all pages no row of a table begins with "the same", and no cell is it: a
-reader reads one row alone.
+reader reads one row alone. The pages of docs/benchmarks together have at most `MOST_BENCHMARK_WORDS` words that a
+reader sees: outside tables, code and folded parts, before the heading "Measured with".
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +32,7 @@ GUIDES = ("*.md", "learn/*.md", "guides/*.md", "coming_from/*.md", "extend/*.md"
 REFERENCE = ("methods/*.md",)
 MOST_CLAUSES = 20.0
 FEWEST_YOU = 5.0
+MOST_BENCHMARK_WORDS = 8000
 
 BEFORE_CONJUNCTIONS = frozenset(
     """
@@ -97,6 +99,24 @@ def prose(text: str) -> str:
     return re.sub(r"\]\([^)]*\)|\]\[[^\]]*\]", "]", text)
 
 
+def visible(text: str) -> str:
+    """What a reader of a page of docs/benchmarks sees of its text, without tables, code, folded parts and commands."""
+    text = text.partition("\n## Measured with\n")[0]
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^\?\?\? .*\n(?:(?: {4}.*)?\n)*", "", f"{text}\n", flags=re.MULTILINE)
+    text = re.sub(r"^([ \t]*)(```+|~~~+).*?^\1\2[ \t]*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^[ \t]*\|.*$", "", text, flags=re.MULTILINE)
+    return re.sub(r"\]\([^)]*\)|\]\[[^\]]*\]", "]", text)
+
+
+def benchmark_fault(pages: Iterable[str]) -> str:
+    """What fails in the pages of docs/benchmarks together, as got and expected; "": nothing."""
+    count = sum(len(re.findall(r"\S*\w\S*", visible(text))) for text in pages)
+    if count <= MOST_BENCHMARK_WORDS:
+        return ""
+    return f"docs/benchmarks: got {count:,} words, expected at most {MOST_BENCHMARK_WORDS:,} in all pages together"
+
+
 def listen(text: str) -> Voice:
     """What is counted in a page of Markdown."""
     read = prose(text)
@@ -135,6 +155,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures = f"{voice.num_words} words, {voice.clauses:.1f} relative clauses, {voice.you:.1f} you"
         if faults or named or (options.report and is_guide):
             print(f"{name}: {figures}{''.join(f'; {fault}' for fault in faults)}")
+    texts = (page.read_text(encoding="utf-8") for page in sorted((DOCS / "benchmarks").glob("*.md")))
+    if not named and (fault := benchmark_fault(texts)):
+        failed += 1
+        print(fault)
     print(f"voice: {failed} pages fail" if failed else "voice: all pages pass")
     return int(bool(failed) and not options.report)
 

@@ -27,6 +27,7 @@ from benchmarks.pages.markdown import NOT_IN_HISTORY, fold, remarks, sources, ta
 from benchmarks.pages.membership import MEMBERSHIP
 from benchmarks.pages.records import RECORDS
 from benchmarks.pages.reproduction import reproduction_page
+from benchmarks.pages.setup import SETUP_PAGE
 from benchmarks.pages.studies import STUDIES
 from benchmarks.pages.training import TRAINING
 from benchmarks.pages.wire import WIRE
@@ -87,10 +88,8 @@ def index() -> str:
     texts = [
         "# Benchmarks",
         "<!-- Written by `python -m benchmarks.pages`: change that, not this. -->",
-        "Each page begins with its result. The commands at its end repeat the "
-        "measurement. Compare ratios within a page: "
-        "absolute times depend on the machine. `benchmarks/README.md` says how to run the benchmarks.",
-        "[Reproduction](reproduction.md) has the results of the papers beside ours.",
+        "Each page begins with its result and ends with its commands. Read [how the figures are measured](setup.md) "
+        "once, and compare them with the papers on [Reproduction](reproduction.md).",
     ]
     for question in (*QUESTIONS, ""):
         listed = {name: own for name, own in PAGES.items() if own.question == question}
@@ -104,7 +103,7 @@ def index() -> str:
 
 def texts() -> dict[Path, str]:
     """All pages but those of FINISHED, by their file."""
-    own = {DOCS / "index.md": index(), DOCS / "reproduction.md": reproduction_page()}
+    own = {DOCS / "index.md": index(), DOCS / "setup.md": SETUP_PAGE, DOCS / "reproduction.md": reproduction_page()}
     return {**own, **{DOCS / f"{name}.md": page(name) for name in PAGES if name not in FINISHED}}
 
 

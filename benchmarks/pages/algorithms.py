@@ -109,9 +109,8 @@ On a GPU, all codecs pay at 10 Gbit/s too: bfloat16 by 60, PowerGossip of rank 1
         summary=codes,
         setup="""\
 The vector is as long as the parameters of ResNet-18. The rows with a method compress a ResNet-18 with its buffers. A
-ratio is the time that the saved bytes take on the link, divided by encoding plus decoding. Compression pays where the
-ratio is above 1. Times are medians of the processor time of one thread. Other work on the machine can make them
-longer.""",
+ratio is the time that the saved bytes take on the link, over encoding plus decoding: compression pays above 1. Times
+are medians of the processor time of one thread.""",
         parts=(
             Page(
                 "All rows on a GPU",
@@ -146,10 +145,9 @@ iteration, or 274 rounds and as many bits with two.""",
         script="cb643b0e:benchmarks/consensus.py",
         setup="""\
 Eight ranks in a ring gossip until they agree. Each begins with a 100x100 matrix of normal numbers. The error is the
-squared distance to the mean, relative to the start. All methods use the best step size of plain gossip on this
-ring.""",
+squared distance to the mean, relative to the start. All methods use the best step size of plain gossip.""",
         question="How many rounds and bytes?",
-        result="PowerGossip agrees with 0.8 of the bits of plain gossip in float32, in 78 times as many rounds.",
+        result="PowerGossip needs 0.8 of the bits of plain gossip in float32, and 78 times as many rounds.",
     ),
     "default_graphs": Page(
         "How fast ranks agree on each graph",
@@ -174,19 +172,16 @@ error of 1e-6. The default push-sum graph takes 44, a ring 1,306. With two peers
         script="bb6c722:benchmarks/default_graphs.py",
         summary=messages,
         setup="""\
-The figures are computed from the mixing matrices of training, not timed. Random graphs have expectations. In the table
-of all rows:
+The figures are computed from the mixing matrices of training. Random graphs have expectations. In the table of all
+rows:
 
-- **contraction** is the long-run factor of the distance from the average. 0 means that the average is exact after some
-  rounds.
+- **contraction** is the long-run factor of the distance from the average; at 0 the average is exact after some rounds.
 - **noise** is the variance of a rank around the mean, if each step adds noise of variance 1.
 - **drift** is the distance of all models from the mean, for the worst constant steps of length 1.
 
 [Which graph?](../choosing.md#which-graph) draws the conclusions.""",
         question="How many rounds and bytes?",
-        result="With 25 ranks `BaseGraph` averages exactly in 9 rounds; the default graph needs "
-        "44 rounds to an error of "
-        "1e-6.",
+        result="With 25 ranks `BaseGraph` is exact in 9 rounds; the default graph needs 44 to an error of 1e-6.",
     ),
     "matcha_planning": Page(
         "Planning time of MATCHA",
@@ -232,7 +227,7 @@ ranks: with 100,000 it takes a second to build.""",
 One rank, with one peer per round. A query asks for its peers in one round. The time of mixing includes building the
 graph. The peak is Python's memory over all of it. Times are the least of the repeats.""",
         question="How many rounds and bytes?",
-        result="A query for a rank's peers takes microseconds with a million ranks.",
+        result="A query for the peers of one rank takes microseconds.",
     ),
     "lab": Page(
         "Time per worker and step in the Lab",
@@ -266,14 +261,14 @@ setting. The simulator does not know your loss: small models learn slowly with D
         script="cb643b0e:benchmarks/simulator.py",
         summary=simulated,
         setup="""\
-1,024 workers train 25 million parameters with 250 ms of compute per step, on links of 1 Gbit/s. This command prints the
-figures, with advice: `python -m gossip_modules.lab --world-size 1024 --network "1 Gbit/s" --parameters 25e6
---compute 0.25`. Two rows have D-PSGD under consensus control. The figures are computed, not timed. An empty cell means
-that the target was not reached in 320 steps. Disagreement is the relative difference between models; methods whose
-workers do not agree are not advised. MATCHA is missing, since it is simulated for up to 512 workers.
-[Which method?](../choosing.md#ask-the-simulator) says how to read the table.""",
+1,024 workers train 25 million parameters with 250 ms of compute per step, on links of 1 Gbit/s. This command computes
+the figures, with advice: `python -m gossip_modules.lab --world-size 1024 --network "1 Gbit/s" --parameters 25e6
+--compute 0.25`. Two rows have D-PSGD under consensus control. An empty cell means that the target was not reached in
+320 steps. Disagreement is the relative difference between models; methods whose workers do not agree are not advised.
+MATCHA is simulated for up to 512 workers only. [Which method?](../choosing.md#ask-the-simulator) says how to read the
+table.""",
         question="Is the Lab right?",
-        result="At 1 Gbit/s and 1,024 workers, outer optimizers come first and all-reduce takes 189 s to the target.",
+        result="At 1 Gbit/s outer optimizers come first; all-reduce takes 189 s to the target.",
     ),
     "gpu": Page(
         "One GPU: bandwidth, overhead, overlap and memory",
@@ -295,11 +290,11 @@ Gloo alike. Overlap adds 0.42 models of memory.""",
         },
         summary=one_gpu,
         setup="""\
-Steps train a ResNet-18 on images of 32 x 32. A peer takes part in the rounds over Gloo. All wrappers take turns, and a
+Steps train a ResNet-18 on images of 32 x 32. A peer takes part in the rounds over Gloo. Wrappers take turns, and a
 ratio is the median over turns. Memory is the peak beside the bare model, in copies of the parameters. Bandwidth is the
 bytes that an operation has to read and write over its time; its ratio is to a copy. In "precision" two ranks train a
-small model in several ways. In "lab" 64 workers of a decoder train in one process.""",
+small model. In "lab" 64 workers of a decoder train in one process.""",
         question="Is it as fast?",
-        result="With overlap a round adds 9 % to a step of 28 ms on an H200 GPU; without overlap it doubles the step.",
+        result="A round adds 9 % to a step of 28 ms on an H200 with overlap, and doubles it without.",
     ),
 }

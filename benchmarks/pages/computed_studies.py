@@ -279,8 +279,8 @@ def goodput_said(rows: pd.DataFrame) -> str:
     return (
         f"**With 32 workers that fail once an hour each, SGP with a membership keeps {shares(32, 'one an hour')} of "
         f"its time.** With 1,024 workers and the failures of Llama 3's training SGP keeps {shares(1024, 'Llama 3')}, "
-        "if pauses go on to grow as from 16 to 32 workers. Goodput is computed from pauses that were measured with 4 "
-        "to 32 processes on two cores."
+        "if pauses go on to grow as from 16 to 32 workers. These figures are computed from pauses that were measured "
+        "with 4 to 32 processes on two cores."
     )
 
 
@@ -313,8 +313,8 @@ def _chaos() -> list[str]:
         "present": ("workers present, %", ".0f"),
     }
     return [
-        "Measured beside this, with [a random fault every two seconds](chaos.md), also stops and losses of the store: "
-        "the time that the steps would have taken at the median pace, as a share of the whole time.",
+        "Measured with [a random fault every two seconds](chaos.md), stops and losses of the store among them: the "
+        "time of the steps at the median pace, as a share of the whole time.",
         table(found, columns),
     ]
 
@@ -393,21 +393,21 @@ period. "4 bits" is `QSGD(4, bucket_size=32, unbiased=True)`; its messages are g
             "goodput": ("goodput", ".4f"),
         },
         setup="""\
-Goodput is the useful part of the time of all workers, beside a run without failures. With n workers, a time M between
-failures of one worker, a pause of all workers and the time for which the failed worker is missing:
+Goodput is the useful part of the time of all workers. With n workers, a time M between failures of one worker, a pause
+of all workers and the time for which the failed worker is missing:
 
     goodput = (1 - missing / M) / (1 + n pause / M)
 
-- SGP with a membership: the slowest step after a kill beyond the median one, of [8, 16 and 32
-  workers](elastic.md), and the slowest step after a join beyond the median one, of [8 workers](elastic.md).
-- torchft: the same figures of its all-reduce. Most of the pause is its time limit for heartbeats, 5 s.
+- SGP with a membership: the slowest steps after [a kill and a join](elastic.md) beyond the median one, of 8, 16 and 32
+  workers (joins: 8).
+- torchft: those of its all-reduce. Most of a pause is its time limit for heartbeats, 5 s.
 - Beyond 32 workers both pauses go on along the line from 16 to 32, although two cores shared by all processes make most
   of this growth. So figures for more than 32 workers are no measurements.
 - DDP with restarts: the median time until [a job resumed](faults.md), and half of the ten minutes between two
   checkpoints. The ten minutes are an assumption, and writing a checkpoint takes no time here.
 
-A failed worker is back after the time in which a job resumed. Workers have 8 GPUs. In the training of Llama 3 there
-were 419 unexpected interruptions in 54 days with 16,384 GPUs.""",
+A failed worker is back after the time in which a job resumed. Workers have 8 GPUs. The training of Llama 3 had 419
+unexpected interruptions in 54 days with 16,384 GPUs.""",
         also=("elastic_scale.csv", "elastic.csv", "restart.csv", "chaos.csv"),
         measures=("gossip_modules/membership",),
     ),
@@ -428,15 +428,11 @@ were 419 unexpected interruptions in 54 days with 16,384 GPUs.""",
             "last_error": ("error at the end", ".2g"),
         },
         setup="""\
-This is the experiment of PowerGossip's paper. Eight workers in a ring have a matrix of 100 x 100 normal numbers each,
-and only gossip. The error is the squared distance to the mean, relative to the start. A worker has sent the Mbit
-when the error is 1 %. Plain gossip, bfloat16, PowerGossip and Moniqua with 8 bits have the best step size of plain
-gossip. Other codes have the best of four step sizes from 0.01 to it, found with the first seed. A run ends after 800
-rounds, or when its error has grown tenfold: it diverges. Top-k and random-k send 1 % of the entries, and qsgd has 4
-bits.
-
-Means are over seeds, whose number is in the table. A code that has no row yet, and further seeds, are computed by
-the command below. The figures do not depend on how busy the machine is.""",
+This is the experiment of PowerGossip's paper, [rounds and bits to agreement](consensus.md#setup), with more codes and
+seeds. A worker has sent the Mbit when the error is 1 %. Plain gossip, bfloat16, PowerGossip and Moniqua with 8 bits
+have the best step size of plain gossip. Other codes have the best of four step sizes from 0.01 to it, found with the
+first seed. A run ends after 800 rounds, or when its error has grown tenfold: it diverges. Top-k and random-k send 1 %
+of the entries, and qsgd has 4 bits.""",
     ),
     **study_page(
         "pairwise",
@@ -457,11 +453,10 @@ the command below. The figures do not depend on how busy the machine is.""",
             "exchanges_to_0.001": ("exchanges to 0.001", ".1f"),
         },
         setup="""\
-Workers on a cycle average in pairs at random times. Each link has exchanges at the rate 1/2, so a worker has one in a
-unit of time on average. Nothing is learnt. The disagreement is the mean square distance from the mean, relative to the
-start. "Simulated" is the mean over runs of random exchanges, and "law" the expected value, by the equation of second
-moments. Both methods have equal exchanges. The rates of A2CiD2 are those of
-`BilatGossipDataParallel(continuous_momentum=True)` for these rates.""",
+Workers on a cycle average in pairs at random times, one in a unit of time on average. Nothing is learnt. The
+disagreement is the mean square distance from the mean, relative to the start. "Simulated" is the mean over runs of
+random exchanges, equal for both methods, and "law" the expected value, by the equation of second moments. A2CiD2 has
+the rates of `BilatGossipDataParallel(continuous_momentum=True)`.""",
     ),
     **study_page(
         "matcha_rho",
@@ -479,8 +474,8 @@ moments. Both methods have equal exchanges. The rates of A2CiD2 are those of
         },
         setup="""\
 Rho bounds the factor by which a round of gossip shrinks the squared distance from the mean: smaller is better. Graphs
-are those of `gossip_modules.matcha.select_graph`, which are the six of the paper. The budget is the share of
-messages of a round over all links. The figures are computed, so a busy machine does not change them.""",
+are those of `gossip_modules.matcha.select_graph`, the six of the paper. The budget is the share of messages of a round
+over all links. The figures are computed.""",
     ),
 }
 """The pages of the studies with enough rows."""

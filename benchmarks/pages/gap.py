@@ -85,11 +85,10 @@ CAUSES = """\
 ## Causes
 
 **Language: the second moments of Adam.** A worker that gossips squares its own noisy gradients. All-reduce squares
-their mean, with n times less noise. AdamW divides its steps by the root of these squares.
+their mean, with n times less noise.
 
-- At the rate 0.004 and with the first seed, all-reduce ends at 2.316 nats and SGP at 2.508. With the second moments of
-  the mean gradient, SGP ends at 2.335, with the first moments at 2.435, with both at 2.316. No cluster has these
-  moments for free.
+- At the rate 0.004, with the first seed, all-reduce ends at 2.316 nats and SGP at 2.508. With the second moments of the
+  mean gradient, SGP ends at 2.335, with the first at 2.435, with both at 2.316.
 - With exact averages of the parameters in each step and AdamW, the gap is 0.12. So the distance between models makes
   0.04 of the 0.15.
 - `GossipAdamW` computes the second moments of the mean gradient from two averages that each worker has, and sends
@@ -164,18 +163,18 @@ GAP: Mapping[str, Page] = {
         """\
 **At 1 and 10 Gbit/s, Overlap SGP with GossipAdamW takes 0.77 and 0.71 of the time of the faster DDP, and ends 0.06 nats
 above it.** SGP takes 1.00 and 0.81 of the time, and ends 0.05 above. Decent-DP takes 1.14 and 1.03 times as long as
-Overlap SGP, and ends 0.15 above all-reduce. At 0.1 Gbit/s, DDP with its fp16 hook is faster than SGP, and local SGD
-takes half of its time.
+Overlap SGP, and ends 0.15 above. At 0.1 Gbit/s, DDP with its fp16 hook is faster than SGP, and local SGD takes half of
+its time.
 
 ![Test loss against seconds for each speed of the links.](../assets/default.svg)""",
         measures=("gossip_modules/rounds", "gossip_modules/transport", "gossip_modules/wrappers"),
         render=default,
         setup="""\
-Losses are those of [the accuracy study](gap.md) after 320 steps of eight workers. Times are those of 320 steps on an
-emulated cluster of eight hosts. The timed model has 2.8 million parameters, as a small ResNet-18, and computes for
-40 ms per step. Loss and time can be measured apart, since these methods wait for each other. DDP with its fp16 hook
-counts with the loss of all-reduce in float32, and Decent-DP with the loss of D-PSGD, which has the same update. Times
-are one run of each cell, with SGD as optimizer. A band spans the seeds.""",
+Losses are those of [the accuracy study](gap.md) after 320 steps of eight workers. Times are those of 320 steps on eight
+[emulated hosts](setup.md#emulated-hosts), where 2.8 million parameters are computed for 40 ms per step. Loss and time
+can be measured apart, since these methods wait for each other. DDP with its fp16 hook counts with the loss of
+all-reduce in float32, and Decent-DP with the loss of D-PSGD, which has the same update. Times are one run of each cell,
+with SGD as optimizer.""",
         also=("gap.csv",),
         question="Is it as fast?",
         result="At 1 Gbit/s Overlap SGP with GossipAdamW takes 0.77 of the time of the faster DDP, for 0.06 nats more.",
@@ -196,12 +195,12 @@ to 106 ms at 1 Gbit/s. At 0.1 Gbit/s, the 352 ms of a message decide.""",
         ),
         render=stragglers,
         setup="""\
-Four emulated hosts train a model of 1.1 million parameters. A step computes for 40 ms, and each rank takes ten times as
-long in a twentieth of its steps. All methods see the same delays. The table has milliseconds per step: the number of
-ranks over the sum of their steps per second. The loss after a step differs between methods: see
-[loss against time](default.md) for methods in lockstep.""",
+Four [emulated hosts](setup.md#emulated-hosts) train 1.1 million parameters. A step computes for 40 ms, and each rank
+takes ten times as long in a twentieth of its steps, at the same steps for all methods. The table has the number of
+ranks over the sum of their steps per second, in ms. The loss after a step differs between methods: see
+[loss against time](default.md).""",
         question="Is it as fast?",
-        result="With stragglers AD-PSGD takes 50 ms per step, Overlap SGP 63 and DDP 102 at 1 Gbit/s.",
+        result="At 1 Gbit/s AD-PSGD takes 50 ms per step, Overlap SGP 63 and DDP 102.",
     ),
     "gap": Page(
         "Accuracy of gossip against all-reduce",
@@ -212,28 +211,23 @@ ranks over the sum of their steps per second. The loss after a step differs betw
 Seeds of all-reduce spread over 0.08.
 
 **Images: with 25 workers and SGD, SGP ends 3.2 points above the error of all-reduce, with four peers 2.1.** With four
-times the batch the gap is 0.3 points (one seed). With 8 workers it is 1.5 points. No learning rate closes it. Take
-AllReduce, large batches or more peers where this matters.""",
+times the batch the gap is 0.3 points (one seed), with 8 workers 1.5. No learning rate closes it. Take AllReduce, large
+batches or more peers where this matters.""",
         measures=("gossip_modules/lab", "gossip_modules/optim", "gossip_modules/rounds"),
         render=tables,
         script="cb643b0e:benchmarks/gap.py",
         summary=language,
         setup="""\
-All changes train in the Lab. The language model is a decoder of 120,000
-parameters. It learns the bytes of Python's standard library by AdamW with betas (0.9, 0.95), on eight sequences of 64
-bytes per worker and step. The network of images has three convolutions and learns CIFAR-10 at 16 pixels by SGD with
-momentum 0.9. The learning rate rises in the first tenth of the steps and falls linearly to zero.
+This is [a study in the Lab](setup.md#studies-in-the-lab). A decoder of 120,000 parameters learns the bytes of Python's
+standard library by AdamW with betas (0.9, 0.95), on eight sequences of 64 bytes per worker and step. Three convolutions
+learn CIFAR-10 at 16 pixels by SGD with momentum 0.9. Single models differ from their mean by at most 0.0001 nats and
+0.07 % of errors.
 
-Its highest value is tuned for each change on a validation split, with the first seed. Figures are means over seeds, on
-a test split, of the mean of all workers' models; single models differ by at most 0.0001 nats and 0.07 % of errors.
-
-`GossipAdamW` was tried at two rates only. After
-1,000 steps there is one seed: SGP is 0.004 above all-reduce, Overlap SGP 0.018, SGP with AdamW 0.06. Rows of
-"GossipAdamW without the bound L" and "with m'^2 in place of s'" had the optimizer of
-`git show ec27f1a6:benchmarks/gap.py`. `--pack`, with a folder of images per class, writes the file of CIFAR-10.""",
+`GossipAdamW` was tried at two rates only. After 1,000 steps there is one seed: SGP is 0.004 above all-reduce, Overlap
+SGP 0.018, SGP with AdamW 0.06. Rows of "GossipAdamW without the bound L" and "with m'^2 in place of s'" had the
+optimizer of `git show ec27f1a6:benchmarks/gap.py`.""",
         question="Is it as accurate?",
-        result="A small language model: SGP with GossipAdamW ends 0.05 nats above all-reduce, "
-        "with two peers 0.02; with "
-        "AdamW 0.15. Images: 3.2 points for 25 workers.",
+        result="Language: SGP with GossipAdamW ends 0.05 nats above all-reduce, with AdamW 0.15. Images: 3.2 points "
+        "with 25 workers.",
     ),
 }

@@ -21,9 +21,9 @@ HOSTS: Mapping[str, Page] = {
         "Accelerate, Trainer, Lightning and Fabric",
         "hosts.csv",
         """\
-**In all four hosts a step takes 0.83 to 1.06 times the CPU time of a loop of your own.** The table shows this ratio
-without the milliseconds that the host takes for itself. Single ratios are up to 17 percent off, as ratios below 1 show:
-four ranks share two cores. The accuracy of a method is the same in each host, 94.0 to 95.3 %.""",
+**In all four hosts a step takes 0.83 to 1.06 times the CPU time of a loop of your own,** without the milliseconds that
+the host takes for itself. Single ratios are up to 17 percent off, as ratios below 1 show: four ranks share two cores.
+The accuracy of a method is the same in each host, 94.0 to 95.3 %.""",
         {
             "host": ("host", "s"),
             "method": ("method", "s"),
@@ -38,11 +38,10 @@ four ranks share two cores. The accuracy of a method is the same in each host, 9
         measures=("gossip_modules/integrations", "gossip_modules/wrappers"),
         summary=integration,
         setup="""\
-Ranks on one machine train a perceptron of 2.2 M parameters on handwritten digits. Steps, batches, rates and clipping
-are equal in each host. CPU time is the median over the steps of rank 0, of the whole process. "Over our own loop" is
-the ratio to the loop of the same method, host and integration together. "Load" is the average number of processes that
-wanted a core. The accuracy is the mean over seeds of the average of all ranks, on 360 images: a point is 3.6
-images.""",
+Ranks on one machine train a perceptron of 2.2 M parameters on handwritten digits, with equal steps, batches, rates and
+clipping in each host. CPU time is the median over the steps of rank 0, of the whole process. "Over our own loop" is the
+ratio to the loop of the same method, host and integration together. "Load" is the average number of processes that
+wanted a core. The accuracy is the mean over seeds, on 360 images.""",
         question="Is it as fast?",
         result="An integration takes 0.83 to 1.06 times the CPU time of a loop of your own, at equal accuracy.",
     )

@@ -60,8 +60,8 @@ MEMBERSHIP: Mapping[str, Page] = {
 **No survivor fails, and the pause is at most a step and 50 ms.** One to three of eight workers are killed at once.
 With gossip, DiLoCo and the asynchronous methods, the slowest step of the survivors stays within twice the median and
 50 ms in 52 of 54 runs: MATCHA passed the bound by 20 ms once, and DiLoCo once, while other work slowed steps before
-the kill too. All-reduce needs a new generation before its next step: it takes 254 to 314 ms, and 1.07 s while the
-store is gone. torchft, for comparison, pauses for 5.2 s, its default heartbeat limit.""",
+the kill too. All-reduce needs a new generation first: it takes 254 to 314 ms, and 1.07 s while the store is gone.
+torchft pauses for 5.2 s, its default heartbeat limit.""",
         {
             "method": ("method", "s"),
             "killed": ("killed", "d"),
@@ -78,15 +78,14 @@ store is gone. torchft, for comparison, pauses for 5.2 s, its default heartbeat 
         measures=("gossip_modules/membership", "gossip_modules/wrappers"),
         summary=kills,
         setup="""\
-Eight workers with a [membership](../guides/elasticity.md) run as processes on one machine with two cores. A step
-computes little and sleeps 50 ms. The first one, two or three workers by rank are killed (SIGKILL), rank 0 among them.
-After 100 more steps one worker is started again. Where the store is killed, it dies with them and is started again,
-empty, with that worker. Times are those of the survivors, in ms. "Rounds until joined" counts the rounds of the others
-between the moment when the new worker was ready and its first round.
+[Eight workers](setup.md#jobs-with-a-membership) take steps that compute little and sleep 50 ms. The first one, two or
+three by rank are killed, rank 0 among them. After 100 more steps one worker is started again. Where the store is
+killed, it dies with them and is started again, empty, with that worker. Times are those of the survivors, in ms.
+"Rounds until joined" counts the rounds of the others from the moment when the new worker was ready to its first round.
 
 torchft's replicas train by its `DistributedDataParallel` and meet in a lighthouse. They take a replica for dead after
-5 s without a heartbeat. Without the lighthouse all of them fail after 60 s, the time limit that they were given. These
-rows are older: on 26 November, with torchft 0.2.0, some replicas ended before the first kill.""",
+5 s without a heartbeat. Without the lighthouse all fail after 60 s, their time limit. These rows are older: on 26
+November, with torchft 0.2.0, some replicas ended before the first kill.""",
         parts=(
             Page(
                 "Workers that are stopped, cut off, slow or lossy",
@@ -141,7 +140,7 @@ workers. torchft does not report generations; its rows are older.""",
             ),
         ),
         question="What does a failure cost?",
-        result="With gossip, survivors of a kill wait for at most a step and 50 ms; torchft pauses for 5 s.",
+        result="With gossip, survivors wait for at most a step and 50 ms; torchft pauses for 5 s.",
     ),
     "chaos": Page(
         "Training under a random fault every two seconds",
@@ -156,20 +155,19 @@ costs 0.09 to 0.29 s, in the median over faults. A stop for longer than the dead
         render=chaos,
         summary=outcomes,
         setup="""\
-Eight workers with a [membership](../guides/elasticity.md) run as processes on one machine with two cores. Every two
-seconds a seed draws a fault: one or two workers are killed (SIGKILL), one is stopped (SIGSTOP) for 0.5 to 8 seconds,
-one is started, or the store is killed and an empty one started. A worker without a heartbeat for 2 s is excluded. At
-the end the missing workers are started, and the learning rate falls to zero in 1500 steps. A step sleeps 50 ms with
-SGP and 100 with the others. Times leave out steps in which the worker itself stood still or joined. Accuracy is the
-mean over the workers at the end.
+Every two seconds a seed draws a fault of [eight workers](setup.md#jobs-with-a-membership): one or two are killed, one
+is stopped (SIGSTOP) for 0.5 to 8 seconds, one is started, or the store is killed and an empty one started. The deadline
+is 2 s. At the end the missing workers are started, and the learning rate falls to zero in 1500 steps. A step sleeps 50
+ms with SGP and 100 with the others. Times leave out steps in which the worker itself stood still or joined. Accuracy is
+the mean over the workers at the end.
 
 These checks must pass: no worker that was not killed fails or hangs; generations and steps only rise; all workers of a
 generation name the same members; the sum of the push-sum weights stays while nobody comes or goes ("weight drift": its
 largest relative change in one step). Threads, descriptors and memory are those of a worker that is never killed, in its
 first generation and in the last 250 steps.
 
-The machine was not quiet: AD-PSGD and PowerGossip ran beside tests, at a load of 20 to 45, and SGP almost alone.
-[Decisions](../decisions/membership.md) says what earlier runs changed in the library.""",
+AD-PSGD and PowerGossip ran beside tests, at a load of 20 to 45, and SGP almost alone.
+[Decisions](../decisions/membership.md) says what earlier runs changed.""",
         parts=(
             Page(
                 "Cost of each kind of fault",
@@ -193,9 +191,7 @@ generations were not released.""",
             ),
         ),
         question="What does a failure cost?",
-        result="With about 300 faults in ten minutes no worker fails, and accuracy stays "
-        "within 0.5 points for eight of "
-        "nine methods.",
+        result="With 300 faults in ten minutes no worker fails; eight of nine methods end within 0.5 points.",
     ),
     "elastic_cost": Page(
         "Cost of a membership without failures",
@@ -223,10 +219,9 @@ to 1.5 % of a core while nothing is trained.""",
         measures=("gossip_modules/membership", "gossip_modules/rounds", "gossip_modules/wrappers"),
         summary=cost,
         setup="""\
-Four workers with a [membership](../guides/elasticity.md) and four without one train the same network, each in a process
-of its own on one machine. The two sides take turns of a few steps. The figure is the processor time of a step, of all
-threads of a process, in the mean over the four. Nothing sleeps. The ratio is the median over turns, with its quartiles.
-Wall times are those of the slowest worker.""",
+Four [workers](setup.md#jobs-with-a-membership) and four without a membership train the same network, in turns of a few
+steps. Nothing sleeps. The figure is the processor time of a step, of all threads of a process, in the mean over the
+four. The ratio is the median over turns, with its quartiles. Wall times are those of the slowest worker.""",
         parts=(
             Page(
                 "Cost of a join for the worker that gives its state",
@@ -256,7 +251,7 @@ state is the parameters and their momentum, with names and shapes.""",
             ),
         ),
         question="What does a failure cost?",
-        result="With 9.6 million parameters a membership adds 0 to 4 % of CPU time to gossip and DiLoCo.",
+        result="It adds 0 to 4 % of CPU time to gossip and DiLoCo with 9.6 million parameters.",
     ),
     "scale": Page(
         "Cost of one rank among 16, 64 and 256",

@@ -80,21 +80,15 @@ def region_said(rows: pd.DataFrame) -> str:
     texts = []
     for base in variants(rows):
         found = region_ends(rows, base)
-        times = [f"{name.replace(',', ' with')}: {found['seconds'][name]:,.0f} s" for name in found.index]
-        order = "the published one" if _is_published(found) else "not the published one"
-        mark = "**" if base == HALOS else ""
-        texts.append(
-            f"{mark}To {found['loss'].max():.2f} nats per byte the times are {'; '.join(times)}. "
-            f"The order is {order}.{mark} DiLoCo takes {found['ratio']['DiLoCo']:.1f} times as long as this HALoS, "
-            f"and asynchronous local SGD {found['ratio']['async local SGD']:.1f} times."
+        diloco, alone = found["ratio"]["DiLoCo"], found["ratio"]["async local SGD"]
+        said = (
+            f"to {found['loss'].max():.2f} nats per byte DiLoCo takes {diloco:.1f} times as long as HALoS, and "
+            f"asynchronous local SGD {alone:.1f} times: {'' if _is_published(found) else 'not '}the published order."
         )
-    steps = found["step"]
-    return (
-        f"{' '.join(texts)} The paper says up to 7.5 and 2.1 times. A step takes {steps.iloc[0]:.2f} s with HALoS, "
-        f"{steps['async local SGD']:.2f} s with asynchronous local SGD and {steps['DiLoCo']:.2f} s with DiLoCo. K is "
-        "the number of pushes in a region before the region pushes, 32 in the paper. The authors trained six times as "
-        "many steps."
-    )
+        texts.append(
+            f"**T{said[1:]}**" if base == HALOS else f"After {SHORT.partition(' = ')[2]} pushes for 32, {said}"
+        )
+    return f"{' '.join(texts)} The paper says up to 7.5 and 2.1 times. The authors trained six times as many steps."
 
 
 def _is_published(found: pd.DataFrame) -> bool:
@@ -124,7 +118,7 @@ def region_summary(rows: pd.DataFrame) -> str:
             for name in (found.index if base == HALOS else [base])
             for loss in LOSSES
         ]
-    said = "Seconds until the loss is so many nats per byte for the first time; empty if it never is:"
+    said = "Seconds until the loss is so many nats per byte; empty if it never is:"
     return "\n\n".join(
         [*parts, said, grid(pd.DataFrame(times), ("method", "method"), "loss", "seconds", ",.0f", "{:.1f}")]
     )
@@ -156,26 +150,27 @@ def halos_headline() -> tuple[str, str]:
 
 
 SETUP = """\
-16 workers of unequal speed are in four regions. Links have 0.117 to 0.935 Gbit/s between regions, and 100 inside.
-Speeds, links and settings are those of [the authors' simulator](https://github.com/utnslab/halos). So are the bytes of
-Pythia-70M, and its step of 238 ms on the fastest worker. The clock of the [Lab](../guides/lab.md) computes the times. A
-decoder of one layer with 12,288 parameters learns the characters of the sources of Python's standard library, from four
-sequences of 32 characters in a step of a worker. The authors trained six times as many steps.
+16 workers of unequal speed are in four regions of [a study in the Lab](setup.md#studies-in-the-lab). Links have 0.117
+to 0.935 Gbit/s between regions, and 100 inside. Speeds, links and settings are those of
+[the authors' simulator](https://github.com/utnslab/halos). So are the bytes of Pythia-70M, and its step of 238 ms on
+the fastest worker. A decoder of one layer with 12,288 parameters reads four sequences of 32 characters in a step of a
+worker. After {steps:,} steps of a worker in the mean, the training ends: all methods read equal data. The learning rate
+rises in the first twentieth of the steps, and falls by a cosine to a tenth. The loss is that of the model of the
+(global) server. Times are those of the mean curve over seeds, between its 32 points. Bytes between regions count all
+messages of servers and workers.
 
-- DiLoCo: H = 32, outer rate 0.7, momentum 0.9; all workers wait for the slowest one and for an all-reduce along a ring.
-- DyLU: a worker takes steps in proportion to its speed, at most H. The two methods below do so too.
-- Async local SGD: H = 32. Workers push their drifts to one server in the first region, which takes Delayed Nesterov
-  steps: rate 0.05 for each push, momentum 0.9, N = 32.
-- HALoS: H = 8. Workers push to the server of their region (rate 0.2, momentum 0.9, N = 16). After 32 pushes its drift
-  goes to a global server (0.15, 0.5, N = 2), whose model comes back and is merged with a share of 0.25. This is K = 32;
-  K = 8 is ours, as the authors trained six times as many steps.
+| method | communication | settings |
+|---|---|---|
+| DiLoCo | all workers wait for the slowest one and for an all-reduce along a ring | \
+H = 32, outer rate 0.7, momentum 0.9 |
+| DiLoCo, DyLU | a worker takes steps in proportion to its speed, at most H | those of DiLoCo |
+| async local SGD | with DyLU, workers push drifts to a server in the first region: Delayed Nesterov steps | \
+H = 32, rate 0.05 for each push, momentum 0.9, N = 32 |
+| HALoS | with DyLU, workers push to the server of their region | H = 8, rate 0.2, momentum 0.9, N = 16 |
+| HALoS, between regions | after K pushes a region's drift goes to a global server, whose model comes back | \
+K = 32, or 8 in "K = 8"; rate 0.15, momentum 0.5, N = 2; the model is merged with a share of 0.25 |
 
-A training ends after {steps:,} steps of a worker in the mean over workers, so all methods read equal data. The learning
-rate of AdamW rises in the first twentieth of the steps, and falls by a cosine to a tenth. Its highest value is tuned
-for each method alike in trainings of a quarter of the steps on the validation split, with the first seed. The loss is
-that of the model of the (global) server on the test split. Times are those of the mean curve over seeds, between its 32
-points. Bytes between regions count all messages of servers and workers. The rows were computed by five processes, one
-for each method, and then merged; the command computes them in one process."""
+Five processes computed the rows, one for each method; the command computes them in one."""
 
 REGION_STUDY: Mapping[str, Page] = study_page(
     "regions",

@@ -13,12 +13,12 @@ from benchmarks.record import RESULTS
 
 TITLE = "Reproduction: the figures of the papers, and ours"
 INTRODUCTION = """\
-The papers trained ImageNet or large language models on up to 1,024 GPUs. Here the same methods train small models, and
-run on emulated networks and in the Lab. So compare order and direction first, then sizes.
+The papers trained ImageNet or large language models on up to 1,024 GPUs. Here the same methods train small models, on
+emulated networks and in the Lab. So compare order and direction first, then sizes.
 
 "yes" means that at least {enough:.0f} % of the published effect was found, or that a gap is within the published one.
-"in part" means that the direction is the published one and the size is smaller. All thresholds are compared before
-figures are rounded. The links lead to the rows, the number of seeds, the machine and the commit."""
+"in part" means that the direction is the published one and the size is smaller. The links lead to the rows, the number
+of seeds, the machine and the commit."""
 
 LINK_SPEEDS = {0.1: "0.1", 1.0: "1", 10.0: "10"}
 SMALL_IMAGES = "CIFAR-10 at 16 pixels, three convolutions without normalisation, 4,000 steps, 3 seeds"

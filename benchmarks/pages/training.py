@@ -156,10 +156,9 @@ frequencies of the tokens alone give 3.70.""",
         script="bb6c722:benchmarks/language_model.py",
         summary=language,
         setup="""\
-Each row is the default run of `train/language_model.py` on Python's sources, with four ranks and one seed. The
-figure is the loss of the averaged model on the validation files. Learning rates were not tuned for each method. Do
-not compare seconds: the machine did other work in some of the runs. [Language models](../guides/language_models.md)
-describes the task.""",
+Each row is the default run of `train/language_model.py` on Python's sources, with four ranks and one seed, as
+[Language models](../guides/language_models.md) describes. The loss is that of the averaged model on the validation
+files. Rates were not tuned for each method. Do not compare seconds: the machine did other work in some runs.""",
         question="Is it as accurate?",
         result="After 400 untuned steps all-reduce ends at 2.39 bits per byte, SGP at 2.45, DiLoCo at 3.12.",
     ),
@@ -179,13 +178,13 @@ loop, Overlap SGP 1.40, DiLoCo 1.56. Decent-DP takes 1.07 and 1.20.""",
         ),
         summary=steps,
         setup="""\
-All methods take turns of a few steps in one run. A ratio is the median over turns of the method's time over the time of
-the loop beside it. SGP, Overlap SGP and DiLoCo stand beside a loop of 30 lines in plain torch.distributed
+Methods take turns of a few steps in one run. A ratio is the median over turns of the method's time over the time of the
+loop beside it. SGP, Overlap SGP and DiLoCo stand beside a loop of 30 lines in plain torch.distributed
 (`benchmarks/by_hand.py`), all-reduce beside DistributedDataParallel with `gradient_as_bucket_view=True`, the others
-beside a step without communication. The CPU time is that of one rank, the wall time that of the slowest rank. Read the
-CPU time: the wall time of a short step on two busy cores varies. "Over, ms" is the median difference of the CPU times.
-"Library" is a commit, or "this": the commit of the row. In all tables "mlp" has six layers of 64, "tensors" 1,000
-tensors of up to 16 numbers, "wide" 9.4 M parameters in eight tensors.""",
+beside a step without communication. Read the CPU time, of one rank: the wall time, of the slowest rank, varies on two
+busy cores. "Over, ms" is the median difference of the CPU times. "Library" is a commit, or "this": the commit of the
+row. "mlp" has six layers of 64, "tensors" 1,000 tensors of up to 16 numbers, "wide" 9.4 M parameters in eight
+tensors.""",
         parts=(
             Page(
                 "Outer steps: the mean step with DiLoCo and others",
@@ -255,13 +254,13 @@ Eager DiLoCo and RelaySGD, by rounding in the others, mostly in overlapped round
         },
         summary=kept,
         setup="""\
-The table has the largest difference of a parameter and of a running statistic; 0 means equal bits. Rounding in bfloat16
-is up to 0.04. Copies are the bytes of all tensors after the last step, in models: parameters, gradients and momentum
-are three. The model has a layer of BatchNorm, and the learning rate changes. AD-PSGD and WAGMA depend on time, so only
-their copies are compared. Combinations that one of the two libraries refuses are left out. Overlapped rows count the
-temporary tensors of a round in flight. The module of the first command is `benchmarks.before_after_bits` today.""",
+Rows have the largest difference of a parameter and of a running statistic; 0 means equal bits. Rounding in bfloat16 is
+up to 0.04. Copies are the bytes of all tensors after the last step, in models: parameters, gradients and momentum are
+three, and overlapped rows count the tensors of a round in flight. The model has a layer of BatchNorm, and the learning
+rate changes. AD-PSGD and WAGMA depend on time, so only their copies are compared. Combinations that one of the two
+libraries refuses are left out. The module of the first command is `benchmarks.before_after_bits` today.""",
         question="Is the Lab right?",
-        result="A rewrite of the library kept the bits of the parameters in 75 of 76 combinations.",
+        result="Parameters have equal bits in 75 of 76 combinations.",
     ),
     "faults": Page(
         "Errors when ranks are killed, stopped or leave",
@@ -308,6 +307,6 @@ fault to the error.""",
             ),
         ),
         question="What does a failure cost?",
-        result="Without a membership, all survivors of a fault get an error, and 311 of 312 errors name the dead rank.",
+        result="Without a membership, all survivors get an error, and 311 of 312 errors name the dead rank.",
     ),
 }

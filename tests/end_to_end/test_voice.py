@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.voice import listen, main, prose
+from docs.voice import MOST_BENCHMARK_WORDS, benchmark_fault, listen, main, prose, visible
 
 GOOD = """# Which method, that is, whose?
 
@@ -67,3 +67,38 @@ def test_a_page_that_does_not_speak_fails(
     assert main([str(page)]) == 1
     assert fault in capsys.readouterr().out
     assert main([str(page), "--report"]) == 0
+
+
+BENCHMARK = """# A title
+
+<!-- a comment -->
+
+**The result** of [a method](page.md).
+
+| a table | of figures |
+|---|---:|
+
+??? note "All rows"
+
+    Folded.
+
+    | more | rows |
+
+Seen.
+
+```sh
+a command
+```
+
+## Measured with
+
+A machine.
+"""
+
+
+def test_tables_code_folded_parts_and_commands_of_a_page_of_benchmarks_are_not_counted() -> None:
+    assert " ".join(visible(BENCHMARK).split()) == "# A title **The result** of [a method]. Seen."
+    assert benchmark_fault(["word " * (MOST_BENCHMARK_WORDS - 1), BENCHMARK.replace("Seen.", "")]).startswith(
+        "docs/benchmarks: got 8,006 words, expected at most 8,000"
+    )
+    assert benchmark_fault(["word " * MOST_BENCHMARK_WORDS]) == ""
