@@ -120,6 +120,22 @@ def utilisation_summary(rows: pd.DataFrame) -> str:
     return "\n\n".join(parts)
 
 
+def hosts_table(rows: pd.DataFrame) -> str:
+    """Write medians over repeats of the time of a step of all hosts, and their share of the processors."""
+    key = ["hosts", "rate_gbit", "planned_ms", "title"]
+    shares = rows["hosts"] * rows["cpu_ms"] / (rows["cores"] * rows["mean_step_ms"])
+    repeats = rows.assign(share=shares).groupby([*key, "repeat"], sort=False)[["fleet_step_ms", "share"]].mean()
+    columns = {
+        "hosts": ("hosts", "d"),
+        "rate_gbit": ("Gbit/s", "g"),
+        "planned_ms": ("ms of sleep", ".0f"),
+        "title": ("method", "s"),
+        "fleet_step_ms": ("ms per step", ".1f"),
+        "share": ("processor share", ".2f"),
+    }
+    return table(repeats.groupby(key, sort=False).median().reset_index().sort_values(key[:3], kind="stable"), columns)
+
+
 def utilisation_headline() -> tuple[str, str]:
     """The published cells of DiLoCo."""
     near, total = within_a_fifth(utilisations(rows_of("utilisation.csv")), "measured_percent")
@@ -369,6 +385,14 @@ period. "4 bits" is `QSGD(4, bucket_size=32, unbiased=True)`; its messages are g
                     "mean_step_ms": ("ms per step", ".1f"),
                     "planned_steps": ("steps", "d"),
                 },
+            ),
+            Page(
+                "Steps of 8 and 16 emulated hosts",
+                "clock_cells.csv",
+                "These cells calibrate [the clock](../guides/lab.md#how-far-you-can-trust-the-clock). The processor share "
+                "is the processor time of all hosts over the time that the two cores have in a step.",
+                measures=("gossip_modules/algorithms", "gossip_modules/rounds", "gossip_modules/transport"),
+                render=hosts_table,
             ),
         ),
     ),

@@ -1,19 +1,19 @@
-"""The clock of the Lab against two files of the emulated cluster: seconds per step, and the order of the methods."""
+"""The clock of the Lab against three files of the emulated cluster: seconds per step, and the order of the methods."""
 
 from __future__ import annotations
 
-import csv
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from benchmarks.cluster.delays import Delays
-from benchmarks.cluster.methods import CLUSTER_METHODS
+from benchmarks.cluster.methods import BOUND, CLUSTER_METHODS
 from benchmarks.cluster.trials import NUM_WARM_STEPS
+from benchmarks.record import RESULTS
 from gossip_modules.lab import Compute, Digits, LabPlan, Network, Setting
 from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.rounds.rows import Array, Indices
@@ -30,14 +30,14 @@ METHODS: Mapping[str, str] = {
     "sparseloco": "SparseLoCo(sync_every=4)",
 }
 """The plan of each method of the cluster that the Lab knows too."""
-OVERHEAD_SECONDS = 0.0055
-"""The local step beside the waited compute, on the cluster: 45 to 46 ms where 40 ms are waited."""
-MEMORY_BYTE_S = 9e9 * 2 / 8
-"""Eight hosts share the two cores of the machine."""
-CELLS: Mapping[str, int] = {"loss_cells.csv": len(METHODS), "default_cells.csv": 4}
+MEMORY_BYTE_S = 9e9 * 2
+"""Of the two cores of the machine, which the hosts share."""
+CELLS: Mapping[str, int] = {"loss_cells.csv": len(METHODS), "default_cells.csv": 4, "clock_cells.csv": 5}
 """The files in `benchmarks/results`, and the number of methods in each cell that the Lab knows too."""
 MAX_GBIT = 1.0
 """On faster links the two processors of the cluster's machine bound the steps, which the clock does not know."""
+BUSY = ("clock_cells.csv", 16, 1.0, 200.0)
+"""A cell in which they do so too: its file, hosts, rate and milliseconds of sleep."""
 TIE = 1.15
 """Methods whose measured seconds differ by less count as equally fast: each cell was measured once."""
 
@@ -58,12 +58,18 @@ class PlannedCompute(Compute):
 
 @dataclass(frozen=True)
 class Cell:
-    """What the methods of a cell have in common, and the measured milliseconds of a step of each, by name."""
+    """What the methods of a cell have in common, and the measured milliseconds of a step of each, by name.
+
+    Attributes:
+        overhead_ms: the measured local step beside the waited compute.
+        measured: medians over repeats.
+    """
 
     file: str
     hosts: int
     rate_gbit: float
     planned_ms: float
+    overhead_ms: float
     num_steps: int
     num_parameters: int
     delays: Delays
@@ -71,33 +77,30 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """The cells of the file."""
-    rows: list[dict[str, str]] = []
+    """The cells of the files."""
     for name in CELLS:
-        with (Path(__file__).parents[2] / "benchmarks/results" / name).open(newline="") as file:
-            rows += ({**row, "file": name} for row in csv.DictReader(file) if row["method"] in METHODS)
-    rows = [row for row in rows if row["rank"] == "0" and float(row["rate_gbit"]) <= MAX_GBIT]
-
-    def key(row: Mapping[str, str]) -> tuple[str, float, float]:
-        return row["file"], float(row["rate_gbit"]), float(row["straggle_chance"])
-
-    for _, group in itertools.groupby(sorted(rows, key=key), key):
-        own = list(group)
-        numbers = {name: float(text) for name, text in own[0].items() if name in {*OF_DELAYS, *OF_CELL}}
-        yield Cell(
-            file=own[0]["file"],
-            hosts=int(own[0]["hosts"]),
-            rate_gbit=numbers["rate_gbit"],
-            planned_ms=numbers["planned_ms"],
-            num_steps=int(own[0]["planned_steps"]),
-            num_parameters=int(numbers["num_parameters"]),
-            delays=Delays(**{name: numbers[name] for name in OF_DELAYS}, seed=int(own[0]["seed"])),
-            measured={row["method"]: float(row["fleet_step_ms"]) for row in own},
-        )
+        rows = pd.read_csv(RESULTS / name).query("rank == 0 and rate_gbit <= @MAX_GBIT")
+        alone = rows[(rows["method"] == BOUND) & (rows["straggle_chance"] == 0)]
+        local_ms = alone.groupby(["hosts", "planned_ms"])["fleet_step_ms"].median()
+        rows = rows[rows["method"].isin(METHODS)]
+        for (hosts, gbit, _, planned_ms), own in rows.groupby(["hosts", "rate_gbit", "straggle_chance", "planned_ms"]):
+            if (name, hosts, gbit, planned_ms) == BUSY:
+                continue
+            first = own.iloc[0]
+            yield Cell(
+                file=name,
+                hosts=int(hosts),
+                rate_gbit=float(gbit),
+                planned_ms=planned_ms,
+                overhead_ms=local_ms[hosts, planned_ms] - planned_ms,
+                num_steps=int(first["planned_steps"]),
+                num_parameters=int(first["num_parameters"]),
+                delays=Delays(**{name: float(first[name]) for name in OF_DELAYS}, seed=int(first["seed"])),
+                measured=own.groupby("method")["fleet_step_ms"].median().to_dict(),
+            )
 
 
 OF_DELAYS = ("spread", "straggle_chance", "slow_factor", "slow_host")
-OF_CELL = ("rate_gbit", "planned_ms", "num_parameters")
 
 
 def predicted_ms(name: str, cell: Cell) -> float:
@@ -105,9 +108,9 @@ def predicted_ms(name: str, cell: Cell) -> float:
     period = CLUSTER_METHODS[name].period
     num_warm, num_steps = (-(-steps // period) * period for steps in (NUM_WARM_STEPS, cell.num_steps))
     compute = PlannedCompute(
-        cell.planned_ms / 1e3, overhead_seconds=OVERHEAD_SECONDS, delays=cell.delays, num_warm=num_warm
+        cell.planned_ms / 1e3, overhead_seconds=cell.overhead_ms / 1e3, delays=cell.delays, num_warm=num_warm
     )
-    network = Network(f"{cell.rate_gbit} Gbit/s", memory_byte_s=MEMORY_BYTE_S)
+    network = Network(f"{cell.rate_gbit} Gbit/s", memory_byte_s=MEMORY_BYTE_S / cell.hosts)
     setting = Setting(cell.hosts, cell.num_parameters, compute, network)
     training = LabTraining(LabPlan.of(METHODS[name]).resolved(cell.hosts), setting, Digits())
     clock, ends = training.method.clock, []
@@ -120,7 +123,9 @@ def predicted_ms(name: str, cell: Cell) -> float:
 
 
 @pytest.mark.parametrize(
-    "cell", list(cells()), ids=lambda cell: f"{cell.file}-{cell.rate_gbit}-{cell.delays.straggle_chance}"
+    "cell",
+    list(cells()),
+    ids=lambda cell: f"{cell.file}-{cell.hosts}-{cell.rate_gbit}-{cell.planned_ms}-{cell.delays.straggle_chance}",
 )
 def test_methods_rank_as_on_the_cluster(cell: Cell) -> None:
     predicted = {name: predicted_ms(name, cell) for name in cell.measured}
