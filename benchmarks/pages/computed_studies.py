@@ -120,6 +120,14 @@ def utilisation_summary(rows: pd.DataFrame) -> str:
     return "\n\n".join(parts)
 
 
+def steps_table(rows: pd.DataFrame) -> str:
+    """Write the time of a step of each trial, the mean over ranks."""
+    key = ["method", "rate_gbit", "planned_steps", "repeat"]
+    heads = {"method": ("method", "s"), "rate_gbit": ("Gbit/s", "g"), "planned_steps": ("steps", "d")}
+    columns = {**heads, "repeat": ("repeat", "d"), "mean_step_ms": ("ms per step", ".1f")}
+    return table(rows.groupby(key, sort=False)["mean_step_ms"].mean().reset_index(), columns)
+
+
 def hosts_table(rows: pd.DataFrame) -> str:
     """Write medians over repeats of the time of a step of all hosts, and their share of the processors."""
     key = ["hosts", "rate_gbit", "planned_ms", "title"]
@@ -377,20 +385,13 @@ period. "4 bits" is `QSGD(4, bucket_size=32, unbiased=True)`; its messages are g
                 "Measured on the emulated cluster",
                 "utilisation_cells.csv",
                 measures=("gossip_modules/algorithms", "gossip_modules/rounds", "gossip_modules/transport"),
-                columns={
-                    "method": ("method", "s"),
-                    "rate_gbit": ("Gbit/s", "g"),
-                    "repeat": ("repeat", "d"),
-                    "rank": ("rank", "d"),
-                    "mean_step_ms": ("ms per step", ".1f"),
-                    "planned_steps": ("steps", "d"),
-                },
+                render=steps_table,
             ),
             Page(
                 "Steps of 8 and 16 emulated hosts",
                 "clock_cells.csv",
-                "These cells calibrate [the clock](../guides/lab.md#how-far-you-can-trust-the-clock). The processor share "
-                "is the processor time of all hosts over the time that the two cores have in a step.",
+                "These cells calibrate [the clock](../guides/lab.md#how-far-you-can-trust-the-clock). The processor "
+                "share is the processor time of all hosts over the time that the two cores have in a step.",
                 measures=("gossip_modules/algorithms", "gossip_modules/rounds", "gossip_modules/transport"),
                 render=hosts_table,
             ),
