@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from typing import ClassVar
-from unittest import mock
 
 import pandas as pd
 import pytest
-from torch import Tensor
 
 from benchmarks.pages.gap import best
 from benchmarks.record import DTYPES, RESULTS, ROOT
 from gossip_modules.lab import Compute, Digits, LabPlan, Network, Setting, planner
-from gossip_modules.lab.clock import Exchanges
-from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.lab.planner import advise, simulate
 from gossip_modules.methods import METHODS
+from tests.harness.recorded import Recorded
 
 FIRST = re.compile(r"`(GossipDataParallel\(model[^`]*\))`")
 ADAM = "SGP, GossipAdamW"
@@ -61,42 +56,6 @@ def test_the_figures_of_the_page_are_measured(language: pd.DataFrame) -> None:
     page = text("docs/guides/default.md").partition("## Why this")[2]
     late = language.loc["Overlap SGP, GossipAdamW", "mean"] - language.loc[ADAM, "mean"]
     assert figures | {f"{late:.3f}"} == set(re.findall(r"\b\d\.\d{3}\b", page))
-
-
-class Recorded(LabTraining):
-    """Where workers keep step, a network decides the time of steps and not their result: so each method trains once."""
-
-    trained: ClassVar[dict[str, list[tuple[Exchanges, Tensor]]]] = {}
-
-    def run(self, num_steps: int) -> Iterator[Tensor]:
-        """See `LabTraining`; from the second time on only the clock goes on."""
-        if self.plan.method.pace != "lockstep":
-            yield from super().run(num_steps)
-        elif (steps := self.trained.get(repr(self.plan))) is None:
-            yield from self._record(num_steps)
-        else:
-            for step, (exchanges, z) in enumerate(steps):
-                self.num_steps += step > 0
-                self.method.clock.advance(exchanges)
-                yield z
-
-    def _record(self, num_steps: int) -> Iterator[Tensor]:
-        clock, given = self.method.clock, list[Exchanges]()
-        advance = clock.advance
-
-        def note(exchanges: Exchanges) -> None:
-            given.append(exchanges)
-            advance(exchanges)
-
-        steps = self.trained[repr(self.plan)] = list[tuple[Exchanges, Tensor]]()
-        with mock.patch.object(clock, "advance", note):
-            try:
-                for z in super().run(num_steps):
-                    steps.append((given[-1], z.clone()))
-                    yield z
-            except (RuntimeError, ValueError):  # of Moniqua, whose bound is then doubled
-                del self.trained[repr(self.plan)]
-                raise
 
 
 @pytest.mark.timeout(300)

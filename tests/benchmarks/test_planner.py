@@ -15,8 +15,8 @@ from benchmarks.cluster.methods import BOUND, CLUSTER_METHODS
 from benchmarks.cluster.trials import NUM_WARM_STEPS
 from benchmarks.record import RESULTS
 from gossip_modules.lab import Compute, Digits, LabPlan, Network, Setting
-from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.rounds.rows import Array, Indices
+from tests.harness.recorded import Recorded
 
 METHODS: Mapping[str, str] = {
     "ddp": "ar",
@@ -112,7 +112,7 @@ def predicted_ms(name: str, cell: Cell) -> float:
     )
     network = Network(f"{cell.rate_gbit} Gbit/s", memory_byte_s=MEMORY_BYTE_S / cell.hosts)
     setting = Setting(cell.hosts, cell.num_parameters, compute, network)
-    training = LabTraining(LabPlan.of(METHODS[name]).resolved(cell.hosts), setting, Digits())
+    training = Recorded(LabPlan.of(METHODS[name]).resolved(cell.hosts), setting, Digits())
     clock, ends = training.method.clock, []
     for _ in training.run(num_warm + num_steps):
         # A step of a round before the forward ends when it is computed, and one of DDP when gradients are averaged.
