@@ -1,4 +1,4 @@
-"""The mixing matrices W(t): the weight that each rank gives to its own value and to each received one."""
+"""The mixing matrices W(t): the weights of each rank for its own value and for each received one."""
 
 from .base import MetropolisHastingsMixing, MixingManager, MixingWeights, SymmetricMixing, UniformMixing
 from .graph_weights import GraphMixing, LaplacianMixing, default_mixing

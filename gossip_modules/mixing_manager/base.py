@@ -1,8 +1,8 @@
 """The mixing matrices W(t): x_i <- sum_j W[i, j] x_j.
 
-W[i, j] is the weight that rank i gives to the message of rank j. The receiver applies it, so messages are sent as they
-are and a rank needs its own row only. If columns sum to one, the sum over all ranks does not change (push-sum needs
-this); if rows do, ranks that agree keep their value (D-PSGD needs both).
+W[i, j] is the weight of rank i for the message of rank j. The receiver applies it, so messages are sent as they are and
+a rank needs its own row only. If columns sum to one, the sum over all ranks does not change (push-sum needs this); if
+rows do, equal ranks keep their value (D-PSGD needs both).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class MixingManager(ABC):
     """The mixing matrices W(t) on the edges of a graph.
 
     A new mixing manager has to write `weights` only. If it is known whether rows or columns sum to one, override the
-    `is_*_stochastic` properties: here they check all ranks in all distinct rounds, and are False for schedules that are
-    too long to check (see `GraphManager.in_every_round`). With a `period` of its own, gossipers keep the weights of
-    each round of it; otherwise they ask again in every round.
+    `is_*_stochastic` properties: here they check all ranks in all distinct rounds, and are False for schedules too long
+    to check (see `GraphManager.in_every_round`). With a `period` of its own, gossipers keep the weights of each round
+    of it; otherwise they ask again in every round.
 
     Args:
         graph: the graph; W(t) is zero where it has no edge, except on the diagonal.
@@ -72,7 +72,7 @@ class MixingManager(ABC):
 
     @cached_property
     def is_row_stochastic(self) -> bool:
-        """Whether in every round each row sums to one: ranks that agree keep their value."""
+        """Whether in every round each row sums to one: equal ranks keep their value."""
         return self.graph.in_every_round(lambda t: self._sums_to_one(t, axis=0))
 
     @cached_property
@@ -95,10 +95,10 @@ class MixingManager(ABC):
 
         The error of averaging shrinks by the factor `1 - gap` per round in the long run, if the T rounds are
         repeated. The gap is 1.0 if T rounds give the exact average, 0.0 if they leave ranks unconnected, and below 0 if
-        the error grows (possible with negative weights). P has the eigenvalue 1, which subtracting J
-        turns into 0 and leaves the others as they are, so rho(P - J) is the second largest modulus of the eigenvalues
-        of P, also when W is only row-stochastic or only column-stochastic. For one symmetric W the gap is the usual
-        1 - |lambda_2|. Costs O(T n^3).
+        the error grows (possible with negative weights). Subtracting J turns the eigenvalue 1 of P into 0 and leaves
+        the others as they are, so rho(P - J) is the second largest modulus of the eigenvalues of P, also when W is only
+        row-stochastic or only column-stochastic. For one symmetric W the gap is the usual 1 - |lambda_2|. Costs
+        O(T n^3).
 
         Args:
             num_rounds: the number of rounds T; by default the period.
@@ -273,7 +273,7 @@ class RelaxedMixing(MixingManager):
 
 
 def refuse_weighted(graph: GraphManager, mixing: str) -> None:
-    """Raise a ValueError where the graph has weights of its own, which the weights of `mixing` would replace."""
+    """Raise ValueError if the graph has weights of its own: those of `mixing` would replace them."""
     if isinstance(graph, WeightedGraph):
         raise ValueError(
             f"{mixing}: got {graph!r}, which has weights of its own and averages with them only, expected another "

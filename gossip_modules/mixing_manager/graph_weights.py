@@ -1,4 +1,4 @@
-"""The weights that a graph prescribes, the same weight on every link, and the default weights of a graph."""
+"""The own weights of a graph, one weight for all links, and the default weights of a graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .base import (
 
 
 class GraphMixing(DoublyStochasticMixing):
-    """The weights that the graph itself prescribes, as `BaseGraph` does: doubly stochastic.
+    """The own weights of a graph such as `BaseGraph`: doubly stochastic.
 
     On an undirected graph they are symmetric.
 
@@ -90,7 +90,7 @@ class LaplacianMixing(SymmetricMixing):
         return MixingWeights(own=1 - self.alpha * len(peers), inp=dict.fromkeys(peers, self.alpha))
 
     def buffer_weights(self, rank: int, t: int) -> MixingWeights:
-        """See `MixingManager`: a smaller alpha, the same on all ranks, for which no W[i, i] is below zero."""
+        """See `MixingManager`: a smaller alpha, the same on all ranks, so that no W[i, i] is below zero."""
         alpha, inp = min(self.alpha, self._largest_convex_alpha), self.weights(rank, t).inp
         return MixingWeights(own=1 - alpha * len(inp), inp=dict.fromkeys(inp, alpha))
 
@@ -118,7 +118,7 @@ def _default_alpha(graph: GraphManager) -> float:
 
 
 def _links(graph: GraphManager) -> list[Edge]:
-    """All links that are ever used by a static graph or a `MatchaGraph`."""
+    """Return all links of a static graph, or of the base graph of a `MatchaGraph`."""
     if isinstance(graph, MatchaGraph):
         used = (m for m, p in zip(graph.matchings, graph.probabilities, strict=True) if p > 0)
         return [link for matching in used for link in matching]

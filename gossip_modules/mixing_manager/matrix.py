@@ -25,7 +25,7 @@ _MAX_MATRICES = 2**16  # longer schedules should be computed by a MixingManager,
 class MatrixMixing(MixingManager):
     """Weights given as a matrix W on the edges of the graph, row- or column-stochastic.
 
-    Weights may be negative or zero. W is used as it is, so give it in float64: with columns whose sums are off by 1e-8
+    Weights may be negative or zero. W is used as it is, so give it in float64: if the sums of columns are off by 1e-8,
     that share of the total is lost in each round.
 
     Args:
@@ -133,7 +133,7 @@ class MatrixMixing(MixingManager):
             )
 
     def _off_sums(self, dim: int) -> str:
-        """A text about the first row (dim 1) or column (dim 0) that does not sum to 1; empty if all do."""
+        """Return a text about the first row (dim 1) or column (dim 0) with another sum than 1; empty: there is none."""
         kind = "row" if dim else "column"
         for t, matrix in self._matrices.items():
             sums = matrix.sum(dim)

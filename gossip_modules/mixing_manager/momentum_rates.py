@@ -1,4 +1,4 @@
-"""The rates of the continuous momentum of A2CiD2, which follow from the graph."""
+"""The rates of the continuous momentum of A2CiD2, computed from the graph."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class MomentumRates(NamedTuple):
     """The rates of the momentum on a graph.
 
     Attributes:
-        eta: the rate at which the two models of a rank approach each other.
-        alpha: the factor by which an exchange moves the second model; the first one moves by 1/2.
+        eta: the rate of the approach of a rank's two models.
+        alpha: the factor of the second model's move in an exchange; the first one moves by 1/2.
         interval: the mean time between two exchanges of each rank.
     """
 
@@ -28,7 +28,7 @@ class MomentumRates(NamedTuple):
 
     @classmethod
     def on(cls, graph: GraphManager) -> MomentumRates:
-        """Return the rates on a bipartite graph, whose active ranks start one exchange in each unit of time.
+        """Return the rates on a bipartite graph; active ranks start one exchange in each unit of time.
 
         With the rate lambda_ij of exchanges of ranks i and j, and L = sum lambda_ij (e_i - e_j) (e_i - e_j)^T:
 
@@ -71,5 +71,5 @@ class MomentumRates(NamedTuple):
         return moved, remaining - gain * moved, gain
 
     def remaining(self, rank: int, num_exchanges: int) -> float:
-        """exp(-2 eta dt) for the time that so many exchanges of a rank take on average."""
+        """Return exp(-2 eta dt) for the average time of so many exchanges of a rank."""
         return math.exp(-2 * self.eta * self.interval[rank] * num_exchanges)

@@ -16,7 +16,7 @@ Law: TypeAlias = Callable[[Tensor], Tensor]
 """The matrix [..., k m, k m] of one round, from the weights [..., m, m]: for k vectors of m ranks."""
 
 MAX_STATIC_RANKS = 1024
-"""Up to so many ranks, undirected graphs that never change are looked at."""
+"""The most ranks of a static undirected graph to examine."""
 MAX_RANKS = 128
 """Up to so many ranks, all other graphs are."""
 
@@ -31,15 +31,15 @@ _ZERO = 1e-9  # eigenvalues below it are zero
 def check_growth(
     method: str, rates: Mapping[str, float], mixing: MixingManager, law: Law, *, step: str, remedy: str
 ) -> None:
-    """Raise ValueError where the differences between ranks grow by themselves, see `growth`.
+    """Raise ValueError if the differences between ranks grow by themselves, see `growth`.
 
     Args:
         method: its name, for the error.
-        rates: that the law has, by name.
+        rates: the rates in the law, by name.
         mixing: doubly stochastic weights.
         law: one round of the method, without gradients.
         step: the word for a round.
-        remedy: which change of the rates helps.
+        remedy: a change of the rates that helps.
     """
     factor = growth(mixing, law)
     if factor is not None and factor > 1:
@@ -54,25 +54,23 @@ def check_growth(
 def growth(mixing: MixingManager, law: Law) -> float | None:
     """The factor per round by which differences from the mean grow in the long run; None: the world is too large.
 
-    A method whose models x have a momentum m follows a linear law where there are no gradients. On the differences from
-    the mean over ranks, a round is a matrix M(t) made of W(t), and T rounds that repeat let them grow by the spectral
-    radius
+    Without gradients, a method with a momentum m beside each model x follows a linear law. On the differences from the
+    mean over ranks, a round is a matrix M(t) made of W(t), and T repeated rounds let them grow by the spectral radius
 
         rho(M(T-1) ... M(1) M(0)) ^ (1/T)
 
     per round. A momentum may make this larger than 1 although W(t) alone brings ranks together: on directed graphs,
-    where eigenvalues of W are complex, and on those that change, where no eigenvalue of one round says anything.
+    because eigenvalues of W are complex, and on changing graphs, because no eigenvalue of one round says anything.
 
-    Graphs whose period cannot be computed (random ones, those with a very long period, and weights of a user's own
-    class that says none) have the growth of 128
-    rounds of theirs in place of it, which is known to about 2%: up to 1.02 counts as 1. With a schedule of peers, it is
-    the largest of all entries that last a period.
+    If the period of a graph cannot be computed, the growth of 128 rounds takes its place. It is known to about 2%: up
+    to 1.02 counts as 1. This holds for random graphs, for very long periods, and for your own weights without a period.
+    With a schedule of peers, the growth is the largest of all entries with a full period.
 
-    Weights that never change take the eigenvalues of W, each with a law of k x k numbers; others a product of matrices.
-    For more than `MAX_RANKS` ranks, or `MAX_STATIC_RANKS` of symmetric weights that never change, nothing is computed.
+    Static weights take the eigenvalues of W, each with a law of k x k numbers; others take a product of matrices. For
+    more than `MAX_RANKS` ranks, or `MAX_STATIC_RANKS` of static symmetric weights, nothing is computed.
 
     Args:
-        mixing: doubly stochastic weights, under which the mean is kept whatever the differences are.
+        mixing: doubly stochastic weights; they keep the mean, whatever the differences are.
         law: M(t) from W(t).
     """
     if (n := mixing.graph.world_size) == 1:
@@ -104,21 +102,21 @@ def identity_like(w: Tensor) -> Tensor:
 
 
 def _cycles(mixing: MixingManager) -> Sequence[range]:
-    """Rounds that repeat, a range for each entry of a schedule of peers; of 0 rounds where nobody knows a period."""
+    """Return the repeated rounds, a range for each entry of a schedule of peers; of 0 rounds without a period."""
     if knows_period(mixing) and (mixing.period or not mixing.graph.period):
         return [range(mixing.period)] if mixing.period else mixing.graph.cycles()
     return [range(0)]
 
 
 def _differences(n: int) -> Tensor:
-    """An orthonormal basis [n, n-1] of vectors that sum to zero: a reflection takes e_0 to the mean."""
+    """Return an orthonormal basis [n, n-1] of vectors with sum zero: a reflection takes e_0 to the mean."""
     v = torch.full((n,), -1 / math.sqrt(n), dtype=torch.float64, device="cpu")
     v[0] += 1
     return torch.eye(n, dtype=torch.float64, device="cpu")[:, 1:] - torch.outer(v, v[1:]) * (2 / v.dot(v))
 
 
 def _of_eigenvalues(w: Tensor, law: Law, *, is_symmetric: bool) -> float:
-    """The growth for a W - J that never changes. The blocks of its law commute, so each eigenvalue has its own law."""
+    """Return the growth for a constant W - J. The blocks of its law commute, so each eigenvalue has its own law."""
     eigenvalues = (torch.linalg.eigvalsh if is_symmetric else torch.linalg.eigvals)(w)
     # The one that subtracting J has made 0.
     is_of_mean = torch.arange(len(w), device="cpu") == eigenvalues.abs().argmin()
@@ -155,7 +153,7 @@ def best_step_size(mixing: MixingManager) -> float:
         mixing: the weights; the matrix W(0) must be symmetric.
 
     Raises:
-        ValueError: more than 4096 ranks, whose eigenvalues would take minutes.
+        ValueError: more than 4096 ranks: their eigenvalues would take minutes.
     """
     n = mixing.graph.world_size
     if n > _MAX_DENSE_RANKS:
@@ -180,7 +178,7 @@ def checked_step_size(algorithm: Any) -> float:
 
 
 def lowest_eigenvalue(mixing: MixingManager) -> float | None:
-    """The lowest eigenvalue of weights that are symmetric and never change; None for one rank, or above 1,024."""
+    """Return the lowest eigenvalue of symmetric static weights; None for one rank, or above 1,024."""
     if not 1 < mixing.graph.world_size <= MAX_STATIC_RANKS:
         return None
     return float(torch.linalg.eigvalsh(mixing.matrix(0).double())[0])

@@ -1,4 +1,4 @@
-"""MPI for PyTorch wheels, which are built without it: the backend, and starting torch.distributed under mpirun."""
+"""MPI for PyTorch wheels without MPI support: the backend, and starting torch.distributed under mpirun."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def init_mpi_process_group(*, timeout: timedelta = DEFAULT_TIMEOUT, host: str | 
 
     Args:
         timeout: the limit of every wait.
-        host: the name or address by which other ranks reach the key-value store on rank 0; None: its host name.
+        host: the name or address of rank 0 for other ranks, for its key-value store; None: its host name.
 
     Raises:
         ImportError: mpi4py or an MPI library is missing.
@@ -54,11 +54,11 @@ def init_mpi_process_group(*, timeout: timedelta = DEFAULT_TIMEOUT, host: str | 
 
 
 def mpi_store(*, timeout: timedelta = DEFAULT_TIMEOUT, host: str | None = None) -> dist.TCPStore:
-    """A key-value store on rank 0, whose address the other ranks receive by MPI. Collective over all ranks of MPI.
+    """Make a key-value store on rank 0; MPI sends its address to the other ranks. Collective over all ranks of MPI.
 
     Args:
         timeout: the limit of waiting for the address, and of requests to the store.
-        host: the name or address by which other ranks reach rank 0; None: its host name.
+        host: the name or address of rank 0 for other ranks; None: its host name.
 
     Raises:
         RuntimeError: rank 0 did not answer in time.

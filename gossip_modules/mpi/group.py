@@ -35,7 +35,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     Args:
         comm: the communicator; nothing else may use it.
         names: the global rank of each member, for error messages.
-        timeout: the limit of every wait that gives none.
+        timeout: the limit of every wait without a limit of its own.
     """
 
     def __init__(self, comm: Intracomm, *, names: Sequence[int], timeout: timedelta) -> None:
@@ -63,7 +63,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """The name under which torch registered the group."""
+        """The name of the group in torch's registry."""
         return self._group_name
 
     def _set_group_name(self, name: str) -> None:

@@ -29,11 +29,11 @@ _LOGICAL = ("MIN", "MAX", "PRODUCT")  # the reductions of bool: their results ar
 
 @functools.cache
 def load_mpi() -> ModuleType:
-    """The module `mpi4py.MPI`, which initialises MPI when it is first imported and finalises it when Python ends.
+    """Return the module `mpi4py.MPI`. Its first import initialises MPI; the end of Python finalises it.
 
-    [Note: the end of a process] MPI_Finalize waits for all ranks. A rank that ends with an exception would wait there
-    for ranks that are waiting for it; so would a rank with an operation that never completed. Such a process aborts the
-    whole job instead, as torchrun does, after it has printed the error.
+    [Note: the end of a process] MPI_Finalize waits for all ranks. After an exception a rank would wait there for ranks
+    that are waiting for it; so would a rank with an incomplete operation. Such a process prints the error, and then
+    aborts the whole job, as torchrun does.
 
     Raises:
         ImportError: mpi4py or an MPI library is missing.
@@ -108,7 +108,7 @@ def message_of(x: Tensor, *, fill: bool = True) -> Tensor:
 
 
 def buffer_of(x: Tensor, *, is_reduced: bool = False) -> Tensor:
-    """The memory of a message, whose type mpi4py finds out by itself: bytes, unless it is reduced.
+    """Return the memory of a message; mpi4py derives its type: bytes, unless it is reduced.
 
     Raises:
         ValueError: it has more elements than MPI counts.
@@ -135,7 +135,7 @@ def _counts_in_64_bits() -> bool:
 
 
 def reduced_as(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which tensors of `dtype` are reduced: itself, or float32 for half precision, which MPI lacks.
+    """Return the dtype of a reduction of tensors of `dtype`: itself, or float32, as MPI has no half precision.
 
     Raises:
         ValueError: MPI cannot reduce this dtype.
@@ -147,7 +147,7 @@ def reduced_as(dtype: torch.dtype) -> torch.dtype:
 
 
 def operation(kind: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> Op:
-    """The MPI operation for one of torch's. For AVG it is the sum, which the caller divides.
+    """Return the MPI operation for one of torch's. For AVG it is the sum; the caller divides it.
 
     Raises:
         ValueError: MPI has no such operation, or not for this dtype.

@@ -27,22 +27,22 @@ _held: set[MpiWork] = set()  # MPI may still access their memory, so they are ke
 
 
 class MpiWork(dist.Work):
-    """An MPI operation that has been posted, with the interface of `torch.distributed.Work`.
+    """A posted MPI operation, with the interface of `torch.distributed.Work`.
 
-    [Note: polling] MPI moves bytes only inside its own calls, and MPI_Wait has no timeout. So waiting calls MPI_Test
-    again and again with the interpreter's lock released. Between two calls it first yields the core, which a peer needs
-    if there are more ranks than cores, and later sleeps about a millisecond. DistributedDataParallel waits for futures
-    without polling, so a thread of the group has to poll for it.
+    [Note: polling] MPI moves bytes only inside its own calls, and MPI_Wait has no timeout. So a wait calls MPI_Test
+    again and again with the interpreter's lock released. Between two calls it first yields the core, because a peer may
+    need it, and later sleeps about a millisecond. DistributedDataParallel waits for futures without polling, so a
+    thread of the group has to poll for it.
 
     Args:
-        request: the request that MPI returned.
+        request: the request of MPI.
         what: the operation and its peer, for errors: "rank 0: receive of 8 bytes from rank 1 (tag 3)".
-        timeout: the limit of a wait that gives none.
+        timeout: the limit of a wait without a limit of its own.
         tensors: the result of the operation.
-        buffers: memory that the operation reads or writes; kept alive, as are `tensors`, until MPI is done with it.
-        finish: a function that is called once, in the thread that finds the operation complete.
-        expected_bytes: the number of bytes of a receive, which can also be cancelled; None for other operations.
-        completer: gives the thread that waits for the operation if a future is asked for; None: there are no futures.
+        buffers: the memory of the operation; kept alive, as are `tensors`, until MPI is done with it.
+        finish: called once, in the first thread that finds the operation complete.
+        expected_bytes: the number of bytes of a receive; it can be cancelled. None for other operations.
+        completer: returns the thread that waits for the operation, for its future; None: there are no futures.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class MpiWork(dist.Work):
         return True
 
     def cancel(self, reason: str) -> None:
-        """End the operation with an error that gives the reason, unless it is complete; idempotent."""
+        """End the operation with an error for this reason, unless it is complete; idempotent."""
         with self._lock:
             if self._is_done or self._test():
                 self._is_done = True
@@ -127,15 +127,15 @@ class MpiWork(dist.Work):
         return self.is_completed() and self._error is None
 
     def exception(self) -> RuntimeError | None:
-        """The error that `wait` raises, once the operation has failed."""
+        """Return the error of a failed operation, as `wait` raises it."""
         return self._error
 
     def result(self) -> list[Tensor]:
-        """The tensors that the operation has written, after `wait`."""
+        """Return the written tensors, after `wait`."""
         return self._tensors
 
     def source_rank(self) -> int:
-        """The rank that sent the message; for a receive that is complete."""
+        """Return the sender of the message; for a complete receive."""
         return int(self._status.Get_source())
 
     _source_rank = source_rank

@@ -41,29 +41,28 @@ class WaitAvoidingEngine(Engine):
     `_average_in_group` and `_average_globally` are these lines; `WaitAvoidingWorker` is the thread, and `GroupAverage`
     the mean over a group. See also:
 
-    [Note: wait-avoiding average] Rounds are counted alike on all ranks. The worker of a rank runs every group average
-    once, in order, with the model that its training has published last. No round after a global average starts before
-    it, so a contribution is less than `sync_period` rounds old.
+    [Note: wait-avoiding average] All ranks count rounds alike. The worker of a rank runs every group average once, in
+    order, with the last published model of its training. No round after a global average starts before it, so a
+    contribution is less than `sync_period` rounds old.
 
     [Note: stragglers] In the paper every rank takes part in every round itself, if late, so all ranks wait at each
     global average for the slowest. Here a rank goes to the global average at its first safe point after some rank has
-    arrived there. A rank that is slow all the time (see `RelativePace`) skips rounds that others have passed. Where its
-    next step would end after the others have arrived at the global average, it waits for them instead; no longer than
-    two such steps, in case they have stopped training.
+    arrived there. A rank with slow steps all the time (see `RelativePace`) skips rounds that others have passed. If its
+    next step would end after the others have arrived at the global average, it waits for them instead. This wait is no
+    longer than two such steps, in case they have stopped training.
 
-    [Note: overlapped groups] With `overlap` a rank that is on time does not wait for the average: at its next safe
-    point, when x has taken another step, x <- x + (average - y), which is the law with the contribution y as s. A late
-    rank merges the newest average and does not wait for one that runs. Then only global averages wait.
+    [Note: overlapped groups] With `overlap` a rank on time does not wait for the average. At its next safe point x has
+    taken another step, and x <- x + (average - y): the update with the contribution y as s. A late rank merges the
+    newest average, without waiting for a running round. Then only global averages wait.
 
-    [Note: beginning] Before the first step, and before the first one after something was loaded, ranks wait for each
-    other. Otherwise a fast rank would average with models that are about to be replaced, in rounds counted anew.
+    [Note: beginning] Before the first step, and before the first one after a load, ranks wait for each other. Otherwise
+    a fast rank would average with models of other ranks just before they are replaced, in other rounds.
 
-    [Note: settling] A rank that settles waits until all ranks do, and takes part in the global averages of those that
-    still train. So loops of equal length and loops `while engine.t < n` both end together.
+    [Note: settling] A settling rank waits until all ranks settle, and takes part in the global averages of ranks still
+    in training. So loops of equal length and loops `while engine.t < n` both end together.
 
     [Note: generations of WAGMA] The threads of a rank, its connections and its groups belong to one generation, and
-    all of them are in `worker`. A fixed world has one generation, in which the first failure ends training. With a
-    membership:
+    all of them are in `worker`. A fixed world has one generation; its first failure ends training. With a membership:
 
         when a worker of the generation dies, or some rank has closed its connections because of that:
             close mine                                      # so all learn it, in at most log2 n hops
@@ -73,14 +72,14 @@ class WaitAvoidingEngine(Engine):
             t <- its first round;  y <- x
             new connections, threads and ButterflyGroups(n); ranks wait for each other before the first round
 
-    A rank that is not next to the dead one cannot tell a sum that lacks a part from a sum that is late. So a round is
-    not completed among the rest: all abandon it. A rank whose average was complete by then keeps it; the next average
-    over all ranks makes them equal. Where that one is cut short, all go back to their models of before
-    ([Note: confirmed averages] of `GlobalAverage`). A rank that is behind when the others begin the next generation
-    leaves out the steps up to its first one. A rank that stands still while its process lives also ends a generation,
-    after the timeout; the membership is told its number. Only an error of this rank itself is raised.
+    Without a link to the dead rank, a rank cannot tell an incomplete sum from a late one. So the rest do not complete a
+    round: all abandon it. A rank with a complete average keeps it; the next average over all ranks makes them equal. If
+    that average is cut short, all go back to their models from before it ([Note: confirmed averages] of
+    `GlobalAverage`). A rank behind the others at the next generation leaves out the steps up to its first one. A rank
+    that stands still in a living process also ends a generation, after the timeout; the membership gets its number.
+    Only an error of this rank itself is raised.
 
-    All methods belong to the training thread. State that other threads share is in `worker`, under `worker.state`.
+    All methods belong to the training thread. State shared with other threads is in `worker`, under `worker.state`.
 
     Args:
         groups: the groups of the first generation.
@@ -172,7 +171,7 @@ class WaitAvoidingEngine(Engine):
         return self._round_in_flight is not None
 
     def flush(self, x: FlatVector) -> bool:
-        """See `Engine`; an average that lacks a rank is abandoned."""
+        """See `Engine`; an average without a failed rank is abandoned."""
         with contextlib.suppress(*self._endings), self.worker.state:
             try:
                 return self._apply_in_flight(x)
@@ -202,7 +201,7 @@ class WaitAvoidingEngine(Engine):
         return is_written
 
     def _run_round(self, x: FlatVector) -> bool:
-        """A round of a generation that is whole."""
+        """Run a round of a generation without failures."""
         worker = self.worker
         worker.liveness.round = self.t
         worker.engage()
@@ -249,7 +248,7 @@ class WaitAvoidingEngine(Engine):
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """The context of collectives, also of a rank that is idle otherwise; errors name the rank that failed first."""
+        """The context of collectives, also of an otherwise idle rank; errors name the first failed rank."""
         worker = self.worker
         was_idle, worker.liveness.round = worker.is_idle, self.t
         worker.engage()
@@ -262,14 +261,14 @@ class WaitAvoidingEngine(Engine):
     def settle(self, x: FlatVector, *, is_patient: bool = False) -> bool:
         """Wait until all ranks settle, in one round and with no average under way; collective.
 
-        See [Note: settling]. Raises as `round()`, also where a rank leaves the generation meanwhile.
+        See [Note: settling]. Raises as `round()`, also if a rank leaves the generation meanwhile.
 
         Args:
             x: the parameters.
             is_patient: whether to wait as long as missing ranks take a step, or settle, within the timeout.
 
         Returns:
-            Whether x was written: by global averages of ranks that still trained.
+            Whether x was written: by global averages of ranks still in training.
         """
         first, worker = self.t, self.worker
         worker.engage()
@@ -294,7 +293,7 @@ class WaitAvoidingEngine(Engine):
         return self.worker.is_idle
 
     def close(self, *, error: BaseException | None = None) -> None:
-        """See `Engine`. Does not settle. `error`: an error in the code of this rank, which then leaves at once."""
+        """See `Engine`; does not settle. After an `error` in the code of this rank, the rank leaves at once."""
         self.is_closed = True
         with contextlib.suppress(*self._endings):
             self.worker.close(error=error)
@@ -334,16 +333,16 @@ class WaitAvoidingEngine(Engine):
         self._is_reset = True
 
     def publish_loaded(self, x: FlatVector) -> None:
-        """y <- x if there was a `reset()`: y is another model, which no peer should get."""
+        """y <- x after a `reset()`: y is another model, and no peer should get it."""
         if self._is_reset:
             with self.worker.state:
                 self.worker.publish(x, t=self.t - 1)
             self._is_reset = False
 
     def _average_in_group(self, x: FlatVector) -> bool:
-        """Round t in the group; see [Note: wait-avoiding average] and [Note: vectors of WAGMA].
+        """Run round t in the group; see [Note: wait-avoiding average] and [Note: vectors of WAGMA].
 
-        With the lock, which it releases while it waits.
+        Call it with the lock; a wait releases the lock.
         """
         worker, t = self.worker, self.t
         is_late = worker.num_started > t
@@ -379,7 +378,7 @@ class WaitAvoidingEngine(Engine):
         return is_written
 
     def _wait_for_average_in_place(self, lent: LentModel, t: int) -> None:
-        """Wait for a round that writes its average to the model. With the lock, which it releases while it waits."""
+        """Wait for the end of a round that writes to the model. Call it with the lock; a wait releases it."""
         try:
             self._wait_for_group(t)
         except BaseException:
@@ -392,7 +391,7 @@ class WaitAvoidingEngine(Engine):
             raise
 
     def _apply_in_flight(self, x: FlatVector) -> bool:
-        """See [Note: overlapped groups]. With the lock, which it releases while it waits."""
+        """See [Note: overlapped groups]. Call it with the lock; a wait releases it."""
         if self._round_in_flight is None:
             return False
         self._wait_for_group(self._round_in_flight)
@@ -402,7 +401,7 @@ class WaitAvoidingEngine(Engine):
         return True
 
     def _wait_for_group(self, t: int) -> None:
-        """With the lock, which it releases while it waits."""
+        """Call it with the lock; a wait releases it."""
         worker, transport = self.worker, self.worker.transport
         names = [transport.names[rank] for rank in worker.average.groups.members(transport.rank, t)]
         worker.wait_for(lambda: worker.num_done > t, f"waiting for the group average of ranks {names} in round {t}")
@@ -436,13 +435,13 @@ class WaitAvoidingEngine(Engine):
         self.t, self._merged = t + 1, t
 
     def _wait_until_all_settle(self, x: FlatVector, *, is_patient: bool) -> int:
-        """Wait until all ranks settle; returns the newest round that any rank has been in.
+        """Wait until all ranks settle; returns the newest round of any rank.
 
-        A dissemination barrier in ceil(log2 n) stages (Hensgen, Finkel and Manber 1988), in which this rank takes part
-        in the global averages of ranks that still train:
+        A dissemination barrier in ceil(log2 n) stages (Hensgen, Finkel and Manber 1988). Meanwhile this rank takes part
+        in the global averages of ranks still in training:
 
             for stage k = 0, 1, ..., while 2^k < n:
-                send (the newest round that this rank knows of) to rank i + 2^k
+                send (the newest round known to this rank) to rank i + 2^k
                 wait for the message of rank i - 2^k; newest <- max(newest, theirs)
 
         After the last stage each rank has heard, directly or through others, from all ranks.
@@ -491,7 +490,7 @@ class WaitAvoidingEngine(Engine):
 
 
 def _leave(worker: WaitAvoidingWorker) -> None:
-    """Close the worker of a generation that is over, and drop the error that has ended it."""
+    """Close the worker of a finished generation, and drop its error."""
     with contextlib.suppress(Exception):
         worker.close()
     worker.liveness.background.forget()

@@ -37,21 +37,20 @@ class GroupAverage(Mixer):
             exchange x with the rank whose position differs by mask;  x <- the mean of both, weighted by members
 
     The two ranks of an exchange compute the same expression of the same numbers, so all members end with the same bits.
-    Means are in the dtype of the vector, each one computed in float32 where that dtype is narrower. A vector is sent in
-    chunks, and a chunk is averaged while the next ones are under way, also while the last chunks of the phase before
-    are; so a round needs room for the result and for a few chunks, and phases do not wait for each other. A round that
-    fails leaves x as it was. The push-sum weight is not sent: it becomes one. In a world that is no power of two some
-    ranks give their x to a member before the phases and get the mean after them: see [Note: other worlds] of
-    `ButterflyGroups`.
+    Means are in the dtype of the vector, each one computed in float32 if that dtype is narrower. A vector is sent in
+    chunks. A chunk is averaged while the next ones, and the last ones of the phase before, are under way. So a round
+    needs room for the result and for a few chunks, and phases do not wait for each other. A failed round leaves x
+    unchanged. The push-sum weight is not sent: it becomes one. If the world is no power of two, some ranks give their x
+    to a member before the phases and get the mean after them: see [Note: other worlds] of `ButterflyGroups`.
 
     Args:
         groups: the groups of the transport's world.
         transport: the transport of this rank.
 
     Attributes:
-        partner: the rank with which the current phase exchanges; -1 = none.
-        writing: makes the context in which a chunk is filled or added.
-        is_checked: whether a vector with infinities or NaN is refused: `start` or `finish` raises FloatingPointError
+        partner: the peer of the current phase; -1 = none.
+        writing: makes the context for filling or adding a chunk.
+        is_checked: whether to refuse a vector with infinities or NaN: `start` or `finish` raises FloatingPointError
             before it sends a chunk with one.
     """
 
@@ -156,7 +155,7 @@ class GroupAverage(Mixer):
 
 
 def chunks_of(x: FlatVector) -> Sequence[FlatVector]:
-    """The chunks in which x is sent."""
+    """Return the chunks of x for sending."""
     return x.chunks(CHUNK_BYTES)
 
 
@@ -176,7 +175,7 @@ def _partner(phase: Phase) -> int:
 
 
 def _inbox_like(s: FlatVector) -> tuple[tuple[FlatVector, ...], ...]:
-    """Receive buffers for the chunks of s that are under way at a time: in each one there is a place for any chunk."""
+    """Return receive buffers for the chunks of s under way at a time: each one has a place for any chunk."""
     layouts = [chunk.layout for chunk in chunks_of(s)]
     memory = [s.raw.new_zeros(min(CHUNK_BYTES, s.layout.num_bytes)) for _ in layouts[:_NUM_POSTED]]
     return tuple(tuple(FlatVector(layout, raw[: layout.num_bytes]) for layout in layouts) for raw in memory)

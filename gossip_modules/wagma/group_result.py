@@ -1,4 +1,4 @@
-"""GroupResult and LentModel: where the worker writes a group average, for training that is late, and on time."""
+"""GroupResult and LentModel: the memory of a group average, for late training, and for training on time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class GroupResult:
     """The newest average, in host memory, until training has merged it.
 
     The worker takes a vector, writes an average to it without any lock, and puts it in the place of the one before.
-    Training merges it, after which the memory is spare: see [Note: vectors of WAGMA]. Methods are for the thread that
-    holds the lock of the snapshots; so training never reads a vector that the worker writes.
+    Training merges it, and then the memory is spare: see [Note: vectors of WAGMA]. Call the methods with the lock of
+    the snapshots, so that training never reads a vector during a write of the worker.
 
     Args:
-        published: the models that this rank has published; the latest one is y.
+        published: the published models of this rank; the latest one is y.
     """
 
     def __init__(self, published: SnapshotPool) -> None:
@@ -49,11 +49,11 @@ class GroupResult:
         self._end()
 
     def correct(self, x: FlatVector) -> None:
-        """x <- x + (average - y), where y is the contribution of this rank: later steps of x are kept.
+        """x <- x + (average - y) with the contribution y of this rank: later steps of x are kept.
 
-        [Note: statistics] For buffers that sum can leave the range of the values that ranks have: a running variance
-        that has decayed since y was published could become negative. So each element of a buffer is clamped to the
-        interval between the average and its present value.
+        [Note: statistics] For buffers that sum can leave the range of the ranks' values: a running variance could
+        become negative if it has decayed since y was published. So each element of a buffer is clamped to the interval
+        between the average and its present value.
         """
         assert self._newest is not None, "each average is merged once"
         if not self._bounds:
@@ -72,7 +72,7 @@ class GroupResult:
         self._end()
 
     def _beside(self, x: FlatVector) -> FlatVector:
-        """The average on the device of x; on a GPU it is a copy that is queued in training's stream."""
+        """Return the average on the device of x; on a GPU it is a copy, queued in training's stream."""
         assert self._newest is not None, "each average is merged once"
         if x.raw.device.type == "cpu":
             return self._newest
@@ -89,7 +89,7 @@ class GroupResult:
 
 
 class LentModel:
-    """A model that training lends to the round that it waits for: see [Note: averages in place] of the worker.
+    """A model that training lends to the awaited round: see [Note: averages in place] of the worker.
 
     Args:
         x: the model; the round writes its average to it.
@@ -105,7 +105,7 @@ class LentModel:
         self._num_filled = k + 1
 
     def take_back(self) -> None:
-        """x <- the model of before a round that has failed; y too."""
+        """Set x and y to the model from before a failed round."""
         for k, (own, copy) in enumerate(zip(*map(chunks_of, (self.x, self._y)), strict=True)):
             if k < self._num_filled:
                 own.raw.copy_(copy.raw)

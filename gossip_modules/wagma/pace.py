@@ -1,4 +1,4 @@
-"""RelativePace: how many rounds the other ranks pass while a rank takes one training step."""
+"""RelativePace: the number of rounds of the other ranks during one training step of a rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SLOW = 2  # rounds per own step
 class RelativePace:
     """The least number of rounds, and of seconds, that passed during one of the last three steps of a rank.
 
-    The least of three, so that a single slow step does not count: only a rank that is slow all the time is `is_slow`.
+    The least of three, so that a single slow step does not count: `is_slow` needs three slow steps in a row.
     Used by the training thread only.
     """
 
@@ -22,15 +22,15 @@ class RelativePace:
         self._start: tuple[int, float] | None = None
 
     def start_step(self, newest: int) -> None:
-        """Note that a step begins, when the ranks that are ahead are at round `newest`."""
+        """Note that a step begins, with the ranks ahead at round `newest`."""
         self._start = newest, time.perf_counter()
 
     def finish_step(self, newest: int, *, is_halted: bool) -> None:
         """Note that the step has ended.
 
         Args:
-            newest: the round of the ranks that are ahead.
-            is_halted: whether those ranks are waiting, so that they may be faster than this step shows.
+            newest: the round of the ranks ahead.
+            is_halted: whether those ranks are waiting: they may be faster than this step shows.
         """
         if self._start is None:
             return
@@ -56,6 +56,6 @@ class RelativePace:
         return self.rounds >= _SLOW
 
     def would_be_late_for(self, due: int, *, newest: int) -> bool:
-        """Whether ranks that are at round `newest` will be at round `due` before this rank's next step ends."""
+        """Whether ranks at round `newest` will be at round `due` before this rank's next step ends."""
         # The pace in whole rounds is up to one too low, and the others need one more to come from the last to `due`.
         return self.is_slow and newest + self.rounds + 1 >= due

@@ -1,4 +1,4 @@
-"""WaitAvoidingWorker: the thread that runs the group average of each round once some rank has arrived there."""
+"""WaitAvoidingWorker: the thread for group averages. It runs each round once some rank has arrived there."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ ARRIVED, SETTLING = 0, 1  # the kinds of control messages
 
 
 def control_peers(rank: int, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ranks to which control messages of this rank go, and those from which it gets some.
+    """Return the receivers and the senders of a rank's control messages.
 
-    They are at distances 1, 2, 4, ... modulo the world size. A message that every rank forwards once to all its
-    out-peers reaches all ranks in ceil(log2 n) hops, from any rank and for any world size. All ranks with which a rank
-    shares a group are among its peers.
+    They are at distances 1, 2, 4, ... modulo the world size. If every rank forwards a message once to all its
+    out-peers, it reaches all ranks in ceil(log2 n) hops, from any rank and for any world size. All members of a rank's
+    groups are among its peers.
     """
     distances = [1 << i for i in range((world_size - 1).bit_length())]
     out_peers = tuple((rank + distance) % world_size for distance in distances)
@@ -41,7 +41,7 @@ def control_peers(rank: int, world_size: int) -> tuple[tuple[int, ...], tuple[in
 
 
 class WaitAvoidingWorker:
-    """The threads of a rank, and the state that they share with training behind one lock, `state`.
+    """The threads of a rank, and their state, shared with training behind one lock, `state`.
 
     The worker thread of a rank runs:
 
@@ -55,44 +55,43 @@ class WaitAvoidingWorker:
 
     so each round runs once and in order, whichever rank arrived there first.
 
-    [Note: averages in place] Training that is on time waits for the average. So it lends its model x to the round:
-    chunk by chunk the worker copies x to y, checks it and sends it, and writes the average over x. Where the round
-    fails, x gets its chunks back from y. Nothing is written to x once this rank has failed, since the worker writes a
-    chunk under `state` and looks for a failure before.
+    [Note: averages in place] Training on time waits for the average. So it lends its model x to the round: chunk by
+    chunk the worker copies x to y, checks it and sends it, and writes the average over x. If the round fails, x gets
+    its chunks back from y. The worker writes a chunk under `state` and looks for a failure before, so x does not change
+    after a failure of this rank.
 
     [Note: locks of WAGMA] `state` is a condition over the lock of `published`, so one lock guards y, the result and all
-    counters. It is reentrant, and no thread holds it while it waits for a peer: the worker averages without it,
-    training waits in `Condition.wait`, which releases it, and `Liveness` is called without it. So neither two threads
-    of a rank nor two ranks can wait for each other's locks.
+    counters. It is reentrant, and no thread holds it during a wait for a peer: the worker averages without it,
+    training waits in `Condition.wait`, and `Liveness` is called without it. So neither two threads of a rank nor two
+    ranks can wait for each other's locks.
 
-    [Note: vectors of WAGMA] Beside the model a rank needs y, and the average where it is late, as long as training is
-    less than a round late. A training step that comes while its round runs waits for the end of the round before it
-    publishes, so that y needs no second vector; it waits for the average anyway. From there until it has merged the
-    average, no later round starts, so that the average needs none either. A rank that is later, or is late with
-    `overlap`, does not wait for the round that runs. It takes up to two more vectors, and returns them in its next
-    round on time.
+    [Note: vectors of WAGMA] Beside the model a rank needs y, and if late the average, as long as training is less than
+    a round late. If a training step arrives during its round, it waits for the end of the round before it publishes, so
+    that y needs no second vector; it waits for the average anyway. From there until it has merged the average, no later
+    round starts, so that the average needs none either. A later rank, or a late one with `overlap`, does not wait for
+    the running round. It takes up to two more vectors, and returns them in its next round on time.
 
-    Attributes and methods are for threads that hold `state`, except where the docstring says otherwise.
+    Hold `state` to use attributes and methods, unless the docstring says otherwise.
 
     Args:
         average: the group average, over Gloo, with messages in CPU memory; `average.transport` carries nothing else.
         x: the parameters; published as the model of round -1.
         sync_period: the number of rounds from one global average to the next; 0 = never.
         stats: mutated: one round per group average, with the number of rounds since y was published.
-        on_nonfinite: "raise" an error on the rank whose y is not finite, before other ranks get it; "skip": take y
-            itself in the place of an average that is not finite; "spread": do not check.
+        on_nonfinite: "raise" an error on the rank with an infinite or NaN y, before other ranks get it; "skip": take y
+            itself in place of an average with infinities or NaN; "spread": do not check.
 
     Attributes:
-        published: the latest is y, the model that this rank contributes, with the round in which training published it.
+        published: the latest is y, the contribution of this rank, with the round of its publication.
         control: the transport of control messages.
         liveness: the control messages and the failures of this rank.
         out_peers, in_peers: see `control_peers`.
-        num_started, num_done: the number of rounds whose average has begun, and is complete.
-        newest_arrival: the newest round at which some rank has arrived.
+        num_started, num_done: the number of rounds with a started, and with a complete, average.
+        newest_arrival: the newest round with an arrival of some rank.
         is_held: whether no round may start, until `release`.
         is_idle: whether no rank waits for this one: failures of others are raised by the next `engage`, not by `close`.
-        num_settled: the number of barriers in which this rank has settled, in this generation.
-        settling: the newest round that a peer knows of, by (number of the barrier, stage).
+        num_settled: the number of finished barriers of this rank, in this generation.
+        settling: the newest round known to a peer, by (number of the barrier, stage).
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class WaitAvoidingWorker:
         self.newest_arrival = self.num_done - 1
 
     def release(self) -> None:
-        """Let rounds start: all ranks are in one round, and the published model is the one that peers should get."""
+        """Let rounds start: all ranks are in one round, and the published model is ready for peers."""
         self.is_held = False
         self.state.notify_all()
 
@@ -158,7 +157,7 @@ class WaitAvoidingWorker:
 
     @contextlib.contextmanager
     def holding_back(self, t: int) -> Iterator[None]:
-        """A context in which no round after t starts: see [Note: vectors of WAGMA]."""
+        """A context without starts of rounds after t: see [Note: vectors of WAGMA]."""
         self._last = t
         try:
             yield
@@ -171,7 +170,7 @@ class WaitAvoidingWorker:
         return (t // self._sync_period + 1) * self._sync_period - 1 if self._sync_period else None
 
     def arrive_at(self, t: int) -> None:
-        """Note that some rank has arrived at round t, which starts the rounds up to there."""
+        """Note that some rank has arrived at round t; rounds up to there may start."""
         self.newest_arrival = max(self.newest_arrival, t)
         self.state.notify_all()
 
@@ -210,10 +209,10 @@ class WaitAvoidingWorker:
         return is_in_time
 
     def close(self, *, error: BaseException | None = None) -> None:
-        """End the threads once rounds at which some rank has arrived are done; within seconds, whatever peers do.
+        """End the threads after the rounds with an arrival of some rank; takes seconds at most, whatever peers do.
 
         Call it without the lock, from the training thread. Idempotent. Raises the failure of this rank, if it has not
-        been raised before and the rank is not idle. The listening thread of a peer that is stopped stays behind, as a
+        been raised before and the rank is not idle. If a peer is stopped, its listening thread stays behind, as a
         daemon.
 
         Args:
@@ -302,7 +301,7 @@ class WaitAvoidingWorker:
 
 @contextlib.contextmanager
 def _writing(state: threading.Condition, liveness: Liveness) -> Iterator[None]:
-    """A context in which a round writes a chunk, with the lock; raises the failure of this rank."""
+    """A context for a round's write of a chunk, with the lock; raises the failure of this rank."""
     with state:
         liveness.raise_if_failed()
         yield

@@ -246,7 +246,7 @@ class GroupAverageDataParallel(GossipWrapper):
 
 
 def _of_threads(links: Links) -> Links:
-    """The links of ranks whose threads answer at any time."""
+    """Return links for ranks with threads that answer at any time."""
     if links.comm_device not in (None, "cpu", torch.device("cpu")):
         raise ValueError(
             f"got comm_device={links.comm_device} with wait_avoiding=True, expected 'cpu' or None: threads that answer "
@@ -280,7 +280,7 @@ def _check_elastic(group_size: int | None, *, wait_avoiding: bool) -> None:
 
 
 def choose_groups(group_size: int | None) -> Callable[[int], ButterflyGroups]:
-    """The groups for any number of workers: of `group_size`, or of as many as there are, down to a power of two."""
+    """Return groups for any number of workers: of `group_size` or fewer workers, a power of two."""
 
     def choose(n: int) -> ButterflyGroups:
         return ButterflyGroups(n, group_size=group_size and min(group_size, 1 << n.bit_length() - 1))
@@ -289,6 +289,6 @@ def choose_groups(group_size: int | None) -> Callable[[int], ButterflyGroups]:
 
 
 def _watched(groups: ButterflyGroups, rank: int) -> set[int]:
-    """The ranks that exchange control messages with this one."""
+    """Return the ranks with control messages to or from this rank."""
     out_peers, in_peers = control_peers(rank, groups.world_size)
     return {*out_peers, *in_peers}
