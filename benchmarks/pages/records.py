@@ -32,7 +32,7 @@ def records(rows: pd.DataFrame) -> str:
     """A table for each track, the fastest first. A submission without a time has missed the target."""
     texts = []
     columns = {
-        "title": ("", "s"),
+        "title": ("submission", "s"),
         "seconds": (f"s to {TARGET_BITS:g} bits", ",.0f"),
         "seconds_low": ("from", ",.0f"),
         "seconds_high": ("to", ",.0f"),

@@ -120,7 +120,7 @@ def kept(rows: pd.DataFrame) -> str:
         for what, name in (("parameters", "parameters"), ("running statistics", "buffers"))
     ]
     columns = {
-        "what": ("", "s"),
+        "what": ("values", "s"),
         "same": ("equal bits", "s"),
         "rounding": ("differ by less than 1e-5", "d"),
         "more": ("differ by more", "d"),
