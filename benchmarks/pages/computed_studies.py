@@ -364,24 +364,19 @@ Compute utilisation is the share of computation in the time of a step. The publi
 DiLoCo on four GPUs whose links were shaped: 30.8 M parameters in float32, 26.5 ms of computation in a step, an outer
 step every H steps.
 
-Four emulated hosts measure the same cells at 1/16 of the size and of the rates: 1.94 M parameters, 3.125 to 312.5
-Mbit/s. So a message takes as long as the published one, beside a step of the same length. A step is a sleep of 22 ms,
-the optimizer and the loop. Its measured time without communication is the computation: the median over all cells.
-Messages, codes and outer steps are real. The two cores also ran other work at a lower priority. Ten groups of trials
-were dropped and measured again, since their local step took over 29.15 ms, a tenth more than the published step. Most
-cells have one trial; others are medians. At least one outer step comes before those that are timed, and three steps at
-H = 1.
+Four [emulated hosts](setup.md#emulated-hosts) measure the same cells at 1/16 of the size and of the rates: 1.94 M
+parameters, 3.125 to 312.5 Mbit/s. So a message takes as long as the published one. A step is a sleep of 22 ms, the
+optimizer and the loop; the median of its time without communication is the computation. One outer step or more, or
+three steps at H = 1, come before the timed ones. Most cells have one trial. The cores also ran other work at a lower
+priority, so ten groups of trials were dropped and measured again: their local step took over 29.15 ms.
 
-On fast links the clock is above the measurement of codes and outer steps. The measurement has four processes on two
-cores, and their share in the difference was not measured. PowerGossip sends vectors, which are 1/4 as long in a model
-of 1/16 of the size, so it waits for slow links four times as long as at the published size. From 200 Mbit/s on its
-figure does not depend on the link. Compare PowerGossip by the clock only.
+On fast links the clock is above the measurement of codes and outer steps. The cause was not measured. In a model of
+1/16 of the size PowerGossip's vectors are 1/4 as long, and from 200 Mbit/s on its figure does not depend on the link:
+compare PowerGossip by the clock only.
 
-The clock of the [Lab](../guides/lab.md) computes with the published size and rates and with memory of 500 GB/s. It
-counts four outer steps after two others, and PowerGossip has the messages of matrices of 512 x 512.
-
-Streaming DiLoCo has four fragments, arrival="carry", and a delay of one step less than H, so a round may take the whole
-period. "4 bits" is `QSGD(4, bucket_size=32, unbiased=True)`; its messages are gathered, not reduced.""",
+The [Lab](../guides/lab.md)'s clock has the published size and rates, memory of 500 GB/s, and four outer steps after two
+others. Streaming DiLoCo has four fragments, arrival="carry", and a delay of H - 1 steps. "4 bits" is
+`QSGD(4, bucket_size=32, unbiased=True)`, whose messages are gathered.""",
         parts=(
             Page(
                 "Measured on the emulated cluster",
