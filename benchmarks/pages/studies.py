@@ -10,13 +10,26 @@ from benchmarks.pages.headline import Headline
 from benchmarks.pages.image_studies import IMAGE_HEADLINES, IMAGE_STUDIES
 from benchmarks.pages.language_studies import LANGUAGE_HEADLINES, LANGUAGE_STUDIES
 from benchmarks.pages.region_study import REGION_HEADLINES, REGION_STUDY
+from benchmarks.pages.translation_study import TRANSLATION_HEADLINES, TRANSLATION_STUDY
 
-STUDIES: Mapping[str, Page] = {**IMAGE_STUDIES, **LANGUAGE_STUDIES, **REGION_STUDY, **COMPUTED_STUDIES}
+STUDIES: Mapping[str, Page] = {
+    **IMAGE_STUDIES,
+    **LANGUAGE_STUDIES,
+    **TRANSLATION_STUDY,
+    **REGION_STUDY,
+    **COMPUTED_STUDIES,
+}
 """By the name of the page."""
 
 REPRODUCED: Sequence[Headline] = [
     each
-    for each in (*IMAGE_HEADLINES, *LANGUAGE_HEADLINES, *REGION_HEADLINES, *COMPUTED_HEADLINES)
+    for each in (
+        *IMAGE_HEADLINES,
+        *LANGUAGE_HEADLINES,
+        *TRANSLATION_HEADLINES,
+        *REGION_HEADLINES,
+        *COMPUTED_HEADLINES,
+    )
     if each.page in STUDIES
 ]
 """The headlines of papers that the studies measure; see `benchmarks.pages.reproduction`."""
