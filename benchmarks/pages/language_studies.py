@@ -117,7 +117,7 @@ def diloco_headline() -> tuple[str, str]:
     assert base is not None, "this headline has its trainings"
     spread = base["highest"] - base["lowest"]
     text = f"{row['gap']:+.2f} nats per byte with {row['fewer']:,.0f} times fewer bytes, H = 500"
-    helps = alone is not None and row["loss"] < alone["loss"]
+    helps = alone is not None and row["highest"] < alone["lowest"]
     return text, YES if row["gap"] <= spread else IN_PART if helps else NO
 
 
