@@ -141,7 +141,7 @@ def _spectral_norms(module: nn.Module) -> Iterator[tuple[Any, tuple[Tensor, Tens
 
 
 def _hooked(hook: SpectralNorm, owner: nn.Module) -> Tensor:
-    """Return the weight of `torch.nn.utils.spectral_norm`, after a step of the power method."""
+    """Return the weight of `torch.nn.utils.spectral_norm`, after its steps of the power method."""
     weight = hook.compute_weight(owner, do_power_iteration=True)
     setattr(owner, hook.name, weight)
     return weight

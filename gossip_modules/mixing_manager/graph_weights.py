@@ -118,7 +118,7 @@ def _default_alpha(graph: GraphManager) -> float:
 
 
 def _links(graph: GraphManager) -> list[Edge]:
-    """Return all links of a static graph, or of the base graph of a `MatchaGraph`."""
+    """Return all links of a static graph, or of the matchings that a `MatchaGraph` activates at all."""
     if isinstance(graph, MatchaGraph):
         used = (m for m, p in zip(graph.matchings, graph.probabilities, strict=True) if p > 0)
         return [link for matching in used for link in matching]

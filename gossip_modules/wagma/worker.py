@@ -90,7 +90,7 @@ class WaitAvoidingWorker:
         newest_arrival: the newest round with an arrival of some rank.
         is_held: whether no round may start, until `release`.
         is_idle: whether no rank waits for this one: failures of others are raised by the next `engage`, not by `close`.
-        num_settled: the number of finished barriers of this rank, in this generation.
+        num_settled: the number of barriers that this rank has entered, in this generation.
         settling: the newest round known to a peer, by (number of the barrier, stage).
     """
 

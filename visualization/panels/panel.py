@@ -56,7 +56,7 @@ class Panel:
         xlabel, ylabel: of the axes; where UNITS has x, its unit is added.
         band: column whose range over ranks is shaded around the line; empty: none.
         is_error: draw 100 - y, and so the band.
-        floor: the least value of y in the runs; the picture shows values above it.
+        floor: returns the lower bound of y for these runs, known beforehand; the picture shows y above it.
         finish: called with the axis and the runs, when all lines are drawn: scales and limits.
     """
 
