@@ -10,7 +10,7 @@ import pandas as pd
 from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.headline import IN_PART, NO, YES, Headline, by_limit, rows_of
 from benchmarks.pages.markdown import grid, table
-from benchmarks.pages.study_tables import has, study_page
+from benchmarks.pages.study_tables import has, study_page, together
 from benchmarks.studies.utilisation import PERIODS, methods
 from gossip_modules.lab import LabPlan
 
@@ -22,10 +22,6 @@ FIFTH = 0.2
 SCALE = 16
 """The published model and rates are larger than those of the cluster by this factor."""
 CELL = ("method", "period", "mbit")
-
-
-def _and(texts: Sequence[str]) -> str:
-    return f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
 
 
 # Compute utilisation.
@@ -81,7 +77,7 @@ def utilisation_said(rows: pd.DataFrame) -> str:
     texts = [
         f"**On an emulated cluster {near} of {total} published compute utilisations of DiLoCo come out within a "
         f"fifth.** The ratio of ours to theirs is {ratio.min():.2f} to {ratio.max():.2f}.",
-        *([f"Outside {'is' if len(far) == 1 else 'are'} {_and(far)}."] if far else []),
+        *([f"Outside {'is' if len(far) == 1 else 'are'} {together(far)}."] if far else []),
         f"The clock of the Lab gives {near_by_clock} of {total}, and {off.min():.2f} to {off.max():.2f} times the "
         "measured utilisation.",
     ]

@@ -11,7 +11,7 @@ import pandas as pd
 from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.headline import IN_PART, NO, YES, Headline, by_effect, by_limit, by_ratio, rows_of
 from benchmarks.pages.markdown import table
-from benchmarks.pages.study_tables import all_rows, ends, has_trainings, study_page, trainings
+from benchmarks.pages.study_tables import all_rows, ends, has_trainings, study_page, together, trainings
 
 EXACT = 1e-5
 """Errors are float32: gaps are compared with thresholds plus this."""
@@ -62,7 +62,7 @@ def bytes_said(rows: pd.DataFrame) -> str:
     )
     others = found[~found["method"].isin(["D-PSGD", "PowerGossip, rank 1"])]
     near = [f"{row.method} ({row.ratio:.1f} times fewer bytes)" for row in others.itertuples() if within(row.gap, 0.5)]
-    return f"{text} Within half a point of D-PSGD, or above it, are {' and '.join(near)}." if near else text
+    return f"{text} Within half a point of D-PSGD, or above it, are {together(near)}." if near else text
 
 
 def bytes_summary(rows: pd.DataFrame) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -21,6 +21,11 @@ COLUMNS = {
     "steps": ("steps", ",d"),
 }
 """What names a training, in a table of all of them."""
+
+
+def together(texts: Sequence[str]) -> str:
+    """Return a list of at least one text in words: "a, b and c"."""
+    return f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
 
 
 def study_page(
