@@ -1,7 +1,7 @@
 """Measure the links and the step of a job, and print what each method would cost: `python -m gossip_modules.doctor`.
 
     torchrun --nproc-per-node 8 -m gossip_modules.doctor --model mine:make
-    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint node0:29500 --rdzv-backend c10d \
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint node0:29500 --rdzv-backend c10d \\
         -m gossip_modules.doctor --parameters 25e6 --compute 0.25
     torchrun --nproc-per-node 8 -m gossip_modules.doctor --model mine:make --json > doctor.json
 
@@ -442,10 +442,12 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", metavar="MODULE:FUNCTION", help="returns (model, step); step() takes one training step")
     add("--parameters", type=whole, help="float32 parameters, in place of --model")
-    add("--compute", type=float, metavar="SECONDS", help="of a training step, in place of the measured ones")
-    add("--methods", nargs="+", metavar="METHOD", help=f"as for the Lab, of {', '.join(METHODS)} (default: all)")
-    add("--seconds", type=float, default=25.0, help="in which predictions may begin (default 25)")
-    add("--timeout", type=float, default=60.0, help="seconds of every wait for another rank (default 60)")
+    add(
+        "--compute", type=float, metavar="SECONDS", help="the duration of a training step, in place of the measured one"
+    )
+    add("--methods", nargs="+", metavar="METHOD", help=f"methods to compare, of {', '.join(METHODS)} (default: all)")
+    add("--seconds", type=float, default=25.0, help="the time in which predictions may begin (default 25)")
+    add("--timeout", type=float, default=60.0, help="the longest wait for another rank, in seconds (default 60)")
     add("--json", action="store_true", help="one JSON object in place of the tables")
     return parser
 

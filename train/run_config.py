@@ -95,14 +95,16 @@ class RunConfig(WrapperOptions, ABC):
 
     elastic: bool = False
     """Workers may die, come back and be added while the others train on. Start each worker with the same command; all
-    meet at --store; see docs/guides/elasticity_operating.md. Other recipes raise an error with the reason."""
+    meet at --store; see docs/guides/elasticity_operating.md. A recipe that cannot do so raises an error with the
+    reason."""
     min_workers: int = 1
     """Number of workers at the start; learning rate and epochs refer to this number."""
     max_workers: int = 0
     """Largest number of workers; more workers are not taken in. 0: no limit."""
     store: str = "127.0.0.1:29400"
-    """host:port of `python -m gossip_modules.membership.serve`; or file:path, the file with its address. Keep it
-    running for longer than the workers. Several runs may share it: the name of --out-dir tells them apart."""
+    """host:port of `python -m gossip_modules.membership.serve`; or file:path, the file with its address. Keep
+    this server running for longer than the workers. Several runs may share it: the name of --out-dir tells them
+    apart."""
     scale_lr: bool = False
     """Scale the learning rate with the number of training workers; otherwise it is always the rate of min_workers."""
     min_deadline: float = 1.0

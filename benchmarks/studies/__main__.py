@@ -32,10 +32,12 @@ COMPUTED: Mapping[str, Computed] = {**CONSENSUS, **UTILISATION, **GOODPUT}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a study; returns the exit code, 3 if the time was over before the end."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=[*STUDIES, *COMPUTED])
-    parser.add_argument("--output", type=Path, required=True, help="the CSV file")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="no training begins after them")
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.studies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=[*STUDIES, *COMPUTED], metavar="name", help="the study: %(choices)s")
+    parser.add_argument("--output", type=Path, required=True, help="the CSV file of the rows; required")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="the time after which no training begins")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     if options.name in COMPUTED:
