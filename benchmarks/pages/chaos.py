@@ -12,7 +12,7 @@ def chaos(rows: pd.DataFrame) -> str:
     """A table with a column for each method."""
     names = [name for name in rows if name not in (*PROVENANCE, "method")]
     shown = rows.astype(object).where(rows.notna(), "")
-    lines = [f"| | {' | '.join(rows['method'])} |", f"|---|{'---:|' * len(rows)}"]
+    lines = [f"| column | {' | '.join(rows['method'])} |", f"|---|{'---:|' * len(rows)}"]
     lines += [f"| {name.replace('_', ' ')} | {' | '.join(map(_number, shown[name]))} |" for name in names]
     return "\n".join(lines) + "\n"
 
