@@ -297,4 +297,4 @@ def main(name):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1]) if sys.argv[1:] else sys.exit(__doc__)

@@ -14,10 +14,10 @@ AD-PSGD, WAGMA-SGD, ...
     torchrun --nnodes 8 --nproc-per-node 1 ... -m train.translate --preset wmt16-big \
         --data-dir data/wmt16_en_de --amp bfloat16 --resume auto
 
-Everything goes to --out-dir: what train/gossip_sgd.py leaves there, whose notes on signals,
-resumption and the steps of asynchronous ranks hold here too; and translations.<language>, the test
-set as the averaged model translates it, and tokenizer.json. With that a run translates whatever
-comes in:
+A run writes to --out-dir. It leaves the files of train/gossip_sgd.py, the translations of the test
+set by the averaged model in translations.<language>, and tokenizer.json. Notes of that script on
+signals, resumption and the steps of asynchronous ranks hold here too. A finished run translates
+standard input:
 
     echo "four hundred and twelve" | python -m train.translate_text runs/numbers_en_de_sgp
 
