@@ -187,7 +187,8 @@ class DiLoCo(OuterMethod):
         """phi <- a step of the outer optimizer along the mean drift.
 
         Args:
-            v, m: see `round`.
+            v: see `round`.
+            m: see `round`.
             phi: the anchor; written.
             drift: the mean drift of all ranks; may be overwritten.
         """

@@ -29,7 +29,7 @@ _DIGITS = 9  # significant digits of alpha, so that machines which round differe
 class MixingWeight(NamedTuple):
     """The best weight of a link.
 
-    Args:
+    Attributes:
         alpha: the weight of a link.
         rho: the factor of the squared distance from the average per round.
     """

@@ -33,7 +33,7 @@ _MARGIN = 1e-3  # distance of a starting point from the bounds of p
 class ActivationPlan(NamedTuple):
     """The result of a plan.
 
-    Args:
+    Attributes:
         probabilities: the probability of each matching, float64 [M].
         alpha: the weight of a link.
         rho: the factor of the squared distance from the average per round.

@@ -125,7 +125,9 @@ class WAGMA:
     """WAGMA-SGD: the arguments of `GroupAverageDataParallel`.
 
     Args:
-        group_size, sync_period, wait_avoiding: see `GroupAverageDataParallel`.
+        group_size: see `GroupAverageDataParallel`.
+        sync_period: see `GroupAverageDataParallel`.
+        wait_avoiding: see `GroupAverageDataParallel`.
     """
 
     group_size: int | None = None
@@ -138,7 +140,9 @@ class Dpwa:
     """dpwa: the arguments of `PairwiseDataParallel`.
 
     Args:
-        interpolation, divergence_threshold, fetch_probability: see `PairwiseDataParallel`.
+        interpolation: see `PairwiseDataParallel`.
+        divergence_threshold: see `PairwiseDataParallel`.
+        fetch_probability: see `PairwiseDataParallel`.
     """
 
     interpolation: Interpolation = DEFAULT_INTERPOLATION

@@ -61,7 +61,8 @@ class Mixer(ABC):
         """Change the weights and the transport, and keep the state. No round may be in flight.
 
         Args:
-            mixing, transport: see `bind`.
+            mixing: see `bind`.
+            transport: see `bind`.
 
         Raises:
             ValueError: see `bind`.

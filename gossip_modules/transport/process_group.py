@@ -330,7 +330,8 @@ class ProcessGroupTransport(PointToPoint):
         """Let ranks change their exchanged tensors: see `ChangeBoard`.
 
         Args:
-            step, tensors: see `ChangeBoard`.
+            step: see `ChangeBoard`.
+            tensors: see `ChangeBoard`.
             end_waits: a bound method to end waits of this rank; None: `close_connections`.
         """
         number = self._use.number  # of the wrapper, the same on all ranks

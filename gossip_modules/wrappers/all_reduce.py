@@ -209,7 +209,9 @@ class ElasticAllReduce(GossipWrapper):
     Args:
         module: the model, on its device. Its trained tensors become views of one flat vector.
         membership: its workers. All of them begin with the model of the first one.
-        process_group, device_mesh, timeout: leave them out, as a `Membership` has its own.
+        process_group: leave it out, as a `Membership` has its own.
+        device_mesh: leave it out.
+        timeout: leave it out, as a `Membership` has its own.
         on_nonfinite: the reaction to infinities or NaN in parameters. "raise": FloatingPointError at the next training
             forward; "spread": do not look.
         ignore: the names of parameters and buffers to keep local, or patterns; their gradients are not averaged.
