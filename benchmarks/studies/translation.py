@@ -138,7 +138,7 @@ class Translation:
         if not folder.is_dir():
             raise ValueError(f"got no {folder}, expected it; set GOSSIP_DATA to the folder that has multi30k")
         corpus = load_corpus(str(folder), source="en", target="de", num_numbers=0)
-        self.tokenizer = BytePairs(BytePairs.train(corpus.train, vocabulary_size=VOCABULARY).description)
+        self.tokenizer = BytePairs.train(corpus.train, vocabulary_size=VOCABULARY)
         pairs = [list(text) for text in (corpus.validation, corpus.test)]
         self.references = [pair.target for pair in pairs[1]]
         encode = partial(TokenizedText.of, tokenizer=self.tokenizer, max_length=LONGEST)

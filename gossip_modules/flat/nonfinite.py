@@ -86,7 +86,7 @@ class FiniteCheck:
         return self._is_finite(nn.utils.get_total_norm(list(map(real, tensors[part]))), look)
 
     def _is_finite(self, total: Tensor, look: Callable[[], bool]) -> bool:
-        """Whether all is finite: `total` is so only then, and `look` is exact, as a finite sum may overflow."""
+        """Whether all elements are finite. `look` is exact; `total` may overflow, and is finite only if they are."""
         if total.device.type == "cpu":
             return bool(torch.isfinite(total)) or look()
         answer = True

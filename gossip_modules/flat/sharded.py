@@ -59,7 +59,7 @@ class Shard:
         return flat.view(self.manager.padded_sharded_param_size)
 
     def move(self, memory: Tensor) -> None:
-        """Point the parameter to `memory`, in the shape of `memory`; its values become those of `memory`."""
+        """Point the parameter to `memory`, with the shape and the values of `memory`."""
         if self.manager is not None:
             self.manager._sharded_param_data = memory.view(-1)
         self.parameter._local_tensor = self._without_padding(memory)

@@ -200,7 +200,7 @@ class FlatVector:
     def apply_and_refresh_(self, correction: FlatVector, *, alpha: float) -> None:
         """self <- self + alpha * correction, then correction <- self, without the weights.
 
-        The result equals that of `add_segments_` and a copy to the bit. Both are done chunk by chunk, so that a chunk
+        The result is bit-equal to `add_segments_` and a copy. Both are done chunk by chunk, so that a chunk
         is still in the cache when it is copied.
 
         Args:
@@ -259,7 +259,7 @@ class FlatVector:
     def combine_weight_(
         self, scale: float, others: Sequence[FlatVector], weights: Sequence[float], *, alpha: float | None = None
     ) -> None:
-        """Combine the push-sum weights alone; the arguments are those of `combine_segments_`.
+        """Combine the push-sum weights alone, with the arguments of `combine_segments_`.
 
         The new weight is (scale * own weight + sum_j weights[j] * weight of others[j]) / alpha.
         """

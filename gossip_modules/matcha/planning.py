@@ -106,7 +106,7 @@ def joint_probabilities(
     The result is deterministic, and p is rounded to six significant digits. It takes about a second for 64 ranks, and
     many times as long as the two-stage solution for more.
 
-    The arguments and errors are those of `activation_probabilities`: `matchings`, `budget`, `budget_seconds`, `costs`.
+    See `activation_probabilities` for the errors and for `matchings`, `budget`, `budget_seconds` and `costs`.
 
     Returns:
         p, alpha and rho.

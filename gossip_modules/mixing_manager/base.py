@@ -273,7 +273,7 @@ class RelaxedMixing(MixingManager):
 
 
 def refuse_weighted(graph: GraphManager, mixing: str) -> None:
-    """Raise ValueError if the graph has weights of its own: those of `mixing` would replace them."""
+    """Raise ValueError if the graph has weights of its own, because `mixing` would replace them."""
     if isinstance(graph, WeightedGraph):
         raise ValueError(
             f"{mixing}: got {graph!r}, which has weights of its own and averages with them only, expected another "

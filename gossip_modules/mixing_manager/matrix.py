@@ -133,7 +133,7 @@ class MatrixMixing(MixingManager):
             )
 
     def _off_sums(self, dim: int) -> str:
-        """Return a text about the first row (dim 1) or column (dim 0) with another sum than 1; empty: there is none."""
+        """Return a text about the first row (dim 1) or column (dim 0) with another sum than 1; empty: all are 1."""
         kind = "row" if dim else "column"
         for t, matrix in self._matrices.items():
             sums = matrix.sum(dim)

@@ -36,7 +36,7 @@ def connect(
         ranks: global ranks of the new group, this one among them; None = all.
         module_device: where the tensors live.
         comm_device: where messages live; None = `module_device` if the group has NCCL or XCCL for it, else the CPU.
-        backend: the backend of the group, if only one will do: listeners need "gloo". None: that of the default group.
+        backend: the backend of the group, if only one will do: listeners need "gloo". None: as the default group.
         timeout: for every operation.
         deadline: for making the group; None: the timeout from now on.
 

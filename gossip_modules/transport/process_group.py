@@ -246,7 +246,7 @@ class ProcessGroupTransport(PointToPoint):
         Staging.copy_back([(out, gathered)])
 
     def barrier(self, *, what: str) -> None:
-        """See `Transport`; the errors are those of `all_reduce`."""
+        """See `Transport`; raises the errors of `all_reduce`."""
         if self.backend in _NAMED:
             self._meet(what, self._limit())
         else:

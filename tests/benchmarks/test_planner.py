@@ -31,13 +31,13 @@ METHODS: Mapping[str, str] = {
 }
 """The plan of each method of the cluster that the Lab knows too."""
 MEMORY_BYTE_S = 9e9 * 2
-"""Of the two cores of the machine, which the hosts share."""
+"""The memory bandwidth of the two cores of the machine, which the hosts share."""
 CELLS: Mapping[str, int] = {"loss_cells.csv": len(METHODS), "default_cells.csv": 4, "clock_cells.csv": 5}
 """The files in `benchmarks/results`, and the number of methods in each cell that the Lab knows too."""
 MAX_GBIT = 1.0
 """On faster links the two processors of the cluster's machine bound the steps, which the clock does not know."""
 BUSY = ("clock_cells.csv", 16, 1.0, 200.0)
-"""A cell in which they do so too: its file, hosts, rate and milliseconds of sleep."""
+"""The file, hosts, rate and milliseconds of sleep of a cell whose steps the two processors bound too."""
 TIE = 1.15
 """Methods whose measured seconds differ by less count as equally fast: each cell was measured once."""
 

@@ -13,9 +13,9 @@ from gossip_modules.lab.comparison import LabTraining
 
 
 class Recorded(LabTraining):
-    """Where workers keep step, a network decides the time of steps and not their result: so each method trains once.
+    """A training whose steps are taken once, for methods with workers in step: a network changes only their time.
 
-    The task is the same wherever the plan and the number of steps are.
+    All trainings of a plan, a number of workers and a number of steps must have the same task and seed.
     """
 
     trained: ClassVar[dict[tuple[str, int, int], list[tuple[Exchanges, Tensor]]]] = {}
