@@ -19,10 +19,8 @@ SECONDS = 30.0
 def answers(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=SECONDS).close()
-    except (
-        ConnectionRefusedError,
-        TimeoutError,
-    ):  # a full queue: another test listens at this port of the other address
+    except (ConnectionRefusedError, TimeoutError):
+        # Timeout: another test listens at this port of the other address, and its queue is full.
         return False
     return True
 
