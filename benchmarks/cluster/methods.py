@@ -86,6 +86,7 @@ BOUND = "local"
 OURS: Mapping[str, ClusterMethod] = {
     "sgp": ClusterMethod("SGP, one-peer exponential", _gossip()),
     "osgp": ClusterMethod("OSGP", _gossip(overlap=True)),
+    "osgp-ring": ClusterMethod("OSGP, one-way ring", _gossip(overlap=True, graph=lambda n: gm.RingGraph(n))),
     "auto": ClusterMethod(
         'SGP, overlap="auto"', _gossip(overlap="auto", max_staleness=2, wire_dtype="auto"), period=MEASURED_ROUNDS
     ),
