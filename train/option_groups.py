@@ -6,7 +6,7 @@ import ast
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import field, fields, make_dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from textwrap import dedent
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -72,6 +72,7 @@ def users_of(names: Sequence[str]) -> list[str]:
     return [name for name, method in METHODS.items() if not method.options.isdisjoint(names)]
 
 
+@cache
 def help_texts(config_type: type[RunConfig]) -> dict[str, str]:
     """Return the string below each field of the class and its base classes."""
     texts: dict[str, str] = {}
