@@ -23,26 +23,44 @@ if TYPE_CHECKING:
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collection makes 600,000 objects and hardly any garbage: passes of the garbage collector would find nothing."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep what imports and collection have made out of every pass of the garbage collector and of gc.get_referrers().
-
-    These are 600,000 objects in a run of all tests, half a second for each full pass. run_ranks() makes one for each
-    rank that fails, wrappers make one where their module seems to be taken, and Python makes some by itself.
-
-    Where tests start processes, the server of them starts here: see `start_server`.
-    """
-    gc.collect()
-    gc.freeze()
+    """Where tests start processes, the server of them starts here: see `start_server`."""
+    _freeze()
     if any(item.get_closest_marker("e2e") for item in session.items):
         start_server()
 
 
+def _freeze() -> None:
+    """Keep all objects of now out of every pass of the garbage collector and of gc.get_referrers().
+
+    [Note: frozen objects] Imports and collection make 600,000 objects, half a second for each full pass, and tests
+    import more. run_ranks() makes a pass for each rank that fails, a wrapper makes some to find optimizers and other
+    tensors in the memory of its module, and Python makes some by itself. So objects are frozen again after each file of
+    tests, where all that its tests have made is garbage.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     """The timeout of the first test that starts processes begins when their server is ready."""
     if item.get_closest_marker("e2e"):
         wait_for_server()
-    return (yield)
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        _freeze()
+    return result
 
 
 _stderr = pytest.StashKey[int]()
