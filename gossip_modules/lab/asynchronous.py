@@ -289,14 +289,15 @@ class Groups(OwnPace):
         average = torch.zeros_like(self.published).index_add_(0, groups, self.published)[groups] / sizes
         slowest = np.zeros(labels.max() + 1)
         np.maximum.at(slowest, labels, self.links.slowness)
-        phase = self.links.wire_seconds(self.message.num_bytes) * slowest[labels]
+        size = self.message.num_bytes
+        phase = np.maximum(self.links.wire_seconds(size) * slowest[labels], self.links.processor_seconds(size))
         self._done = begin + self._num_phases * (phase + self.links.latency_s + self.message.decode_seconds)
         starts = np.maximum(self.arrived, self._done)
         merging = self._late_workers(on_time, starts)
         self.published[merging] = x[merging]
         x[on_time] = average[on_time]
         x[merging] = (sizes * average + x)[merging] / (sizes + 1)[merging]
-        self.sent_bytes += self._num_phases * self.message.num_bytes
+        self.sent_bytes += self._num_phases * size
         return on_time | merging, starts
 
     def _late_workers(self, on_time: Flags, starts: Array) -> Flags:

@@ -150,6 +150,10 @@ class Network:
             message takes three such passes, a code and an outer step more; overlap takes two more, for which training
             waits. The default is of a process with a core of its own. Divide it by the number of processes that share
             a core. On a GPU it is hundreds of times more.
+        message_byte_s: bytes of messages that the processor of a worker sends per second, while it receives as many.
+            This time is not hidden under computation. The default of infinity is of workers whose computation leaves
+            processors free, as on a GPU. Where processors compute all the time, take 1.5e9 for a core of its own
+            (benchmarks/results/default_cells.csv), divided by the number of processes that share a core.
         seed: the seed of the choice of slow links.
 
     Raises:
@@ -164,11 +168,13 @@ class Network:
     slow_share: float = 0.0
     slow_factor: float = 10.0
     memory_byte_s: float = 9e9
+    message_byte_s: float = math.inf
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_share("slow_share", self.slow_share)
         check_numbers(self, {"slow_factor": 1, "memory_byte_s": 1})
+        check("message_byte_s", self.message_byte_s, self.message_byte_s >= 1, "a number of at least 1, or infinity")
         table, size = self.table(), len(self.shares)
         if {len(table), *map(len, table)} != {size} or min(self.shares) < 1:
             raise ValueError(f"got link={self.link} with shares={self.shares}, expected a matrix of {size} x {size}")
@@ -239,6 +245,10 @@ class WorkerLinks:
         """Return the time of one pass over so many bytes of memory."""
         return num_bytes / self.network.memory_byte_s
 
+    def processor_seconds(self, num_bytes: float) -> float:
+        """Return the time in which a processor sends so many bytes of messages and receives as many."""
+        return num_bytes / self.network.message_byte_s
+
     def wire_seconds(self, num_bytes: float) -> float:
         """Return the time for which so many bytes keep a full link between two neighbours busy, without latency."""
         return 8 * num_bytes * self._slowest
@@ -258,7 +268,9 @@ class WorkerLinks:
         incoming, outgoing = wire.sum(1), np.bincount(rows.peers.flat, wire.flat, self.num_ranks)
         sent = np.where(rows.is_peer, (self.slowness * outgoing)[rows.peers], 0.0).max(axis=1, initial=0.0)
         latency = np.where(rows.is_peer, self._latency[pairs], 0.0).max(axis=1, initial=0.0)
-        return np.maximum(sent, self.slowness * incoming) + message.decode_seconds * rows.in_degrees + latency
+        processor = self.processor_seconds(message.num_bytes) * rows.in_degrees
+        wire = np.maximum(sent, self.slowness * incoming)
+        return np.maximum(wire, processor) + message.decode_seconds * rows.in_degrees + latency
 
     def pair_seconds(self, ranks: Indices, peers: Indices, message: MessageCost) -> Array:
         """Return the time of one message from each of `peers` to each of `ranks`, with nothing else on their links."""
@@ -267,16 +279,27 @@ class WorkerLinks:
             (self._group[ranks], self._group[peers]),
         )
         wire = 8 * message.num_bytes * self._bit_seconds[pairs] * slowness
+        wire = np.maximum(wire, self.processor_seconds(message.num_bytes))
         return wire + self._latency[pairs] + message.decode_seconds
 
     def all_reduce_seconds(self, num_bytes: float) -> float:
-        """Return the time of a ring all-reduce: 2 (n - 1) messages of 1 / n of the bytes, one after another."""
-        return 2 * self.gather_seconds(num_bytes / self.num_ranks)
+        """Return the time of a ring all-reduce: 2 (n - 1) messages of 1 / n of the bytes, one after another.
 
-    def gather_seconds(self, num_bytes: float) -> float:
-        """Return the time in which every worker gets so many bytes of each other one along a ring."""
+        A worker adds a message of the first half, in three passes, while the next one is on the wire.
+        """
+        part = num_bytes / self.num_ranks
+        return self.gather_seconds(part, add_seconds=3 * self.memory_seconds(part)) + self.gather_seconds(part)
+
+    def gather_seconds(self, num_bytes: float, *, add_seconds: float = 0.0) -> float:
+        """Return the time in which every worker gets so many bytes of each other one along a ring.
+
+        Args:
+            num_bytes: the size of a message.
+            add_seconds: the time in which a processor adds up a message.
+        """
         wire = self.wire_seconds(num_bytes) * float(self.slowness.max())
-        return (self.num_ranks - 1) * (wire + self.latency_s)
+        processor = self.processor_seconds(num_bytes) + add_seconds
+        return (self.num_ranks - 1) * (max(wire, processor) + self.latency_s)
 
 
 class ControlledRound(NamedTuple):
@@ -414,9 +437,10 @@ class OverlapClock(Clock):
         while self._flights and self._flights[0][0] <= self.k:
             starts = np.maximum(starts, self._flights.popleft()[1])
         if exchanges:
-            starts = starts + self.copy_seconds
+            starts, sent_bytes = starts + self.copy_seconds, self.sent_bytes
             done = self._exchanged(np.maximum(starts, begin), exchanges)
             self._flights.append((self.k + self.delay, done))
+            starts = starts + self.links.processor_seconds(self.sent_bytes - sent_bytes)
         return starts
 
 

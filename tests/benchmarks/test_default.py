@@ -77,9 +77,16 @@ def test_of_all_methods_the_planner_advises_as_the_rows_of_the_pages(monkeypatch
         assert advice.best.plan.method.name == name, rate
         assert advice.best == simulate(LabPlan.of(name), setting, problem, max_steps=112)
         assert not advice.best.plan.method.rates
+        steps = {p.plan.method.name: p for p in found}
+        assert steps["osgp"].step_seconds < steps["sgp"].step_seconds < steps["ar"].step_seconds
         faster = {p.plan.method.name for p in found if p.has_reached and p.seconds < advice.best.seconds}
         assert "diloco" in faster
         assert any("is faster here" in sentence and "records.md" in sentence for sentence in advice.sentences)
+    ahead = steps["osgp"].seconds / steps["ar"].seconds - 1  # at 10 Gbit/s
+    said = " ".join(text("docs/guides/default.md").split())
+    counts = f"Overlap SGP takes {steps['osgp'].num_steps:.0f} steps and AllReduce {steps['ar'].num_steps:.0f}"
+    assert counts in said
+    assert f"they advise AllReduce, {100 * ahead:.0f} % before Overlap SGP" in said
 
 
 def test_local_sgd_is_first_where_links_are_slow() -> None:
