@@ -24,6 +24,7 @@ PRELOADED = [
     # What a training run imports when it needs it.
     *("train.training.process", "train.tasks.images.task", "train.tasks.translation.task", "torch.utils.tensorboard"),
     *("visualization.curves", "sklearn.datasets", "transformers.models.marian.modeling_marian"),
+    "tests.harness.frozen",  # no pass of the garbage collector in a fork visits, and so copies, what is imported here
 ]
 
 
