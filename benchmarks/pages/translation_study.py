@@ -11,8 +11,9 @@ from benchmarks.pages.headline import Headline, by_limit, rows_of
 from benchmarks.pages.markdown import table
 from benchmarks.pages.study_tables import all_rows, ends, has_trainings, study_page
 
-CSV, WORKERS, PLANNED = "translation.csv", 8, 9
-BASE, GOSSIP = "all-reduce", ("SGP", "Overlap SGP")
+CSV, WORKERS, PLANNED = "translation.csv", 8, 15
+BASE, BY_ADAM = "all-reduce", ("SGP", "Overlap SGP")
+GOSSIP = (*BY_ADAM, *(f"{name} with GossipAdamW" for name in BY_ADAM))
 LIMIT = 0.5
 """Points of BLEU below all-reduce that count as the same."""
 
@@ -20,22 +21,22 @@ LIMIT = 0.5
 def gaps(rows: pd.DataFrame) -> Mapping[str, float]:
     """Return the points of BLEU below all-reduce, by method."""
     found = ends(rows, BASE).set_index("method")
-    return {name: float(found.loc[name, "gap"]) for name in GOSSIP}
+    return {name: float(found.loc[name, "gap"]) for name in GOSSIP if name in found.index}
 
 
-def in_words(rows: pd.DataFrame) -> str:
-    """Return the gaps in words."""
-    parts = [f"{name} {abs(gap):.1f} {'below' if gap > 0 else 'above'}" for name, gap in gaps(rows).items()]
-    return " and ".join(parts)
+def in_words(gaps: Mapping[str, float]) -> str:
+    """Return gaps in words."""
+    return ", ".join(f"{name} {abs(gap):.1f} {'below' if gap > 0 else 'above'}" for name, gap in gaps.items())
 
 
 def translation_said(rows: pd.DataFrame) -> str:
     """Return the result of the study in words."""
     base = ends(rows, BASE).set_index("method").loc[BASE]
-    num = sum(gap <= LIMIT for gap in gaps(rows).values())
+    found = gaps(rows)
+    num = sum(gap <= LIMIT for gap in found.values())
     return (
-        f"**All-reduce ends at {base['accuracy']:.1f} BLEU, {in_words(rows)}.** "
-        f"{num} of {len(GOSSIP)} are at most half a point below."
+        f"**All-reduce ends at {base['accuracy']:.1f} BLEU, {in_words(found)}.** "
+        f"{num} of {len(found)} are at most half a point below."
     )
 
 
@@ -65,25 +66,26 @@ def translation_rows(rows: pd.DataFrame) -> str:
 
 
 def sgp_headline() -> tuple[str, str]:
-    """The larger gap of SGP and Overlap SGP."""
-    rows = rows_of(CSV)
-    return f"BLEU beside all-reduce: {in_words(rows)}", by_limit(max(gaps(rows).values()), LIMIT, 2 * LIMIT)
+    """The larger gap of SGP and Overlap SGP by Adam, the optimizer of the paper."""
+    found = gaps(rows_of(CSV))
+    verdict = by_limit(max(found[name] for name in BY_ADAM), LIMIT, 2 * LIMIT)
+    return f"BLEU beside all-reduce: {in_words(found)}", verdict
 
 
 TRANSLATION_STUDY: Mapping[str, Page] = study_page(
     "translation",
     "Translation of Multi30k by SGP and Overlap SGP",
     translation_said,
-    has_trainings(*((name, WORKERS) for name in (BASE, *GOSSIP))),
+    has_trainings(*((name, WORKERS) for name in (BASE, *BY_ADAM))),
     planned=PLANNED,
     render=translation_rows,
     summary=translation_summary,
     setup="""\
 This is [a study in the Lab](setup.md#studies-in-the-lab) with Multi30k, from English into German. The transformer has
 two layers on each side, a width of 64 and 295,680 parameters; its vocabulary is 2,000 byte pairs. Each of eight workers
-reads 16 pairs in a step, for 12 epochs. Adam has betas (0.9, 0.98), labels are smoothed by 0.1, and there is no
-dropout. Rates were chosen in trainings of 408 steps. BLEU is of the test split of 2016, by greedy search and sacrebleu.
-Set `GOSSIP_DATA` to the folder that has `multi30k`.""",
+reads 16 pairs in a step, for 12 epochs. Adam and GossipAdamW have betas (0.9, 0.98). Labels are smoothed by 0.1,
+without dropout or decay. Rates were chosen in trainings of 408 steps. BLEU is of the test split of 2016, by greedy
+search and sacrebleu. Set `GOSSIP_DATA` to the folder that has `multi30k`.""",
     measures=("gossip_modules/algorithms", "gossip_modules/lab", "gossip_modules/rounds"),
     question=QUESTIONS[0],
 )

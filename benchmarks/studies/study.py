@@ -69,6 +69,7 @@ class Study:
         tuning: the share of the steps in a training that chooses a rate.
         points: the number of points of a curve.
         compute, network, num_parameters: see `compare`.
+        optimizers: makes the optimizer of a method, by its name; a method without an entry has the task's.
         train: trains once, by (study, task, values of `KEY`, seed), and returns the points of the curve by `COLUMNS`.
             A column may be missing. None: by `compare`.
     """
@@ -82,6 +83,7 @@ class Study:
     compute: Compute = field(default_factory=lambda: Compute(0.1))
     network: Network = field(default_factory=lambda: Network("1 Gbit/s"))
     num_parameters: int | None = None
+    optimizers: Mapping[str, Callable[[list[nn.Parameter], float], Optimizer]] = field(default_factory=dict)
     train: Callable[[Study, StudyTask, Mapping[str, Any], int], list[dict[str, Any]]] | None = None
 
     def next_rate(self, found: Mapping[float, float]) -> float | None:
@@ -170,6 +172,7 @@ class Trainings:
 def by_compare(study: Study, task: StudyTask, key: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
     """Train by `compare`: see `Study.train`."""
     steps = key["steps"]
+    optimizer = study.optimizers.get(key["method"], task.optimizer)
     scores: list[tuple[float, float]] = []
 
     def evaluate(model: nn.Module) -> float:
@@ -184,7 +187,7 @@ def by_compare(study: Study, task: StudyTask, key: Mapping[str, Any], seed: int)
         model=task.model,
         loss=task.loss,
         data=task.batch,
-        optimizer=lambda parameters: task.optimizer(parameters, key["rate"]),
+        optimizer=lambda parameters: optimizer(parameters, key["rate"]),
         scheduler=lambda optimizer: LambdaLR(optimizer, factor),
         evaluate=evaluate,
         workers=[key["workers"]],

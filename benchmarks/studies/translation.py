@@ -1,4 +1,8 @@
-"""A study of translation: BLEU of all-reduce, SGP and Overlap SGP on Multi30k, English to German."""
+"""A study of translation: BLEU of all-reduce, SGP and Overlap SGP on Multi30k, English to German.
+
+SGP and Overlap SGP train by Adam, as in their paper, and by GossipAdamW without decay of the weights: Adam with the
+second moments of all-reduce.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.studies.study import Study
+from gossip_modules import GossipAdamW
 from train.tasks.byte_tokenizer import END, PAD, START
 from train.tasks.translation.corpus import load_corpus
 from train.tasks.translation.parallel_text import ListedText
@@ -26,6 +31,7 @@ WIDTH, HEADS, LAYERS, VOCABULARY = 64, 4, 2, 2000
 LONGEST, NUM_BUCKETS, BATCH_SIZE = 40, 8, 16
 """The most tokens of a sentence, the number of groups of sentences of a similar length, and a worker's pairs in a step.
 """
+BETAS, EPS = (0.9, 0.98), 1e-9
 EPOCHS, WORKERS, NUM_PAIRS = 12, 8, 29_000
 STEPS = EPOCHS * NUM_PAIRS // (WORKERS * BATCH_SIZE)
 
@@ -169,7 +175,7 @@ class Translation:
 
     def optimizer(self, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
         """See `StudyTask`."""
-        return torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.98), eps=1e-9)
+        return torch.optim.Adam(parameters, lr=rate, betas=BETAS, eps=EPS)
 
     @torch.no_grad()
     def score(self, model: nn.Module) -> tuple[float, float]:
@@ -183,7 +189,18 @@ class Translation:
         return validation, 100 - text_scores(texts, self.references, bleu_tokenizer="13a")["bleu"]
 
 
-METHODS: Mapping[str, Any] = {"all-reduce": "ar", "SGP": "sgp", "Overlap SGP": "osgp"}
+def gossip_adam(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+    """Make the optimizer of the methods with GossipAdamW."""
+    return GossipAdamW(parameters, lr=rate, betas=BETAS, eps=EPS, weight_decay=0.0, num_ranks=WORKERS)
+
+
+METHODS: Mapping[str, Any] = {
+    "all-reduce": "ar",
+    "SGP": "sgp",
+    "Overlap SGP": "osgp",
+    "SGP with GossipAdamW": "sgp",
+    "Overlap SGP with GossipAdamW": "osgp",
+}
 TRANSLATION: Mapping[str, Study] = {
     "translation": Study(
         Translation,
@@ -192,6 +209,7 @@ TRANSLATION: Mapping[str, Study] = {
         rates=(0.004, 0.008, 0.002),
         tuning=0.15,
         points=4,
+        optimizers={name: gossip_adam for name in METHODS if "GossipAdamW" in name},
     )
 }
 """The study by its name."""
