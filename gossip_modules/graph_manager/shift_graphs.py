@@ -368,6 +368,7 @@ class DynamicBipartiteCompleteGraph(GraphManager):
     """
 
     is_bipartite = True
+    is_symmetric = True
     makes_pairs = True
 
     def phone_book(self, rank: int) -> Sequence[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from .models import Models
 from .plan import LabPlan, Running, Setting
 from .tasks import LabTask
 
-CELL = ("method", "plan", "workers", "seed", "steps")
+CELL = ("method", "plan", "workers", "seed", "steps", "setting")
 COLUMNS = (*CELL, "step", "seconds", "megabytes", "loss", "evaluation", "consensus", "waiting", "by")
 
 
@@ -87,12 +88,26 @@ class LabTraining:
         is_alone = plan.method.pace != "lockstep"
         num_joins = sum(isinstance(event, LabJoin) for event in events)
         self.models = Models(task, n + num_joins, seed=setting.seed, by=by, is_alone=is_alone)
+        if plan.method.needs_sgd:
+            self.models.check_momentum()
         self.method = self._make(np.arange(n))
         self.step, self.num_steps = 0, np.zeros(n + num_joins)
         self._num_known, self._sent_bytes, self._began = n, 0.0, 0.0
 
     def _make(self, workers: Indices) -> Running:
         return self.plan.make(self.setting, self.models, workers, elastic=bool(self.events))
+
+    def check_events(self) -> None:
+        """Make the method of each generation, so that events which cannot be are refused before training.
+
+        Raises:
+            ValueError: a worker that dies is not there, nobody is left, or the method does not fit a generation.
+        """
+        workers, num_known = self.workers, self._num_known
+        for event in sorted(self.events, key=lambda event: event.step):
+            rows, num_known = _rows_after(event, workers, num_known)
+            workers = rows[1]
+            self._make(workers)
 
     def run(self, num_steps: int) -> Iterator[Tensor]:
         """Train, and yield the models z [n, d] of the present workers before each step, and after the last one."""
@@ -157,15 +172,8 @@ class LabTraining:
     def _regroup(self, event: Event) -> None:
         """Go on with other workers, when all are there."""
         z, (driver, clock, *_) = self.settle(), self.method
-        old, rows = clock.links.workers, np.arange(len(clock.links.workers))
-        if isinstance(event, LabKill):
-            rows = rows[old != event.worker]
-            if len(rows) in (0, len(old)):
-                raise ValueError(f"got {event}, expected one of the workers {old.tolist()}; at least one stays")
-            workers = old[rows]
-        else:
-            rows, workers = np.append(rows, 0), np.append(old, self._num_known)
-            self._num_known += 1
+        old = clock.links.workers
+        (rows, workers), self._num_known = _rows_after(event, old, self._num_known)
         self.models.x[old] = z  # the push-sum weights begin anew
         self.models.copy(int(old[rows[-1]]), int(workers[-1]))
         self._sent_bytes += clock.sent_bytes
@@ -174,6 +182,23 @@ class LabTraining:
         self.method.clock.begin_at(self._began, self.step)
         if isinstance(driver, Stacked) and isinstance(self.method.driver, Stacked):
             carry(driver, self.method.driver, rows.tolist())
+
+
+def _rows_after(event: Event, workers: Indices, num_known: int) -> tuple[tuple[Indices, Indices], int]:
+    """Return the workers after an event, the row of each one among those before, and how many there have been.
+
+    The row of a worker that joins is the row of its donor.
+
+    Raises:
+        ValueError: a worker that dies is not there, or is the last one.
+    """
+    rows = np.arange(len(workers))
+    if isinstance(event, LabJoin):
+        return (np.append(rows, 0), np.append(workers, num_known)), num_known + 1
+    rows = rows[workers != event.worker]
+    if len(rows) in (0, len(workers)):
+        raise ValueError(f"got {event}, expected one of the workers {workers.tolist()}; at least one stays")
+    return (rows, workers[rows]), num_known
 
 
 def carry(old: Stacked, new: Stacked, rows: Sequence[int]) -> None:
@@ -227,14 +252,13 @@ class Result:
     rows: Sequence[Mapping[str, Any]]
 
     def to_csv(self, path: str | Path) -> None:
-        """Write the rows to a CSV file; a file at `path` is replaced."""
-        Path(path).unlink(missing_ok=True)
-        append_rows(Path(path), self.rows)
+        """Write the rows to a CSV file; a file at `path` is replaced, and folders are made."""
+        write_rows(Path(path), self.rows)
 
     @property
     def last(self) -> list[Mapping[str, Any]]:
         """The last row of each cell."""
-        return list({tuple(row[name] for name in CELL): row for row in self.rows}.values())
+        return list({cell_of(row): row for row in self.rows}.values())
 
 
 def compare(
@@ -279,14 +303,19 @@ def compare(
         every: steps from one point of a curve to the next.
         num_parameters: the number of float32 parameters for the computation of seconds and bytes; None: this model.
         path: a CSV file for the rows of each cell, written when the cell ends. Cells in the file are not run again.
+            Its column `setting` is a hash of the arguments that all cells share, see `setting_of`.
         progress: whether to show the present step on a terminal.
 
     Returns:
         The rows of all cells, also of the cells in the file.
 
     Raises:
-        ValueError: a method does not fit a number of workers, or the events; nothing was trained then.
+        ValueError: a method does not fit a number of workers, or the events, or the file at `path` has rows of another
+            setting; nothing was trained then.
+        OSError: the file at `path` cannot be written; nothing was trained then.
     """
+    if steps < 1:
+        raise ValueError(f"got steps={steps}, expected at least 1")
     if every < 1:
         raise ValueError(f"got every={every}, expected at least 1: the steps from one point of a curve to the next")
     for event in events:
@@ -295,6 +324,7 @@ def compare(
     task = LabTask(model, loss, data, optimizer, scheduler, evaluate)
     compute = compute or Compute(0.1)
     network = Network(network) if isinstance(network, str) else network
+    shared = setting_of(task, compute, network, events, every, num_parameters)
     cells = []
     for seed in seeds:
         for n in workers:
@@ -302,14 +332,21 @@ def compare(
                 plan = LabPlan.of(what)  # its graph follows the number of workers, which events change
                 shown = plan.resolved(n)
                 text = f"{shown.text} {shown.schedule} {shown.graph}"
-                key = dict(zip(CELL, (name, text, n, seed, steps), strict=True))
+                key = dict(zip(CELL, (name, text, n, seed, steps, shared), strict=True))
                 cells.append((key, plan, Setting(n, num_parameters, compute, network, seed)))
-    known = read_rows(Path(path)) if path is not None else []
-    done = [{name: row[name] for name in CELL} for row in known if row["step"] == row["steps"]]
-    left = [cell for cell in cells if cell[0] not in done]
-    for _, plan, setting in left:
-        LabTraining(plan, setting, task, events)  # refuses what cannot be, before anything is trained
-    rows = [row for row in known if {name: row[name] for name in CELL} in done]
+    rows = [] if path is None else whole_cells(Path(path))
+    if others := {row["setting"] for row in rows} - {shared}:
+        raise ValueError(
+            f"got {path} with rows of the settings {sorted(others)}, expected {shared}, the hash of this model, data, "
+            "optimizer, network, compute and events; choose another file. If `data` draws random numbers, draw them "
+            "from the generator"
+        )
+    done = {cell_of(row) for row in rows}
+    left = [cell for cell in cells if cell_of(cell[0]) not in done]
+    for _, plan, setting in left:  # refuses what cannot be, before anything is trained
+        LabTraining(plan, setting, task, events).check_events()
+    if path is not None and left:
+        write_rows(Path(path), rows)  # without cells that an interruption has cut off
     for number, (key, plan, setting) in enumerate(left, 1):
         training, found = LabTraining(plan, setting, task, events), []
         for z in training.run(steps):
@@ -323,7 +360,37 @@ def compare(
         rows += found
         if path is not None:
             append_rows(Path(path), found)
+    if progress:
+        show("")
     return Result(rows)
+
+
+def setting_of(task: LabTask, *others: Any) -> str:
+    """Return 12 digits of a hash of the arguments that all cells of a comparison share.
+
+    The loss, the evaluation, and learning rates after the first step are not in it.
+
+    Args:
+        task: its model with seed 0, its batch of worker 0 in step 0, and the text of its optimizer.
+        others: further arguments, by their text.
+    """
+    models = Models(task, 1)
+    state = {**models.views(models.x), **models.buffers}
+    content = hashlib.sha256(repr((models.optimizers, others)).encode())
+    for name, tensor in (*state.items(), *_tensors(task.batch(0, 0, 0))):
+        content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        content.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()[:12]
+
+
+def _tensors(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a batch, with their names."""
+    if isinstance(batch, Tensor):
+        yield name, batch
+    elif isinstance(batch, Mapping | tuple | list):
+        items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+        for key, value in items:
+            yield from _tensors(value, f"{name} {key}")
 
 
 def measure(training: LabTraining, z: Tensor) -> dict[str, Any]:
@@ -346,34 +413,48 @@ def measure(training: LabTraining, z: Tensor) -> dict[str, Any]:
     }
 
 
-def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append rows to a CSV file; makes the file if it is not there."""
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
+def cell_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the entries of a row that all rows of its cell have."""
+    return tuple(row[name] for name in CELL)
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a CSV file with these rows, in place of a file at `path`, and the folder that it is in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    with part.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
+        writer.writeheader()
         writer.writerows(rows)
+    part.replace(path)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a CSV file; none if there is no file.
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append rows to a CSV file that `write_rows` has begun."""
+    with path.open("a", newline="") as file:
+        csv.DictWriter(file, COLUMNS, lineterminator="\n").writerows(rows)
+
+
+def whole_cells(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of the whole cells of a CSV file; none if there is no file.
 
     Raises:
         ValueError: the file has other columns.
     """
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:
         return []
     with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        rows = [dict(row) for row in reader]
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise ValueError(f"got {path} with columns {reader.fieldnames}, expected {COLUMNS}; choose another file")
-    texts = {"method", "plan", "by"}
+        lines = [line for line in file if line.endswith("\n")]  # an interruption may have cut off the last one
+    reader = csv.DictReader(lines)
+    rows = [dict(row) for row in reader]
+    if tuple(reader.fieldnames or ()) != COLUMNS:
+        raise ValueError(f"got {path} with columns {reader.fieldnames}, expected {COLUMNS}; choose another file")
+    texts = {"method", "plan", "setting", "by"}
     whole = {"workers", "seed", "steps", "step"}
     for row in rows:
         row.update({k: int(v) if k in whole else float(v) for k, v in row.items() if k not in texts})
-    return rows
+    done = {cell_of(row) for row in rows if row["step"] == row["steps"]}
+    return [row for row in rows if cell_of(row) in done]
 
 
 def show(text: str) -> None:

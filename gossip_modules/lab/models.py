@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +56,9 @@ class Models:
     dropout: each worker then draws from a generator of its own. The first step tries, and a loop over the workers takes
     over if it fails. Buffers are changed in place by both.
 
+    Trained parameters of several dtypes are kept in the widest of them, as master weights of mixed precision are: the
+    forward gets each one in its own dtype, and rounds and the optimizer compute in the wide one.
+
     Args:
         task: the model, its loss, data and optimizer.
         num_workers: n.
@@ -63,11 +68,14 @@ class Models:
 
     Attributes:
         x: the trained parameters, [n, d].
-        names, shapes: of the trained parameters.
+        names, shapes, dtypes: of the trained parameters.
         learns: whether there is an optimizer.
         buffers: the buffers of the models by name, [n, ...].
         by: the way that is taken; "" before the first step.
         losses: the losses of the last step of each worker, [n].
+
+    Raises:
+        ValueError: the model has nothing to train, or the optimizer cannot step in the Lab.
     """
 
     def __init__(self, task: LabTask, num_workers: int, *, seed: int = 0, by: str = "", is_alone: bool = False) -> None:
@@ -78,16 +86,12 @@ class Models:
         parameters = [Slot(self.module, name, name, p, True) for name, p in self.module.named_parameters()]
         slots = in_order(slot for slot in parameters if slot.tensor.requires_grad)  # the order of the flat vector
         trained = {slot.name: slot.tensor.detach() for slot in slots}
-        if len({p.dtype for p in trained.values()}) != 1:
-            raise ValueError(
-                "got trained parameters of several dtypes, or none, expected one dtype; call model.float()"
-            )
-        self.names, self.shapes, self.learns = (
-            list(trained),
-            [p.shape for p in trained.values()],
-            task.optimizer is not None,
-        )
-        start = torch.cat([p.flatten() for p in trained.values()])
+        if not trained:
+            raise ValueError("got a model without trained parameters, expected some; set requires_grad")
+        self.names, self.learns = list(trained), task.optimizer is not None
+        self.shapes, self.dtypes = [p.shape for p in trained.values()], [p.dtype for p in trained.values()]
+        wide = functools.reduce(torch.promote_types, self.dtypes)
+        start = torch.cat([p.flatten().to(wide) for p in trained.values()])
         self.x = start.repeat(num_workers, 1)
         self.buffers = {name: torch.stack([b.detach()] * num_workers) for name, b in self.module.named_buffers()}
         self.losses = start.new_full((num_workers,), float("nan"))
@@ -101,26 +105,40 @@ class Models:
 
     def _make_optimizers(self, make: Callable[[list[nn.Parameter]], Optimizer], is_alone: bool) -> None:
         views = self.views(self.x)
-        leaves = [[nn.Parameter(view) for view in views.values()]]
-        optimizer = make(leaves[0])
-        group = optimizer.param_groups[0]
+
+        def leaves(worker: int) -> list[nn.Parameter]:
+            return [nn.Parameter(view[worker]) for view in views.values()]
+
+        own = leaves(0)
+        first = make(own)
+        group = first.param_groups[0]
         if group.get("fused"):
-            raise ValueError(
-                f"got {optimizer}, expected fused=False: fused steps take rows of stacked models for whole"
-            )
-        is_plain = type(optimizer) is torch.optim.SGD and not (group["momentum"] or group["weight_decay"])
-        is_elementwise = type(optimizer) in ELEMENTWISE or getattr(optimizer, "is_elementwise", False)
-        self._is_stacked = is_elementwise and (is_plain or not is_alone)
-        if not self._is_stacked:
-            leaves = [[nn.Parameter(view[i]) for view in views.values()] for i in range(len(self.x))]
-        self._leaves = leaves
-        self.optimizers = [optimizer] if self._is_stacked else [make(own) for own in leaves]
+            raise ValueError(f"got {first}, expected fused=False: fused steps take rows of stacked models for whole")
+        closure = inspect.signature(first.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(f"got {first}, expected an optimizer that steps without a closure, such as AdamW")
+        is_plain = type(first) is torch.optim.SGD and not (group["momentum"] or group["weight_decay"])
+        is_elementwise = type(first) in ELEMENTWISE or getattr(first, "is_elementwise", False)
+        if is_elementwise and (is_plain or not is_alone):
+            stacked = [nn.Parameter(view) for view in views.values()]
+            optimizer = make(stacked)
+            # Stacked parameters have one dimension more: groups by dimension would be other ones.
+            if groups_of(optimizer, stacked) == groups_of(first, own):
+                self._is_stacked, self._leaves, self.optimizers = True, [stacked], [optimizer]
+                return
+        self._is_stacked, self._leaves = False, [own, *map(leaves, range(1, len(self.x)))]
+        self.optimizers = [first, *map(make, self._leaves[1:])]
 
     def views(self, x: Tensor) -> dict[str, Tensor]:
         """Return x [n, d] as the parameters by name, [n, *shape]; shares memory."""
         parts = x.split([shape.numel() for shape in self.shapes], dim=1)
         views = (part.view(len(x), *shape) for shape, part in zip(self.shapes, parts, strict=True))
         return dict(zip(self.names, views, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the trained parameters of one worker."""
+        return sum(shape.numel() * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     @property
     def sgd(self) -> SGDStep | None:
@@ -130,16 +148,16 @@ class Models:
         group = self.optimizers[0].param_groups[0]
         return SGDStep(float(self._rate), float(group.get("momentum", 0.0)))
 
-    def set_momentum(self, momentum: Tensor, workers: Indices) -> None:
-        """Write the momentum of these workers, one row for each, into the optimizer, which is `torch.optim.SGD`.
+    def check_momentum(self) -> None:
+        """Raise a ValueError if the optimizer is not `torch.optim.SGD` with momentum."""
+        for optimizer in self.optimizers[:1]:
+            if type(optimizer) is not torch.optim.SGD or not optimizer.param_groups[0]["momentum"]:
+                name = type(optimizer).__name__
+                raise ValueError(f"got {name}, expected torch.optim.SGD with momentum, which the algorithm changes")
 
-        Raises:
-            ValueError: the optimizer is another one, or has no momentum.
-        """
+    def set_momentum(self, momentum: Tensor, workers: Indices) -> None:
+        """Write the momentum of these workers, one row for each, into the optimizer; see `check_momentum`."""
         optimizer, views = self.optimizers[0], self.views(momentum)
-        if type(optimizer) is not torch.optim.SGD or not optimizer.param_groups[0]["momentum"]:
-            name = type(optimizer).__name__
-            raise ValueError(f"got {name}, expected torch.optim.SGD with momentum, which the algorithm changes")
         for leaf, view in zip(self._leaves[0], views.values(), strict=True):
             optimizer.state[leaf]["momentum_buffer"][torch.from_numpy(workers)] = view
 
@@ -211,7 +229,7 @@ class Models:
         rows, device = [self.losses.new_zeros(())] * len(self.x), self.x.device
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
             for i in workers.tolist():
-                state = {name: rows_of[i] for name, rows_of in {**parameters, **self.buffers}.items()}
+                state = self._own({name: rows_of[i] for name, rows_of in {**parameters, **self.buffers}.items()})
                 torch.manual_seed(seed_of(self.seed, i, k))
                 batch = _moved(self.task.batch(i, k, self.seed), device)
                 rows[i] = functional_call(self.module, state, (batch,))
@@ -219,12 +237,17 @@ class Models:
 
     def _losses_by_vmap(self, parameters: Mapping[str, Tensor], k: int) -> Tensor:
         def loss(state: Mapping[str, Tensor], batch: Any) -> Tensor:
-            return functional_call(self.module, dict(state), (batch,))
+            return functional_call(self.module, self._own(state), (batch,))
 
         batches = _moved(self.task.batches(len(self.x), k, self.seed), self.x.device)
         with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():  # fused attention has no rule for vmap
             warnings.simplefilter("ignore", UserWarning)
             return torch.vmap(loss, chunk_size=CHUNK)({**parameters, **self.buffers}, batches)
+
+    def _own(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return parameters and buffers by name, each parameter in its own dtype."""
+        own = {name: state[name].to(dtype) for name, dtype in zip(self.names, self.dtypes, strict=True)}
+        return {**state, **own}
 
     def mean_model(self, z: Tensor, workers: Indices) -> nn.Module:
         """Return the module with the mean of the models z [n, d], and of their buffers, in evaluation mode."""
@@ -235,6 +258,18 @@ class Models:
             state[name] = rows.mean(0) if rows.is_floating_point() else rows[0]
         self.module.load_state_dict(state, strict=False)
         return self.module.model.eval()
+
+
+def groups_of(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return the settings of the groups of an optimizer, with the numbers of their parameters.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: all its parameters.
+    """
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    groups = optimizer.param_groups
+    return [{**group, "params": [places.get(id(each)) for each in group["params"]]} for group in groups]
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -303,7 +303,7 @@ class PlanRun:
         self.plan, self.setting, self.models = plan, setting, models
         self.made, self.num_ranks = plan.chosen.made, len(workers)
         self.links = WorkerLinks(setting.network, workers)
-        self.model_bytes = 4.0 * setting.num_parameters if setting.num_parameters else float(models.x[0].nbytes)
+        self.model_bytes = float(4 * setting.num_parameters if setting.num_parameters else models.num_bytes)
         self.cluster = setting.compute, self.links, self.links.plain_message(self.model_bytes)
 
     def graph(self, *, is_undirected: bool = False, is_static: bool = False) -> GraphManager:

@@ -195,6 +195,58 @@ def test_any_optimizer_steps_each_worker(what: str) -> None:
     assert len(alone.models.optimizers) == (1 if what == "sgp" else N)
 
 
+def test_groups_by_dimension_are_those_of_one_worker() -> None:
+    """Stacked parameters have one dimension more, by which a bias would be a matrix: each worker has an optimizer."""
+
+    def by_dimension(parameters: Any) -> torch.optim.Optimizer:
+        groups = [
+            {"params": [p for p in parameters if (p.dim() > 1) is is_matrix], "lr": 0.1 * is_matrix}
+            for is_matrix in (True, False)
+        ]
+        return torch.optim.SGD(groups)
+
+    training = trained("ar", task(by_dimension))
+    views, start = (each.models.views(each.models.x) for each in (training, trained("ar", task(sgd()), steps=0)))
+    assert torch.equal(views["model.first.bias"], start["model.first.bias"])
+    assert not torch.equal(views["model.first.weight"], start["model.first.weight"])
+    assert len(training.models.optimizers) == N
+
+
+def test_optimizers_of_matrices_step_each_worker() -> None:
+    own = LabTask(lambda: nn.Linear(8, 4, bias=False).double(), loss, data, torch.optim.Muon)
+    assert len(trained("sgp", own).models.optimizers) == N
+
+
+def test_an_optimizer_with_a_closure_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected an optimizer that steps without a closure"):
+        trained("sgp", task(torch.optim.LBFGS), steps=0)
+
+
+def test_parameters_of_several_dtypes_are_kept_in_the_widest() -> None:
+    """The forward gets each parameter in its own dtype; a frozen one keeps its dtype."""
+
+    class Mixed(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16).to(dtype), nn.Linear(16, 4).double()
+            self.first.requires_grad_(dtype is torch.float32)
+            nn.init.ones_(self.first.weight), nn.init.zeros_(self.first.bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.first.weight.dtype in (torch.float32, torch.bfloat16)
+            return self.last(self.first(x.to(self.first.weight.dtype)).tanh().double())
+
+    training = trained("choco:ring:sign", LabTask(lambda: Mixed(torch.float32), loss, data, sgd()))
+    assert training.models.x.dtype == torch.float64
+    assert training.models.num_bytes == 4 * (8 * 16 + 16) + 8 * (16 * 4 + 4)
+    mean = training.models.mean_model(training.settle(), training.workers)
+    assert dict(mean.named_parameters())["first.weight"].dtype == torch.float32
+    loop = trained("choco:ring:sign", LabTask(lambda: Mixed(torch.float32), loss, data, sgd()), by="loop")
+    torch.testing.assert_close(loop.models.x, training.models.x, rtol=0, atol=1e-5)
+    frozen = trained("sgp", LabTask(lambda: Mixed(torch.bfloat16), loss, data, sgd()))
+    assert frozen.models.num_bytes == 8 * (16 * 4 + 4)
+
+
 def test_a_stacked_optimizer_is_one_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     stacked = trained("dpsgd:ring", task())
     monkeypatch.setattr("gossip_modules.lab.models.ELEMENTWISE", frozenset())
@@ -321,18 +373,52 @@ def test_a_cell_that_is_done_is_not_run_again(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "cells.csv"
     first = compared(seeds=[1], path=path)
     whole = path.read_text()
-    path.write_text(whole[: whole.rindex("sgp")])  # of the last cell a row is missing
+    path.write_text(whole[: whole.rindex("sgp") + 5])  # of the last cell a row is cut off
     steps: list[int] = []
     monkeypatch.setattr("gossip_modules.lab.comparison.Models.step", counted(steps))
     again = compared(seeds=[1], path=path)
     assert len(steps) == 6
     assert again.last == first.last
-    copy = tmp_path / "copy.csv"
+    assert path.read_text() == whole
+    copy = tmp_path / "folder" / "copy.csv"
     first.to_csv(copy)
     assert copy.read_text() == whole
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"with columns \['a', 'b'\], expected .*; choose another file"):
         compared(path=path)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"optimizer": sgd(0.8)},
+        {"network": "1 Gbit/s"},
+        {"every": 3},
+        {"events": [Join(3)]},
+        {"data": lambda *_: data(1, 1, torch.Generator())},
+        {"model": lambda: Net(has_norm=True).double()},
+    ],
+    ids=lambda others: next(iter(others)),
+)
+def test_a_file_of_another_setting_is_refused(others: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "cells.csv"
+    compared(seeds=[1], workers=[2], steps=4, path=path)
+    text = path.read_text()
+    with pytest.raises(ValueError, match=r"got .*cells.csv with rows of the settings .*; choose another file"):
+        compared(seeds=[1], workers=[2], steps=4, path=path, **others)
+    assert path.read_text() == text
+    assert len(compared(seeds=[1, 2], workers=[2], steps=4, path=path).last) == 4
+
+
+def test_a_file_that_cannot_be_written_is_known_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr("gossip_modules.lab.comparison.Models.step", counted(steps))
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        compared(path=tmp_path / "file" / "cells.csv")
+    assert steps == []
 
 
 def counted(steps: list[int]) -> Any:
@@ -354,6 +440,14 @@ def test_methods_that_do_not_fit_are_refused_before_training(monkeypatch: pytest
         compare_with("dpsgd:hypercube", workers=[4, 3])
     with pytest.raises(ValueError, match="got 7, expected an algorithm"):
         compare_with(7, workers=[4])
+    with pytest.raises(ValueError, match=r"got LabKill.step=1, worker=3, .*, expected one of the workers .0, 1, 2."):
+        compare_with("sgp", workers=[4, 3], events=[Kill(1, 3)])
+    with pytest.raises(ValueError, match=r"expected one of the workers .1.; at least one stays"):
+        compare_with("sgp", workers=[2], events=[Kill(1, 0), Kill(1, 1)])
+    with pytest.raises(ValueError, match="got world_size=7, expected a power of two"):
+        compare_with("dpsgd:hypercube", workers=[8], events=[Kill(1, 0)])
+    with pytest.raises(ValueError, match="got steps=-1, expected at least 1"):
+        compare({"it": "sgp"}, model=Net, loss=loss, data=data, optimizer=sgd(), steps=-1, workers=[2])
     assert steps == []
 
 
@@ -363,7 +457,7 @@ def compare_with(what: Any, **others: Any) -> Result:
 
 def test_an_algorithm_that_writes_momentum_needs_sgd() -> None:
     with pytest.raises(ValueError, match=r"got AdamW, expected torch.optim.SGD with momentum"):
-        trained(gm.QGDSGDm(), task())
+        trained(gm.QGDSGDm(), task(), steps=0)
 
 
 def test_links_between_regions_are_slower() -> None:
