@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from benchmarks.record import short_hash
 from benchmarks.records import submissions
+from benchmarks.records.task import NextByte, loss
 from benchmarks.records.tracks import MAX_STEPS
+from gossip_modules.lab.models import Objective, WorkerParameters
 
 NUM_WARM = 20
 
@@ -48,8 +49,12 @@ class Submission:
         """The method, as `gossip_modules.lab.compare` takes it."""
         raise NotImplementedError
 
-    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
-        """Return the optimizer of a worker; AdamW unless a submission has its own."""
+    def optimizer(self, parameters: WorkerParameters) -> Optimizer:
+        """Return the optimizer of a worker; AdamW unless a submission has its own.
+
+        Args:
+            parameters: a list; its attribute `model` is the model, for optimizers such as `MuonAdamW`.
+        """
         return torch.optim.AdamW(parameters, lr=self.rate, betas=(0.9, 0.95), weight_decay=0.01)
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler:
@@ -59,13 +64,16 @@ class Submission:
 
 def _training_of(submission: Submission) -> Mapping[str, str]:
     """Return the optimizer with the settings of its groups, and a hash of the learning rates of all steps."""
-    parameters = [nn.Parameter(torch.zeros(shape, device="cpu")) for shape in ((2, 2), (2,))]
+    module = Objective(NextByte(), loss)
+    named = dict(module.named_parameters())
+    parameters = WorkerParameters(named.values(), list(named), module)
     optimizer = submission.optimizer(parameters)
-    groups = [{name: group[name] for name in sorted(group) if name != "params"} for group in optimizer.param_groups]
+    own = [sorted(set(group) - {"params", "param_names"}) for group in optimizer.param_groups]
+    groups = [{name: group[name] for name in names} for group, names in zip(optimizer.param_groups, own, strict=True)]
     text = "; ".join(", ".join(f"{name}={value}" for name, value in group.items()) for group in groups)
     scheduler, rates = submission.scheduler(optimizer), []
     for _ in range(MAX_STEPS):
-        rates.append([group["lr"] for group in optimizer.param_groups])
+        rates.append(sorted({group["lr"] for group in optimizer.param_groups}))
         optimizer.step()
         scheduler.step()
     return {"optimizer": f"{type(optimizer).__name__}({text})", "rates": short_hash(repr(rates).encode())}

@@ -267,7 +267,7 @@ def compare(
     model: Callable[[], nn.Module],
     loss: Callable[[nn.Module, Any], Tensor],
     data: Callable[[int, int, torch.Generator], Any],
-    optimizer: Callable[[list[nn.Parameter]], Optimizer],
+    optimizer: Callable[[Any], Optimizer],
     workers: Sequence[int],
     steps: int,
     seeds: Sequence[int] = (0,),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -46,6 +48,31 @@ class Objective(nn.Module):
     def forward(self, batch: Any) -> Tensor:
         """Return the loss."""
         return self.loss(self.model, batch)
+
+
+class WorkerParameters(list[nn.Parameter]):
+    """The trained parameters of a worker, with its model for optimizers that ask for one, such as `MuonAdamW`.
+
+    Args:
+        parameters: the parameters.
+        names: their names in `module`.
+        module: a model of equal parameters with its loss.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], names: Sequence[str], module: Objective) -> None:
+        super().__init__(parameters)
+        self._names, self._module = names, module
+
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        """A copy of the model that has these parameters."""
+        made = copy.deepcopy(self._module)
+        replaced = dict(made.named_parameters())
+        own = {id(replaced[name]): parameter for name, parameter in zip(self._names, self, strict=True)}
+        for module in made.modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                setattr(module, name, own.get(id(parameter), parameter))
+        return made.model
 
 
 class Models:
@@ -97,17 +124,18 @@ class Models:
         self.losses = start.new_full((num_workers,), float("nan"))
         task.start(self.x)
         self.optimizers: list[Optimizer] = []
-        self._leaves: list[list[nn.Parameter]] = []
+        self._leaves: list[WorkerParameters] = []
         if task.optimizer is not None:
             self._make_optimizers(task.optimizer, is_alone)
         make = task.scheduler
         self._schedulers: list[LRScheduler] = [] if make is None else [make(each) for each in self.optimizers]
 
-    def _make_optimizers(self, make: Callable[[list[nn.Parameter]], Optimizer], is_alone: bool) -> None:
+    def _make_optimizers(self, make: Callable[[WorkerParameters], Optimizer], is_alone: bool) -> None:
         views = self.views(self.x)
 
-        def leaves(worker: int) -> list[nn.Parameter]:
-            return [nn.Parameter(view[worker]) for view in views.values()]
+        def leaves(worker: int | EllipsisType) -> WorkerParameters:
+            own = (nn.Parameter(view[worker]) for view in views.values())
+            return WorkerParameters(own, self.names, self.module)
 
         own = leaves(0)
         first = make(own)
@@ -120,7 +148,7 @@ class Models:
         is_plain = type(first) is torch.optim.SGD and not (group["momentum"] or group["weight_decay"])
         is_elementwise = type(first) in ELEMENTWISE or getattr(first, "is_elementwise", False)
         if is_elementwise and (is_plain or not is_alone):
-            stacked = [nn.Parameter(view) for view in views.values()]
+            stacked = leaves(...)
             optimizer = make(stacked)
             # Stacked parameters have one dimension more: groups by dimension would be other ones.
             if groups_of(optimizer, stacked) == groups_of(first, own):

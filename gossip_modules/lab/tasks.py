@@ -35,7 +35,8 @@ class LabTask:
         loss: loss(model, batch), a scalar.
         data: data(worker, step, generator) makes the batch of a worker in a step: a tensor, or a tuple or a dict of
             tensors. The generator, of the CPU, has a seed of its own for each worker and step.
-        optimizer: makes a torch optimizer from a list of parameters; None: there is nothing to learn. One optimizer
+        optimizer: makes a torch optimizer from a list of parameters; None: there is nothing to learn. The attribute
+            `model` of the list is the model of the worker, for optimizers such as `MuonAdamW`. One optimizer
             steps all workers at once if it is an elementwise optimizer of torch, or has a true attribute
             `is_elementwise`; otherwise each worker has an optimizer of its own.
         scheduler: makes a learning rate scheduler from the optimizer; both step together.
@@ -45,7 +46,7 @@ class LabTask:
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Any], Tensor]
     data: Callable[[int, int, torch.Generator], Any]
-    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None
+    optimizer: Callable[[Any], Optimizer] | None
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     evaluate: Callable[[nn.Module], float] | None = None
 

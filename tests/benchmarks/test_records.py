@@ -20,9 +20,9 @@ from benchmarks.records import __main__ as records
 from benchmarks.records import task
 from benchmarks.records.submission import Submission, entry, names
 from benchmarks.records.tracks import MAX_STEPS, TARGET_BITS, TRACKS, Track
-from gossip_modules import DPSGD
+from gossip_modules import DPSGD, MuonAdamW
 from gossip_modules.lab import Join, Kill, LabPlan, LabTask, Network, Setting
-from gossip_modules.lab.models import Models
+from gossip_modules.lab.models import Models, WorkerParameters
 
 TINY = Track("two workers", 2, Network("1 Gbit/s"))
 
@@ -80,8 +80,12 @@ def test_a_row_belongs_to_an_optimizer_of_its_own(monkeypatch: pytest.MonkeyPatc
         def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
             return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
+    class Hidden(Mine):
+        def optimizer(self, parameters: WorkerParameters) -> torch.optim.Optimizer:
+            return MuonAdamW(parameters.model, lr=self.rate)
+
     texts = []
-    for submission in (Mine, Momentum, Constant, Grouped):
+    for submission in (Mine, Momentum, Constant, Grouped, Hidden):
         monkeypatch.setattr(records, "entry", lambda name, submission=submission: submission)
         texts.append(records.text_of("mine", {"rate": 0.01}))
     assert texts[0] == "{'rate': 0.01}"
@@ -90,6 +94,19 @@ def test_a_row_belongs_to_an_optimizer_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert "'rates'" not in texts[1]
     assert texts[2].startswith("{'rate': 0.01, 'rates': '")
     assert re.findall(r"weight_decay=([\d.]+)", texts[3]) == ["0.01", "0.0"]
+    assert re.findall(r"kind=(\w+)", texts[4]) == ["Muon", "AdamW", "AdamW"]
+    assert "'rates'" not in texts[3] + texts[4]
+
+
+def test_an_optimizer_may_take_the_model_of_a_worker() -> None:
+    class Hidden(Mine):
+        def optimizer(self, parameters: WorkerParameters) -> torch.optim.Optimizer:
+            return MuonAdamW(parameters.model, lr=self.rate)
+
+    by_muon, by_adam = (records.train(TINY, kind(0.01), [1], "test", steps=20).rows for kind in (Hidden, Mine))
+    assert by_muon[0]["evaluation"] == by_adam[0]["evaluation"]
+    assert by_muon[-1]["evaluation"] < by_muon[0]["evaluation"] - 1
+    assert by_muon[-1]["evaluation"] != by_adam[-1]["evaluation"]
 
 
 @pytest.mark.parametrize("name", names())

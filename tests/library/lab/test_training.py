@@ -217,6 +217,44 @@ def test_optimizers_of_matrices_step_each_worker() -> None:
     assert len(trained("sgp", own).models.optimizers) == N
 
 
+def test_an_optimizer_gets_the_model_of_its_worker() -> None:
+    """Also where two layers share a parameter, where one is frozen, and where the loss has parameters."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.frozen, self.last = (nn.Linear(8, 8) for _ in range(3))
+            self.last.weight = self.first.weight
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.frozen(self.first(x)))
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return self.scale * loss(model, batch)
+
+    def by_model(parameters: Any) -> torch.optim.Optimizer:
+        model = parameters.model
+        assert model.last.weight is model.first.weight
+        assert {id(p) for p in model.parameters() if p.requires_grad} < {id(p) for p in parameters}
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def by_list(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in parameters if p.numel() > 1], lr=0.1)  # without the scale
+
+    scaled = Scaled().double()
+    ends = [trained("sgp", LabTask(lambda: Tied().double(), scaled, data, make)).models for make in (by_model, by_list)]
+    assert torch.equal(ends[0].x, ends[1].x)
+    moved = {name: not torch.equal(view[0], view[1]) for name, view in ends[0].views(ends[0].x).items()}
+    assert moved.pop("loss.scale") is False
+    assert all(moved.values())
+
+
 def test_an_optimizer_with_a_closure_is_refused() -> None:
     with pytest.raises(ValueError, match="expected an optimizer that steps without a closure"):
         trained("sgp", task(torch.optim.LBFGS), steps=0)
