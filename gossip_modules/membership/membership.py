@@ -502,7 +502,7 @@ class Membership:
             return
         acts = self.node is None or self.node.leads
         if acts and self.job.participant is not None and not self.worker.is_excluded:
-            has_left = self.job.store.update([methodcaller("leave", self.id, why="it left")])
+            has_left = self.job.store.update([methodcaller("leave", self.id, why="it left")], is_last=True)
             if self.worker.liveness is not None:
                 self.worker.liveness.is_leaving = has_left
         self.release()

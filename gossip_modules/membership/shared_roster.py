@@ -24,6 +24,7 @@ from .view import GARBAGE
 
 _RECONNECT_SECONDS = 1.0
 _FRESH_SECONDS = 1.0  # after which the roster is read again, even where its version is the same
+_LEAVE_SECONDS = 1.0  # for a last update to reach a store that did not answer before
 _BACK_OFF_SECONDS = 0.002  # times the number of attempts to write the roster
 
 
@@ -85,13 +86,19 @@ class SharedRoster:
         given = self.given
         return store_address(given) if isinstance(given, str) else BoundedStore(given).address
 
-    def update(self, events: Sequence[Event] = ()) -> bool:
-        """Apply events to the roster in the store, and read it; False: the store cannot be reached now."""
-        deadline = Deadline(self.timeout)
+    def update(self, events: Sequence[Event] = (), *, is_last: bool = False) -> bool:
+        """Apply events to the roster in the store, and read it; False: the store cannot be reached now.
+
+        Args:
+            events: to be applied.
+            is_last: whether this worker leaves, so that it waits only shortly for a store that is away.
+        """
+        is_short = is_last and not self.is_connected
+        deadline = Deadline(min(self.timeout, timedelta(seconds=_LEAVE_SECONDS)) if is_short else self.timeout)
         if not self._updating.acquire(timeout=deadline.left):
             return False
         try:
-            if self._store is None and not self._reconnect():
+            if self._store is None and not self._reconnect(deadline):
                 return False
             self._update(self._store, events, deadline)  # type: ignore[arg-type]
         except ConnectionError:
@@ -233,13 +240,13 @@ class SharedRoster:
                     raise
             time.sleep(0.05)
 
-    def _reconnect(self) -> bool:
+    def _reconnect(self, deadline: Deadline) -> bool:
         now = time.monotonic()
         if now - self._last_attempt < _RECONNECT_SECONDS:
             return False
         self._last_attempt = now
         try:
-            self._connect(Deadline(self.timeout))
+            self._connect(deadline)
         except (ConnectionError, dist.DistError, RuntimeError):
             return False
         return True

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gossip_modules.membership import shared_roster
 from gossip_modules.membership.address import connect_store
 from gossip_modules.membership.shared_roster import SharedRoster
+from gossip_modules.transport.deadline import Deadline
 from gossip_modules.transport.stores import BoundedStore
 from tests.library.membership.stores import serve
 from tests.library.membership.test_roster import begin, come, ids, job, report
@@ -185,6 +186,30 @@ def test_a_worker_that_comes_while_the_store_is_started_again_meets_the_next_one
     monkeypatch.setattr(shared_roster, "connect_store", lambda *_, **__: client)  # in the time that is left it may fail
     with pytest.raises(ConnectionError, match="reset by peer"):
         SharedRoster(f"127.0.0.1:{server.port}", name="job", timeout=timedelta(0))
+
+
+def test_a_worker_that_leaves_waits_shortly_for_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its watcher may be waiting for the store then, for as long as a request may take."""
+    server = serve()
+    shared = SharedRoster(f"127.0.0.1:{server.port}", name="job", timeout=timedelta(days=1))
+    del server
+    assert not shared.update([come(1)])
+    Clock.begin(monkeypatch)
+    given: list[float] = []
+
+    def away(*_: Any, deadline: Deadline, **__: Any) -> dist.Store:
+        given.append(deadline.left)
+        raise ConnectionError("nobody listens")
+
+    monkeypatch.setattr(shared_roster, "connect_store", away)
+    for is_last in (False, True):
+        shared._last_attempt = 0.0  # it is time to connect again
+        assert not shared.update([report(0, 1)], is_last=is_last)
+    assert given == [timedelta(days=1).total_seconds(), 1.0]
+    monkeypatch.undo()
+    monkeypatch.setattr(shared_roster, "_LEAVE_SECONDS", 0.1)
+    with shared._updating:
+        assert not shared.update([report(0, 1)], is_last=True)
 
 
 def test_the_requests_of_one_update_share_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
