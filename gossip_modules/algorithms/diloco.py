@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Literal
@@ -164,6 +165,13 @@ class DiLoCo(OuterMethod):
         drift = m.scratch().sum_(phi, v.x, alpha=-1)
         counted = {name: m.numbers.get(name, 0) for name in COUNTS} if self.counts_tokens else {}
         weight = counted["tokens"] ** 2 / max(counted["steps"], 1) if counted else None
+        if counted and not counted["steps"] and drift.norm() > 0:
+            warnings.warn(
+                f"{type(self).__name__}: got steps and no call of count_tokens() on this rank since its last outer "
+                "step, expected a call for each step: its steps have no weight; if this is meant, call "
+                "`model.count_tokens(0)`",
+                stacklevel=2,
+            )
         if self.compressor is not None:
             yield from compressed_average(v, m, drift, self.compressor, self.error_decay, weight=weight)
         else:

@@ -19,7 +19,7 @@ from tests.library.rounds.memories import drivers_of
 
 
 def train(
-    outer: DiLoCo, *, tokens: tuple[int, ...] = (1, 2, 3, 4, 5), num_steps: int = 20, resumes: bool = False
+    outer: DiLoCo, *, tokens: tuple[int | None, ...] = (1, 2, 3, 4, 5), num_steps: int = 20, resumes: bool = False
 ) -> Tensor:
     """x of each rank; resumes: from its own checkpoint, in the middle of a period."""
 
@@ -36,8 +36,8 @@ def train(
             optimizer.zero_grad()
             wrapper(rank).backward()
             optimizer.step()
-            if tokens[rank]:
-                wrapper.count_tokens(tokens[rank])
+            if (num_tokens := tokens[rank]) is not None:
+                wrapper.count_tokens(num_tokens)
             if resumes and k == 7:
                 state = wrapper.state_dict()
                 wrapper.close()
@@ -74,6 +74,12 @@ def test_a_rank_without_tokens_has_no_weight_and_fragments_count_for_themselves(
     x = torch.full((3,), START, dtype=torch.float64)
     s = descended(x, 5)
     torch.testing.assert_close(found, s[1] + descended(s, 2) - s, rtol=0, atol=1e-12)
+
+
+def test_a_rank_that_forgets_to_count_is_warned_once_for_each_outer_step() -> None:
+    with pytest.warns(UserWarning, match=r"DiLoCo: got steps and no call of count_tokens\(\) on this rank") as said:
+        train(DiLoCo(5, weighted_by="tokens"), tokens=(3, None), num_steps=11)
+    assert len(said) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*other tensors are trained than before")
