@@ -61,6 +61,8 @@ _NUM_WARM, _MIN_STEPS, _STEPS_SECONDS = 2, 5, 5.0
 _QUANTILES = 9  # of the durations of the steps of a rank
 _NAME_BYTES = 64
 _HEAD_START = 5.0  # seconds for rank 0 to print, which may import more slowly
+_FIRST = ("ar", "osgp", "localsgd", "sgp", "powergossip", "adpsgd")
+"""The methods that are predicted first, since time may end: those that `advise` prefers, and those of the README."""
 _STAND_IN_BATCH, _STAND_IN_WIDTH = 32, 1024
 
 
@@ -348,14 +350,17 @@ def plan(measured: Measurements, work: Workload, methods: Sequence[str], *, seco
     setting = Setting(n, max(work.num_bytes // 4, 1), measured.compute(), measured.network())
     predictions: list[Prediction] = []
     left_out: list[str] = []
+    late: list[str] = []
     for text in methods:
         if predictions and time.monotonic() - began > seconds:
-            left_out.append(f"{text}: no time was left; --seconds gives more")
+            late.append(text)
             continue
         try:
             predictions.append(simulate(LabPlan.of(text), setting, Digits(), show=show))
         except ValueError as error:
             left_out.append(f"{text}: {error}")
+    if late:
+        left_out.append(f"{', '.join(late)}: no time was left; --seconds gives more")
     show("")
     return Forecast(predictions, advise(predictions, setting) if predictions else None, left_out)
 
@@ -475,7 +480,8 @@ def _run(options: argparse.Namespace, timeout: timedelta) -> str:
         return ""
     found = Forecast()
     if len(measured.hosts) > 1:
-        found = plan(measured, work, options.methods or list(METHODS), seconds=options.seconds)
+        every = dict.fromkeys([*_FIRST, *METHODS])
+        found = plan(measured, work, options.methods or list(every), seconds=options.seconds)
     return (as_json if options.json else as_text)(measured, work, found)
 
 

@@ -60,9 +60,9 @@ def test_all_ranks_hold_the_same_measurements_and_one_plans_with_them() -> None:
 
 def test_methods_that_find_no_time_are_named() -> None:
     measured = Measurements(("a", "a"), {(0, 1): 1e-4}, {(0, 1): 1e9}, ((0.01,), (0.01,)), 1e10)
-    found = doctor.plan(measured, GIVEN, ["localsgd", "sgp"], seconds=0.0)
+    found = doctor.plan(measured, GIVEN, ["localsgd", "sgp", "ar"], seconds=0.0)
     assert len(found.predictions) == 1
-    assert found.left_out == ["sgp: no time was left; --seconds gives more"]
+    assert found.left_out == ["sgp, ar: no time was left; --seconds gives more"]
 
 
 def test_pairs_that_were_not_measured_have_the_median_of_their_kind() -> None:
