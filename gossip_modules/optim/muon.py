@@ -173,6 +173,11 @@ def split_parameters(
             )
         left_out |= matching
     muon = [(name, p) for name, p in matrices if id(p) not in left_out]
+    if not matrices:
+        raise ValueError(
+            f"got a {type(model).__name__} without trained parameters of two dimensions, expected hidden matrices for "
+            "Muon; train by torch.optim.AdamW"
+        )
     if not muon:
         raise ValueError(
             f"got a {type(model).__name__} whose matrices are all embeddings or heads, expected hidden matrices for "
