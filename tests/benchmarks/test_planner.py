@@ -113,8 +113,8 @@ def predicted_ms(name: str, cell: Cell) -> float:
     compute = PlannedCompute(
         cell.planned_ms / 1e3, overhead_seconds=cell.overhead_ms / 1e3, delays=cell.delays, num_warm=num_warm
     )
-    own = {"memory_byte_s": MEMORY_BYTE_S / cell.hosts, "message_byte_s": MESSAGE_BYTE_S / cell.hosts}
-    network = Network(f"{cell.rate_gbit} Gbit/s", **own)
+    memory, messages = MEMORY_BYTE_S / cell.hosts, MESSAGE_BYTE_S / cell.hosts
+    network = Network(f"{cell.rate_gbit} Gbit/s", memory_byte_s=memory, message_byte_s=messages)
     setting = Setting(cell.hosts, cell.num_parameters, compute, network)
     training = Recorded(LabPlan.of(METHODS[name]).resolved(cell.hosts), setting, Digits())
     clock, ends = training.method.clock, []

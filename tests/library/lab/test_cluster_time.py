@@ -60,8 +60,8 @@ def predicted(method: str, cell: pd.Series, overhead_seconds: float) -> float:
     num_warm, num_timed = (-(-int(count) // period) * period for count in (NUM_WARM_STEPS, cell["planned_steps"]))
     n, delays = int(cell["hosts"]), Delays(straggle_chance=cell["straggle_chance"], slow_factor=cell["slow_factor"])
     compute = ClusterCompute(cell["planned_ms"] / 1e3, overhead_seconds, delays, n, num_warm)
-    own = {"memory_byte_s": CORE_BYTE_S * CORES / n, "message_byte_s": CORE_MESSAGE_BYTE_S * CORES / n}
-    network = Network(f"{cell['rate_gbit']} Gbit/s, 0.1 ms", **own)
+    memory, messages = CORE_BYTE_S * CORES / n, CORE_MESSAGE_BYTE_S * CORES / n
+    network = Network(f"{cell['rate_gbit']} Gbit/s, 0.1 ms", memory_byte_s=memory, message_byte_s=messages)
     models = Models(DIGITS, n)
     setting = Setting(n, int(cell["num_parameters"]), compute, network)
     driver, clock, schedule, _ = LabPlan.of(PLANS[method]).make(setting, models)
