@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from gossip_modules import doctor
 from gossip_modules.doctor import Measurements, Workload
 from gossip_modules.lab.clock import TCP_SHARE
+from gossip_modules.methods import METHODS
 from gossip_modules.transport.process_group import ProcessGroupTransport
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.harness.scripts import _outputs
@@ -186,6 +188,23 @@ def test_rank_0_tells_bad_options_before_the_others_end(
         assert doctor.main(["--parameters", "0"]) == 2
         assert capsys.readouterr().err.count("error: got --parameters 0") == said
     assert waits == [doctor._HEAD_START]
+
+
+def test_of_all_methods_the_advised_ones_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measurements(("a", "a"), {(0, 1): 1e-4}, {(0, 1): 1e9}, ((0.01,), (0.01,)), 1e10)
+    planned: list[str] = []
+
+    def plan(found: Measurements, work: Workload, methods: list[str], *, seconds: float) -> doctor.Forecast:
+        planned.extend(methods)
+        return doctor.Forecast()
+
+    for name, value in {"plan": plan, "measure": lambda *_, **__: measured, "connect": mock.Mock()}.items():
+        monkeypatch.setattr(doctor, name, value)
+    monkeypatch.setattr(doctor, "dist", mock.Mock())
+    monkeypatch.setenv("RANK", "0")
+    assert doctor.main(["--parameters", "1e4", "--compute", "0.01"]) == 0
+    assert planned[:3] == ["ar", "osgp", "localsgd"]
+    assert sorted(planned) == sorted(METHODS)
 
 
 @pytest.mark.e2e
