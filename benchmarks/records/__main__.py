@@ -110,11 +110,27 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.submissions:
+        if not (options.grid or options.dry) and has_row(options.track, name):
+            print(f"{name} on {options.track} has a row in {LOG}; add --dry to rerun it")
+            continue
         for row, path in tried(options.track, name) if options.grid else final(options.track, name):
             print("\n".join(f"{key}: {value}" for key, value in row.items()), flush=True)
             if not options.dry:
                 append_row(path, row, seed=int(str(row["seeds"]).split()[0]))
     return 0
+
+
+def has_row(track: str, name: str) -> bool:
+    """Return whether the log has the row of a submission on a track.
+
+    Raises:
+        ValueError: it has a row of another setting or optimizer.
+    """
+    found = matching(rows_in(LOG, COLUMNS), {"track": track, "submission": name})["setting"].tolist()
+    own = text_of(name, setting_of(track, name))
+    if others := [text for text in found if text != own]:
+        raise ValueError(f"got rows of {name} on {track} with {others} in {LOG}, expected {own}; remove these rows")
+    return bool(found)
 
 
 def tried(track: str, name: str) -> Iterator[tuple[dict[str, Any], Path]]:

@@ -19,6 +19,7 @@ from benchmarks.records.tracks import MAX_STEPS
 from gossip_modules.lab.models import Objective, WorkerParameters
 
 NUM_WARM = 20
+_NO_SETTINGS = {"params", "param_names"}  # of a group of parameters
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,8 @@ def _training_of(submission: Submission) -> Mapping[str, str]:
     named = dict(module.named_parameters())
     parameters = WorkerParameters(named.values(), list(named), module)
     optimizer = submission.optimizer(parameters)
-    own = [sorted(set(group) - {"params", "param_names"}) for group in optimizer.param_groups]
-    groups = [{name: group[name] for name in names} for group, names in zip(optimizer.param_groups, own, strict=True)]
-    text = "; ".join(", ".join(f"{name}={value}" for name, value in group.items()) for group in groups)
+    groups = [{name: group[name] for name in sorted(set(group) - _NO_SETTINGS)} for group in optimizer.param_groups]
+    text = "; ".join(", ".join(f"{name}={value}" for name, value in group.items() if value) for group in groups)
     scheduler, rates = submission.scheduler(optimizer), []
     for _ in range(MAX_STEPS):
         rates.append(sorted({group["lr"] for group in optimizer.param_groups}))

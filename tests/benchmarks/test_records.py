@@ -93,7 +93,7 @@ def test_a_row_belongs_to_an_optimizer_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert "momentum=0.9" in texts[1]
     assert "'rates'" not in texts[1]
     assert texts[2].startswith("{'rate': 0.01, 'rates': '")
-    assert re.findall(r"weight_decay=([\d.]+)", texts[3]) == ["0.01", "0.0"]
+    assert re.findall(r"weight_decay=([\d.]+)", texts[3]) == ["0.01"]  # none in the other group
     assert re.findall(r"kind=(\w+)", texts[4]) == ["Muon", "AdamW", "AdamW"]
     assert "'rates'" not in texts[3] + texts[4]
 
@@ -132,6 +132,14 @@ def test_the_command_prints_and_appends_a_row(
         assert (tmp_path / "log.csv").exists() != bool(flags)
     assert "setting: {'rate': 0.01}" in capsys.readouterr().out
     rows = pd.read_csv(tmp_path / "log.csv", dtype=DTYPES)
+    assert records.main() == 0
+    assert "sgp on slow has a row" in capsys.readouterr().out
+    monkeypatch.setattr(Mine, "grid", ({"rate": 0.02},))
+    with pytest.raises(
+        ValueError, match=r"got rows of sgp on slow with .*0.01.*, expected .*0.02.*; remove these rows"
+    ):
+        records.main()
+    assert pd.read_csv(tmp_path / "log.csv", dtype=DTYPES).equals(rows)
     assert rows[["track", "submission", "seeds", "seed"]].to_numpy().tolist() == [["slow", "sgp", "1 2 3", 1]]
 
 
@@ -176,7 +184,8 @@ def test_the_log_follows_the_rules() -> None:
     assert not log.duplicated(["track", "submission", "setting"]).any()
     assert not grid.duplicated(["track", "submission", "setting"]).any()
     for row in log.itertuples():
-        assert row.setting == str(dict(records.setting_of(str(row.track), str(row.submission)))), row
+        best = records.setting_of(str(row.track), str(row.submission))
+        assert row.setting == records.text_of(str(row.submission), best), row
         assert row.seeds == "1 2 3", row
         assert row.cpu_seconds <= 600, row
     for rows in (log, grid):
