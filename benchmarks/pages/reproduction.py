@@ -183,11 +183,21 @@ def relay_gap() -> tuple[str, str]:
 
 
 def noloco_loss() -> tuple[str, str]:
-    """NoLoCo beside DiLoCo in the run of the script of language models."""
+    """NoLoCo beside DiLoCo, in the script of language models and in the study of outer methods.
+
+    In the study DiLoCo averages half as often. So where it is as good, NoLoCo does not converge faster.
+    """
     bits = rows_of("language_model.csv").fillna({"options": ""}).set_index(["recipe", "options"])["bits_per_byte"]
     noloco, diloco, tuned = bits["noloco", ""], bits["diloco", ""], bits["diloco", "--outer-momentum 0.5"]
-    text = f"{noloco:.2f} bits per byte, DiLoCo {diloco:.2f}, with momentum 0.5 {tuned:.2f}; one seed"
-    return text, by_effect(tuned / noloco - 1, 0.04)
+    rows = rows_of("outer_language.csv")
+    ends = rows[~rows["is_tuning"] & (rows["step"] == rows["steps"]) & (rows["workers"] == 8)]
+    later, rare = (ends.loc[ends["method"] == name, "test"].mean() for name in ("NoLoCo, H = 50", "DiLoCo, H = 100"))
+    text = (
+        f"{noloco:.2f} bits per byte, DiLoCo {diloco:.2f}, with momentum 0.5 {tuned:.2f}, one seed; after 3,000 steps "
+        f"{later:.3f} nats per byte with H = 50, DiLoCo with H = 100 {rare:.3f}"
+    )
+    found = by_effect(tuned / noloco - 1, 0.04)
+    return text, IN_PART if found == YES and later >= rare else found
 
 
 def base_graph() -> tuple[str, str]:
@@ -289,8 +299,8 @@ HEADLINES: Sequence[Headline] = (
     Headline(
         "NoLoCo",
         "converges up to 4 % faster than DiLoCo",
-        "decoder on Python's sources, 4 ranks, 400 steps, H = 10",
-        ("language_model.csv",),
+        "decoder on Python's sources, 4 ranks, 400 steps, H = 10; 20,480 parameters, [3,000 steps](outer_language.md)",
+        ("language_model.csv", "outer_language.csv"),
         "language_model",
         noloco_loss,
     ),
