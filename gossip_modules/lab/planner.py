@@ -440,7 +440,9 @@ def _bound(chosen: Prediction, setting: Setting) -> str:
     if chosen.waiting_share < _LITTLE_WAITING:
         advice = "compute bounds it: faster links would change little"
     elif exposed > waiting / 2:
-        advice = "the wire bounds it: faster links or fewer bits (choco, powergossip, moniqua) would help"
+        is_rare = chosen.plan.interval > 1
+        remedy = "more steps between its rounds" if is_rare else "fewer bits (choco, powergossip, moniqua)"
+        advice = f"the wire bounds it: faster links or {remedy} would help"
     elif setting.compute.is_uneven or setting.network.slow_share:
         advice = "waiting for slow workers or links bounds it: methods that wait for nobody (adpsgd, dpwa) may help"
     else:

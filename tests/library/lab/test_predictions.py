@@ -181,7 +181,9 @@ def test_advice_names_what_bounds_a_step() -> None:
     assert "compute bounds it" in advise([chosen], fast).sentences[1]
     assert "the only one" in advise([chosen], fast).sentences[0]
     wire = advise([simulate("sgp", CLUSTER, Digits(), target=0.5)], CLUSTER)
-    assert "the wire bounds it" in wire.sentences[1]
+    assert "the wire bounds it: faster links or fewer bits" in wire.sentences[1]
+    rare = advise([prediction("localsgd", error=0.39, seconds=0.02)], CLUSTER)
+    assert "the wire bounds it: faster links or more steps between its rounds would help" in rare.sentences[1]
     uneven = replace(fast, compute=UNEVEN)
     assert "waiting for slow workers" in advise([simulate("sgp", uneven, Digits(), target=0.5)], uneven).sentences[1]
 
