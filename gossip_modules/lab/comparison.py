@@ -310,10 +310,13 @@ def compare(
         The rows of all cells, also of the cells in the file.
 
     Raises:
-        ValueError: a method does not fit a number of workers, or the events, or the file at `path` has rows of another
-            setting; nothing was trained then.
+        ValueError: `workers` or `seeds` is a number in place of a list, a method does not fit a number of workers, or
+            the events, or the file at `path` has rows of another setting; nothing was trained then.
         OSError: the file at `path` cannot be written; nothing was trained then.
     """
+    for name, numbers in {"workers": workers, "seeds": seeds}.items():
+        if isinstance(numbers, int):
+            raise ValueError(f"got {name}={numbers}, expected a list, such as {name}=[{numbers}]")
     if steps < 1:
         raise ValueError(f"got steps={steps}, expected at least 1")
     if every < 1:

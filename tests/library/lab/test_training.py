@@ -397,6 +397,12 @@ def compared(**others: Any) -> Result:
     return compare({"mine": gm.DiLoCo(sync_every=3), "sgp": "sgp"}, **arguments)
 
 
+@pytest.mark.parametrize("name", ["workers", "seeds"])
+def test_a_number_in_place_of_a_list_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"got {name}=4, expected a list, such as {name}=\[4\]"):
+        compared(**{name: 4})
+
+
 def test_compare_gives_a_curve_for_each_cell() -> None:
     result = compared()
     assert len(result.last) == 2 * 2 * 2

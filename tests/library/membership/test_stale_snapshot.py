@@ -159,8 +159,8 @@ def test_a_generation_that_formed_as_the_store_died_begins_for_a_newcomer_too(
     assert newcomer.membership is not None
     held = [newcomer.membership.job.store] if first == "who trains" else [member.job.store for member in members]
 
-    def reconnect_by(self: SharedRoster) -> bool:
-        return self not in held and reconnect(self)
+    def reconnect_by(self: SharedRoster, deadline: Deadline) -> bool:
+        return self not in held and reconnect(self, deadline)
 
     monkeypatch.setattr(SharedRoster, "_reconnect", reconnect_by)
     del server
