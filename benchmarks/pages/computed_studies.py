@@ -183,7 +183,7 @@ def codes_said(rows: pd.DataFrame) -> str:
     return (
         f"**PowerGossip needs {power['rounds']:.0f} rounds and {power['megabits']:.2f} Mbit to an error of 1 %, and "
         f"plain gossip {plain['rounds']:.0f} rounds and {plain['megabits']:.2f} Mbit.** {int(reached.sum())} of "
-        f"{len(found)} codes reach 1 % in 800 rounds. The fewest bits are those of {best}: "
+        f"{len(found)} codes reach 1 % in 800 rounds. {best} sends the fewest bits: "
         f"{found.loc[best, 'megabits']:.2f} Mbit."
     )
 

@@ -82,9 +82,8 @@ RECORDS: Mapping[str, Page] = {
         setup="""\
 Each submission trains a model of bytes, and the fastest one to the target is first: a number of bits per byte of the
 averaged model on a test split. Seconds are those of [the Lab's clock](../guides/lab.md#time) for 10 million parameters:
-the mean, the lowest and the highest of three seeds. Megabytes are until then. An empty cell: a seed
-missed the target in 300 steps.
-`benchmarks/records/README.md` has the rules, and says how you enter a method of your own.""",
+the mean, the lowest and the highest of three seeds. Megabytes are until then. If a cell is empty, a seed missed the
+target in 300 steps. `benchmarks/records/README.md` has the rules, and says how you enter a method of your own.""",
         parts=(
             Page(
                 "Settings that were tried",
