@@ -1,4 +1,4 @@
-"""On a GPU: ranks that share one card talk over Gloo through pinned memory; NCCL where there are two cards."""
+"""On a GPU: ranks that share one card talk over Gloo through pinned memory. NCCL has tests of its own."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from tests.harness.problems import adamw, fill_, mlp, net, sgd, train_step
-from tests.harness.processes import run_processes
-from tests.harness.progress import local_of
 from tests.harness.ranks import TIMEOUT, run_ranks
 from tests.harness.reference import Snapshot, flatten
 from tests.library.algorithms.contract import vector_of
@@ -285,20 +283,6 @@ def test_fused_optimizers_keep_the_views_on_the_card(fused: bool) -> None:
     assert not flatten(model).any()
 
 
-def train_over_nccl(rank: int) -> list[Tensor]:
-    """Every mode over NCCL, one card per rank: what is left."""
-    results = []
-    for make, options in MODES:
-        wrapper = make(net(rank).cuda(), graph=irregular_digraph(2), init_sync=False, **options)
-        assert local_of(wrapper).transport.backend == "nccl"
-        optimizer = sgd(wrapper)
-        for step in range(STEPS):
-            train_step(wrapper, optimizer, rank, step)
-        wrapper.close()
-        results.append(flatten(wrapper.module))
-    return results
-
-
 @pytest.mark.parametrize("algorithm", [DiLoCo(2), StreamingDiLoCo(4, fragments=2, delay=2), GASLoC(3)], ids=str)
 def test_anchors_in_host_memory_equal_those_on_the_card(algorithm: OuterMethod) -> None:
     """Also: nothing of them stays on the card, and a checkpoint of either goes on with the other."""
@@ -334,13 +318,3 @@ def test_anchors_in_host_memory_equal_those_on_the_card(algorithm: OuterMethod) 
     )
     for found in others:
         torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.e2e
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs one card per rank: two CUDA devices")
-def test_nccl_equals_the_oracle() -> None:
-    outcomes = run_processes(2, train_over_nccl, backend="nccl")
-    for i, (_, options) in enumerate(MODES):
-        want = oracle(irregular_digraph(2), sgd, STEPS, **options)[-1].estimates
-        got = torch.stack([outcome.result[i] for outcome in outcomes])
-        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)

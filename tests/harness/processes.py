@@ -88,7 +88,7 @@ def run_processes(
         args: plain values.
         expect_result: raise an AssertionError when any process ends without a result.
         hung: ranks that do not end by themselves; they are killed when all others have ended.
-        backend: of the default group; with "nccl" rank i has GPU i. None: the body makes and ends the group itself.
+        backend: of the default group; with "nccl" ranks share the GPUs. None: the body makes and ends the group itself.
         timeout: seconds from when the server is ready; a process that has not ended then is killed.
     """
     wait_for_server()
@@ -135,7 +135,9 @@ def _main(
 ) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        # NCCL refuses ranks of one host that share a card; hosts talk over sockets.
+        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo")
     if backend is not None:
         # A file, not a TCP server in rank 0: no rank is needed by all others.
         store = dist.FileStore(str(Path(folder) / "store"), world_size)
