@@ -209,17 +209,19 @@ class TimedModel:
         return 1e3 * (time.perf_counter() - start) / NUM_STEPS
 
 
-def timed_steps(group: dist.ProcessGroup, options: argparse.Namespace, names: Mapping[str, Any]) -> list[Row]:
+def timed_steps(
+    group: dist.ProcessGroup, options: argparse.Namespace, names: Mapping[str, Any], *, peer: torch.device
+) -> list[Row]:
     """Let the wrappers take turns on two ranks; return the rows on rank 0.
 
     Args:
         group: of the two ranks; rank 1 is the peer.
         options: of the command.
         names: for each name the wrapper of a model; None: the bare model.
+        peer: the device of the peer.
     """
     is_peer = group.rank() == 1
-    is_alone = is_peer and DistributedDataParallel not in names.values()  # the peer's rounds leave the GPU alone
-    device = CPU if is_alone else options.device
+    device = peer if is_peer else options.device
     rows: list[Row] = []
     trainings: dict[str, TimedModel] = {}
     small = batch_of(options.batch, device, is_peer=is_peer)
@@ -311,14 +313,16 @@ def gossip_steps(group: dist.ProcessGroup, options: argparse.Namespace) -> list[
             model, graph=graph, process_group=group, comm_device="cpu", timeout=TIMEOUT, **arguments
         )
 
-    return timed_steps(group, options, {"bare": None} | {name: partial(wrap, a) for name, a in WRAPPERS.items()})
+    # The rounds of the peer leave the GPU alone.
+    return timed_steps(group, options, {"bare": None} | {k: partial(wrap, a) for k, a in WRAPPERS.items()}, peer=CPU)
 
 
 def all_reduce_steps(group: dist.ProcessGroup, options: argparse.Namespace) -> list[Row]:
     """See `timed_steps`."""
     wrap = partial(AllReduceDataParallel, process_group=group, timeout=TIMEOUT)
     plain = partial(DistributedDataParallel, process_group=group)
-    return timed_steps(group, options, {"bare": None, "AllReduceDataParallel": wrap, "DDP": plain})
+    names = {"bare": None, "AllReduceDataParallel": wrap, "DDP": plain}
+    return timed_steps(group, options, names, peer=options.device)
 
 
 def precision(group: dist.ProcessGroup, options: argparse.Namespace) -> list[Row]:
