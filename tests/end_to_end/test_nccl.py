@@ -45,6 +45,7 @@ from tests.library.wrappers.test_oracle import FixedStaleness, irregular_digraph
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.e2e,
+    pytest.mark.timeout(300),  # the first test trains all cases of its job
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
