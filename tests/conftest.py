@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.harness.processes import start_server, wait_for_server
+from tests.harness.processes import shared_server, start_server, use_server, wait_for_server
 from tests.harness.ranks import end_threads, forget_threads
 from tests.watchdog import Watchdog
 
@@ -33,10 +33,21 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """The processes that run all tests have one server of forks, which imports while they collect."""
+    config = node.config
+    if config.args_source is config.ArgsSource.TESTPATHS and "not e2e" not in config.option.markexpr:
+        start_server()
+        node.workerinput["server"] = shared_server()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Where tests start processes, the server of them starts here: see `start_server`."""
     _freeze()
-    if any(item.get_closest_marker("e2e") for item in session.items):
+    if "server" in (given := getattr(session.config, "workerinput", {})):
+        use_server(given["server"])
+    elif any(item.get_closest_marker("e2e") for item in session.items):
         start_server()
 
 

@@ -38,6 +38,8 @@ class Outcome(NamedTuple):
 
 
 _context = multiprocessing.get_context("forkserver")
+_server: Any = multiprocessing.forkserver._forkserver
+_SHARED = ("_forkserver_address", "_forkserver_authkey")  # the second from Python 3.14 on
 
 
 def start_server() -> None:
@@ -47,7 +49,23 @@ def start_server() -> None:
     under test asks for one with other imports; then each later process of the tests would import the rest by itself.
     """
     _context.set_forkserver_preload(PRELOADED)
-    multiprocessing.forkserver.ensure_running()
+    _server.ensure_running()
+
+
+def shared_server() -> dict[str, Any]:
+    """What `use_server` takes in another process, after `start_server` in this one."""
+    return {name: getattr(_server, name) for name in _SHARED if hasattr(_server, name)}
+
+
+def use_server(shared: dict[str, Any]) -> None:
+    """Have the server of another process, which ends with that one, make the forks for this one.
+
+    Python has no function for it: each process starts a server of its own, whose imports take 14 s.
+    """
+    for name, value in shared.items():
+        setattr(_server, name, value)
+    _server._forkserver_alive_fd = os.pipe()[1]  # each request has one
+    _server.ensure_running = lambda: None
 
 
 @functools.cache
