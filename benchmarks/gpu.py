@@ -142,6 +142,10 @@ def bandwidth_of(numel: int, dtype: torch.dtype, device: torch.device) -> Rows:
         x.raw.copy_(y.raw)
         speed = passes * size / milliseconds(action, device) / 1e6
         yield row(case, name, speed, "GB/s", speed / copy, "copy on the device")
+    for name, action in others_way(x.raw.view(dtype), y.raw.view(dtype)).items():
+        x.raw.copy_(y.raw)
+        speed = 6 * size / milliseconds(action, device) / 1e6
+        yield row(case, f"mix of two messages, {name}", speed, "GB/s", speed / copy, "copy on the device")
     codes = (Cast(torch.bfloat16), SignNorm(), QSGD(8), TopK(0.01)) if dtype is torch.float32 else ()
     for code in codes:
         message = code.message_like(y.segments[0])
@@ -152,6 +156,25 @@ def bandwidth_of(numel: int, dtype: torch.dtype, device: torch.device) -> Rows:
             speed = (passes * size + message.numel()) / milliseconds(action, device) / 1e6
             yield row(case, f"{code!r}, {name}", speed, "GB/s", speed / copy, "copy on the device")
     yield from staging(case, x.raw, device)
+
+
+def others_way(x: Tensor, y: Tensor) -> dict[str, Callable[[], object]]:
+    """Mix narrow vectors as the library does not: by torch's mixed dtypes, and by a kernel that torch compiles."""
+    if x.element_size() == 4 or x.device.type != "cuda":
+        return {}
+    code = "template <typename T> T mix(T x, T y, T z, T a, T b) { return (T(1) - a - b) * x + a * y + b * z; }"
+    mix = torch.cuda.jiterator._create_jit_fn(code, a=0.25, b=0.25)
+    half = torch.full((1,), 0.5, device=x.device)
+
+    def mixed_dtypes() -> None:
+        for chunk, other in zip(x.split(1 << 24), y.split(1 << 24), strict=True):
+            torch.add(torch.mul(chunk, half).add_(other, alpha=0.25), other, alpha=0.25, out=chunk)
+
+    def jiterator() -> None:
+        for chunk, other in zip(x.split(1 << 24), y.split(1 << 24), strict=True):
+            chunk.copy_(mix(chunk, other, other, a=0.25, b=0.25))
+
+    return {"mixed dtypes": mixed_dtypes, "jiterator": jiterator}
 
 
 def staging(case: str, x: Tensor, device: torch.device) -> Rows:

@@ -452,6 +452,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--methods", nargs="+", metavar="METHOD", help=f"methods to compare, of {', '.join(METHODS)} (default: all)")
     add("--seconds", type=float, default=25.0, help="the time in which predictions may begin (default 25)")
+    add("--comm-device", metavar="DEVICE", help="cpu: send from host memory, as comm_device='cpu' of a wrapper does")
     add("--timeout", type=float, default=60.0, help="the longest wait for another rank, in seconds (default 60)")
     add("--json", action="store_true", help="one JSON object in place of the tables")
     return parser
@@ -469,7 +470,7 @@ def _run(options: argparse.Namespace, timeout: timedelta) -> str:
     dist.init_process_group(None if torch.accelerator.is_available() else "gloo", timeout=timeout)
     try:
         work = workload(*given)
-        transport = connect(module_device=work.device, timeout=timeout)
+        transport = connect(module_device=work.device, comm_device=options.comm_device, timeout=timeout)
         try:
             measured = measure(transport, work, host=host)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -32,6 +33,8 @@ _AT_ONCE = timedelta(milliseconds=1)
 SHUTDOWN = "shutdown"  # the name of the last message to a peer, which may have ended already
 
 MAX_STAGED = 64  # staging buffers kept, and more where a round has more; else addresses change from call to call
+
+_SAME_GPU = re.compile(r"duplicate gpu|ranks are using the same gpu", re.IGNORECASE)  # NCCL's words
 
 _num_bytes = attrgetter("nbytes")  # of a tensor on the wire
 
@@ -563,5 +566,10 @@ def fail(error: RuntimeError, *, rank: int, what: str, seconds: float, timeout: 
         ConnectionError: sooner.
     """
     limit = timeout.total_seconds()
+    if _SAME_GPU.search(str(error)):
+        note += (
+            " (NCCL takes one GPU per rank: call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before you make "
+            "the model, or let ranks that share a GPU send from host memory with comm_device='cpu')"
+        )
     message = f"rank {rank}: {what} failed after {seconds:.1f} s (timeout {limit:g} s){note}: {error}"
     raise (TimeoutError if seconds > LATE * limit else ConnectionError)(message) from error

@@ -156,6 +156,7 @@ def _main(
         torch.cuda.set_device(rank % torch.cuda.device_count())
         # NCCL refuses ranks of one host that share a card; hosts talk over sockets.
         os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo")
+        os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "500"  # a rank ends four times so long after an error
     if backend is not None:
         # A file, not a TCP server in rank 0: no rank is needed by all others.
         store = dist.FileStore(str(Path(folder) / "store"), world_size)
