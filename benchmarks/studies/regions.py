@@ -252,7 +252,7 @@ METHODS: Mapping[str, Callable[[RegionFleet], Curve]] = {
     "DiLoCo, DyLU": partial(diloco, is_paced=True),
     "async local SGD": async_local_sgd,
     "HALoS": halos,
-    "HALoS, K = 8": partial(halos, pushes=8),
+    **{f"HALoS, K = {pushes}": partial(halos, pushes=pushes) for pushes in (8, 16, 4)},
 }
 """At the settings of the authors' scripts. K is 32 there, for six times as many steps."""
 
