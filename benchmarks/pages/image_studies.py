@@ -29,8 +29,8 @@ ENDS = {
 
 def beside(gap: float, other: str) -> str:
     """Return a gap in words."""
-    points = f"{abs(gap):.1f}"
-    return f"level with {other}" if points == "0.0" else f"{points} points {'below' if gap > 0 else 'above'} {other}"
+    points = f"{abs(gap):.2f}"
+    return f"level with {other}" if points == "0.00" else f"{points} points {'below' if gap > 0 else 'above'} {other}"
 
 
 def of(found: pd.DataFrame, method: str) -> pd.Series:
