@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import is_
 from types import FrameType
 from typing import Any
 
@@ -352,10 +353,10 @@ class _Choice:
         self.is_over = False
         ignored, copied = selection.ignored_ids(module), set(map(id, selection.copied(module).values()))
         owners = list(module.modules())
-        self._tables: list[tuple[dict[str, Any], int]] = [
-            (table, len(table)) for owner in owners for table in (owner._parameters, owner._buffers, owner._modules)
-        ]
-        self._children = [(owner._modules, name, child) for owner in owners for name, child in owner._modules.items()]
+        tables = [table for owner in owners for table in (owner._parameters, owner._buffers)]
+        self._empty = [table for table in (*tables, *(owner._modules for owner in owners)) if not table]  # most of them
+        self._sizes = [(table, len(table)) for table in tables if table]
+        self._children = [(owner._modules, list(owner._modules.values())) for owner in owners if owner._modules]
         self._parameters = [
             (owner._parameters, name, parameter is not None and parameter.requires_grad)
             for owner in owners
@@ -371,13 +372,13 @@ class _Choice:
 
     def is_current(self) -> bool:
         """Whether the module is unchanged."""
-        if self.is_over:
+        if self.is_over or any(self._empty):
             return False
-        for table, size in self._tables:
+        for table, size in self._sizes:
             if len(table) != size:
                 return False
-        for children, name, child in self._children:
-            if children.get(name) is not child:
+        for now, children in self._children:
+            if len(now) != len(children) or not all(map(is_, now.values(), children)):
                 return False
         for parameters, name, is_trained in self._parameters:
             parameter = parameters.get(name)

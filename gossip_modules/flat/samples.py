@@ -33,7 +33,6 @@ class Samples:
         """Copies of the elements as they are now."""
         return [view.clone() for view in self._views]
 
-    @torch.no_grad()
     def take(self) -> None:
         """Keep the present values."""
         for value, view in zip(self.values, self._views, strict=True):

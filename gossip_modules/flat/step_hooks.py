@@ -127,8 +127,6 @@ class StepHooks:  # one for the process: STEP_HOOKS
     @not_compiled
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Return new arguments for the step, with a watched closure; None: torch keeps the given ones."""
-        if not self._members:
-            return None
         calls = self._calls_of(optimizer)
         _call(calls.before, optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
@@ -146,8 +144,7 @@ class StepHooks:  # one for the process: STEP_HOOKS
 
     @not_compiled
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._members:
-            _call(self._calls_of(optimizer).after, optimizer)
+        _call(self._calls_of(optimizer).after, optimizer)
 
 
 _Methods: TypeAlias = tuple[Callable[[], Callable[[Optimizer], None] | None], ...]  # not kept alive

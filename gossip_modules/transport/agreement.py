@@ -61,9 +61,9 @@ def find_difference(
     """
     if transport.world_size == 1:
         return found
-    text = json.dumps(description, sort_keys=True)
-    if _is_equal(transport, text, is_wanted=not found, what=what):
+    if _is_equal(transport, json.dumps(description, sort_keys=True), is_wanted=not found, what=what):
         return ""
+    text = json.dumps(description)  # in this order differences are named
     expected = broadcast_state(transport, text, source=0, what=what)
     note = found or _difference(json.loads(expected), json.loads(text))
     padded = note.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")
