@@ -234,14 +234,14 @@ def hang_up(wrapper: BilatGossipDataParallel) -> None:
         wrapper.close()
 
 
-def error_of(call: Callable[[], object]) -> tuple[BaseException, float]:
-    """What it raises in the end, called again and again, and after how many seconds."""
-    start = time.monotonic()
-    while time.monotonic() < start + PATIENCE:
+def error_of(call: Callable[[], object]) -> BaseException:
+    """What it raises in the end, called again and again."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
         try:
             call()
         except (ConnectionError, TimeoutError) as error:
-            return error, time.monotonic() - start
+            return error
         threading.Event().wait(1e-3)
     raise AssertionError("no error")
 
@@ -261,10 +261,10 @@ def error_of(call: Callable[[], object]) -> tuple[BaseException, float]:
 def test_all_name_a_rank_that_has_died_at_once(
     victim: int, graph: type[DynamicBipartiteExponentialGraph], doing: str
 ) -> None:
-    """Also those who never talk to it, and no other, although all who know end too."""
+    """Also those who never talk to it, and no other, although all who know end too; no wait ends by its timeout."""
     meeting = Meeting(4)
 
-    def body(group: dist.ProcessGroup) -> float:
+    def body(group: dist.ProcessGroup) -> None:
         # A collective that is given up stays with its thread until this time is over.
         wrapper = wrap(mlp(group.rank()), group, graph=graph(4), timeout=timedelta(seconds=10))
         for _ in range(3):
@@ -273,32 +273,33 @@ def test_all_name_a_rank_that_has_died_at_once(
         meeting.wait()
         if group.rank() == victim:
             hang_up(wrapper)
-            return 0.0
+            return
         calls = {
             "training": lambda: wrapper(X),
             "settling": wrapper.settle,
             "averaging": wrapper.consensus_distance,
         }
-        error, seconds = error_of(calls[doing])
+        error = error_of(calls[doing])
         assert isinstance(error, ConnectionError)
         assert re.match(rf"rank {group.rank()}: in round \d+, rank {victim} died: ", str(error)), error
         with pytest.raises(ConnectionError, match=f"rank {victim} died"):
             wrapper(X)
         assert wrapper.state_dict()  # a last checkpoint
         wrapper.close()
-        return seconds
 
-    assert max(run_ranks(4, body)) < 5.0  # of 10 to wait
+    run_ranks(4, body)
 
 
 def test_an_exchange_has_the_timeout_and_all_name_who_does_not_answer() -> None:
-    """Rank 0 has stopped in the middle of an exchange; the others hear of it from rank 1, or 3."""
+    """Rank 0 has stopped in the middle of an exchange; the others hear of it from rank 1, or 3.
+
+    The timeout is 300 s where none is given, which is more than this test has.
+    """
     gates: list[Gate] = []
     meeting, is_over = Meeting(4), Meeting(4)
-    seconds = 1.0
 
-    def body(group: dist.ProcessGroup) -> float:
-        wrapper = wrap(mlp(group.rank()), group, timeout=timedelta(seconds=seconds))
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(mlp(group.rank()), group, timeout=timedelta(seconds=1))
         wrapper(X)
         wrapper.settle()
         if group.rank() == 0:
@@ -311,23 +312,22 @@ def test_an_exchange_has_the_timeout_and_all_name_who_does_not_answer() -> None:
         if group.rank() == 0:
             is_over.wait()
             gates[0].opened.set()
-            error, _ = error_of(lambda: wrapper(X))
+            error = error_of(lambda: wrapper(X))
             assert re.search(r"^rank 0: in round \d, rank [13] has given this rank up", str(error)), error
             wrapper.close()
-            return 0.0
+            return
 
         def step() -> None:
             wrapper(X)
             wrapper.flush()
 
-        error, waited = error_of(step)
+        error = error_of(step)
         assert isinstance(error, TimeoutError)
         assert re.search(r"rank 0 does not answer", str(error)), error
         is_over.wait()
         wrapper.close()
-        return waited
 
-    assert max(run_ranks(4, body)) < 5.0  # 300 by default
+    run_ranks(4, body)
 
 
 @pytest.mark.filterwarnings("ignore:got a training forward")
