@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from operator import methodcaller
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -202,9 +203,14 @@ class Worker:
 
 
 def close(workers: list[Worker]) -> None:
-    for worker in workers:
-        if worker.wrapper is not None:
-            worker.wrapper.close()
+    """They leave one by one, and each time the others begin to connect for a generation that nobody waits for.
+
+    Where one closes meanwhile, the thread of another one waits for it inside Gloo for `limits.CONNECT`.
+    """
+    with mock.patch.object(limits, "CONNECT", 2.0):
+        for worker in workers:
+            if worker.wrapper is not None:
+                worker.wrapper.close()
 
 
 @pytest.mark.parametrize(
