@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -51,6 +52,12 @@ def text_of(function: Any, name: str, bases: tuple[type, ...], classes: dict[str
     return text
 
 
+@functools.cache
+def fields_of(kind: type) -> list[str]:
+    """The fields of a class with docstrings of their own; Python parses the whole file for the source of a class."""
+    return FIELD.findall(inspect.getsource(kind))
+
+
 def missing(names: list[str], text: str) -> list[str]:
     return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", text)]
 
@@ -65,7 +72,7 @@ def undescribed() -> Iterator[str]:
             continue
         own = [kind for kind in value.__mro__ if kind.__module__.startswith("gossip_modules")]
         text = "\n".join((kind.__doc__ or "") + (vars(kind).get("__init__", kind).__doc__ or "") for kind in own)
-        text += " ".join(name for kind in own for name in FIELD.findall(inspect.getsource(kind)))
+        text += " ".join(name for kind in own for name in fields_of(kind))
         make = value.__new__ if issubclass(value, tuple) else value.__init__
         if inspect.isfunction(make) and (names := missing(parameters(make), text)):
             yield f"{dotted}: {', '.join(names)}"

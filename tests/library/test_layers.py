@@ -1,6 +1,7 @@
 """The rooms of the library and of train/: each package imports those below it only, and no file more than it may."""
 
 import ast
+import functools
 import graphlib
 import re
 import sys
@@ -139,10 +140,16 @@ SHARDED_TENSORS = "torch.distributed.tensor."
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve"}
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """The parsed file."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))))
+
+
 def imported_names(path: Path, root: Path) -> Iterator[str]:
     """Every dotted name that a file imports, wherever the import stands: `from a import b` gives `a.b`."""
     package = (root.name, *path.relative_to(root).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -218,7 +225,7 @@ def classes_of_one_name(root: Path, folders: Iterable[str]) -> dict[str, list[st
     """Where the classes are that share their name with another one, at any depth of a file; by name."""
     found: dict[str, list[str]] = {}
     for path in (path for folder in folders for path in sorted((root / folder).rglob("*.py"))):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(f"{path.relative_to(root)}:{node.lineno}")
     return {name: places for name, places in found.items() if len(places) > 1}
