@@ -274,10 +274,9 @@ table.""",
         "One GPU: bandwidth, overhead, overlap and memory",
         "gpu.csv",
         """\
-**With overlap, a round over Gloo costs 1 % of a step of 57 ms; without overlap 68 %.** At steps of 11 ms the round
-takes longer than the step. In float32 mixing reaches the bandwidth of a copy (1.02 to 1.08 times), with two messages
-in bfloat16 0.2 to 0.4. A kernel of `torch.cuda.jiterator`, a beta, would reach 1.1. AllReduceDataParallel takes 37.0
-ms where DDP takes 36.1.""",
+**With overlap, a round over Gloo costs 1 % of a step of 57 ms; without overlap 68 %.** In float32 mixing reaches the
+bandwidth of a copy (1.02 to 1.08 times), with two messages in bfloat16 0.2 to 0.4. A kernel of
+`torch.cuda.jiterator`, a beta, would reach 1.1. AllReduceDataParallel takes 37.0 ms where DDP takes 36.1.""",
         {
             "section": ("section", "s"),
             "case": ("case", "s"),
@@ -292,8 +291,8 @@ ms where DDP takes 36.1.""",
         setup="""\
 Steps train a ResNet-18 on images of 32 x 32. A peer takes part in the rounds over Gloo. Wrappers take turns, and a
 ratio is the median over turns. Memory is the peak beside the bare model, in copies of the parameters. Bandwidth is the
-bytes that an operation has to read and write over its time; its ratio is to a copy. In "precision" two ranks train a
-small model. In "lab" 64 workers of a decoder train in one process.""",
+bytes that an operation has to read and write over its time; its ratio is to a copy. "precision" has two ranks and a
+small model, "lab" 64 workers of a decoder.""",
         question="Is it as fast?",
         result="A round adds 1 % to a step of 57 ms on an H100 with overlap, and 68 % without.",
     ),

@@ -93,11 +93,10 @@ their mean, with n times less noise.
   0.04 of the 0.15.
 - `GossipAdamW` computes the second moments of the mean gradient from two averages that each worker has, and sends
   nothing. With exact averages of the parameters the gap is gone.
-- AccumAdam is worse than AdamW in so few steps, since its moments reach back s times as far.
 
 **Images: the distance between the models.** SGD is linear in the gradient, so exact averages in each step would be
 all-reduce. With 25 workers, two peers end 2.6 points above it, mixed momentum 2.2, both 1.5, an exact average in each
-fourth round 2.4. Overlap gains nothing from mixed momentum."""
+fourth round 2.4."""
 """What the rows of all changes show."""
 
 

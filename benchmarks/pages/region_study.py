@@ -156,8 +156,7 @@ to 0.935 Gbit/s between regions, and 100 inside. Speeds, links and settings are 
 the fastest worker. A decoder of one layer with 12,288 parameters reads four sequences of 32 characters in a step of a
 worker. After {steps:,} steps of a worker in the mean, the training ends: all methods read equal data. The learning rate
 rises in the first twentieth of the steps, and falls by a cosine to a tenth. The loss is that of the model of the
-(global) server. Times are those of the mean curve over seeds, between its 32 points. Bytes between regions count all
-messages of servers and workers.
+(global) server. Times are those of the mean curve over seeds, between its 32 points.
 
 | method | communication | settings |
 |---|---|---|
@@ -169,9 +168,7 @@ H = 32, rate 0.05 for each push, momentum 0.9, N = 32 |
 | HALoS | with DyLU, workers push to the server of their region | H = 8, rate 0.2, momentum 0.9, N = 16 |
 | HALoS, between regions | after K pushes a region's drift goes to a global server, whose model comes back | \
 K = 32; of 4, 8, 16 and 32, 4 has the lowest validation loss after three \
-seeds; rate 0.15, momentum 0.5, N = 2; the model is merged with a share of 0.25 |
-
-Five processes computed the rows, one for each method; the command computes them in one."""
+seeds; rate 0.15, momentum 0.5, N = 2; the model is merged with a share of 0.25 |"""
 
 REGION_STUDY: Mapping[str, Page] = study_page(
     "regions",
