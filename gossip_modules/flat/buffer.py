@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from operator import is_
 from types import FrameType
 from typing import Any
 
@@ -356,7 +355,7 @@ class _Choice:
         tables = [table for owner in owners for table in (owner._parameters, owner._buffers)]
         self._empty = [table for table in (*tables, *(owner._modules for owner in owners)) if not table]  # most of them
         self._sizes = [(table, len(table)) for table in tables if table]
-        self._children = [(owner._modules, list(owner._modules.values())) for owner in owners if owner._modules]
+        self._children = [(owner._modules, dict(owner._modules)) for owner in owners if owner._modules]
         self._parameters = [
             (owner._parameters, name, parameter is not None and parameter.requires_grad)
             for owner in owners
@@ -378,7 +377,7 @@ class _Choice:
             if len(table) != size:
                 return False
         for now, children in self._children:
-            if len(now) != len(children) or not all(map(is_, now.values(), children)):
+            if now != children:  # other names or modules, in C; modules are equal to themselves only
                 return False
         for parameters, name, is_trained in self._parameters:
             parameter = parameters.get(name)

@@ -146,6 +146,17 @@ def test_a_module_whose_ignored_parameters_alone_are_trained_is_not_trained() ->
     assert buffer.is_complete()
 
 
+def test_a_child_is_known_by_its_name_and_not_by_its_place() -> None:
+    module = nn.Sequential()
+    module.add_module("first", nn.Linear(2, 2))
+    module.add_module("second", nn.Linear(2, 2))
+    buffer = FlatBuffer(module)
+    module._modules["first"] = module._modules.pop("first")  # such as by an export that takes a layer out for a while
+    assert buffer.is_complete()
+    module._modules["third"] = module._modules.pop("first")
+    assert not buffer.is_complete()
+
+
 def test_a_layer_that_comes_later_is_ignored_by_the_same_patterns() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     buffer = FlatBuffer(module, selection=Selection(ignore=["*.bias"]))
