@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -52,15 +53,16 @@ def _rewrite_share(config: pytest.Config) -> None:
     it: 6 s for all files. pytest has no public function for this.
     """
     given = getattr(config, "workerinput", {})
-    if "server" not in given or sys.dont_write_bytecode:
+    is_off = sys.dont_write_bytecode or rewrite.assertstate_key not in config.stash  # --assert=plain
+    if "server" not in given or is_off:
         return
     first, step = int(given["workerid"].removeprefix("gw")), given["workercount"]
     for path in sorted(Path(__file__).parent.rglob("test_*.py"))[first::step]:
         kept = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
-        if not kept.exists():
-            kept.parent.mkdir(exist_ok=True)
-            source_hash, code = rewrite._rewrite_test(path, config)
-            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, kept)
+        if not kept.exists() and rewrite.try_makedirs(kept.parent):
+            with contextlib.suppress(SyntaxError):  # collection reports it, with the file
+                source_hash, code = rewrite._rewrite_test(path, config)
+                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, kept)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -198,11 +198,16 @@ def test_of_all_methods_the_advised_ones_come_first(monkeypatch: pytest.MonkeyPa
         planned.extend(methods)
         return doctor.Forecast()
 
-    for name, value in {"plan": plan, "measure": lambda *_, **__: measured, "connect": mock.Mock()}.items():
+    for name, value in {
+        "plan": plan,
+        "measure": lambda *_, **__: measured,
+        "connect": (connect := mock.Mock()),
+    }.items():
         monkeypatch.setattr(doctor, name, value)
     monkeypatch.setattr(doctor, "dist", mock.Mock())
     monkeypatch.setenv("RANK", "0")
-    assert doctor.main(["--parameters", "1e4", "--compute", "0.01"]) == 0
+    assert doctor.main(["--parameters", "1e4", "--compute", "0.01", "--comm-device", "cpu"]) == 0
+    assert connect.call_args.kwargs["comm_device"] == "cpu"
     assert planned[:3] == ["ar", "osgp", "localsgd"]
     assert sorted(planned) == sorted(METHODS)
 
