@@ -27,6 +27,15 @@ def test_equal_descriptions_pass() -> None:
     run_ranks(3, lambda group: check_agreement(transport_of(group), {"graph": "ring", "model": ["weight", "bias"]}))
 
 
+def test_the_order_of_options_is_no_difference() -> None:
+    options = {"graph": "ring", "overlap": "False", "model": ["weight", "bias"]}
+
+    def body(group: dist.ProcessGroup) -> None:
+        check_agreement(transport_of(group), dict(sorted(options.items(), reverse=group.rank() == 1)))
+
+    run_ranks(3, body)
+
+
 def test_a_world_of_one_agrees_with_itself() -> None:
     transport = transport_of(solo_group())
     check_agreement(transport, {"graph": "ring"})
