@@ -222,7 +222,7 @@ parameters learns the bytes of Python's standard library by AdamW with betas (0.
 sequences of 64 bytes per worker and step. Three convolutions learn 30,000 images of CIFAR-10 at 16 pixels by SGD with
 momentum 0.9 and weight decay 5e-4; 4,000 are for validation, 8,000 for the test.
 
-`GossipAdamW` was tried at two rates, and 1,000 steps have one seed. Rows of "GossipAdamW without the bound L" and "with
+`GossipAdamW` was tried at two rates. Rows of "GossipAdamW without the bound L" and "with
 m'^2 in place of s'" had the optimizer of `git show ec27f1a6:benchmarks/gap.py`.""",
         question="Is it as accurate?",
         result="Language: SGP with GossipAdamW ends 0.05 nats above all-reduce, with AdamW 0.15. Images: 3.2 points "
