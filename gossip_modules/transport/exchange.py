@@ -568,8 +568,8 @@ def fail(error: RuntimeError, *, rank: int, what: str, seconds: float, timeout: 
     limit = timeout.total_seconds()
     if _SAME_GPU.search(str(error)):
         note += (
-            " (NCCL takes one GPU per rank: call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before you make "
-            "the model, or let ranks that share a GPU send from host memory with comm_device='cpu')"
+            " (NCCL takes one GPU per rank: call torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])) "
+            "before you make the model, or let ranks that share a GPU send from host memory with comm_device='cpu')"
         )
     message = f"rank {rank}: {what} failed after {seconds:.1f} s (timeout {limit:g} s){note}: {error}"
     raise (TimeoutError if seconds > LATE * limit else ConnectionError)(message) from error
