@@ -64,13 +64,13 @@ def connect(
     group = _new_group(ranks, backend=name, timeout=timeout, deadline=deadline)
     transport = _over(group, wire, ranks=ranks, timeout=timeout)
     transport.own_group()
-    if transport.backend == "gloo":  # its ranks are connected
-        close_ports_of(group)
-        return transport
-    # On a fresh NCCL group the first batch of sends needs all ranks, which a round need not have.
+    # On a fresh NCCL group the first batch of sends needs all ranks, which a round need not have. A rank that closes a
+    # fresh Gloo group at once would break connections that other ranks still make.
     with transport.within(deadline):
         transport.all_reduce(torch.zeros(1, device=wire), what="the first message of a new group")
     transport.num_bytes_sent = 0
+    if transport.backend == "gloo":
+        close_ports_of(group)
     return transport
 
 
