@@ -142,7 +142,7 @@ def bandwidth_of(numel: int, dtype: torch.dtype, device: torch.device) -> Rows:
         x.raw.copy_(y.raw)
         speed = passes * size / milliseconds(action, device) / 1e6
         yield row(case, name, speed, "GB/s", speed / copy, "copy on the device")
-    for name, action in others_way(x.raw.view(dtype), y.raw.view(dtype)).items():
+    for name, action in other_ways(x.raw.view(dtype), y.raw.view(dtype)).items():
         x.raw.copy_(y.raw)
         speed = 6 * size / milliseconds(action, device) / 1e6
         yield row(case, f"mix of two messages, {name}", speed, "GB/s", speed / copy, "copy on the device")
@@ -158,7 +158,7 @@ def bandwidth_of(numel: int, dtype: torch.dtype, device: torch.device) -> Rows:
     yield from staging(case, x.raw, device)
 
 
-def others_way(x: Tensor, y: Tensor) -> dict[str, Callable[[], object]]:
+def other_ways(x: Tensor, y: Tensor) -> dict[str, Callable[[], object]]:
     """Mix narrow vectors as the library does not: by torch's mixed dtypes, and by a kernel that torch compiles."""
     if x.element_size() == 4 or x.device.type != "cuda":
         return {}

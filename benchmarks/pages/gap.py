@@ -209,8 +209,8 @@ ranks over the sum of their steps per second, in ms. The loss after a step diffe
 0.05 above, with two peers 0.02.** Overlap SGP ends 0.06 above, local SGD with a period of four 0.09 instead of 0.26.
 Seeds of all-reduce spread over 0.08.
 
-**Images: with SGD, SGP ends 3.2 points above all-reduce with 25 workers, and 1.4 with 8.** Two peers and
-mixed momentum, which the library does not have, halve the gap. With four times the batch it is 0.3 points (one seed),
+**Images: with SGD, SGP ends 3.2 points above all-reduce with 25 workers, and 1.4 with 8.** Two peers and mixed
+momentum, which the library does not have, halve the gap of 25. With four times the batch it is 0.3 points (one seed),
 after three times the steps 1.2 with 8 workers. No learning rate closes it: take AllReduce or large batches.""",
         measures=("gossip_modules/lab", "gossip_modules/optim", "gossip_modules/rounds"),
         render=tables,

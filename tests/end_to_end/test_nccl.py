@@ -232,7 +232,7 @@ def lose_a_peer(rank: int, overlap: bool) -> str:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_rank_ends_where_its_peer_is_gone(overlap: bool) -> None:
-    """torch ends the process when it has had the time for a report, by default a minute."""
+    """torch ends the process when it has had the time for a report, which the harness makes short."""
     survivor, gone = run_processes(2, lose_a_peer, overlap, backend="nccl", expect_result=False)
     assert gone.exit_code == 3
     assert survivor.exit_code not in (None, 0), survivor
