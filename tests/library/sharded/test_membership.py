@@ -183,7 +183,7 @@ def falling(rank: int, port: int, folder: str, dies: int | None) -> dict[str, An
         num_after += step > 4 and membership.world_size == 3 and membership.generation >= 3
         if num_after == 5:
             break
-        time.sleep(0.02)
+        time.sleep(0.1)  # the others leave the processor to the replica that joins
     state = {
         "place": (membership.rank, shard),
         "size": membership.world_size,
