@@ -14,9 +14,10 @@ from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import BOUND, CLUSTER_METHODS
 from benchmarks.cluster.trials import NUM_WARM_STEPS
 from benchmarks.record import RESULTS
-from gossip_modules.lab import Compute, Digits, LabPlan, Network, Setting
+from gossip_modules.lab import Compute, LabPlan, Network, Setting
 from gossip_modules.rounds.rows import Array, Indices
 from tests.harness.recorded import Recorded
+from tests.library.lab.simulations import digits
 
 METHODS: Mapping[str, str] = {
     "ddp": "ar",
@@ -116,7 +117,7 @@ def predicted_ms(name: str, cell: Cell) -> float:
     memory, messages = MEMORY_BYTE_S / cell.hosts, MESSAGE_BYTE_S / cell.hosts
     network = Network(f"{cell.rate_gbit} Gbit/s", memory_byte_s=memory, message_byte_s=messages)
     setting = Setting(cell.hosts, cell.num_parameters, compute, network)
-    training = Recorded(LabPlan.of(METHODS[name]).resolved(cell.hosts), setting, Digits())
+    training = Recorded(LabPlan.of(METHODS[name]).resolved(cell.hosts), setting, digits())
     clock, ends = training.method.clock, []
     for _ in training.run(num_warm + num_steps):
         # A step of a round before the forward ends when it is computed, and one of DDP when gradients are averaged.

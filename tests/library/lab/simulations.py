@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import networkx as nx
@@ -31,6 +32,12 @@ LINKS = Network("1 Gbit/s")
 
 CLUSTER = Setting(8, 11_175_000, EVEN, LINKS)  # 44.7 MB
 MODEL_BYTES = 4 * 11_175_000
+
+
+@functools.cache
+def digits() -> Digits:
+    """One problem for all tests of a process: training does not change it, and its images take 0.1 s to draw."""
+    return Digits()
 
 
 def irregular(n: int, *, is_directed: bool) -> gm.graph_manager.GraphManager:
@@ -87,7 +94,7 @@ class Rounds:
 def made(what: object, setting: Setting, **others: object) -> Rounds:
     """The method of a plan, for float64 models of 8 x 8 numbers."""
     plan: Any = LabPlan.of(what, **others)
-    task = Consensus() if isinstance(plan.schedule, Schedule) else Digits()  # a control is in units of updates
+    task = Consensus() if isinstance(plan.schedule, Schedule) else digits()  # a control is in units of updates
     return Rounds(plan.make(setting, Models(task, setting.world_size)))
 
 

@@ -10,10 +10,11 @@ import pandas as pd
 from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.trials import NUM_WARM_STEPS
 from benchmarks.record import RESULTS
-from gossip_modules.lab import Compute, Digits, LabPlan, Network, Setting
+from gossip_modules.lab import Compute, LabPlan, Network, Setting
 from gossip_modules.lab.models import Models
 from gossip_modules.rounds.rows import Array, Indices
 from gossip_modules.schedule import Action
+from tests.library.lab.simulations import digits
 
 LIMIT = 0.1
 PLANS = {
@@ -28,7 +29,6 @@ PLANS = {
     "sparseloco": "SparseLoCo(4)",
 }
 """The methods of the cluster that train in lockstep and are ours, or all-reduce, as the Lab names them."""
-DIGITS = Digits()  # a task that learns, so that all-reduce averages gradients in buckets
 CORES, CORE_BYTE_S = 2, 9e9  # of the machine that emulates all hosts; bytes of memory per second of a process alone
 CORE_MESSAGE_BYTE_S = 1.5e9  # bytes of messages per second of a core, see `tests/benchmarks/test_planner.py`
 
@@ -62,7 +62,7 @@ def predicted(method: str, cell: pd.Series, overhead_seconds: float) -> float:
     compute = ClusterCompute(cell["planned_ms"] / 1e3, overhead_seconds, delays, n, num_warm)
     memory, messages = CORE_BYTE_S * CORES / n, CORE_MESSAGE_BYTE_S * CORES / n
     network = Network(f"{cell['rate_gbit']} Gbit/s, 0.1 ms", memory_byte_s=memory, message_byte_s=messages)
-    models = Models(DIGITS, n)
+    models = Models(digits(), n)  # a task that learns, so that all-reduce averages gradients in buckets
     setting = Setting(n, int(cell["num_parameters"]), compute, network)
     driver, clock, schedule, _ = LabPlan.of(PLANS[method]).make(setting, models)
     met = 0.0

@@ -22,7 +22,19 @@ from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.rounds.algorithm import Algorithm
 from gossip_modules.rounds.rows import StackedMixing
 from gossip_modules.rounds.stacked import Stacked
-from tests.library.lab.simulations import CLUSTER, EVEN, LINKS, UNEVEN, Rounds, graphs, made, prediction, start, workers
+from tests.library.lab.simulations import (
+    CLUSTER,
+    EVEN,
+    LINKS,
+    UNEVEN,
+    Rounds,
+    digits,
+    graphs,
+    made,
+    prediction,
+    start,
+    workers,
+)
 
 CASES = [
     pytest.param(graph, push_sum, id=f"{name} n={n} {'push-sum' if push_sum else 'push-pull'}")
@@ -231,7 +243,7 @@ def test_a_graph_of_its_own_is_simulated_like_a_named_one() -> None:
 
 
 def test_label_skew_gives_workers_digits_of_their_own() -> None:
-    even, skewed = Digits(), Digits(label_skew=1.0)
+    even, skewed = digits(), Digits(label_skew=1.0)
     own = skewed.labels[torch.from_numpy(skewed.indices(30, 0))]
     assert (own == torch.arange(30)[:, None] % 10).all()
     assert len(even.labels[torch.from_numpy(even.indices(300, 0))].unique()) == 10

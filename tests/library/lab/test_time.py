@@ -10,13 +10,24 @@ import torch
 
 import gossip_modules as gm
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
-from gossip_modules.lab import Compute, Digits, Network, Setting, simulate
+from gossip_modules.lab import Compute, Network, Setting, simulate
 from gossip_modules.lab.asynchronous import Groups
 from gossip_modules.lab.clock import BucketClock, Clock, LinkSpec, MessageCost, OverlapClock, WorkerLinks, bucket_bytes
 from gossip_modules.lab.plan import Running
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.rounds.rows import StackedMixing
-from tests.library.lab.simulations import CLUSTER, LINKS, MODEL_BYTES, UNEVEN, Rounds, graphs, made, start, workers
+from tests.library.lab.simulations import (
+    CLUSTER,
+    LINKS,
+    MODEL_BYTES,
+    UNEVEN,
+    Rounds,
+    digits,
+    graphs,
+    made,
+    start,
+    workers,
+)
 
 # Time.
 
@@ -180,7 +191,7 @@ MEASURED = {"ar": 0.791, "sgp": 0.5495, "dpsgd": 0.550, "osgp": 0.401}
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_steps_take_what_was_measured_within_15_percent(name: str) -> None:
-    prediction = simulate(name, CLUSTER, Digits(), target=1e-9, max_steps=40)
+    prediction = simulate(name, CLUSTER, digits(), target=1e-9, max_steps=40)
     assert prediction.step_seconds == pytest.approx(MEASURED[name], rel=0.15)
 
 
@@ -188,5 +199,5 @@ def test_an_all_reduce_and_an_exchange_take_what_was_measured() -> None:
     network = LINKS.on(workers(8))
     assert network.all_reduce_seconds(44.7e6) == pytest.approx(0.650, rel=0.15)
     assert network.wire_seconds(44.7e6) == pytest.approx(0.374, rel=0.01)
-    local = simulate("sgp", replace(CLUSTER, world_size=1), Digits(), target=1e-9, max_steps=10)
+    local = simulate("sgp", replace(CLUSTER, world_size=1), digits(), target=1e-9, max_steps=10)
     assert local.step_seconds == pytest.approx(0.160, rel=1e-9)

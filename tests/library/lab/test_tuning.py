@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from gossip_modules.consensus_control import ConsensusControl
-from gossip_modules.lab import Consensus, Digits, LabPlan, Prediction, Setting, simulate, tune
+from gossip_modules.lab import Consensus, LabPlan, Prediction, Setting, simulate, tune
 from gossip_modules.lab.__main__ import main
 from gossip_modules.lab.planner import recipe_options
 from gossip_modules.schedule import Schedule
-from tests.library.lab.simulations import CLUSTER, prediction
+from tests.library.lab.simulations import CLUSTER, digits, prediction
 
 SECONDS_OF_GRAPHS = {"base": 5.0, "torus": 3.0, "ring": 2.0}  # the ring does not come to agree
 
@@ -49,7 +49,7 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_fastest_that_agrees_is_found(method: str, graph: str, options: str) -> None:
-    found = tune(method, CLUSTER, Digits())
+    found = tune(method, CLUSTER, digits())
     assert found.plan.graph == graph
     assert recipe_options(found.plan, CLUSTER) == options
 
@@ -73,9 +73,9 @@ def test_the_command_names_the_graph(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_method_that_says_when_it_communicates_is_advised_without_a_control() -> None:
     plan = LabPlan.of("localsgd", schedule=ConsensusControl(0.1))
-    found = simulate(plan, CLUSTER, Digits(), max_steps=4)
+    found = simulate(plan, CLUSTER, digits(), max_steps=4)
     assert "Control" not in found.settings + recipe_options(found.plan, CLUSTER)
     plan = LabPlan.of("sgp", schedule=ConsensusControl(0.1))
-    found = simulate(plan, CLUSTER, Digits(), max_steps=4)
+    found = simulate(plan, CLUSTER, digits(), max_steps=4)
     assert "ConsensusControl(target=0.1)" in found.settings
     assert "ConsensusControl(target=0.1)" in recipe_options(found.plan, CLUSTER)

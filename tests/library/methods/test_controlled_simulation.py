@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gossip_modules import ConsensusControl, RingGraph
-from gossip_modules.lab import Consensus, Digits, LabPlan, Setting, advise, simulate, tune
+from gossip_modules.lab import Consensus, LabPlan, Setting, advise, simulate, tune
 from gossip_modules.lab.__main__ import main
 from gossip_modules.lab.clock import Clock, ControlledRound
 from gossip_modules.lab.control import ControlledGossip
@@ -23,7 +23,7 @@ from gossip_modules.rounds.rows import StackedMixing
 from gossip_modules.schedule import Schedule
 from tests.harness.ranks import run_ranks
 from tests.library.engine.test_controlled import LR, targets, train
-from tests.library.lab.simulations import CLUSTER, LINKS, UNEVEN, Rounds, irregular, made, workers
+from tests.library.lab.simulations import CLUSTER, LINKS, UNEVEN, Rounds, digits, irregular, made, workers
 from train.command_line import read_command_line
 from train.tasks.images.config import Config
 
@@ -99,7 +99,7 @@ def test_a_tight_target_communicates_more_than_a_loose_one() -> None:
     rates = []
     for target in (0.5, 32.0):
         plan = LabPlan.of("dpsgd:ring", schedule=ConsensusControl(target))
-        rates.append(simulate(plan, CLUSTER, Digits(), target=1e-9, max_steps=60).control_rates)
+        rates.append(simulate(plan, CLUSTER, digits(), target=1e-9, max_steps=60).control_rates)
     assert rates[0] is not None
     assert rates[1] is not None
     assert rates[0][0] > 2 * rates[1][0]
@@ -107,8 +107,8 @@ def test_a_tight_target_communicates_more_than_a_loose_one() -> None:
 
 def test_methods_that_say_themselves_when_they_communicate_stay_as_they_are() -> None:
     for name in ("ar", "localsgd", "diloco", "d2", "adpsgd", "wagma", "dpwa"):
-        plain = simulate(name, CLUSTER, Digits(), max_steps=6)
-        controlled = simulate(LabPlan.of(name, schedule=ConsensusControl(2.0)), CLUSTER, Digits(), max_steps=6)
+        plain = simulate(name, CLUSTER, digits(), max_steps=6)
+        controlled = simulate(LabPlan.of(name, schedule=ConsensusControl(2.0)), CLUSTER, digits(), max_steps=6)
         assert replace(controlled, plan=plain.plan) == plain
         assert plain.control_rates is None
 
@@ -119,10 +119,10 @@ def test_methods_that_say_themselves_when_they_communicate_stay_as_they_are() ->
 def test_control_is_for_the_methods_whose_recipes_take_it(name: str) -> None:
     plan = LabPlan.of(name, schedule=ConsensusControl(2.0))
     if "peers_per_itr" in METHODS[name].options:
-        assert simulate(plan, CLUSTER, Digits(), max_steps=4).control_rates is not None
+        assert simulate(plan, CLUSTER, digits(), max_steps=4).control_rates is not None
         return
     with pytest.raises(ValueError, match=rf"got schedule=Consensus.* with {name}, expected a Schedule: its"):
-        simulate(plan, CLUSTER, Digits(), max_steps=4)
+        simulate(plan, CLUSTER, digits(), max_steps=4)
 
 
 def test_weights_that_the_library_refuses_are_refused() -> None:
@@ -145,14 +145,14 @@ def test_a_target_in_updates_needs_updates() -> None:
 @pytest.mark.parametrize("control", [ConsensusControl(3.0), ConsensusControl(3.0, average_every=1)])
 def test_the_command_of_the_advice_controls_alike(control: ConsensusControl) -> None:
     plan = LabPlan.of("dpsgd:ring", schedule=replace(control, gossip_every=2, max_interval=4))
-    found = simulate(plan, CLUSTER, Digits(), target=1e9, max_steps=1)
+    found = simulate(plan, CLUSTER, digits(), target=1e9, max_steps=1)
     config = read_command_line(Config, description="", arguments=shlex.split(recipe_options(found.plan, CLUSTER)))
     assert schedule_of(config) == plan.schedule
     assert "Under control 100% of the steps had a round" in " ".join(advise([found], CLUSTER).sentences)
 
 
 def test_tuning_proposes_control_where_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = simulate("dpsgd", CLUSTER, Digits(), target=1e9, max_steps=1)
+    found = simulate("dpsgd", CLUSTER, digits(), target=1e9, max_steps=1)
 
     def known(plan: LabPlan, *_: Any, **__: Any) -> Any:
         schedule = plan.schedule
@@ -160,13 +160,13 @@ def test_tuning_proposes_control_where_that_is_fastest(monkeypatch: pytest.Monke
         return replace(found, plan=plan.resolved(8), seconds=cost + (schedule.average_every != 1))
 
     monkeypatch.setattr("gossip_modules.lab.planner.simulate", known)
-    best = tune("dpsgd:ring", CLUSTER, Digits())
+    best = tune("dpsgd:ring", CLUSTER, digits())
     assert best.plan.schedule == ConsensusControl(4.0, average_every=1)
     config = read_command_line(Config, description="", arguments=shlex.split(recipe_options(best.plan, CLUSTER)))
     assert schedule_of(config) == ConsensusControl(4.0, average_every=1)
-    assert tune("choco:ring", CLUSTER, Digits()).plan.schedule == Schedule()
+    assert tune("choco:ring", CLUSTER, digits()).plan.schedule == Schedule()
     averages = LabPlan.of("dpsgd:ring", schedule=Schedule(average_every=8))
-    assert tune(averages, CLUSTER, Digits()).plan.schedule == averages.schedule
+    assert tune(averages, CLUSTER, digits()).plan.schedule == averages.schedule
 
 
 def test_the_command_line_controls(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 import gossip_modules as gm
 from gossip_modules import methods, registry
-from gossip_modules.lab import Consensus, Digits, LabPlan, advise, simulate
+from gossip_modules.lab import Consensus, LabPlan, advise, simulate
 from gossip_modules.lab.__main__ import main as simulate_main
 from gossip_modules.lab.models import Models
 from gossip_modules.lab.plan import PlanRun
@@ -38,7 +38,7 @@ from gossip_modules.wrappers.choices import written
 from tests.harness.cases import each_once
 from tests.harness.quadratics import START, descended, solve
 from tests.harness.ranks import solo_group
-from tests.library.lab.simulations import CLUSTER, LINKS, MODEL_BYTES, made, start, workers
+from tests.library.lab.simulations import CLUSTER, LINKS, MODEL_BYTES, digits, made, start, workers
 from train.command_line import read_command_line
 from train.consensus_experiment.methods import variants
 from train.job.errors import UsageError
@@ -194,7 +194,7 @@ def test_bytes_are_measured_on_messages_of_the_algorithm() -> None:
     "algorithm", [gm.DiLoCo(5, lr=0.4), gm.GASLoC(5, momentum=0).over(gm.PowerGossip())], ids=["one", "over"]
 )
 def test_the_simulator_takes_the_object_or_text_that_training_takes(algorithm: Any) -> None:
-    setting, problem = replace(CLUSTER, world_size=4), Digits()
+    setting, problem = replace(CLUSTER, world_size=4), digits()
     found = simulate(algorithm, setting, problem, target=1e9, max_steps=1)
     by_text = simulate(written(algorithm), setting, problem, target=1e9, max_steps=1)
     assert replace(by_text, plan=found.plan) == found
@@ -256,7 +256,7 @@ def test_a_module_that_registers_methods_is_imported_by_name(
 @pytest.mark.parametrize(("name", "n"), each_once(list(METHODS), [8, 9]))
 def test_advice_can_be_typed_as_it_stands(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = replace(CLUSTER, world_size=n)
-    prediction = simulate(name, setting, Digits(), max_steps=1, target=1e9)
+    prediction = simulate(name, setting, digits(), max_steps=1, target=1e9)
     arguments = shlex.split(recipe_options(prediction.plan, setting))
     config = read_command_line(Config, description="", arguments=arguments)
     assert config.recipe == name
@@ -272,7 +272,7 @@ def test_advice_can_be_typed_as_it_stands(name: str, n: int, monkeypatch: pytest
 
 
 def test_the_advice_has_the_command() -> None:
-    advice = advise([simulate("LocalSGD(7)", CLUSTER, Digits(), target=1e9, max_steps=1)], CLUSTER)
+    advice = advise([simulate("LocalSGD(7)", CLUSTER, digits(), target=1e9, max_steps=1)], CLUSTER)
     found = [sentence for sentence in advice.sentences if sentence.startswith("To train like this: ")]
     assert len(found) == 1
     launch = f"torchrun --standalone --nproc-per-node {CLUSTER.world_size} -m train.gossip_sgd"
