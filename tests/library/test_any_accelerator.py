@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from gossip_modules.devices import host_zeros, wide_dtype
 from gossip_modules.flat import vector
 from tests.harness.problems import mlp
 from tests.harness.ranks import TIMEOUT, run_ranks
+from tests.harness.scripts import module_output
 
 PACKAGE = Path(gossip_modules.__file__).parent
 
@@ -28,17 +27,10 @@ PACKAGE = Path(gossip_modules.__file__).parent
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this version of torch needs C++ for a device",
 )
+@pytest.mark.timeout(120)  # with the start of the server of forks
 def test_all_wrappers_train_on_a_registered_device_as_on_the_cpu() -> None:
     """In a process of its own: a device cannot be taken back."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.harness.late_device"],
-        cwd=PACKAGE.parent,
-        capture_output=True,
-        text=True,
-        timeout=55,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(module_output("tests.harness.late_device").splitlines()[-1])
     assert found.pop("no waits") > 0.01  # so the device is late, and the figures below mean something
     assert found.pop("dpwa") == pytest.approx(0.5**4, rel=1e-3)
     # The device has no float64, in which CHOCO's signs have their scale on the CPU.
