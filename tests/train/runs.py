@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,10 @@ _run_numbers = itertools.count()
 
 @contextmanager
 def make_run(rank: int, world_size: int, config: RunConfig, make_task: Callable[[Any, World], Task]) -> Iterator[Run]:
-    """A run of `config` as a rank of the default group; the n-th of each process shares the keys of its store."""
+    """A run of `config` as a rank of the default group; the n-th of each process shares the keys of its store.
+
+    It draws no picture at its end, which takes a second.
+    """
     control = dist.new_group(backend="gloo")
     assert isinstance(control, dist.ProcessGroup)
     store = dist.PrefixStore(f"run_{next(_run_numbers)}", dist.distributed_c10d._get_default_store())
@@ -39,7 +43,8 @@ def make_run(rank: int, world_size: int, config: RunConfig, make_task: Callable[
     config, stop = config.resolved(world), StopRequest()
     run = Run(make_task(config, world), config, world, stop)
     try:
-        yield run
+        with mock.patch("visualization.curves.draw_run"):
+            yield run
     finally:
         run.close()
         stop.close()

@@ -57,8 +57,8 @@ def run_in_process(rank: int, world_size: int, config: Config) -> int:
 def train_twice(rank: int, recipe: str, folder: str, world_size: int) -> list[str]:
     """Train through; train again from a checkpoint in the middle of an epoch; which parts of the ends differ."""
     whole, resumed = Path(folder) / "whole", Path(folder) / "resumed"
-    options: dict[str, Any] = {"recipe": recipe, "epochs": 3, "batch_size": 96, "milestones": (2,), "keep_last": 99}
-    options |= {"checkpoint_every_steps": 5, "checkpoint_every": 3, "accumulation_steps": 2, "amp": "bfloat16"}
+    options: dict[str, Any] = {"recipe": recipe, "epochs": 2, "batch_size": 96, "milestones": (1,), "keep_last": 99}
+    options |= {"checkpoint_every_steps": 5, "checkpoint_every": 2, "accumulation_steps": 2, "amp": "bfloat16"}
     assert run_in_process(rank, world_size, Config(out_dir=str(whole), **options)) == 0
     middle = Path("checkpoints") / "step_00000005"  # an epoch has 7 steps on two ranks, 4 on three
     if rank == 0:
