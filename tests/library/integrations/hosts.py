@@ -24,7 +24,7 @@ METHODS: dict[str, Any] = {
     "PowerGossip": {"algorithm": "powergossip"},
     "DiLoCo": {"algorithm": DiLoCo(sync_every=2)},
 }
-RANKS, STEPS, ACCUMULATION, BATCH, RATE, MOMENTUM, NORM = 4, 6, 2, 4, 0.1, 0.9, 1.0
+RANKS, STEPS, ACCUMULATION, BATCH, RATE, MOMENTUM, NORM = 4, 4, 2, 4, 0.1, 0.9, 1.0
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
