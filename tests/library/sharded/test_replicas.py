@@ -37,9 +37,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "D-PSGD": {"push_sum": False},
     "Overlap SGP": {"overlap": True},
     "bfloat16 wire": {"wire_dtype": torch.bfloat16, "schedule": 2},
-    "DiLoCo": {"algorithm": DiLoCo(sync_every=3)},
-    "Streaming DiLoCo": {"algorithm": StreamingDiLoCo(4, fragments=HALVES, delay=1)},
-    "SlowMo": {"algorithm": SlowMo(3)},
+    "DiLoCo": {"algorithm": DiLoCo(sync_every=2)},
+    "Streaming DiLoCo": {"algorithm": StreamingDiLoCo(2, fragments=HALVES, delay=1)},
+    "SlowMo": {"algorithm": SlowMo(2)},
     "D2": {"algorithm": D2()},
     "QG-DSGDm": {"algorithm": QGDSGDm(), "push_sum": False},
 }
@@ -107,7 +107,7 @@ def compared(rank: int) -> dict[str, list[list[Tensor]]]:
             model = model_of(replica)
             inner = sharded(model, mesh["shard"]) if is_sharded else model
             wrapper = GossipDataParallel(inner, device_mesh=mesh["replicate"], **options)
-            train(wrapper, sgd(model), replica, range(6))
+            train(wrapper, sgd(model), replica, range(4))
             wrapper.flush()
             left = parameters_of(model)
             distance = torch.tensor(wrapper.consensus_distance())
