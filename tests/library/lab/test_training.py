@@ -12,6 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gossip_modules as gm
+from gossip_modules.algorithms.choco import Choco, LinkChoco
+from gossip_modules.algorithms.d2 import D2
+from gossip_modules.algorithms.d_psgd import DPSGD
+from gossip_modules.algorithms.diloco import DiLoCo
+from gossip_modules.algorithms.power_gossip import PowerGossip
 from gossip_modules.lab import Compute, Join, Kill, LabTask, Network, Result, Setting, compare
 from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.lab.plan import LabPlan
@@ -19,7 +24,7 @@ from gossip_modules.rounds.algorithm import Algorithm
 from gossip_modules.rounds.stacked import Stacked
 from gossip_modules.wrappers.choices import written
 from tests.harness.ranks import run_ranks
-from tests.library.rounds.test_stacked import examples, graph_for, momentum_of
+from tests.library.rounds.test_stacked import graph_for, momentum_of, one_of_each
 
 N, STEPS = 4, 7
 
@@ -108,11 +113,13 @@ def by_ranks(
     return torch.stack([each[0] for each in found]), [each[1] for each in found], sent
 
 
-@pytest.mark.parametrize("algorithm", examples(), ids=written)
-def test_every_algorithm_trains_as_by_ranks(algorithm: Algorithm) -> None:
+KINDS = (DPSGD, D2, Choco, LinkChoco, PowerGossip, DiLoCo)
+"""One of each kind of rounds: `test_ranks.py` has all recipes, and `test_stacked.py` all algorithms and codes."""
+
+
+@pytest.mark.parametrize("algorithm", [each for each in one_of_each() if type(each) in KINDS], ids=written)
+def test_every_kind_of_algorithm_trains_as_by_ranks(algorithm: Algorithm) -> None:
     """In float64, so that rounding crosses no threshold of a code."""
-    if getattr(algorithm, "num_fragments", 1) > 1:
-        pytest.skip("a driver of rows cuts them anywhere, ranks at multiples of 64 elements")
     own = task(sgd(momentum_of(algorithm)))
     graph: Any = {"graph": gm.RingGraph(N, peers_per_itr=2)} if graph_for(algorithm) else {}
     real, _, sent = by_ranks(own, algorithm=algorithm, push_sum=False, **graph)

@@ -36,7 +36,7 @@ from gossip_modules.rounds.stacked import Stacked
 from tests.harness.progress import engine_of
 from tests.harness.ranks import run_ranks
 
-NUM_RANKS, NUM_STEPS, SHAPE, LR = 5, 13, (8, 16), 0.1  # 2 x 64 elements: no message ends in padding
+NUM_RANKS, NUM_STEPS, SHAPE, LR = 5, 10, (8, 16), 0.1  # 2 x 64 elements: no message ends in padding
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
@@ -91,6 +91,11 @@ def graph_for(algorithm: Algorithm) -> dict[str, Any]:
     """A ring, where the algorithm has none of its own."""
     has_own = algorithm.averages_exactly or algorithm.default_graph(NUM_RANKS) or algorithm.default_mixing(NUM_RANKS)
     return {} if has_own else {"graph": gm.RingGraph(NUM_RANKS, peers_per_itr=2)}
+
+
+def one_of_each() -> list[Algorithm]:
+    """The first example of each algorithm, where the codes of messages make no difference."""
+    return list({type(each): each for each in reversed(examples())}.values())
 
 
 def may_overlap(algorithm: Algorithm) -> bool:
@@ -167,7 +172,7 @@ def test_rows_are_ranks(algorithm: Algorithm) -> None:
     compare(algorithm, torch.float64, push_sum=False, **graph_for(algorithm))
 
 
-@pytest.mark.parametrize("algorithm", [a for a in examples() if isinstance(a, Algorithm) and may_overlap(a)], ids=repr)
+@pytest.mark.parametrize("algorithm", [each for each in one_of_each() if may_overlap(each)], ids=repr)
 def test_rows_are_ranks_whose_rounds_overlap(algorithm: Algorithm) -> None:
     compare(algorithm, torch.float32, push_sum=False, overlap=True, **graph_for(algorithm))
 
