@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights, knows_period
 from ..old_calls import GOSSIPER_ARGUMENTS, foreign_arguments
 from ..transport.base import Pending, Transport
+from ..transport.exchange import Messages
 from .mixer import Mixer
 
-Messages: TypeAlias = Mapping[int, Sequence[Tensor]]  # by rank
+_MAX_PREPARED = 64  # sets of peers
 
 
 class PushPull(Mixer):
@@ -64,6 +65,8 @@ class PushPull(Mixer):
         self._inbox: list[FlatVector] = []
         self._sent: FlatVector | None = None
         self._pending: Pending | None = None
+        self._prepared: dict[Peers, Prepared] = {}
+        self._prepared_for: FlatVector | None = None  # the vector that these messages send
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `Mixer`."""
@@ -82,6 +85,7 @@ class PushPull(Mixer):
         """Choose the size of chunks; 0: messages are sent whole. It is equal on all ranks, as its inputs are."""
         is_cut = self.wire_dtype is None and self.transport.device.type == "cpu"
         self._cut_bytes = self.chunk_bytes if is_cut else 0
+        self._prepared_for = None
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`."""
@@ -125,27 +129,35 @@ class PushPull(Mixer):
         assert self._pending is None, "a round is in flight: finish() it before the next start()"
         row = self._row
         row.begin(t, s.push_sum_weight)
-        sends, recvs = self._encode(s)
+        prepared = self._prepare(s if self.wire_dtype is None else self._narrow(s))
+        sends, recvs, self.received = prepared
         if row.keeps_all:  # [Note: weights that run dry]
-            sends = {peer: tuple(map(torch.zeros_like, message)) for peer, message in sends.items()}
+            sends = Messages({peer: tuple(map(torch.zeros_like, message)) for peer, message in sends.items()})
         if fill is not None and not (sends or recvs):  # no exchange would call `fill`
             for k in range(len(self.chunks(s))):
                 fill(k)
         self._pending = self.transport.exchange(sends, recvs, tag=t, fill=fill)
 
-    def _encode(self, s: FlatVector) -> tuple[Messages, Messages]:
-        """Return the tensors to send to each out-peer, and the tensors to receive from each in-peer.
+    def _prepare(self, sent: FlatVector) -> Prepared:
+        """Return the messages of this round; made once for each set of peers, as long as the same vector is sent.
 
-        The message is s itself, so nothing is copied and s may be filled later; or it is a narrow copy of s.
+        The message is the vector itself, so nothing is copied and it may be filled later.
         """
-        sent, in_peers = s if self.wire_dtype is None else self._narrow(s), self._row.in_peers
+        if self._prepared_for is not sent or len(self._prepared) > _MAX_PREPARED:
+            self._prepared_for = sent
+            self._prepared.clear()
+        peers = out_peers, in_peers = self._row.out_peers, self._row.in_peers
+        if (found := self._prepared.get(peers)) is not None:
+            return found
         if self._inbox and (self._inbox[0].layout != sent.layout or self._inbox[0].raw.device != sent.raw.device):
             self._inbox.clear()
         while len(self._inbox) < len(in_peers):
             self._inbox.append(sent.like())
-        self.received = self._inbox[: len(in_peers)]
-        message, *inbox = [self._pieces(v, is_one=sent.message is not None) for v in (sent, *self.received)]
-        return dict.fromkeys(self._row.out_peers, message), dict(zip(in_peers, inbox, strict=True))
+        received = tuple(self._inbox[: len(in_peers)])
+        message, *inbox = [self._pieces(v, is_one=sent.message is not None) for v in (sent, *received)]
+        sends, recvs = dict.fromkeys(out_peers, message), dict(zip(in_peers, inbox, strict=True))
+        self._prepared[peers] = Prepared(Messages(sends), Messages(recvs), received)
+        return self._prepared[peers]
 
     def _pieces(self, v: FlatVector, *, is_one: bool) -> Sequence[Tensor]:
         """The chunks of a vector as they are sent; is_one: the push-sum weight is behind the last one, else alone."""
@@ -198,7 +210,9 @@ class PushPull(Mixer):
         """s <- s + (W - I) s', where s' is the rounded s that was sent; s' = s without a narrow wire."""
         coefficients = list(row.inp.values())
         if sent is None:
-            s.combine_(row.own - is_difference, messages, coefficients)
+            s.combine_segments_(row.own - is_difference, messages, coefficients)
+            if self._sends_weight or is_difference:  # else it stays one
+                s.combine_weight_(row.own - is_difference, messages, coefficients)
             return
         for message, weight in ((sent, row.own - 1), *zip(messages, coefficients, strict=True)):
             s.add_segments_(message, alpha=weight)
@@ -250,7 +264,8 @@ class PushPull(Mixer):
             if isinstance(error, PeersLost):
                 return None
             raise
-        s.combine_weight_(own, self.received, coefficients, alpha=alpha)
+        if self._sends_weight or is_difference:  # else it stays one
+            s.combine_weight_(own, self.received, coefficients, alpha=alpha)
         return 1.0 if alpha is None else alpha
 
     def _arrivals(self) -> Iterator[int]:
@@ -267,6 +282,14 @@ class PushPull(Mixer):
                 raise PeersLost
             if k is not None:
                 yield k
+
+    def close(self) -> None:
+        """See `Mixer`: the vector that was sent is not kept."""
+        super().close()
+        self._prepared, self._prepared_for = {}, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_prepared": {}, "_prepared_for": None}  # a copy sends the vector of a copy
 
     # On a narrow wire.
 
@@ -331,6 +354,18 @@ class PushSum(PushPull):
 
 _MAX_PLANS = 4096  # the number of plans to keep; graphs with a longer period plan each round again
 _LEAST_WEIGHT = 1 / 4  # see [Note: weights that run dry]
+
+
+Peers: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""The out-peers and the in-peers of a round."""
+
+
+class Prepared(NamedTuple):
+    """The messages of a round, and the vectors to receive from the in-peers, which the messages write."""
+
+    sends: Messages
+    recvs: Messages
+    received: tuple[FlatVector, ...]
 
 
 class Plan(NamedTuple):

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -99,6 +99,15 @@ class LinkClosedError(ValueError):
     """A message to or from a peer with a closed link."""
 
 
+class Posted(NamedTuple):
+    """A posted message, or a chunk of one; without a peer: a collective, or all messages of a round on NCCL."""
+
+    work: dist.Work
+    chunk: int = 0
+    peer: int | None = None
+    is_send: bool = False
+
+
 class InTurn:
     """Several messages as one; waits for them run one after the other.
 
@@ -106,7 +115,7 @@ class InTurn:
     can wait for the messages after it.
 
     Args:
-        works: the messages, and the peer of each; None: a collective, or a batch of messages.
+        works: the messages.
 
     Attributes:
         closed: the peers with closed connections; their messages need no wait.
@@ -114,7 +123,7 @@ class InTurn:
         seconds: the time of the waits, by peer.
     """
 
-    def __init__(self, works: Sequence[tuple[dist.Work, int | None]]) -> None:
+    def __init__(self, works: Sequence[Posted]) -> None:
         self._works, self._lock, self._is_given_up = works, threading.Lock(), False
         self.closed: Set[int | None] = frozenset()
         self.present = 0
@@ -124,7 +133,7 @@ class InTurn:
     @property
     def peer(self) -> int | None:
         """The peer of the present wait."""
-        return self._works[self.present][1]
+        return self._works[self.present].peer
 
     def give_up(self, peers: Collection[int] | None = None) -> bool:
         """Let the wait end with the present message, if it is of one of these peers; returns whether it is."""
@@ -158,19 +167,22 @@ class InTurn:
             RuntimeError: the message `present` has failed.
         """
         start = now = time.monotonic()
-        for k, (work, peer) in enumerate(self._works):
+        left = timeout
+        for k, (work, _, peer, _) in enumerate(self._works):
             with self._lock:
                 if self._is_given_up:
                     return
                 self.present = k
-            if timeout is None:
+            if left is None:
                 work.wait()
             elif peer in self.closed:
                 work.wait(_AT_ONCE)
             else:
-                work.wait(max(timeout - timedelta(seconds=now - start), _AT_ONCE))
+                work.wait(left)
             before, now = now, time.monotonic()
             self.seconds[peer] = self.seconds.get(peer, 0.0) + now - before
+            if timeout is not None:
+                left = max(timeout - timedelta(seconds=now - start), _AT_ONCE)
 
 
 class Waits:
@@ -202,7 +214,7 @@ class Waits:
         Raises:
             RuntimeError: the operation has failed, was late or was given up.
         """
-        turn = work if isinstance(work, InTurn) else InTurn([(work, of)])
+        turn = work if isinstance(work, InTurn) else InTurn([Posted(work, peer=of)])
         with self._lock:
             is_over, turn.closed = self._is_closed, self._given_up
             if not is_over:
@@ -254,13 +266,53 @@ class Waits:
             self._idle.clear()
 
 
-class _Work(NamedTuple):
-    """One posted message, or a chunk of one; without a peer: all messages of a round on NCCL."""
+class Chunk(NamedTuple):
+    """A chunk of a message: the peer, the tensor in a list, as backends take it, and its size as bits of the tag."""
 
-    work: dist.Work
-    chunk: int = 0
-    peer: int | None = None
-    is_send: bool = False
+    peer: int
+    tensors: list[Tensor]
+    size: int
+
+
+class Messages(dict[int, Sequence[Tensor]]):
+    """The messages of one direction of an exchange, by peer, with the numbers that each exchange needs.
+
+    Make them once where many exchanges have the same tensors, as the rounds of plain gossip do. Do not change them.
+
+    Args:
+        messages: the tensors to or from each peer, one for each chunk.
+
+    Attributes:
+        chunks: the messages by chunk, in the order in which they are posted.
+        num_bytes: the number of bytes to or from each peer.
+        total_bytes: the number of bytes to or from all peers.
+        devices: the types of the tensors' devices.
+    """
+
+    def __init__(self, messages: Mapping[int, Sequence[Tensor]]) -> None:
+        super().__init__(messages)
+        self.num_bytes = {peer: sum(map(_num_bytes, xs)) for peer, xs in self.items()}
+        self.total_bytes = sum(self.num_bytes.values())
+        self.devices = {x.device.type for xs in self.values() for x in xs}
+        self.chunks: list[list[Chunk]] = [[] for _ in range(max(map(len, self.values()), default=0))]
+        for peer, xs in self.items():
+            for k, x in enumerate(xs):
+                self.chunks[k].append(Chunk(peer, [x], _size_bits(x.nbytes, self.num_bytes[peer] - x.nbytes)))
+
+    @classmethod
+    def of(cls, messages: Mapping[int, Sequence[Tensor]]) -> Messages:
+        """Return the messages themselves if they are of this class."""
+        return messages if isinstance(messages, cls) else cls(messages)
+
+    def without(self, peers: Set[int]) -> Messages:
+        """Return the messages of other peers."""
+        return Messages({peer: xs for peer, xs in self.items() if peer not in peers})
+
+
+def _size_bits(num_bytes: int, rest: int) -> int:
+    """Return the bits of a tag for a chunk of so many bytes, with `rest` bytes in the other chunks of its message."""
+    size = (num_bytes + 31 * rest) % ((1 << SIZE_BITS) - 3)  # a prime: lengths of vectors differ by powers of two
+    return size << ROUND_BITS
 
 
 class PendingExchange:
@@ -268,8 +320,7 @@ class PendingExchange:
 
     Args:
         link: the link of the messages.
-        num_chunks: the largest number of tensors of a peer.
-        num_sent, num_received: the bytes to and from each peer.
+        sends, recvs: the messages.
         tag: the tag of the round.
         what: names it in errors.
 
@@ -277,61 +328,50 @@ class PendingExchange:
         lost: failed peers; the round is complete without them.
     """
 
-    def __init__(
-        self,
-        link: PointToPoint,
-        num_chunks: int,
-        *,
-        num_sent: Mapping[int, int],
-        num_received: Mapping[int, int],
-        tag: int,
-        what: str,
-    ) -> None:
-        self.link, self.num_chunks, self.tag, self.what = link, num_chunks, tag, what
-        self._num_sent, self._num_received = num_sent, num_received
+    def __init__(self, link: PointToPoint, sends: Messages, recvs: Messages, *, tag: int, what: str) -> None:
+        self.link, self.sends, self.recvs, self.tag, self.what = link, sends, recvs, tag, what
+        self.num_chunks = max(len(sends.chunks), len(recvs.chunks))
         self.lost: frozenset[int] = frozenset()
-        self._works: list[list[_Work]] = [[] for _ in range(num_chunks)]
-        self._staged: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_chunks)]
+        self._tag = link.wire_tag(tag)
+        self._works: list[list[Posted]] = [[] for _ in range(self.num_chunks)]
+        self._staged: dict[int, list[tuple[Tensor, Tensor]]] = {}  # tensors and their buffers, by chunk
         self._num_done = 0  # chunks
         self._batch: list[dist.P2POp] = []
         self._waited: dict[int, float] = {}  # seconds, by peer
-        self._start = time.monotonic()
+        self._start = 0.0
 
-    def post(self, k: int, peer: int, x: Tensor, *, total_bytes: int, is_send: bool) -> None:
-        """Send chunk k, or receive it.
+    def post(self, k: int, chunks: Iterable[Chunk], *, is_send: bool) -> None:
+        """Send the chunks with index k, or receive them.
 
         Args:
-            k: its index.
-            peer: the other rank.
-            x: on the wire's device.
-            total_bytes: the number of bytes of all chunks to or from this peer.
-            is_send: whether it is sent.
+            k: their index.
+            chunks: the chunks, with tensors on the wire's device.
+            is_send: whether they are sent.
         """
         link = self.link
-        if peer in self.lost:
-            return
-        if (route := link.routes.get(peer)) is None:
-            route = link.routes[peer] = link.route(peer)
-        group, rank = route
-        if link.backend in STREAM_ORDERED:
-            self._batch.append(dist.P2POp(dist.isend if is_send else dist.irecv, x, link.names[peer], group))
-            return
-        post = group.send if is_send else group.recv
-        try:
-            work = post([x], rank, link.wire_tag(self.tag, x.nbytes, total_bytes=total_bytes))
-        except RuntimeError as error:
-            self._fail(error, k, peer, is_send=is_send, seconds=0.0)
-            return
-        self._works[k].append(_Work(work, k, peer, is_send))
+        for peer, tensors, size in chunks:
+            if peer in self.lost:
+                continue
+            group, rank = link.routes.get(peer) or link.find_route(peer)
+            if link.is_stream_ordered:
+                operation = dist.isend if is_send else dist.irecv
+                self._batch.append(dist.P2POp(operation, tensors[0], link.names[peer], group))
+                continue
+            try:
+                work = (group.send if is_send else group.recv)(tensors, rank, self._tag | size)
+            except RuntimeError as error:
+                self._fail(error, k, peer, is_send=is_send, seconds=0.0)
+            else:
+                self._works[k].append(Posted(work, k, peer, is_send))
 
-    def copy_back(self, k: int, x: Tensor, buffer: Tensor) -> None:
-        """When chunk k has arrived, x <- its staging buffer."""
-        self._staged[k].append((x, buffer))
+    def copy_back(self, k: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """When chunk k has arrived, each tensor <- its staging buffer."""
+        self._staged[k] = pairs
 
     def begin(self) -> None:
         """All is posted: the time of the waits runs from now."""
         if self._batch:
-            self._works[0].extend(map(_Work, dist.batch_isend_irecv(self._batch)))
+            self._works[0].extend(map(Posted, dist.batch_isend_irecv(self._batch)))
         self._start = time.monotonic()
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -349,8 +389,8 @@ class PendingExchange:
         """Wait until the chunks before `stop` have been received from, and sent to, all peers."""
         link = self.link
         works = [work for chunk in self._works[self._num_done : stop] for work in chunk]
-        while works := [work for work in works if work.peer not in self.lost]:
-            turn = InTurn([(work, peer) for work, _, peer, _ in works])
+        while works := [work for work in works if work.peer not in self.lost] if self.lost else works:
+            turn = InTurn(works)
             left = (timeout or link.timeout) - timedelta(seconds=time.monotonic() - self._start)
             try:
                 link.wait_for(turn, max(left, _AT_ONCE))
@@ -363,15 +403,16 @@ class PendingExchange:
                 if peer is not None:
                     self._waited[peer] = self._waited.get(peer, 0.0) + seconds
         for k in range(self._num_done, stop):
-            Staging.copy_back(self._staged[k])
+            if k in self._staged:
+                Staging.copy_back(self._staged.pop(k))
             self._works[k].clear()
         self._num_done = stop
         if stop == self.num_chunks:
             self.lost = link.agree_lost(self.lost)
-            arrived = self._num_received
+            arrived = self.recvs.num_bytes
             if self.lost:
                 arrived = {peer: number for peer, number in arrived.items() if peer not in self.lost}
-            link.traffic.arrived(arrived, self._waited, sent=self._num_sent)
+            link.traffic.arrived(arrived, self._waited, sent=self.sends.num_bytes)
 
     def _fail(
         self,
@@ -384,7 +425,7 @@ class PendingExchange:
         timeout: timedelta | None = None,
     ) -> None:
         """Raise an error with the name of the peer, unless rounds go on without it: then it is in `lost`."""
-        link, what = self.link, self.what
+        link, what = self.link, self.what or f"round {self.tag}"
         if link.board is not None:
             link.board.raise_if_known()
         if peer is not None and link.loses(peer, error, seconds):
@@ -429,6 +470,7 @@ class PointToPoint(ABC):
     ) -> None:
         self.rank, self.world_size, self.names = rank, world_size, names
         self.device, self.timeout, self.backend = device, timeout, backend
+        self.is_stream_ordered = backend in STREAM_ORDERED
         self.num_bytes_sent, self.traffic = 0, PeerTraffic()
         self.routes: dict[int, tuple[dist.ProcessGroup, int]] = {}  # by peer, as `route` has given them; until `close`
         self.waiting: dict[int, float] = {}  # the threads that wait for messages, and since when: for `ChangeBoard`
@@ -470,7 +512,7 @@ class PointToPoint(ABC):
         try:
             if self.waits is not None:
                 self.waits.wait(work, timeout)
-            elif self.backend in STREAM_ORDERED:
+            elif self.is_stream_ordered:
                 work.wait()
             else:
                 work.wait(timeout)
@@ -506,42 +548,45 @@ class PointToPoint(ABC):
         [Note: receives first] A one-peer round reaches 0.94 of a 1 Gbit/s link with receives posted before sends,
         0.69 the other way round: Gloo answers a send only once the receive is there.
         """
-        messages = (*recvs.values(), *sends.values())
-        num_chunks = max(map(len, messages), default=0)
+        sends, recvs = Messages.of(sends), Messages.of(recvs)
+        exchange = PendingExchange(self, sends, recvs, tag=tag, what=what)
         if lost := self.failed.intersection((*sends, *recvs)):
-            sends, recvs = ({peer: xs for peer, xs in side.items() if peer not in lost} for side in (sends, recvs))
-        is_staged = any(x.device.type != self.device.type for xs in messages for x in xs)
-        inbox = recvs
+            exchange.sends = sends = sends.without(lost)
+            exchange.recvs = recvs = recvs.without(lost)
+            exchange.lost = lost
+        is_staged = bool((sends.devices | recvs.devices) - {self.device.type})
         if is_staged:
-            self._staging.expect(sum(map(len, messages)))
-            inbox = {peer: [self._staging.buffer_for(x, keep=True) for x in xs] for peer, xs in recvs.items()}
-            self._staging.synchronize()
+            self._staging.expect(sum(map(len, (*recvs.values(), *sends.values()))))
         self._use.is_active = True
-        due = {peer: sum(map(_num_bytes, xs)) for peer, xs in inbox.items()}
-        total = {peer: sum(map(_num_bytes, xs)) for peer, xs in sends.items()}
-        exchange = PendingExchange(
-            self, num_chunks, num_sent=total, num_received=due, tag=tag, what=what or f"round {tag}"
-        )
-        exchange.lost = lost
-        for peer, xs in inbox.items():
-            for k, x in enumerate(xs):
-                exchange.post(k, peer, x, total_bytes=due[peer], is_send=False)
-                if is_staged and x is not recvs[peer][k]:
-                    exchange.copy_back(k, recvs[peer][k], x)
-        for k in range(num_chunks):
+        for k, chunks in enumerate(self._staged(recvs.chunks) if is_staged else recvs.chunks):
+            exchange.post(k, chunks, is_send=False)
+            if is_staged:
+                exchange.copy_back(k, [(x, buffer) for (_, (x,), _), (_, (buffer,), _) in zip(recvs.chunks[k], chunks)])
+        for k in range(exchange.num_chunks):
             if fill is not None:
                 fill(k)
-            outbox = {peer: xs[k] for peer, xs in sends.items() if k < len(xs)}
-            if is_staged:
-                outbox = {peer: self._staging.buffer_for(x, fill=True, keep=True) for peer, x in outbox.items()}
-                self._staging.synchronize()
-            for peer, x in outbox.items():
-                exchange.post(k, peer, x, total_bytes=total[peer], is_send=True)
-        self.num_bytes_sent += sum(total.values())
+            if k < len(sends.chunks):
+                (chunks,) = self._staged(sends.chunks[k : k + 1], fill=True) if is_staged else (sends.chunks[k],)
+                exchange.post(k, chunks, is_send=True)
+        self.num_bytes_sent += sends.total_bytes
         exchange.begin()
         return exchange
 
-    def wire_tag(self, tag: int, num_bytes: int, *, total_bytes: int | None = None) -> int:
+    def _staged(self, chunks: Sequence[Sequence[Chunk]], *, fill: bool = False) -> list[list[Chunk]]:
+        """Return chunks with staging buffers in place of tensors of another device; `fill`: with their values."""
+        staged = [
+            [Chunk(peer, [self._staging.buffer_for(x, fill=fill, keep=True)], size) for peer, (x,), size in each]
+            for each in chunks
+        ]
+        self._staging.synchronize()
+        return staged
+
+    def find_route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
+        """Return `route(peer)`, and keep it in `routes`."""
+        self.routes[peer] = self.route(peer)
+        return self.routes[peer]
+
+    def wire_tag(self, tag: int, num_bytes: int = 0, *, total_bytes: int | None = None) -> int:
         """The backend's tag of a message of round `tag` on this channel.
 
         It depends on the size, so that messages of two sizes do not meet: Gloo ends the process when a message is
@@ -550,12 +595,11 @@ class PointToPoint(ABC):
 
         Args:
             tag: the round.
-            num_bytes: the number of bytes of the chunk.
+            num_bytes: the number of bytes of the chunk; 0: the tag of any chunk, without the bits of its size.
             total_bytes: the bytes of the whole message; None: the chunk is the message.
         """
-        rest = 0 if total_bytes is None else total_bytes - num_bytes
-        size = (num_bytes + 31 * rest) % ((1 << SIZE_BITS) - 3)  # a prime: lengths of vectors differ by powers of two
-        return (self._use.channel << SIZE_BITS | size) << ROUND_BITS | tag % (1 << ROUND_BITS)
+        size = _size_bits(num_bytes, 0 if total_bytes is None else total_bytes - num_bytes)
+        return self._use.channel << SIZE_BITS + ROUND_BITS | size | tag % (1 << ROUND_BITS)
 
 
 def fail(error: RuntimeError, *, rank: int, what: str, seconds: float, timeout: timedelta, note: str = "") -> NoReturn:

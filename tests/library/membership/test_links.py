@@ -23,7 +23,7 @@ from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.membership import addresses
 from gossip_modules.membership.links import LinkTransport, connect_links
 from gossip_modules.mixing_manager import LaplacianMixing, MetropolisHastingsMixing, MixingManager, UniformMixing
-from gossip_modules.transport.exchange import PendingExchange, Waits
+from gossip_modules.transport.exchange import Messages, PendingExchange, Waits
 from tests.harness.ranks import TIMEOUT
 from tests.library.membership.stores import exchange_over
 
@@ -184,8 +184,9 @@ def test_a_message_of_which_only_a_part_came_is_left_out(late: bool) -> None:
     def body(transport: LinkTransport, barrier: threading.Barrier) -> Tensor | None:
         s = FlatVector.over(x + transport.rank)
         if transport.rank == 1:
-            exchange = PendingExchange(transport, 1, num_sent={}, num_received={}, tag=0, what="")
-            exchange.post(0, 0, s.raw[:256], total_bytes=s.raw.numel(), is_send=True)
+            message = Messages({0: s.raw.split(256)})
+            exchange = PendingExchange(transport, message, Messages({}), tag=0, what="")
+            exchange.post(0, message.chunks[0], is_send=True)
             exchange.begin()
             exchange.wait()
             raise Ended

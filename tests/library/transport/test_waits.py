@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gossip_modules.transport.exchange import InTurn, Waits
+from gossip_modules.transport.exchange import InTurn, Posted, Waits
 
 LIMIT = 20.0
 
@@ -86,7 +86,7 @@ def test_waits_for_one_peer_are_given_up() -> None:
 def test_a_turn_that_is_given_up_goes_on_to_no_other_message() -> None:
     """The caller waits for the messages after it, while the thread of the turn is still inside the message."""
     before, waits, first, second = threading.enumerate(), Waits(), Message(), Message()
-    turn = InTurn([(first, 1), (second, 2)])  # type: ignore[list-item]
+    turn = InTurn([Posted(first, peer=1), Posted(second, peer=2)])  # type: ignore[arg-type]
     end = in_a_thread(lambda: waits.wait(turn, timedelta(seconds=10 * LIMIT)))
     assert first.is_waited_for.wait(LIMIT)
     waits.give_up(2)  # its message comes later
@@ -105,7 +105,8 @@ def test_a_turn_that_is_given_up_goes_on_to_no_other_message() -> None:
 def test_a_turn_waits_for_all_and_stops_at_the_message_that_fails() -> None:
     waits, done, late, after = Waits(), Message(), Message(), Message()
     done.may_end.set()
-    turn = InTurn([(done, 1), (done, 2), (late, 1), (after, 2)])  # type: ignore[list-item]
+    posted = [(done, 1), (done, 2), (late, 1), (after, 2)]
+    turn = InTurn([Posted(message, peer=peer) for message, peer in posted])  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="timed out"):
         waits.wait(turn, timedelta(milliseconds=1))
     assert turn.present == 2
