@@ -66,7 +66,7 @@ class PushPull(Mixer):
         self._sent: FlatVector | None = None
         self._pending: Pending | None = None
         self._prepared: dict[Peers, Prepared] = {}
-        self._prepared_for: FlatVector | None = None  # the vector that these messages send
+        self._prepared_of: tuple[FlatVector | None, Tensor | None] = None, None  # sent by them: vector and weight
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `Mixer`."""
@@ -85,7 +85,7 @@ class PushPull(Mixer):
         """Choose the size of chunks; 0: messages are sent whole. It is equal on all ranks, as its inputs are."""
         is_cut = self.wire_dtype is None and self.transport.device.type == "cpu"
         self._cut_bytes = self.chunk_bytes if is_cut else 0
-        self._prepared_for = None
+        self._prepared.clear()
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`."""
@@ -129,8 +129,7 @@ class PushPull(Mixer):
         assert self._pending is None, "a round is in flight: finish() it before the next start()"
         row = self._row
         row.begin(t, s.push_sum_weight)
-        prepared = self._prepare(s if self.wire_dtype is None else self._narrow(s))
-        sends, recvs, self.received = prepared
+        sends, recvs, self.received = self._prepare(s if self.wire_dtype is None else self._narrow(s))
         if row.keeps_all:  # [Note: weights that run dry]
             sends = Messages({peer: tuple(map(torch.zeros_like, message)) for peer, message in sends.items()})
         if fill is not None and not (sends or recvs):  # no exchange would call `fill`
@@ -143,8 +142,9 @@ class PushPull(Mixer):
 
         The message is the vector itself, so nothing is copied and it may be filled later.
         """
-        if self._prepared_for is not sent or len(self._prepared) > _MAX_PREPARED:
-            self._prepared_for = sent
+        vector, weight = self._prepared_of
+        if vector is not sent or weight is not sent.push_sum_weight or len(self._prepared) > _MAX_PREPARED:
+            self._prepared_of = sent, sent.push_sum_weight
             self._prepared.clear()
         peers = out_peers, in_peers = self._row.out_peers, self._row.in_peers
         if (found := self._prepared.get(peers)) is not None:
@@ -286,10 +286,10 @@ class PushPull(Mixer):
     def close(self) -> None:
         """See `Mixer`: the vector that was sent is not kept."""
         super().close()
-        self._prepared, self._prepared_for = {}, None
+        self._prepared, self._prepared_of = {}, (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prepared": {}, "_prepared_for": None}  # a copy sends the vector of a copy
+        return {**self.__dict__, "_prepared": {}, "_prepared_of": (None, None)}  # a copy sends another vector
 
     # On a narrow wire.
 

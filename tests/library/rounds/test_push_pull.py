@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -14,6 +18,8 @@ from gossip_modules.extend import FlatVector, PushPull, PushSum
 from gossip_modules.flat.layout import FlatLayout
 from gossip_modules.graph_manager import GraphManager, NPeerDynamicDirectedExponentialGraph
 from gossip_modules.mixing_manager import MatrixMixing, MixingManager, MixingWeights, UniformMixing
+from gossip_modules.rounds import push_pull
+from gossip_modules.transport.exchange import Messages
 from tests.harness.ranks import CPU, run_ranks, solo_group
 from tests.library.rounds.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of
 
@@ -259,3 +265,44 @@ def test_weights_and_peers_of_a_users_class_are_asked_for_in_every_round(mixing:
     for t in range(7):
         expected = mixing.matrix(t) @ expected
         torch.testing.assert_close(torch.stack([rank[t] for rank in ranks]), expected, rtol=0, atol=1e-12)
+
+
+def test_messages_are_made_once_for_each_set_of_peers_of_one_vector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new vector, a new weight, a narrow wire and a copy of the mixer have messages of their own."""
+    mixing, makers = UniformMixing(NPeerDynamicDirectedExponentialGraph(4)), list[int]()
+
+    class Counted(Messages):
+        def __init__(self, messages: Mapping[int, Sequence[Tensor]]) -> None:
+            super().__init__(messages)
+            makers.append(threading.get_ident())
+
+    monkeypatch.setattr(push_pull, "Messages", Counted)
+    mean = torch.stack([value_of(rank) for rank in range(4)]).mean(0)
+
+    def body(group: dist.ProcessGroup) -> None:
+        gossiper = bound(PushPull(), mixing, group)
+        first, second = (FlatVector.over(value_of(group.rank())) for _ in range(2))
+
+        def num_made(s: FlatVector, rounds: range) -> int:
+            before = makers.count(threading.get_ident())
+            for t in rounds:
+                gossiper.mix(s, t)
+            return makers.count(threading.get_ident()) - before
+
+        assert num_made(first, range(8)) == 2 * mixing.period == 4  # what it sends, and what it receives
+        assert num_made(second, range(8, 10)) == 4
+        for s in (first, second):
+            torch.testing.assert_close(s.segments[0], mean, rtol=0, atol=1e-15)
+        assert num_made(second, range(10, 12)) == 0
+        second.push_sum_weight = second.push_sum_weight.clone()
+        assert num_made(second, range(12, 14)) == 4
+        assert not copy.deepcopy(gossiper)._prepared
+        gossiper.narrow(torch.bfloat16)
+        assert num_made(second, range(14, 18)) == 4
+        kept = weakref.ref(first)
+        gossiper.close()
+        del first, second, s
+        gc.collect()
+        assert kept() is None, "a closed mixer keeps no model"
+
+    run_ranks(4, body)
