@@ -22,7 +22,7 @@ from gossip_modules.methods.chosen import Chosen, read_algorithm
 from gossip_modules.methods.options import Context, WrapperOptions
 from tests.harness.ranks import run_ranks
 
-N, STEPS, PERIOD = 5, 9, 3
+N, STEPS, PERIOD = 5, 7, 3
 LOCKSTEP = [name for name, method in METHODS.items() if method.pace == "lockstep"]
 
 

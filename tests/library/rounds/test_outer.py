@@ -73,18 +73,18 @@ def test_a_checkpoint_or_a_copy_goes_on_to_the_bit(outer: OuterMethod) -> None:
         rank, other = group.rank(), net(5)
         model = net()
         wrapper, optimizer = wrap(model, group, outer), sgd(model)
-        for step in range(8):
+        for step in range(6):
             train_step(wrapper, optimizer, rank, step)
         file = io.BytesIO()
         torch.save({"model": wrapper.state_dict(), "optimizer": optimizer.state_dict()}, file)
         twin = copy.deepcopy(wrapper)
         twin_optimizer = sgd(twin.module)
         twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for step in range(8, 14):
+        for step in range(6, 10):
             train_step(wrapper, optimizer, rank, step)
         expected = flatten(model).clone()
         wrapper.flush()  # all share one group, which has one collective at a time
-        for step in range(8, 14):
+        for step in range(6, 10):
             train_step(twin, twin_optimizer, rank, step)
         assert torch.equal(flatten(twin.module), expected)
         twin.flush()
@@ -96,7 +96,7 @@ def test_a_checkpoint_or_a_copy_goes_on_to_the_bit(outer: OuterMethod) -> None:
         assert str(resumed.state_dict()._metadata[""]) == str(saved["model"]._metadata[""])  # nothing is lost by then
         optimizer = sgd(other)
         optimizer.load_state_dict(saved["optimizer"])
-        for step in range(8, 14):
+        for step in range(6, 10):
             train_step(resumed, optimizer, rank, step)
         assert torch.equal(flatten(other), expected)
         before = str(wrapper.state_dict()._metadata[""])

@@ -45,7 +45,7 @@ from tests.library.membership.stores import exchange_over
 from tests.library.sharded.test_replicas import has_exact_shards, model_of, parameters_of, sgd, sharded
 
 SHARDS = 2
-NUM_STEPS = 6
+NUM_STEPS = 4
 SECONDS = 40.0
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGP": {"graph": RingGraph},
