@@ -33,7 +33,7 @@ from gossip_modules import (
 from tests.harness.quadratics import Point
 from tests.harness.ranks import run_ranks
 
-NUM_RANKS, PERIOD = 4, 3
+NUM_RANKS, PERIOD = 4, 2
 
 
 def on_a_ring(**options: Any) -> dict[str, Any]:
