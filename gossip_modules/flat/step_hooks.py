@@ -86,7 +86,7 @@ class StepHooks:  # one for the process: STEP_HOOKS
         self._members: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._is_hooked = False
-        self._calls: weakref.WeakKeyDictionary[Optimizer, _Calls] = weakref.WeakKeyDictionary()
+        self._calls: dict[int, _Calls] = {}  # by id of the optimizer, as a class of optimizers may have no hash
 
     def add(self, member: Any) -> None:
         """Call `member`, a `Stepped` or an object with its methods, at steps until it is discarded or collected."""
@@ -106,12 +106,12 @@ class StepHooks:  # one for the process: STEP_HOOKS
 
     def look_again(self) -> None:
         """Find the optimizers of each member again, after a member has changed its parameters."""
-        self._calls = weakref.WeakKeyDictionary()
+        self._calls = {}
 
     def _calls_of(self, optimizer: Optimizer) -> _Calls:
         """Return the calls of a step of this optimizer, found once for the optimizer and its parameters."""
         num_held = sum(len(group["params"]) for group in optimizer.param_groups)
-        found = self._calls.get(optimizer)
+        found = self._calls.get(key := id(optimizer))
         if found is None or found.num_held != num_held:
             with self._lock:
                 members, calls = list(self._members), self._calls
@@ -121,7 +121,7 @@ class StepHooks:  # one for the process: STEP_HOOKS
             inside = [member.after_closure for member in stepped if hasattr(member, "after_closure")]
             after = [member.after_step for member in stepped]
             methods = (tuple(map(weakref.WeakMethod, kind)) for kind in (before, inside, after))
-            found = calls[optimizer] = _Calls(num_held, *methods)
+            found = calls[key] = _Calls(weakref.ref(optimizer, lambda _: calls.pop(key, None)), num_held, *methods)
         return found
 
     @not_compiled
@@ -157,8 +157,9 @@ def _call(methods: _Methods, optimizer: Optimizer) -> None:
 
 
 class _Calls(NamedTuple):
-    """The methods to call in the steps of an optimizer with this number of parameters."""
+    """The methods to call in the steps of an optimizer with this number of parameters, as long as it lives."""
 
+    optimizer: weakref.ref[Optimizer]
     num_held: int
     before: _Methods
     inside: _Methods

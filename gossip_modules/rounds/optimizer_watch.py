@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..flat.buffer import FlatBuffer
 from ..flat.step_hooks import Stepped, existing_optimizers, is_left_out
@@ -120,7 +120,7 @@ class StepRates:
 
     def __init__(self, buffer: FlatBuffer) -> None:
         self._buffer = buffer
-        self._groups: weakref.WeakKeyDictionary[Optimizer, GroupRates] = weakref.WeakKeyDictionary()  # last step last
+        self._groups: MutableMapping[Optimizer, GroupRates] = WeakIdKeyDictionary()  # last step last
         self._parameters: list[Tensor] = []  # the parameters of the buffer for which the groups were read
         self._loaded: tuple[Rates | None, int] = (None, 0)  # the loaded rates, for optimizers that are not known yet
         self._has_looked = False
@@ -186,7 +186,7 @@ class StepRates:
 
     def __getstate__(self) -> dict[str, Any]:
         loaded = tuple(self.state_dict().values())  # a copy belongs to other optimizers
-        others = {"_groups": weakref.WeakKeyDictionary(), "_parameters": [], "_has_looked": False}
+        others = {"_groups": WeakIdKeyDictionary(), "_parameters": [], "_has_looked": False}
         return {**self.__dict__, "_loaded": loaded, **others}
 
 

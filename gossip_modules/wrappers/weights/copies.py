@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...flat.buffer import FlatBuffer
 from ...flat.samples import Samples, sample
@@ -88,9 +88,10 @@ class WeightCopies(Stepped):
     def _hear(self) -> None:
         self._thread = threading.get_ident()
         self._is_held = False  # an optimizer of the parameters themselves has stepped
-        self._watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
+        # By identity, as a class of optimizers may have no hash.
+        self._watches: MutableMapping[Optimizer, _Watch] = WeakIdKeyDictionary()
         self._sought: Sequence[Tensor] = ()  # the parameters whose masters are known
-        self._masters: weakref.WeakKeyDictionary[Optimizer, MasterWeights | None] = weakref.WeakKeyDictionary()
+        self._masters: MutableMapping[Optimizer, MasterWeights | None] = WeakIdKeyDictionary()
         super()._hear()
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from gossip_modules import (
     Schedule,
     gossip,
 )
+from gossip_modules.flat.step_hooks import STEP_HOOKS
 from tests.harness.cases import each_once
 from tests.harness.problems import batch, fill_, loss_of, mlp, sgd, train_step
 from tests.harness.progress import step_of
@@ -379,6 +381,31 @@ def test_steps_after_close_are_no_error() -> None:
         optimizer.zero_grad()
         loss_of(wrapper.module, 0, step).backward()
         optimizer.step()
+
+
+class Comparable(torch.optim.SGD):
+    """An optimizer of a class without a hash."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("options", [{}, {"algorithm": D2()}], ids=str)
+def test_optimizers_that_compare_equal_and_have_no_hash_are_watched_and_forgotten(options: dict[str, Any]) -> None:
+    model = GossipDataParallel(mlp(), process_group=solo_group(), **options)
+    optimizer, other = Comparable(model.parameters(), lr=0.1), Comparable(mlp().parameters(), lr=0.1)
+    for t in range(3):
+        train_step(model, optimizer, 0, t)
+        other.step()
+    assert model.comm_stats()["num_rounds"] == 3
+    num_calls = len(STEP_HOOKS._calls)
+    del other
+    gc.collect()
+    assert len(STEP_HOOKS._calls) == num_calls - 1
+    model.close()
+    train_step(model.module, optimizer, 0, 3)
 
 
 def test_a_discriminator_has_one_round_for_each_of_its_steps() -> None:
