@@ -224,7 +224,7 @@ def test_what_is_frozen_on_all_ranks_is_averaged_exactly(method: str) -> None:
         trainer.step(5)
         trainer.model[0].requires_grad_(False)  # type: ignore[index]
         seen = []
-        for _ in range(12):
+        for _ in range(8):
             trainer.step()
             seen.append(flat(trainer.model[0]))  # type: ignore[index]
         state = trainer.wrapper.averaged_state_dict(rank0_only=False)
