@@ -17,9 +17,9 @@ from torch import Tensor
 from ..flat.sharded import local_of
 from ..transport import threads
 from ..transport.deadline import Deadline
-from ..transport.exchange import Waits
 from ..transport.gloo import num_devices
 from ..transport.state_tree import bytes_of, copied, decode, encode, pack, unpack
+from ..transport.waits import Waits
 from . import limits
 from .addresses import connect_groups
 from .background_log import log

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..flat.sharded import with_shards
 from ..transport.deadline import Deadline
-from ..transport.exchange import Waits
+from ..transport.waits import Waits
 from . import donor, limits
 from .background_log import log
 from .links import alone

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..transport import threads
 from ..transport.deadline import Deadline
-from ..transport.exchange import LATE, LinkClosedError, PointToPoint, Waits, fail
+from ..transport.exchange import LATE, LinkClosedError, PointToPoint, fail
 from ..transport.gloo import CPU, as_group
 from ..transport.process_group import PROBE_TAG, ProcessGroupTransport
+from ..transport.waits import Waits
 from .addresses import Exchange, connect_groups
 
 _BREAK = timedelta(milliseconds=1)

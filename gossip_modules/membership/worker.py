@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from ..transport import threads
 from ..transport.deadline import Deadline
-from ..transport.exchange import Waits
+from ..transport.waits import Waits
 from . import limits
 from .background_log import log
 from .donor import Donor

@@ -7,7 +7,7 @@ import time
 from datetime import timedelta
 
 clock = time.monotonic  # apart, so that tests can change it
-_AT_ONCE = timedelta(milliseconds=1)
+AT_ONCE = timedelta(milliseconds=1)
 
 
 class Deadline:
@@ -44,7 +44,7 @@ class Deadline:
     @property
     def left_for_gloo(self) -> timedelta:
         """The remaining seconds, at least a millisecond, for a wait with a limit above zero."""
-        return max(timedelta(seconds=self.left), _AT_ONCE)
+        return max(timedelta(seconds=self.left), AT_ONCE)
 
     @property
     def passed(self) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .barrier import Attendance, NotMet, meet, meet_in_turns
 from .change_board import ChangeBoard
-from .deadline import Deadline
+from .deadline import AT_ONCE, Deadline
 from .exchange import LATE, ROUND_BITS, SIZE_BITS, PointToPoint, Staging, fail
 from .failure_notes import GONE, MAYBE_CLOSED, SILENT, FailureNotes, describe
 from .shared_group import CAN_RELEASE, CHANNEL_BITS, Use
@@ -27,7 +27,6 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 PROBE_TAG = 1 << ROUND_BITS + SIZE_BITS + CHANNEL_BITS  # no round has it
 BARRIER_TAG = PROBE_TAG + 1  # and the one above
 SUM_TAG = BARRIER_TAG + 2
-_AT_ONCE = timedelta(milliseconds=1)
 _FEW = 4  # ranks that tell each other directly that they have come
 _MIN_TRANSFER = 1.0  # seconds
 _MANY, _SHORT = 16, 4096  # more ranks than that add up short messages in log2 n steps; bytes
@@ -354,7 +353,7 @@ class ProcessGroupTransport(PointToPoint):
         """
         for peer in self._peers if self.backend == "gloo" else ():
             with contextlib.suppress(RuntimeError, ValueError):  # they are closed already
-                self._probe(peer).wait(_AT_ONCE)
+                self._probe(peer).wait(AT_ONCE)
         if self.waits is not None:
             self.waits.close()
 

@@ -18,7 +18,6 @@ from .deadline import Deadline
 
 T = TypeVar("T")
 _EXIT_SECONDS = 1.0
-_AT_ONCE = timedelta(milliseconds=1)
 _NUM_WAITS = 10  # a round has at most so many waits; each ends at the timeout of the transport and names its peer
 _LOOK_SECONDS = 1.0
 _Calls: TypeAlias = "SimpleQueue[tuple[Callable[[], Any], Future[Any] | None] | None]"

@@ -23,7 +23,8 @@ from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.membership import addresses
 from gossip_modules.membership.links import LinkTransport, connect_links
 from gossip_modules.mixing_manager import LaplacianMixing, MetropolisHastingsMixing, MixingManager, UniformMixing
-from gossip_modules.transport.exchange import Messages, PendingExchange, Waits
+from gossip_modules.transport.exchange import Messages, PendingExchange
+from gossip_modules.transport.waits import Waits
 from tests.harness.ranks import TIMEOUT
 from tests.library.membership.stores import exchange_over
 

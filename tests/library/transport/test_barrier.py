@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from gossip_modules import connect
 from gossip_modules.transport.deadline import Deadline
-from gossip_modules.transport.exchange import InTurn
 from gossip_modules.transport.gloo import CAN_BE_LAZY, at_once, gloo_group
 from gossip_modules.transport.process_group import ProcessGroupTransport
+from gossip_modules.transport.waits import InTurn
 from tests.harness.ranks import CPU, TIMEOUT, HangUp, run_ranks
 
 T = TypeVar("T")

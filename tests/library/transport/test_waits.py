@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gossip_modules.transport.exchange import InTurn, Posted, Waits
+from gossip_modules.transport.waits import InTurn, Posted, Waits
 
 LIMIT = 20.0
 
