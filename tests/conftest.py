@@ -119,7 +119,8 @@ class _CatchingLogs(_pytest.logging.catching_logs[Any]):
         return self.handler
 
 
-_pytest.logging.catching_logs = _CatchingLogs  # type: ignore[misc]
+if "attached_loggers" in _pytest.logging.catching_logs.__slots__:  # older pytest looks at the root logger alone
+    _pytest.logging.catching_logs = _CatchingLogs  # type: ignore[misc]
 
 _stderr = pytest.StashKey[int]()
 _watchdog = pytest.StashKey[Watchdog]()
