@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
@@ -65,8 +66,7 @@ class PushPull(Mixer):
         self._inbox: list[FlatVector] = []
         self._sent: FlatVector | None = None
         self._pending: Pending | None = None
-        self._prepared: dict[Peers, Prepared] = {}
-        self._prepared_of: tuple[FlatVector | None, Tensor | None] = None, None  # sent by them: vector and weight
+        self._forget_messages()
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `Mixer`."""
@@ -85,7 +85,12 @@ class PushPull(Mixer):
         """Choose the size of chunks; 0: messages are sent whole. It is equal on all ranks, as its inputs are."""
         is_cut = self.wire_dtype is None and self.transport.device.type == "cpu"
         self._cut_bytes = self.chunk_bytes if is_cut else 0
-        self._prepared.clear()
+        self._forget_messages()
+
+    def _forget_messages(self) -> None:
+        self._prepared: dict[Peers, Prepared] = {}
+        self._prepared_of: Callable[[], FlatVector | None] = lambda: None  # the vector that they send, while it lives
+        self._prepared_weight: Tensor | None = None  # which they send too
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`."""
@@ -142,13 +147,16 @@ class PushPull(Mixer):
 
         The message is the vector itself, so nothing is copied and it may be filled later.
         """
-        vector, weight = self._prepared_of
-        if vector is not sent or weight is not sent.push_sum_weight or len(self._prepared) > _MAX_PREPARED:
-            self._prepared_of = sent, sent.push_sum_weight
-            self._prepared.clear()
+        prepared = self._prepared
+        if self._prepared_of() is not sent or self._prepared_weight is not sent.push_sum_weight:
+            prepared = self._prepared = {}
+            self._prepared_of = weakref.ref(sent, lambda _: prepared.clear())
+            self._prepared_weight = sent.push_sum_weight
         peers = out_peers, in_peers = self._row.out_peers, self._row.in_peers
-        if (found := self._prepared.get(peers)) is not None:
+        if (found := prepared.get(peers)) is not None:
             return found
+        if len(prepared) == _MAX_PREPARED:
+            prepared.clear()
         if self._inbox and (self._inbox[0].layout != sent.layout or self._inbox[0].raw.device != sent.raw.device):
             self._inbox.clear()
         while len(self._inbox) < len(in_peers):
@@ -156,8 +164,8 @@ class PushPull(Mixer):
         received = tuple(self._inbox[: len(in_peers)])
         message, *inbox = [self._pieces(v, is_one=sent.message is not None) for v in (sent, *received)]
         sends, recvs = dict.fromkeys(out_peers, message), dict(zip(in_peers, inbox, strict=True))
-        self._prepared[peers] = Prepared(Messages(sends), Messages(recvs), received)
-        return self._prepared[peers]
+        found = prepared[peers] = Prepared(Messages(sends), Messages(recvs), received)
+        return found
 
     def _pieces(self, v: FlatVector, *, is_one: bool) -> Sequence[Tensor]:
         """The chunks of a vector as they are sent; is_one: the push-sum weight is behind the last one, else alone."""
@@ -210,9 +218,7 @@ class PushPull(Mixer):
         """s <- s + (W - I) s', where s' is the rounded s that was sent; s' = s without a narrow wire."""
         coefficients = list(row.inp.values())
         if sent is None:
-            s.combine_segments_(row.own - is_difference, messages, coefficients)
-            if self._sends_weight or is_difference:  # else it stays one
-                s.combine_weight_(row.own - is_difference, messages, coefficients)
+            s.combine_(row.own - is_difference, messages, coefficients)
             return
         for message, weight in ((sent, row.own - 1), *zip(messages, coefficients, strict=True)):
             s.add_segments_(message, alpha=weight)
@@ -264,8 +270,7 @@ class PushPull(Mixer):
             if isinstance(error, PeersLost):
                 return None
             raise
-        if self._sends_weight or is_difference:  # else it stays one
-            s.combine_weight_(own, self.received, coefficients, alpha=alpha)
+        s.combine_weight_(own, self.received, coefficients, alpha=alpha)
         return 1.0 if alpha is None else alpha
 
     def _arrivals(self) -> Iterator[int]:
@@ -283,13 +288,13 @@ class PushPull(Mixer):
             if k is not None:
                 yield k
 
-    def close(self) -> None:
-        """See `Mixer`: the vector that was sent is not kept."""
-        super().close()
-        self._prepared, self._prepared_of = {}, (None, None)
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prepared": {}, "_prepared_of": (None, None)}  # a copy sends another vector
+        names = ("_prepared", "_prepared_of", "_prepared_weight")  # a copy sends another vector
+        return {name: value for name, value in self.__dict__.items() if name not in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget_messages()
 
     # On a narrow wire.
 
@@ -361,7 +366,7 @@ Peers: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Prepared(NamedTuple):
-    """The messages of a round, and the vectors to receive from the in-peers, which the messages write."""
+    """The messages of a round, and the vectors in whose memory the messages of the in-peers arrive."""
 
     sends: Messages
     recvs: Messages
@@ -422,7 +427,7 @@ class Neighbours:
         if plan is None:
             rank, graph, mixing = self._transport.rank, self._mixing.graph, self._mixing
             weights, buffer_weights = mixing.weights(rank, t), mixing.buffer_weights(rank, t)
-            plan = Plan(graph.out_peers(rank, t), tuple(weights.inp), weights, buffer_weights)
+            plan = Plan(tuple(graph.out_peers(rank, t)), tuple(weights.inp), weights, buffer_weights)
             if self._period:
                 self._plans[t % self._period] = plan
         self.t = t

@@ -102,7 +102,7 @@ class Chunk(NamedTuple):
 
     peer: int
     tensors: list[Tensor]
-    size: int
+    size_bits: int
 
 
 class Messages(dict[int, Sequence[Tensor]]):
@@ -132,7 +132,7 @@ class Messages(dict[int, Sequence[Tensor]]):
 
     @classmethod
     def of(cls, messages: Mapping[int, Sequence[Tensor]]) -> Messages:
-        """Return the messages themselves if they are of this class."""
+        """Return messages of this class: the same object, or new messages with these tensors."""
         return messages if isinstance(messages, cls) else cls(messages)
 
     def without(self, peers: Set[int]) -> Messages:
@@ -151,11 +151,13 @@ class PendingExchange:
 
     Args:
         link: the link of the messages.
-        sends, recvs: the messages.
+        sends, recvs: the messages of all peers.
         tag: the tag of the round.
         what: names it in errors.
 
     Attributes:
+        sends, recvs: the messages of peers that had not failed before the round.
+        num_chunks: the largest number of chunks of a message, of failed peers too.
         lost: failed peers; the round is complete without them.
     """
 
@@ -180,7 +182,7 @@ class PendingExchange:
             is_send: whether they are sent.
         """
         link = self.link
-        for peer, tensors, size in chunks:
+        for peer, tensors, size_bits in chunks:
             if peer in self.lost:
                 continue
             group, rank = link.routes.get(peer) or link.find_route(peer)
@@ -189,15 +191,15 @@ class PendingExchange:
                 self._batch.append(dist.P2POp(operation, tensors[0], link.names[peer], group))
                 continue
             try:
-                work = (group.send if is_send else group.recv)(tensors, rank, self._tag | size)
+                work = (group.send if is_send else group.recv)(tensors, rank, self._tag | size_bits)
             except RuntimeError as error:
                 self._fail(error, k, peer, is_send=is_send, seconds=0.0)
             else:
                 self._works[k].append(Posted(work, k, peer, is_send))
 
-    def copy_back(self, k: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """When chunk k has arrived, each tensor <- its staging buffer."""
-        self._staged[k] = pairs
+    def copy_back(self, k: int, chunks: Sequence[Chunk], staged: Sequence[Chunk]) -> None:
+        """When the chunks with index k have arrived, their tensors <- the staging buffers."""
+        self._staged[k] = [(x, buffer) for (_, (x,), _), (_, (buffer,), _) in zip(chunks, staged, strict=True)]
 
     def begin(self) -> None:
         """All is posted: the time of the waits runs from now."""
@@ -389,26 +391,25 @@ class PointToPoint(ABC):
         if is_staged:
             self._staging.expect(sum(map(len, (*recvs.values(), *sends.values()))))
         self._use.is_active = True
-        for k, chunks in enumerate(self._staged(recvs.chunks) if is_staged else recvs.chunks):
-            exchange.post(k, chunks, is_send=False)
+        for k, chunks in enumerate(recvs.chunks):
+            inbox = self._in_staging(chunks) if is_staged else chunks
+            exchange.post(k, inbox, is_send=False)
             if is_staged:
-                exchange.copy_back(k, [(x, buffer) for (_, (x,), _), (_, (buffer,), _) in zip(recvs.chunks[k], chunks)])
+                exchange.copy_back(k, chunks, inbox)
         for k in range(exchange.num_chunks):
             if fill is not None:
                 fill(k)
             if k < len(sends.chunks):
-                (chunks,) = self._staged(sends.chunks[k : k + 1], fill=True) if is_staged else (sends.chunks[k],)
-                exchange.post(k, chunks, is_send=True)
+                chunks = sends.chunks[k]
+                exchange.post(k, self._in_staging(chunks, fill=True) if is_staged else chunks, is_send=True)
         self.num_bytes_sent += sends.total_bytes
         exchange.begin()
         return exchange
 
-    def _staged(self, chunks: Sequence[Sequence[Chunk]], *, fill: bool = False) -> list[list[Chunk]]:
+    def _in_staging(self, chunks: Sequence[Chunk], *, fill: bool = False) -> list[Chunk]:
         """Return chunks with staging buffers in place of tensors of another device; `fill`: with their values."""
-        staged = [
-            [Chunk(peer, [self._staging.buffer_for(x, fill=fill, keep=True)], size) for peer, (x,), size in each]
-            for each in chunks
-        ]
+        buffer_for = self._staging.buffer_for
+        staged = [chunk._replace(tensors=[buffer_for(chunk.tensors[0], fill=fill, keep=True)]) for chunk in chunks]
         self._staging.synchronize()
         return staged
 

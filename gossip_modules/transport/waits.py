@@ -84,7 +84,7 @@ class InTurn:
             RuntimeError: the message `present` has failed.
         """
         start = now = time.monotonic()
-        left = timeout
+        left = None if timeout is None else max(timeout, AT_ONCE)
         for k, (work, _, peer, _) in enumerate(self._works):
             with self._lock:
                 if self._is_given_up:

@@ -369,7 +369,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         return {"weight": weight, "graph": self._graph, **super().get_extra_state()}
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
-        """See `GossipWrapper`; without state the push-sum weight is 1.
+        """See `GossipWrapper`; without state, or if rounds keep all weights at 1, the push-sum weight is 1.
 
         Warns where ranks may have mixed on another graph when the state was saved, by an older version; all is loaded
         by then. With a membership it does not: the graph depends on the number of workers.
@@ -383,8 +383,11 @@ class GossipDataParallel(GossipWrapper, Joinable):
                 "wrap as when it was saved, or load the model alone: module.load_state_dict"
             )
         super().set_extra_state(state)
-        weight = torch.ones(1, device="cpu") if state is None else state["weight"]
-        self._local.buffer.vector.push_sum_weight.copy_(weight)
+        debias, weight = self._local.debias, self._local.buffer.vector.push_sum_weight
+        if state is not None and debias is not None and debias.is_needed:
+            weight.copy_(state["weight"])
+        else:  # the saved parameters are estimates
+            weight.fill_(1.0)
         if state is not None and "graph" not in state and self._was_on_a_ring:
             warnings.warn(
                 f"got a checkpoint of an older version, where ranks mixed on a ring if no graph was named; now it is "

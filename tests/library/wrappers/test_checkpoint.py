@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import re
@@ -395,6 +396,27 @@ def test_a_patchwork_is_refused_on_every_rank(tmp_path: Path) -> None:
     own = [message for message in messages if "with other tensors than this rank has saved" in message]
     assert len(own) == 1, "the rank whose place was kept"
     assert all(re.search(r"ave and load model.checkpoint\(optimizer\) with", message) for message in messages)
+
+
+def test_weights_of_a_checkpoint_are_one_where_rounds_keep_them_at_one() -> None:
+    """A run on a digraph whose weights move goes on on the default graph."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        before = GossipDataParallel(mlp(), graph=irregular(), process_group=group)
+        optimizer = sgd(before)
+        for step in range(4):
+            train_step(before, optimizer, group.rank(), step)
+        state = copy.deepcopy(before.state_dict())
+        assert before.get_extra_state()["weight"] != 1
+        model = GossipDataParallel(mlp(), process_group=group)
+        model.load_state_dict(state)
+        assert torch.equal(flatten(model.module), flatten(before.module))
+        optimizer = sgd(model)
+        for step in range(2):
+            assert model.get_extra_state()["weight"] == 1
+            train_step(model, optimizer, group.rank(), step)
+
+    run_ranks(3, body)
 
 
 # One file per rank.
