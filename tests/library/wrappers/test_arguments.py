@@ -23,6 +23,7 @@ from gossip_modules.wrappers.arguments import as_graph, as_mixing, as_schedule, 
 from gossip_modules.wrappers.choices import as_algorithm, choose_mixing
 from tests.harness.named_group import NamedGroup
 from tests.harness.problems import loss_of, mlp
+from tests.harness.progress import local_of
 from tests.harness.ranks import TIMEOUT, run_ranks, solo_group
 
 RING = gm.RingGraph(4, peers_per_itr=2)
@@ -288,13 +289,14 @@ def test_who_makes_the_warning_an_error_has_loaded_everything() -> None:
         wrapper = gm.GossipDataParallel(nn.Linear(2, 1), process_group=group, push_sum=False)
         state = without_graph(wrapper.get_extra_state())
         state["engine"] = {**state["engine"], "t": 7}
+        local_of(wrapper).buffer.vector.push_sum_weight.fill_(0.5)
         with pytest.raises(UserWarning, match="older version"):
-            wrapper.set_extra_state({**state, "weight": torch.full((1,), 0.5)})
+            wrapper.set_extra_state(state)
         loaded = wrapper.get_extra_state()
         wrapper.close()
         return float(loaded["weight"]), loaded["engine"]["t"]
 
-    assert run_ranks(9, body) == [(0.5, 7)] * 9
+    assert run_ranks(9, body) == [(1.0, 7)] * 9
 
 
 @pytest.mark.parametrize("graph", [None, "ring"])
