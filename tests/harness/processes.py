@@ -21,9 +21,9 @@ import torch.distributed as dist
 PRELOADED = [
     *("torch", "torch.distributed", "torch.nn.parallel", "gossip_modules"),
     "torch._dynamo",  # the first optimizer or training forward loads it
-    # What modules of tests import, of which each fork loads the one that it runs.
+    # Modules of tests import these; each fork loads the module that it runs.
     *("pytest", "networkx", "gossip_modules.testing", "tests.harness.ranks"),
-    # What a training run imports when it needs it.
+    # A training run imports these when it needs them.
     *("train.training.process", "train.tasks.images.task", "train.tasks.translation.task", "torch.utils.tensorboard"),
     *("visualization.curves", "sklearn.datasets", "transformers.models.marian.modeling_marian"),
     "tests.harness.frozen",  # no pass of the garbage collector in a fork visits, and so copies, what is imported here
