@@ -18,6 +18,7 @@ from .rounds.mixer import GlobalAverage, Mixer
 from .rounds.push_pull import PushPull, PushSum
 from .rounds.requests import Average, Exchange, Gather, Mix, Round, RoundLost, SGDStep, Share, Vectors
 from .rounds.vector import Vector
+from .schedule import Times
 from .transport.base import Transport
 from .transport.process_group import ProcessGroupTransport
 from .wrappers.base import GossipWrapper
@@ -55,6 +56,7 @@ __all__ = [
     "Selection",
     "Share",
     "SyncEngine",
+    "Times",
     "Transport",
     "Vector",
     "Vectors",

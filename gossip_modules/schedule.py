@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Action(Enum):
@@ -13,6 +16,23 @@ class Action(Enum):
     GOSSIP = "gossip"
     AVERAGE = "average"
     WARM_UP = "warm_up"  # an average, after which the algorithm begins
+
+
+class Times(NamedTuple):
+    """The steps `first`, `first + every`, `first + 2 * every`, ...
+
+    Args:
+        first: the first step, counted from 0.
+        every: the number of steps from one to the next, >= 1.
+
+    Example:
+        >>> first, every = Times(3, every=6)
+        >>> list(range(first, 20, every))
+        [3, 9, 15]
+    """
+
+    first: int
+    every: int
 
 
 @dataclass(frozen=True)
@@ -58,3 +78,33 @@ class Schedule:
         if self.average_every and (step // self.gossip_every + 1) % self.average_every == 0:
             return Action.AVERAGE
         return Action.GOSSIP
+
+    def check_times(self, times: Iterable[Times], *, of: object) -> None:
+        """Raise ValueError if an algorithm would lose rounds at steps that it chooses itself.
+
+        Each of these steps must have a round. At most every `average_every`-th of the rounds at some `Times` may be an
+        exact average, so that none of them, such as a fragment of a model, has averages only. Steps up to
+        `average_until` do not count: all of them have averages.
+
+        Args:
+            times: the steps with rounds that the algorithm asks for, such as the steps of each fragment.
+            of: the algorithm, for the error.
+        """
+        a = self.average_every
+        for first, every in times:  # each is a multiple of gossip_every, if the first two of them are
+            if missed := next((k for k in (first, first + every) if k % self.gossip_every), None):
+                raise ValueError(
+                    f"got {self} with {of}, whose round after step {missed} it would leave out, expected a schedule "
+                    "with all rounds of the algorithm: it chooses the steps itself, by sync_every; leave gossip_every "
+                    "at 1, and choose another sync_every for fewer rounds"
+                )
+            # Round number u = u_0 + j h is an average if u + 1 = 0 modulo a: never, or every (a / gcd(h, a))-th time.
+            u_0, h = first // self.gossip_every, every // self.gossip_every
+            common = math.gcd(h, a) if a else 1
+            if common > 1 and (u_0 + 1) % common == 0:
+                raise ValueError(
+                    f"got {self} with {of}, of whose rounds after the steps {first}, {first + every}, ... {common} of "
+                    f"{a} would be exact averages, expected at most one of average_every: an average takes the place "
+                    "of a round; take an average_every that has no common divisor with the steps from one round to the "
+                    "next, or leave it out"
+                )

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..registry import Paper
-from ..rounds import Average, Memory, Mix, Round, Vectors
+from ..rounds import Average, Memory, Mix, Round, Times, Vectors
 from .outer_method import OuterMethod
 
 
@@ -110,6 +110,11 @@ class SlowMo(OuterMethod):
     def inner_rate(self, optimizer: Optimizer) -> float:
         """See `Algorithm`."""
         return float(self.inner_lr()) if callable(self.inner_lr) else super().inner_rate(optimizer)
+
+    @property
+    def times(self) -> tuple[Times, ...]:
+        """See `Algorithm`: the outer steps, and the steps of gossip."""
+        return (*super().times, *((Times(self.gossip_every, self.gossip_every),) if self.mixes else ()))
 
     def is_due(self, k: int) -> bool:
         """See `Algorithm`."""

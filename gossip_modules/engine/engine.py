@@ -366,12 +366,22 @@ class LockstepEngine(Engine):
         step, self.step = self.step, self.step + 1
         if self._control is not None:
             return self._control if self._control.law.starts_round(step) else None
+        action = self._action(step)
+        self._is_warm_up = action is Action.WARM_UP
+        if action is Action.SKIP:
+            return None
+        if action is not Action.GOSSIP:
+            return self._scheduled_average
+        if not self.gossiper.is_plain:
+            self.gossiper.k = step
+        return self.gossiper
+
+    def _action(self, step: int) -> Action:
+        """Return the action at a step, by the schedule and the algorithm."""
         assert isinstance(self.schedule, Schedule)
         action = self.schedule.action(step)
-        self._is_warm_up = action is Action.WARM_UP
-        if action is Action.GOSSIP:
-            return self.gossiper if self.gossiper.is_plain or self.gossiper.is_due(step) else None
-        return None if action is Action.SKIP else self._scheduled_average
+        runs = action is not Action.GOSSIP or self.gossiper.is_plain or self.gossiper.is_due(step)
+        return action if runs else Action.SKIP
 
     def _recover(self, mixer: Mixer | None, x: FlatVector) -> None:
         """Let the algorithm replace x by a finite model, if x is about to be sent and is not finite."""

@@ -47,10 +47,11 @@ class OverlapEngine(LockstepEngine):
     ranks contains every gradient step exactly, however late a round is applied.
 
     [Note: Staleness] One round is in flight at a time, so with max_staleness = k a round starts every k + 1 steps at
-    most (tau = k + 1 in Overlap SGP). Rounds start at fixed steps, so their number is equal on all ranks, whatever the
-    speed of a rank. With one round in flight the recursion s(t + 1) = W(t) s(t) + u(t) is stable for every k; a
-    pipeline of k stale corrections is not. A round is applied as soon as it is complete. At its last forward, training
-    waits for it.
+    most (tau = k + 1 in Overlap SGP). An algorithm that chooses the steps of its rounds keeps them; a late round then
+    ends at the latest when the next one begins. Rounds start at fixed steps, so their number is equal on all ranks,
+    whatever the speed of a rank. With one round in flight the recursion s(t + 1) = W(t) s(t) + u(t) is stable for every
+    k; a pipeline of k stale corrections is not. A round is applied as soon as it is complete. At its last forward,
+    training waits for it.
 
     [Note: Filling] If x is sent in chunks, the gossip thread corrects x, copies it into the snapshot and sends it,
     chunk by chunk. So the first chunk leaves after 16 MB instead of two passes over the model. Training waits until the
@@ -69,7 +70,7 @@ class OverlapEngine(LockstepEngine):
     Args:
         gossiper: the mixer, bound to its peers; rounds call it on the gossip thread.
         schedule: the steps with gossip or averages, or a `ConsensusControl`. A round starts every max_staleness + 1
-            steps at most.
+            steps at most, unless the algorithm chooses the steps.
         max_staleness: the largest lateness of a round in forwards; then training waits for it.
         is_eager: whether a complete round is applied before its last forward. False applies all rounds at a fixed step,
             so that the processes of a node agree.
@@ -91,7 +92,8 @@ class OverlapEngine(LockstepEngine):
                 f"got overlap=True with {gossiper}, expected overlap=False: it replaces the model by an average of "
                 "sent models, without the optimizer steps during the round"
             )
-        schedule = replace(schedule, gossip_every=max(schedule.gossip_every, max_staleness + 1))
+        if not gossiper.has_own_times:
+            schedule = replace(schedule, gossip_every=max(schedule.gossip_every, max_staleness + 1))
         super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
         self.max_staleness = max_staleness
         self.is_eager = is_eager
@@ -181,8 +183,8 @@ class OverlapEngine(LockstepEngine):
         return {**self.__dict__, **fresh}
 
     def _begins_round(self) -> bool:
-        """Whether the schedule has a round in this step, as in each step at the beginning with `average_until`."""
-        return isinstance(self.schedule, Schedule) and self.schedule.action(self.step) is not Action.SKIP
+        """Whether a round begins in this step, as in each step at the beginning with `average_until`."""
+        return isinstance(self.schedule, Schedule) and self._action(self.step) is not Action.SKIP
 
     def _staleness_of(self, flight: _Flight) -> int:
         return max(self.step - flight.step - 1, 0)

@@ -351,6 +351,7 @@ class PlanRun:
         options, is_control = self.plan.method.options, isinstance(self.plan.schedule, ConsensusControl)
         takes_schedule = "gossip_every" in options or ("schedule" in options and not is_control)
         schedule = self.schedule if takes_schedule else Schedule()
+        algorithm.check_schedule(schedule)
         outer, sender = algorithm.parts[0], algorithm.parts[-1]
         share = 1 / getattr(outer, "num_fragments", 1)
         size, message = share * self.model_bytes, self.message_of(algorithm, mixing, share)

@@ -1,5 +1,6 @@
 """The parts that you write an algorithm with: the base classes, the memory, the requests and the vectors."""
 
+from ..schedule import Times
 from .algorithm import Algorithm
 from .memory import Memory
 from .messages import MessageBuffer, Received, warn_of_little
@@ -25,6 +26,7 @@ __all__ = [
     "RoundLost",
     "SGDStep",
     "Share",
+    "Times",
     "Vector",
     "Vectors",
     "described_with",

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager, RelaxedMixing
 from ..registry import Paper
+from ..schedule import Schedule, Times
 from .memory import Memory
 from .requests import Inner, Mix, Round
 
@@ -58,8 +59,6 @@ class Algorithm(ABC):
         follows_rate: whether the memory has vectors in units of the learning rate.
         takes_push_sum: whether models may carry a push-sum weight, for example because a round only mixes v.x.
         averages_exactly: whether rounds average over all ranks instead of mixing on a graph.
-        has_own_times: whether the algorithm decides at which steps its rounds run. Such an algorithm cannot be the
-            inner one of `Over`.
         takes_wire_dtype: whether `wire_dtype=` applies to the algorithm's mixed or averaged vectors. False if all its
             messages are its own.
         is_whole: whether a round sends whole vectors. Compressed rounds leave a rest for later rounds.
@@ -100,7 +99,6 @@ class Algorithm(ABC):
     has_equal_memory: ClassVar[bool] = False
     counts_tokens: ClassVar[bool] = False
     keeps_links: ClassVar[bool] = False
-    has_own_times: ClassVar[bool] = False
     takes_wire_dtype: ClassVar[bool] = True
     is_whole: ClassVar[bool] = False
     needs_whole_rounds: ClassVar[bool] = False
@@ -127,6 +125,34 @@ class Algorithm(ABC):
     def is_due(self, k: int) -> bool:
         """Whether a round runs after k optimizer steps; equal on all ranks."""
         return True
+
+    @property
+    def times(self) -> Sequence[Times] | None:
+        """The steps at which rounds run, if the algorithm chooses them, such as the steps of each fragment.
+
+        None: at every step of the schedule. An algorithm that overrides `is_due` overrides `times` too, if it is to run
+        with a schedule that leaves steps out.
+        """
+        return None
+
+    @property
+    def has_own_times(self) -> bool:
+        """Whether rounds run at steps that the algorithm chooses, instead of every step of the schedule.
+
+        Such an algorithm cannot be the inner one of `Over`.
+        """
+        return type(self).is_due is not Algorithm.is_due
+
+    def check_schedule(self, schedule: Schedule) -> None:
+        """Raise ValueError if a schedule leaves out rounds at steps that the algorithm chooses."""
+        if self.times is not None:
+            schedule.check_times(self.times, of=self)
+        elif self.has_own_times and schedule.gossip_every > 1:
+            raise ValueError(
+                f"got {schedule} with {self}, which chooses the steps of its rounds, expected gossip_every=1: the "
+                "schedule may leave out steps that the algorithm needs; leave schedule out, or override "
+                f"`{type(self).__name__}.times`, which says what these steps are"
+            )
 
     def averages_at(self, k: int) -> bool:
         """Whether a round that averages exactly over all ranks runs after k optimizer steps."""
@@ -328,6 +354,20 @@ class Over(Algorithm):
         """See `Algorithm`."""
         return self.outer.can_recover
 
+    @property
+    def times(self) -> Sequence[Times] | None:
+        """See `Algorithm`."""
+        return self.outer.times
+
+    @property
+    def has_own_times(self) -> bool:
+        """See `Algorithm`."""
+        return self.outer.has_own_times
+
+    def check_schedule(self, schedule: Schedule) -> None:
+        """See `Algorithm`."""
+        self.outer.check_schedule(schedule)
+
     def default_graph(self, world_size: int) -> GraphManager | None:
         """See `Algorithm`."""
         return self.outer.default_graph(world_size) or self.inner.default_graph(world_size)
@@ -410,7 +450,6 @@ _IF_ALL = (
 _OF_OUTER = (
     "averages_exactly",
     "has_equal_memory",
-    "has_own_times",
     "takes_wire_dtype",
     "is_due",
     "averages_at",

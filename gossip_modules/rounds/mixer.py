@@ -136,8 +136,15 @@ class Mixer(ABC):
         return False
 
     def is_due(self, k: int) -> bool:
-        """Whether a round runs after k optimizer steps; called once for each k, equal on all ranks."""
+        """Whether a round runs after k optimizer steps; equal on all ranks."""
         return True
+
+    has_own_times: bool = False
+    """Whether rounds run at steps that the algorithm chooses, instead of every step of the schedule."""
+
+    k: int = 0
+    """The number of optimizer steps before the round; engines write it before `start`, if the mixer is not `is_plain`.
+    """
 
     def forget_models(self) -> None:
         """Restart the state of models: the user has set all ranks to one model."""

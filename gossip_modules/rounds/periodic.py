@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..flat.layout import FlatLayout
 from ..flat.slots import TensorPlace
 from ..flat.vector import FlatVector
+from ..schedule import Times
 from .algorithm import Algorithm
 from .requests import Vectors
 from .vector import Vector
@@ -63,7 +64,6 @@ class Periodic(Algorithm):
     arrival: str = "blend"
     anchor_device: torch.device | str | None = field(default=None, repr=False)
 
-    has_own_times: ClassVar[bool] = True
     arrivals: ClassVar[tuple[str, ...]] = ("blend", "carry")
     """The values of `arrival`."""
 
@@ -151,6 +151,11 @@ class Periodic(Algorithm):
     def is_due(self, k: int) -> bool:
         """See `Algorithm`."""
         return bool(self.starting_at(k))
+
+    @property
+    def times(self) -> tuple[Times, ...]:
+        """See `Algorithm`: the steps of each fragment."""
+        return tuple(Times(self._first(p), self.sync_every) for p in range(self.num_fragments))
 
     def averages_at(self, k: int) -> bool:
         """See `Algorithm`."""

@@ -74,7 +74,7 @@ class Rounds(Mixer):
         self.keeps_models, self.can_recover = algorithm.keeps_models, algorithm.can_recover
         # With a delay, a model that is not finite must not enter a round, since the round cannot be left out later.
         self.is_skippable = algorithm.is_skippable and not algorithm.can_recover and not delay
-        self._k = self._t = 0  # the optimizer steps before the round, and its number
+        self._t = 0  # the number of the round
         self._whole: Vector | None = None  # the model of the last round
         self._buffer: FlatBuffer | None = None  # knows the places of the tensors in the vector
         self._fragments: list[Fragment] = []
@@ -140,8 +140,12 @@ class Rounds(Mixer):
 
     def is_due(self, k: int) -> bool:
         """See `Mixer`."""
-        self._k = k
         return self.algorithm.is_due(k)
+
+    @property
+    def has_own_times(self) -> bool:  # type: ignore[override]
+        """See `Mixer`."""
+        return self.algorithm.has_own_times
 
     def count_tokens(self, num_tokens: int) -> None:
         """See `Mixer`."""
@@ -208,18 +212,18 @@ class Rounds(Mixer):
         if self._times is None:
             if self._whole is None or self._whole.flat is not s:
                 self._whole = Vector.of(s)
-            self.drivers[0].run(self._whole, self._t, self._k)
+            self.drivers[0].run(self._whole, self._t, self.k)
             return
-        starting = self._times.starting_at(self._k)
+        starting = self._times.starting_at(self.k)
         if not starting:
             self.plain.mix(s, self._t)
         for p in starting:
-            t = self._times.number_of(p, self._k)  # so that each fragment uses every matrix of a graph that changes
+            t = self._times.number_of(p, self.k)  # so that each fragment uses every matrix of a graph that changes
             if self._times.delay:
                 self._depart(p, s, t)
             else:
                 with self._part(p, s) as part:
-                    self.drivers[p].run(Vector.of(part), t, self._k)
+                    self.drivers[p].run(Vector.of(part), t, self.k)
 
     def difference(self, s: FlatVector) -> float:
         """See `Mixer`; takes a copy of s only if the algorithm keeps models, or runs in pieces."""
@@ -227,7 +231,7 @@ class Rounds(Mixer):
             return super().difference(s)
         snapshot, driver = SentVector(s.parameters, s), self.drivers[0]
         sent_buffers, weight = [b.clone() for b in s.buffers], s.push_sum_weight.clone()
-        driver.run(snapshot, self._t, self._k)
+        driver.run(snapshot, self._t, self.k)
         if driver.alpha is not None:  # the mixer has computed the correction of the whole vector
             return driver.alpha
         snapshot.begin_adding()  # if the round has written nothing, the correction is zero
@@ -240,7 +244,7 @@ class Rounds(Mixer):
         """Begin a round of fragment p, and pass its first request to the gossip thread."""
         assert self._times is not None, "only periodic algorithms have a delay"
         with self._part(p, x) as part:
-            job = self.drivers[p].depart(part, t, self._k, keeps_sent=self._times.keeps_sent)
+            job = self.drivers[p].depart(part, t, self.k, keeps_sent=self._times.keeps_sent)
         # Vectors in host memory are sent through the GPU if messages are, and not in the stream of training.
         device = x.raw.device if self._times.anchor_device is None else self.transport.device
         if device.type != "cpu":
@@ -250,7 +254,7 @@ class Rounds(Mixer):
                 torch.accelerator.current_stream(device)
             )  # the vector is written before it is sent
         stream = None if device.type == "cpu" else self._stream
-        agreed, begun = self._agreed, self._k
+        agreed, begun = self._agreed, self.k
         delay = self._times.delay if agreed is None else agreed.at(begun)
         assert isinstance(delay, int), "an agreed delay is a number too"
         due = begun + delay

@@ -241,6 +241,8 @@ class Choices:
                 "expected a number of steps as delay: the processes of one model must apply a round in one step, and "
                 "each of them measures its own shard; pass delay=1, for example"
             )
+        if isinstance(self.algorithm, Algorithm) and isinstance(self.schedule, Schedule):
+            self.algorithm.check_schedule(self.schedule)
         if self._parts:
             self._check_algorithm(self._parts[0], overlap=overlap, init_sync=init_sync, nprocs_per_node=nprocs_per_node)
 

@@ -92,7 +92,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
             overlap, and a staleness of at most `max_staleness`; see `overlap_choice`, and [Note: overlap="auto"] of
             `MeasuringEngine`. Not for algorithms without overlap, outer methods (use delay="auto") or a membership.
         max_staleness: the number of forwards before training waits for a late overlapped round; rounds then start every
-            max_staleness + 1 steps.
+            max_staleness + 1 steps. An algorithm with `sync_every` keeps its steps; a late round then ends at the
+            latest when the next one begins.
         algorithm: the method of a round: an `Algorithm`, such as `D2()`, or one over another, such as
             `GASLoC(momentum=0).over(Choco(...))`; its class or its name, "d2"; None = plain gossip: SGP or D-PSGD, as
             `push_sum` says.

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from gossip_modules import DPSGD, DiLoCo, LocalSGD, RingGraph, Schedule
-from gossip_modules.extend import Algorithm
+from gossip_modules import DPSGD, DiLoCo, GossipDataParallel, LocalSGD, RingGraph, Schedule, SlowMo, StreamingDiLoCo
+from gossip_modules.extend import Algorithm, Mix
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
-from gossip_modules.schedule import Action
+from gossip_modules.schedule import Action, Times
 from gossip_modules.wrappers.choices import Choices
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, solve, train_rows
+from tests.harness.ranks import run_ranks
 
 
 @pytest.mark.parametrize("gossip_every", [1, 2, 3])
@@ -95,6 +100,105 @@ def test_an_overlapped_average_is_no_common_beginning() -> None:
     choices = Choices(algorithm=DiLoCo(), schedule=Schedule(average_until=5))
     with pytest.raises(ValueError, match=r"average_until=5\) with overlap=True and DiLoCo.*; take delay"):
         choices.check(overlap=True, init_sync=True, nprocs_per_node=1)
+
+
+@pytest.mark.parametrize("average_every", range(5))
+@pytest.mark.parametrize("gossip_every", range(1, 5))
+def test_a_schedule_has_all_rounds_of_an_algorithm_or_is_refused(gossip_every: int, average_every: int) -> None:
+    """The bound by definition: count the actions at the steps of the algorithm, over a common period."""
+    schedule = Schedule(gossip_every, average_every)
+    for first in range(1, 13):
+        for every in range(1, 13):
+            period = math.lcm(every, gossip_every * max(average_every, 1))
+            actions = [schedule.action(k) for k in range(first, first + period, every)]
+            num_averages = actions.count(Action.AVERAGE)
+            is_whole = Action.SKIP not in actions and num_averages * average_every <= len(actions)
+            try:
+                schedule.check_times([Times(first, every)], of="it")
+            except ValueError:
+                assert not is_whole, (first, every)
+            else:
+                assert is_whole, (first, every)
+
+
+@dataclass(frozen=True)
+class EveryFourth(DPSGD):
+    """Plain gossip at steps that the class chooses."""
+
+    is_plain = False
+
+    def is_due(self, k: int) -> bool:
+        """See `Algorithm`."""
+        return k % 4 == 0
+
+    def round(self, v: Any, m: Any, k: int) -> Any:
+        """See `Algorithm`."""
+        yield Mix(v.x)
+
+
+@dataclass(frozen=True)
+class SaidEveryFourth(EveryFourth):
+    """The same, with its steps declared."""
+
+    times = (Times(0, 4),)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "schedule", "step"),
+    [
+        (StreamingDiLoCo(6, fragments=2, delay=0), Schedule(2), "whose round after step 3 it would leave out"),
+        (DiLoCo(5), Schedule(3), "whose round after step 5 it would leave out"),
+        (SlowMo(4, gossip_every=2).over(DPSGD()), Schedule(4), "whose round after step 2 it would leave out"),
+        (StreamingDiLoCo(6, fragments=2), Schedule(average_every=2), "after the steps 3, 9, ... 2 of 2 would be exact"),
+        (EveryFourth(), Schedule(2), "leave schedule out, or override `EveryFourth.times`"),
+        (SaidEveryFourth(), Schedule(3), "whose round after step 4 it would leave out"),
+    ],
+    ids=str,
+)
+def test_a_wrapper_refuses_a_schedule_without_the_rounds(algorithm: Algorithm, schedule: Schedule, step: str) -> None:
+    choices = Choices(algorithm=algorithm, schedule=schedule)
+    with pytest.raises(ValueError, match=re.escape(step)):
+        choices.check(overlap=False, init_sync=True, nprocs_per_node=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "firsts", "every", "late"),
+    [
+        ({"algorithm": DiLoCo(5), "overlap": True, "max_staleness": 2}, (5,), 5, 3),
+        ({"algorithm": DiLoCo(4), "overlap": True, "max_staleness": 5}, (4,), 4, 4),
+        ({"algorithm": EveryFourth(), "overlap": True, "max_staleness": 2}, (0,), 4, 3),
+        ({"algorithm": SaidEveryFourth(), "schedule": 2}, (0,), 4, 0),
+        ({"algorithm": StreamingDiLoCo(6, fragments=2, delay=2), "schedule": 3}, (3, 6), 6, 2),
+    ],
+    ids=str,
+)
+def test_rounds_are_at_the_steps_of_the_algorithm(
+    options: dict[str, Any], firsts: tuple[int, ...], every: int, late: int
+) -> None:
+    """Count the changes of each entry between optimizer steps: each round of its fragment changes it once."""
+    num_steps = 24
+
+    def body(group: dist.ProcessGroup) -> list[int]:
+        model = torch.nn.Linear(20, 10, bias=False, dtype=torch.float64)
+        wrapper = GossipDataParallel(model, process_group=group, push_sum=False, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        counts = torch.zeros(10, 20, dtype=torch.int64)
+        for _ in range(num_steps):
+            before = model.weight.detach().clone()
+            loss = wrapper(torch.ones(1, 20, dtype=torch.float64)).sum() * (group.rank() + 1)
+            counts += model.weight.detach() != before
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        wrapper.close()
+        return [int(count) for count in counts.unique()]
+
+    found = run_ranks(2, body)[0]
+    ended = [len(range(first, num_steps - late, every)) for first in firsts]
+    begun = [len(range(first, num_steps, every)) for first in firsts]
+    # The first round of plain gossip mixes equal models, which changes nothing.
+    assert min(ended) - (0 in firsts) <= min(found)
+    assert max(found) <= max(begun)
 
 
 def test_default_gossips_at_every_step() -> None:

@@ -52,7 +52,9 @@ from gossip_modules import (
     Sparta,
     StreamingDiLoCo,
 )
+from gossip_modules.extend import Algorithm
 from gossip_modules.methods import METHODS
+from gossip_modules.rounds.periodic import Periodic
 from tests.harness.processes import run_processes
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
@@ -182,6 +184,10 @@ class Trained(NamedTuple):
     """Mean loss over the data of all ranks, of the first model."""
     after: float
     """The same loss of this rank's last model."""
+    least: int = 0
+    """The rounds of the entry of the model with the fewest rounds, counted by its changes between optimizer steps."""
+    asked: int = 0
+    """The rounds of each entry that the algorithm asks for, if it chooses their steps itself."""
 
 
 def model() -> nn.Module:
@@ -241,6 +247,19 @@ def close(wrapper: GossipDataParallel, nodes: tuple[tuple[int, ...], ...], num_s
     return Trained(distance, distance_alone(nodes, num_steps), loss_of(model()), after)
 
 
+def rounds_of(row: str, column: str) -> int:
+    """The least number of rounds of each entry in a training; 0: the algorithm does not choose their steps itself."""
+    own = arguments(row, column)
+    algorithm = own.get("algorithm")
+    outer = algorithm.parts[0] if isinstance(algorithm, Algorithm) else None
+    if not isinstance(outer, Periodic):
+        return 0
+    assert isinstance(outer.delay, int)
+    late = own.get("max_staleness", 0) + 1 if own.get("overlap") else outer.delay
+    # The first round of a fragment begins after `sync_every` steps at the latest.
+    return (NUM_STEPS - 1 - min(late, outer.sync_every)) // outer.sync_every
+
+
 def train(rank: int, row: str, column: str, group: dist.ProcessGroup | None) -> Trained | str:
     """Collective: train by a method with a feature; returns the result, or the text of the refusal."""
     try:
@@ -248,10 +267,19 @@ def train(rank: int, row: str, column: str, group: dist.ProcessGroup | None) -> 
     except ValueError as error:
         return str(error)
     optimizer = optimizer_of(wrapper)
+    rounds = torch.zeros_like(flatten(wrapper.module), dtype=torch.int64)
+    last = flatten(wrapper.module)
+
+    def count(*_: object) -> None:
+        rounds.add_(flatten(wrapper.module) != last)
+
+    wrapper.module.register_forward_pre_hook(count)  # after the round of the step
     for _ in range(NUM_STEPS):
+        last = flatten(wrapper.module)
         train_step(wrapper, optimizer, [rank])
     nodes = ((0, 1), (2, 3)) if column == NODES else tuple((rank,) for rank in range(NUM_RANKS))
-    return close(wrapper, nodes, NUM_STEPS)
+    least = int(rounds.min())
+    return close(wrapper, nodes, NUM_STEPS)._replace(least=least, asked=rounds_of(row, column))
 
 
 def train_in_membership(rank: int, row: str, store: dist.Store) -> Trained | str | None:
@@ -299,6 +327,8 @@ def verdict(results: Sequence[Trained | str]) -> str:
         assert isinstance(result, Trained)
         if not (result.distance < 0.9 * result.alone and result.after < 0.9 * result.before):
             return f"{FAILS}: got {result}, expected ranks closer than alone and a lower loss"
+        if result.least < result.asked:
+            return f"{FAILS}: got {result.least} rounds of a part of the model, expected {result.asked}"
     return WORKS
 
 
@@ -356,8 +386,9 @@ HEAD = """\
 # Methods and features
 
 The table has every method that runs in rounds with every feature of `GossipDataParallel`. "yes" says that a test trains
-four ranks with both: their models come closer than without communication, and the loss falls. In the column
-"membership" one of the four workers leaves during the training. A number says that the wrapper refuses the combination
+four ranks with both: their models come closer than without communication, the loss falls, and each part of the model
+has as many rounds as an algorithm with `sync_every` asks for. In the column "membership" one of the four workers leaves
+during the training. A number says that the wrapper refuses the combination
 at construction with a `ValueError`, and gives the reason in the list below.
 
 Of {total} combinations {works} work and {refused} are refused; with nodes of two processes {node_works} of {rows} work.

@@ -86,6 +86,8 @@ GOOD = Trained(distance=0.5, alone=1.0, before=2.0, after=1.0)
         (["got a, expected c, since it cannot"] * 4, "c, since it cannot"),
         ([GOOD] * 3 + [GOOD._replace(distance=1.0)], FAILS),
         ([GOOD] * 3 + [GOOD._replace(after=2.0)], FAILS),
+        ([GOOD._replace(least=5, asked=5)] * 4, WORKS),
+        ([GOOD] * 3 + [GOOD._replace(least=4, asked=5)], FAILS),
         ([GOOD] * 3 + [GOOD._replace(after=float("nan"))], FAILS),
         ([GOOD] * 3 + ["got a, expected c: it cannot"], FAILS),
         (["got a, expected c: it cannot"] * 3 + ["got a, expected d: it cannot"], FAILS),

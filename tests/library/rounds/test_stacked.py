@@ -186,6 +186,14 @@ def test_rows_have_push_sum_weights(dtype: torch.dtype, overlap: bool) -> None:
     compare(DPSGD(), dtype, graph=star, overlap=overlap, schedule=gm.Schedule(gossip_every=2, average_every=3))
 
 
+@pytest.mark.parametrize("algorithm", examples(), ids=repr)
+def test_an_algorithm_states_the_steps_of_its_rounds(algorithm: Algorithm) -> None:
+    assert algorithm.has_own_times == (algorithm.times is not None)
+    if (times := algorithm.times) is not None:
+        stated = {k for first, every in times for k in range(first, 60, every)}
+        assert {k for k in range(1, 60) if algorithm.is_due(k)} == stated
+
+
 @pytest.mark.parametrize("algorithm", [DPSGD(), D2(), EXAMPLES[Choco][0]], ids=repr)
 def test_rows_take_exact_averages(algorithm: Algorithm) -> None:
     ring = gm.RingGraph(NUM_RANKS, peers_per_itr=2)
