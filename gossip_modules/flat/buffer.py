@@ -16,7 +16,7 @@ from torch.nn.utils import stateless
 from .aliases import Alias, check_shared_memory, find_aliases, move_aliases
 from .layout import FlatLayout, TensorSpec
 from .selection import Selection
-from .sharded import Shard, Shards, meshes_of
+from .sharded import Shard, Shards, local_of, meshes_of
 from .slots import Slot, TensorPlace, check, check_module, in_order, real_dtype, real_numel, view_like
 from .step_hooks import STEP_HOOKS
 from .vector import FlatVector
@@ -80,7 +80,7 @@ class FlatBuffer:
         self.selection.check(module)
         self.num_shards = num_shards
         statistics = self.selection.averaged(module).items()
-        self._excluded = {name for name, x in statistics if not (x.is_meta or bool(torch.isfinite(x).all()))}
+        self._excluded = {name for name, x in statistics if not (x.is_meta or bool(torch.isfinite(local_of(x)).all()))}
         if self._excluded:
             warnings.warn(f"buffers with infinite or NaN values stay local: {sorted(self._excluded)}", stacklevel=2)
         self.slots: list[Slot] = []

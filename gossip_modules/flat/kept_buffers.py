@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .selection import Selection
+from .sharded import local_of
 
 
 class KeptBuffers:
@@ -79,7 +80,8 @@ def take_from_first(
         tensors: on any device.
         sum_over_ranks, rank, device: see `KeptBuffers.average_`.
     """
-    parts = [x.detach().to(device).contiguous().view(-1).view(torch.uint8) for x in tensors]
+    tensors = [local_of(x.detach()) for x in tensors]
+    parts = [x.to(device).contiguous().view(-1).view(torch.uint8) for x in tensors]
     parts.append(torch.zeros(4 - sum(map(len, parts)) % 4, dtype=torch.uint8, device=device))  # a shard may be empty
     data = torch.cat(parts).view(torch.int32)
     if rank != 0:

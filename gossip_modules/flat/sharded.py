@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,14 @@ def is_sharded(x: object) -> bool:
 def is_cut(x: Any) -> bool:
     """Whether processes hold different elements of it."""
     return is_sharded(x) and not all(placement.is_replicate() for placement in x.placements)
+
+
+def num_parts(x: Any) -> int:
+    """Return the number of parts into which processes have cut a tensor; 1 for a whole one."""
+    if not is_sharded(x):
+        return 1
+    sizes = zip(x.device_mesh.shape, x.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def local_of(x: Any) -> Tensor:
@@ -140,7 +149,7 @@ class Shards:
             module.reshard()
 
     def of(self, module: nn.Module) -> dict[int, Shard]:
-        """The shards of the parameters of the module, by the id of the parameter.
+        """The shards of the parameters and buffers of the module, by the id of the tensor; also replicated DTensors.
 
         The gathered parameters get the `requires_grad` of the sharded ones, because `fully_shard` makes them once.
         """
@@ -148,7 +157,8 @@ class Shards:
         for manager in managers.values():
             if hasattr(manager, "_unsharded_param"):
                 manager._unsharded_param.requires_grad_(manager.sharded_param.requires_grad)
-        return {id(p): Shard(p, managers.get(id(p))) for p in module.parameters() if is_sharded(p)}
+        tensors = (*module.parameters(), *module.buffers())
+        return {id(x): Shard(x, managers.get(id(x))) for x in tensors if is_sharded(x)}
 
 
 def _managed(module: nn.Module) -> Iterator[Any]:

@@ -285,9 +285,13 @@ class AveragingMixin(ABC):
             mean = vector.clone()
             local.averager.mix(mean, 0)
             local.write(vector)
-            squared = torch.zeros(1, dtype=wide_dtype(vector.raw.device), device="cpu")
             for x, y in zip(vector.parameters, mean.parameters, strict=True):
-                squared += torch.linalg.vector_norm(y.sub_(x), dtype=squared.dtype).cpu() ** 2
+                y.sub_(x)
+            if local.node is not None:
+                local.node.count_once(mean)
+            squared = torch.zeros(1, dtype=wide_dtype(vector.raw.device), device="cpu")
+            for difference in mean.parameters:
+                squared += torch.linalg.vector_norm(difference, dtype=squared.dtype).cpu() ** 2
             if local.node is not None:
                 local.node.sum_over_shards(squared)
             squared, transport = squared.to(vector.raw.device), local.averager.transport

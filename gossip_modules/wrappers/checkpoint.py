@@ -17,7 +17,7 @@ from ..flat.sharded import is_cut, is_sharded, local_of, with_shards
 from ..flat.vector import FlatVector
 from ..transport.state_tree import copied
 from .averaging import AveragedModel, AveragingMixin, calling_as
-from .state import KEY, Place, WholeState, fingerprint, plain, take_place
+from .state import KEY, Place, WholeState, drop_state, fingerprint, plain
 
 _log = logging.getLogger("gossip_modules.checkpoint")
 _OWN = "memory (of other ranks or shards: pass planner=DefaultLoadPlanner(allow_partial_load=True))"
@@ -166,8 +166,7 @@ class Checkpoint:
         ranks have other names or shapes, and this rank's own with a membership.
         """
         state = self._wrapper.averaged_state_dict(rank0_only=False, cpu=self._shard is None)
-        take_place(state, "", {}, None)
-        getattr(state, "_metadata", {}).get("", {}).pop(KEY, None)
+        drop_state(state)
         with calling_as("checkpoint()"):
             local, module = self._local, self._wrapper.module
             device, rank = local.trained[0].device, local.averager.transport.rank

@@ -18,7 +18,7 @@ from ..flat.transformed import is_transformed, refuse_scripting
 from .checkpoint import Checkpoint
 from .composition import check_inside
 from .gossip import GossipDataParallel
-from .state import KEY, keeps_extra_state, mark, plain, put_state, take_place, warn_stateless
+from .state import KEY, drop_state, keeps_extra_state, mark, plain, put_state, warn_stateless
 
 
 def gossip(module: nn.Module, **options: Any) -> GossipModule:
@@ -123,8 +123,7 @@ class GossipModule(nn.Module):
     def averaged_state_dict(self, **options: Any) -> dict[str, Any]:
         """See `GossipDataParallel.averaged_state_dict`."""
         state = self._gossip.averaged_state_dict(**options)
-        getattr(state, "_metadata", {}).get("", {}).pop(KEY, None)  # it is no rank's own state
-        take_place(state, "", {}, None)
+        drop_state(state)  # the average is no rank's own state
         return state
 
     def checkpoint(self, *optimizers: Optimizer) -> Checkpoint:

@@ -131,6 +131,9 @@ class Node:
         """Inside, backward accumulates gradients that are not averaged over the processes."""
         return self.replica.no_sync()
 
+    def count_once(self, vector: FlatVector) -> None:
+        """Scale the vector, in place, so that a sum over shards of squares counts each element of the model once."""
+
     def sum_over_shards(self, x: Tensor) -> None:
         """x, of the vector of this process <- its sum over the model, in place; here that vector is the whole model."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..flat.sharded import Shards, is_cut, meshes_of, without_reduction
+from ..flat.sharded import Shards, local_of, meshes_of, num_parts, without_reduction
 from ..flat.vector import FlatVector
 from ..membership.links import Vote
 from ..membership.membership import Membership
@@ -46,8 +46,9 @@ class ShardedReplica(Node):
 
     def __init__(self, module: nn.Module, control: ProcessGroupTransport) -> None:
         self.replica: Any = module
-        self._common = {name for name, x in module.named_parameters() if not is_cut(x)}
         self.transport = self.control = control
+        # By the name of each parameter, the number of processes that hold the same elements of it.
+        self._num_holders = {name: control.world_size // num_parts(x) for name, x in module.named_parameters()}
         self.local_rank, self.num_shards = control.rank, 1
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -60,30 +61,39 @@ class ShardedReplica(Node):
 
     def gather(self, vector: FlatVector) -> None:
         """See `Node`: the parameters that all processes of the replica hold <- their values in the first one."""
-        if self.has_codes and self._common:
-            self._share(
-                segment[first : first + spec.numel]
-                for segment, layout in zip(vector.segments, vector.layout.segments, strict=True)
-                for first, spec in layout.places()
-                if spec.name in self._common
-            )
+        if self.has_codes:
+            every = self.control.world_size
+            self._share(x for name, x in _named_places(vector) if self._num_holders.get(name) == every)
 
     def share_buffers(self, buffers: Sequence[Tensor]) -> None:
         """See `Node`."""
         self._share(buffers)
 
     def _share(self, tensors: Iterable[Tensor]) -> None:
-        for x in tensors:
+        for x in map(local_of, tensors):
             if x.numel():
                 on_cpu = x.detach().to("cpu", copy=True)
                 self.control.broadcast(on_cpu, source=0, what="sharing a tensor in the replica")
                 x.copy_(on_cpu)
+
+    def count_once(self, vector: FlatVector) -> None:
+        """See `Node`: each of the k processes with the same elements has them over the root of k."""
+        for name, x in _named_places(vector):
+            if (num_holders := self._num_holders.get(name, 1)) > 1:
+                x.mul_(num_holders**-0.5)
 
     def sum_over_shards(self, x: Tensor) -> None:
         """See `Node`."""
         on_cpu = x.cpu()
         self.control.all_reduce(on_cpu, what="a sum over the shards of a replica")
         x.copy_(on_cpu)
+
+
+def _named_places(vector: FlatVector) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the place of each tensor in the vector; shares memory."""
+    for segment, layout in zip(vector.segments, vector.layout.segments, strict=True):
+        for first, spec in layout.places():
+            yield spec.name, segment[first : first + spec.numel]
 
 
 class MemberReplica(ShardedReplica):

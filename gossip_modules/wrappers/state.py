@@ -206,6 +206,13 @@ def put_state(destination: Any, prefix: str, state: dict[str, Any], place: Place
         destination[prefix + SUFFIX] = place_tensor(*place, state)
 
 
+def drop_state(state_dict: dict[str, Any]) -> None:
+    """Remove the state of gossip, and its place, from a state dict under the names of the plain module; in place."""
+    getattr(state_dict, "_metadata", {}).get("", {}).pop(KEY, None)
+    if isinstance(state_dict.get(SUFFIX), Tensor):
+        del state_dict[SUFFIX]
+
+
 def take_place(
     state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], place: Place, *, inside: str = ""
 ) -> None:
