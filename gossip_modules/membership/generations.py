@@ -187,11 +187,12 @@ class Generations:
             self.watch_peers()
             self._warn_of_loopback(forming)
             threads.start(self._form, forming, name="gossip-forming")
-        if view is not None and view.generation > (0 if self.active is None else self.active.generation):
+        is_later = view is not None and view.generation > (0 if self.active is None else self.active.generation)
+        if view is not None and (is_later or not view.has(self.worker.id)):  # not in it: see [Note: one history]
             self._adopt(view)
 
     def begin_epoch(self) -> None:
-        """The store has come back: begin to form the next generation again, and report losses again."""
+        """The roster was restored: begin to form the next generation again, and report losses again."""
         view = self.worker.roster.view
         if view is not None and view.generation > (0 if self.active is None else self.active.generation):
             self._adopt(view)  # all were ready when the store went, as the worker that restored it had read
@@ -202,7 +203,9 @@ class Generations:
         self._tried, self._asked_again = set(), set()
         if self.active is not None and self.transport is not None:
             for rank in self.transport.failed:
-                self.worker.report(self.active.ids[rank], "it was lost while the store was away", may_have_ended=True)
+                self.worker.report(
+                    self.active.ids[rank], "it was lost while the store had no roster of this job", may_have_ended=True
+                )
 
     def _adopt(self, view: View) -> None:
         """The generation has formed: it is due, or goes on without this worker."""

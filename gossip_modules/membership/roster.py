@@ -50,6 +50,16 @@ class Roster:
     and the generations of its old roster must not take the job from them. So a roster with a later generation than the
     restored one replaces it, and its members form the next generation.
 
+    [Note: one history] A member never loses its job to a roster that knows nothing of it, such as an empty roster, an
+    old copy, or the roster of a job that a newcomer has founded while all members were suspended. Each worker compares
+    the roster in the store with its known one (`goes_on_from`), and restores its own where that comes first:
+
+        between two jobs under one name       the one that was founded first, which has trained longer
+        between two generations of one job    the later one
+
+    All workers apply the same order, so at most one of two workers restores its roster. The members of the other one
+    are not in it: they join as newcomers. The members of a job accept its end by `leave` only.
+
     Attributes:
         on_partition: see `Membership`.
         view: the active generation; None before the first.
@@ -62,6 +72,8 @@ class Roster:
         left: the workers of `view` that have left by themselves, with reasons.
         last_generation: the largest number of a generation.
         next_number: the number of the next worker.
+        founded: identifies the job under this name, in the order in which such jobs were founded; 0: none was.
+        branch: a random number of the last `restore`, which the roster has until the next one; 0: there was none.
         loaded: the generation of the restored roster; 0: the roster was never restored.
         query, reply: the numbers of the last query, and of the last answered one; see [Note: abandoned jobs] of
             `Joining`.
@@ -78,6 +90,8 @@ class Roster:
     left: dict[int, str] = field(default_factory=dict)
     last_generation: int = 0
     next_number: int = 0
+    founded: int = 0
+    branch: int = 0
     loaded: int = 0
     query: int = 0
     reply: int = 0
@@ -298,7 +312,9 @@ class Roster:
         if forming is None or generation != forming.generation or ready.keys() != set(forming.ids):
             return
         start, growth, turns = max(step for step, _ in ready.values()), 1.0, 0
-        if self.view is not None:
+        if self.view is None:
+            self.founded = max(self.founded + 1, min(forming.ids))  # ids begin with the time of a worker's start
+        else:
             start = max(start, self.view.start)  # the one before may not have begun
             num_joined, turns = len(set(forming.ids) - set(self.view.ids)), self.view.turns_before(start)
             growth = _growth([weight for _, weight in ready.values() if 0.0 < weight < math.inf] or [1.0], num_joined)
@@ -312,9 +328,30 @@ class Roster:
         if self.reports:
             self._change()
 
-    def restore(self, known: Roster) -> None:
-        """A worker has found a restarted store, and knows this roster: [Note: stale snapshot]."""
-        if known.view is None or known.view.generation <= self.loaded:
+    def goes_on_from(self, known: Roster, worker: int) -> bool:
+        """Whether a worker takes this roster over in place of the known one, or restores that: [Note: one history].
+
+        Args:
+            known: as the worker has read it last.
+            worker: its id.
+        """
+        before, is_member = known.view, known.is_member(worker)
+        if before is None:
+            return True
+        if self.view is None or self.founded != known.founded:
+            is_other_job = self.view is not None and self.founded < known.founded
+            return self.last_generation > 0 and (is_other_job or not is_member)
+        if self.branch == known.branch:
+            return before.generation <= self.view.generation
+        return before.generation <= self.loaded
+
+    def is_member(self, worker: int) -> bool:
+        """Whether the worker is in the active generation, and has not left."""
+        return self.view is not None and self.view.has(worker) and worker not in self.left
+
+    def restore(self, known: Roster, worker: int, branch: int) -> None:
+        """A worker knows this roster, which the one in the store does not go on from; branch: see `Roster.branch`."""
+        if known.view is None or self.goes_on_from(known, worker):
             return
         view, had_begun, joiners = known.view, self.view is not None, {**known.joiners, **self.joiners}
         restored = replace(
@@ -323,6 +360,7 @@ class Roster:
             joiners={worker: joiner for worker, joiner in joiners.items() if not view.has(worker)},
             last_generation=max(self.last_generation, known.last_generation),
             next_number=max(self.next_number, known.next_number),
+            branch=branch,
             loaded=view.generation,
         )
         vars(self).update(vars(restored))

@@ -25,6 +25,7 @@ from .view import GARBAGE
 _RECONNECT_SECONDS = 1.0
 _FRESH_SECONDS = 1.0  # after which the roster is read again, even where its version is the same
 _LEAVE_SECONDS = 1.0  # for a last update to reach a store that did not answer before
+_BRANCH_BITS = 62
 _BACK_OFF_SECONDS = 0.002  # times the number of attempts to write the roster
 
 
@@ -38,8 +39,7 @@ class SharedRoster:
 
     [Note: store that came back] A restarted store is empty, and has another epoch. The next update of each worker
     restores its known roster before all other events. The first update restores the job. The same happens if another
-    program has overwritten the roster: a worker restores its known roster when it reads something else, or a roster
-    restored since.
+    program has overwritten the roster, or a newcomer has founded another job: see [Note: one history] of `Roster`.
 
     Args:
         store: the key-value store of the workers; or "host:port", the address of `membership.serve`, or "file:path", a
@@ -50,6 +50,7 @@ class SharedRoster:
 
     Attributes:
         given: the argument `store`.
+        worker: the id of the worker; -1: it has none yet.
         roster: as last read or written; it is not changed but replaced.
         num_epochs: the number of epochs of the store that this worker has met.
         ended: set when this worker has closed: exchanges end.
@@ -64,6 +65,7 @@ class SharedRoster:
     ) -> None:
         self.name, self.timeout, self.given, self._on_partition = name, timeout, store, on_partition
         self.ended = threading.Event()
+        self.worker = -1
         self.roster = Roster(on_partition)
         self._text = ""  # of `roster`, in the store
         self._version, self._read_at = -1, 0.0
@@ -121,7 +123,7 @@ class SharedRoster:
         text = (value or b"").decode(errors="replace")
         if text != self._text:
             roster = self._parsed(text)
-            if not self._goes_on(roster):
+            if not roster.goes_on_from(self.roster, self.worker):
                 return False
             self.roster, self._text = roster, text
         self._version, self._read_at = version, time.monotonic()
@@ -129,11 +131,10 @@ class SharedRoster:
 
     def _write(self, store: BoundedStore, events: Sequence[Event], deadline: Deadline) -> None:
         """See [Note: compare and set]."""
-        text = "" if self._must_restore else self._text
+        text, branch = "" if self._must_restore else self._text, secrets.randbits(_BRANCH_BITS)
         for num_attempts in itertools.count(1):
             roster = self._parsed(text)
-            if self._must_restore or not self._goes_on(roster):
-                roster.restore(self.roster)
+            roster.restore(self.roster, self.worker, branch)
             for event in events:
                 event(roster)
             new, limit = roster.dumps(), deadline.left_for_gloo
@@ -150,10 +151,6 @@ class SharedRoster:
         if new != before:
             store.add(self._key("version"), 1, what="writing the roster", timeout=deadline.left_for_gloo)
         self.roster, self._text, self._must_restore = roster, new, False
-
-    def _goes_on(self, roster: Roster) -> bool:
-        """Whether no worker has restored this roster since the known one, nor must: [Note: store that came back]."""
-        return self.roster.view is None or (roster.last_generation > 0 and roster.loaded == self.roster.loaded)
 
     def _parsed(self, text: str) -> Roster:
         """The roster of a text; an empty roster if the text cannot be read."""

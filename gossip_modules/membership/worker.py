@@ -294,6 +294,7 @@ class LocalWorker:
         """Post events, read the roster, and act on it; returns the seconds until the next turn."""
         with self.lock:
             unsent, self.unsent = self.unsent, []
+        self.job.store.worker = self.id
         has_answer = self.job.store.update(unsent)
         with self.moved:
             if has_answer:
@@ -336,7 +337,7 @@ class LocalWorker:
             self.attempt, self.is_founder = joiner.attempt, False
             if joiner.key == self.loaded and not joiner.is_loaded:  # not posted yet, or lost with the store
                 self.say(Roster.mark_loaded, self.id, joiner.attempt)
-        if self._num_epochs != self.job.store.num_epochs:
+        if self._num_epochs != self.job.store.num_epochs or roster.branch != before.branch:
             self._num_epochs = self.job.store.num_epochs
             generations.begin_epoch()
         if self._must_come():

@@ -44,8 +44,8 @@ def begin(members: Iterable[int], generation: int, *, step: int, weight: float =
     return methodcaller("begin", generation, dict.fromkeys(members, (step, weight)))
 
 
-def know(known: str) -> Event:
-    return methodcaller("restore", Roster.loads(known))
+def know(known: str, *, worker: int = 0, branch: int = 1) -> Event:
+    return methodcaller("restore", Roster.loads(known), worker, branch)
 
 
 def apply(roster: Roster, event: Event) -> None:
@@ -466,9 +466,9 @@ def test_a_stale_snapshot_takes_the_job_from_nobody() -> None:
     going_on = job(4)
     stale = going_on.dumps()
     apply(going_on, report(0, 3))
-    later = know(formed(going_on).dumps())
+    later = know(formed(going_on).dumps(), branch=2)
     roster = Roster()
-    apply(roster, know(stale))
+    apply(roster, know(stale, worker=3))
     assert roster.forming is None, "the generation that trains is restored"
     apply(roster, come(9))
     for other in range(3):

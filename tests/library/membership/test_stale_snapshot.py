@@ -47,7 +47,7 @@ def test_who_was_stopped_does_not_take_the_job_when_the_store_comes_back(tmp_pat
     server = serve()
     me = stopped.membership.id
     roster = Roster()
-    roster.restore(Roster.loads(stale))
+    roster.restore(Roster.loads(stale), me, branch=1)
     for worker in (first, second):
         roster.report(FailureReport(me, worker, "its connection closed", is_sure=True))
     roster.begin(3, {me: (0, 1.0)})
