@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Literal
 
@@ -60,6 +60,8 @@ class DiLoCo(OuterMethod):
         cos >= 0.6:   x_i <- phi + (x_i - s_i)      # s_i: the model with which the round began
         cos < 0.4:    x_i <- phi
         between:      as in the outer step before; the first one keeps the steps
+
+    Processes that hold one model together (`nprocs_per_node`, or shards) decide by the drifts of the whole model.
 
     Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, arXiv 2311.08105,
     Algorithm 1.
@@ -164,7 +166,7 @@ class DiLoCo(OuterMethod):
         phi = self.anchor(m)
         drift = m.scratch().sum_(phi, v.x, alpha=-1)
         counted = {name: m.numbers.get(name, 0) for name in COUNTS} if self.counts_tokens else {}
-        weight = counted["tokens"] ** 2 / max(counted["steps"], 1) if counted else None
+        weight = self._weight(v, counted) if counted else None
         if counted and not counted["steps"] and drift.norm() > 0:
             warnings.warn(
                 f"{type(self).__name__}: got steps and no call of count_tokens() on this rank since its last outer "
@@ -181,8 +183,11 @@ class DiLoCo(OuterMethod):
                 drift.mul_(weight)
             norms = (drift.norm(),) if self.arrival == "adaptive" else ()
             numbers = yield Average(drift, norms if weight is None else (weight, *norms))
-            if norms:
-                m.numbers["carries"] = self._carries(m, v.num_ranks * drift.norm(), numbers[:, -1])
+            if norms and v.sent is not None:  # else there are no steps to carry
+                squares = torch.cat([numbers[:, -1], numbers.new_tensor([v.num_ranks * drift.norm()])]).square()
+                v.sum_over_shards(squares)
+                *_, norm = (sizes := squares.sqrt()).tolist()
+                m.numbers["carries"] = self._carries(m, norm, sizes[:-1])
             if weight is not None:
                 drift.mul_(v.num_ranks / total_weight(numbers))
             m.forget("error")
@@ -207,6 +212,29 @@ class DiLoCo(OuterMethod):
         super().recover(v, m)
         if self.counts_tokens:
             m.numbers |= dict.fromkeys(COUNTS, 0)
+
+    @staticmethod
+    def _weight(v: Vectors, counted: Mapping[str, float]) -> float:
+        """The weight of this rank.
+
+        Args:
+            v: see `round`.
+            counted: the tokens and the steps since the last outer step.
+
+        Raises:
+            ValueError: processes that hold one model together have counted different numbers.
+        """
+        weight = counted["tokens"] ** 2 / max(counted["steps"], 1)
+        sums = torch.tensor([1, weight, weight**2], dtype=torch.float64, device="cpu")
+        v.sum_over_shards(sums)
+        num_shards, total, squared = sums.tolist()
+        if num_shards * squared - total**2 > 1e-9 * total**2:
+            raise ValueError(
+                f"got {int(counted['tokens'])} tokens in {int(counted['steps'])} steps on this process, and other "
+                "numbers on the other processes that hold the model together with it, expected equal numbers: the "
+                "shards of one model have one weight; pass the sum over these processes to count_tokens(), on each"
+            )
+        return weight
 
     def _carries(self, m: Memory, norm: float, norms: Tensor) -> float:
         """Whether late models keep their steps, 1 or 0.

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..compression.compressor import Compressor
-from ..rounds import MakeOptimizer, Memory, Periodic, Vector, Vectors, is_number
+from ..rounds import MakeOptimizer, Memory, Periodic, Vector, Vectors, is_number, works_by_element
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,19 @@ class OuterMethod(Periodic):
     def recover(self, v: Vectors, m: Memory) -> None:
         """See `Algorithm`."""
         v.x.set_(self.anchor(m))
+
+    def check_shards(self, nprocs_per_node: int) -> None:
+        """See `Algorithm`."""
+        super().check_shards(nprocs_per_node)
+        make: MakeOptimizer | None = getattr(self, "optimizer", None)
+        if make is not None and not works_by_element(make):
+            raise ValueError(
+                f"got the outer optimizer of {self}, which steps an element in another way beside other elements, for "
+                f"a model that several processes hold in shards (nprocs_per_node={nprocs_per_node}, or fully_shard), "
+                "expected an optimizer that works element by element: norms of a shard, as in LAMB, are no norms of "
+                "the model; take `lambda parameters: torch.optim.Adam(parameters, lr=0.3)`, or a whole model in each "
+                "process"
+            )
 
     def _check_optimizer(self, optimizer: MakeOptimizer | None) -> None:
         """Raise ValueError if the optimizer is not a function, or if there are rates for a built-in optimizer too."""

@@ -4,7 +4,7 @@ from ..schedule import Times
 from .algorithm import Algorithm
 from .memory import Memory
 from .messages import MessageBuffer, Received, warn_of_little
-from .outer_optimizer import SGD, MakeOptimizer, described_with, step
+from .outer_optimizer import SGD, MakeOptimizer, described_with, step, works_by_element
 from .periodic import Fragments, Periodic, is_number
 from .requests import Average, Exchange, Gather, Mix, Round, RoundLost, SGDStep, Share, Vectors
 from .vector import Vector, wide
@@ -34,4 +34,5 @@ __all__ = [
     "step",
     "warn_of_little",
     "wide",
+    "works_by_element",
 ]

@@ -154,6 +154,19 @@ class Algorithm(ABC):
                 f"`{type(self).__name__}.times`, which says what these steps are"
             )
 
+    def check_shards(self, nprocs_per_node: int) -> None:
+        """Raise ValueError if rounds cannot work on the shards of a model that several processes hold together.
+
+        Args:
+            nprocs_per_node: the number of processes of a node; 1 for a module that is sharded by `fully_shard`.
+        """
+        if self.needs_whole_tensors:
+            raise ValueError(
+                f"got {self} for a model that several processes hold in shards (nprocs_per_node={nprocs_per_node}, or "
+                "fully_shard), expected a whole model in each: it needs whole matrices; take DiLoCo(), or a "
+                "membership, whose nodes gossip with one process"
+            )
+
     def averages_at(self, k: int) -> bool:
         """Whether a round that averages exactly over all ranks runs after k optimizer steps."""
         return self.averages_exactly and self.is_due(k)

@@ -55,6 +55,7 @@ class Driver:
         memory: the memory of the algorithm for this vector.
         watch: the watch on the optimizers of the model, if the algorithm needs their steps.
         agree_finite: see `Mixer.refuse_nonfinite`; None: replies are not checked.
+        sum_over_shards: see `Vectors`.
         has_begun: whether `Algorithm.begin` was called.
         has_failed: whether the last round took no effect, because a worker died or a reply was not finite.
         alpha: the factor of the correction that the mixer has computed for the whole vector in the last round; None:
@@ -72,6 +73,7 @@ class Driver:
         self.stamps = Stamps()
         self.watch: OptimizerWatch | None = None
         self.agree_finite: Callable[[bool], bool] | None = None
+        self.sum_over_shards: Callable[[Tensor], object] = id
         self.has_begun = self.has_failed = False
         self.alpha: float | None = None
         self.own_buffer_weight = 1.0
@@ -180,7 +182,8 @@ class Driver:
         self.memory.fit(x, who=self.algorithm)
         assert x.flat is not None, "rounds mix flat vectors"
         self.messages.begin_round(x.flat, t, self._buffers)
-        return Vectors(x, self.messages, t=t, rank=self.transport.rank, num_ranks=self.transport.world_size)
+        rank, num_ranks = self.transport.rank, self.transport.world_size
+        return Vectors(x, self.messages, t=t, rank=rank, num_ranks=num_ranks, sum_over_shards=self.sum_over_shards)
 
     # A round.
 

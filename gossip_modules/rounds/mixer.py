@@ -168,6 +168,9 @@ class Mixer(ABC):
                 one; None: replies are not checked.
         """
 
+    def meet_shards(self, sum_over_shards: Callable[[Tensor], object]) -> None:
+        """Take the function that adds up numbers of the processes that hold the model together; see `Vectors`."""
+
     def shared(self, x: FlatVector) -> Sequence[Tensor]:
         """Return the tensors of a round beside the model x, for all processes of a node."""
         return ()

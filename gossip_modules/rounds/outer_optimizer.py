@@ -118,6 +118,27 @@ def made_optimizer(make_optimizer: MakeOptimizer, parameters: Sequence[Tensor]) 
     return optimizer
 
 
+def works_by_element(make: MakeOptimizer) -> bool:
+    """Whether a made optimizer steps each element of its vector as if it were alone.
+
+    Optimizers with norms of the vector, such as LAMB or LARS, do not. The comparison takes three steps of a vector of
+    three elements, and of each of its elements.
+    """
+    start = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64, device="cpu")
+    gradients = torch.tensor([[0.3, -0.5, 0.1], [-1.0, 0.1, 4.0], [2.0, 0.7, -0.3]], dtype=torch.float64, device="cpu")
+
+    def stepped(index: slice) -> Tensor:
+        x = start[index].clone()
+        optimizer = made_optimizer(make, [x])
+        for gradient in gradients:
+            x.grad = gradient[index].clone()
+            optimizer.step()
+        return x
+
+    alone = torch.cat([stepped(slice(i, i + 1)) for i in range(start.numel())])
+    return torch.allclose(stepped(slice(None)), alone, rtol=1e-6, atol=1e-9)
+
+
 def step(optimizer: Optimizer | None, x: Vector, gradient: Vector) -> None:
     """x <- a step of the optimizer with this gradient.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from ..mixing_manager.base import MixingManager
 from .messages import Code, Message
@@ -164,6 +165,10 @@ class Vectors:
         step: the step of the user's SGD since the last round, if the algorithm `needs_sgd`; None: there was no step.
         inner_rate: the learning rate of the last step of the user's optimizer, if the algorithm `needs_inner_rate`.
         sent: the model with which the round began, if it runs under training and the algorithm `keeps_sent`.
+        sum_over_shards: x <- its sum over the processes that hold the model together, in place; it changes nothing if
+            one process holds the model. x is float64 in host memory. An algorithm whose next action depends on the
+            values of the model, such as on a norm, adds them up by this function, so that all shards of the model have
+            one decision. Call it on the training thread only: before the first request, or if there is `sent`.
     """
 
     x: Vector
@@ -174,6 +179,7 @@ class Vectors:
     step: SGDStep | None = None
     inner_rate: float | None = None
     sent: Vector | None = None
+    sum_over_shards: Callable[[Tensor], object] = id
 
     def about(self, x: Vector) -> Vectors:
         """Return the description of the same round for another vector x, without the step of SGD."""

@@ -159,6 +159,11 @@ class Rounds(Mixer):
         for driver in self.drivers if self._times is None else ():
             driver.agree_finite = agree
 
+    def meet_shards(self, sum_over_shards: Callable[[Tensor], object]) -> None:
+        """See `Mixer`."""
+        for driver in self.drivers:
+            driver.sum_over_shards = sum_over_shards
+
     def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
         """See `Mixer`; also reads the places of the tensors of the model.
 

@@ -229,12 +229,8 @@ class Choices:
                 f"{nprocs_per_node}, or fully_shard), expected a whole model in each: each process sees its shard, so "
                 "that the processes of one model would decide differently; use a Schedule"
             )
-        if any(part.needs_whole_tensors for part in self._parts) and (nprocs_per_node != 1 or is_sharded):
-            raise ValueError(
-                f"got {self.algorithm} for a model that several processes hold in shards (nprocs_per_node="
-                f"{nprocs_per_node}, or fully_shard), expected a whole model in each: it needs whole matrices; take "
-                "DiLoCo(), or a membership, whose nodes gossip with one process"
-            )
+        for part in self._parts if nprocs_per_node != 1 or is_sharded else ():
+            part.check_shards(nprocs_per_node)
         if self._parts and getattr(self._parts[0], "delay", 0) == "auto" and (nprocs_per_node != 1 or is_sharded):
             raise ValueError(
                 f"got {self.algorithm} for a model that several processes hold together (nprocs_per_node, or shards), "

@@ -98,6 +98,7 @@ class Node:
     def engine_of(self, engine: LockstepEngine) -> LockstepEngine:
         """The engine of this process, made of one for a rank without a node. The node takes its decisions as one."""
         engine.agree_finite, engine.take_first = self._agree, self._take_first
+        engine.gossiper.meet_shards(self.sum_over_processes)
         return engine
 
     def averager(self, engine: LockstepEngine) -> GlobalAverage:
@@ -136,6 +137,12 @@ class Node:
 
     def sum_over_shards(self, x: Tensor) -> None:
         """x, of the vector of this process <- its sum over the model, in place; here that vector is the whole model."""
+
+    def sum_over_processes(self, x: Tensor) -> None:
+        """x, in CPU memory, <- its sum over the processes of the node, in place."""
+        total = x.to(self.control.device)
+        self.control.all_reduce(total, what="a sum over the processes of the node")
+        x.copy_(total)
 
     def close(self) -> None:
         """Give back the groups inside the node."""

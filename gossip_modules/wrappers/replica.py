@@ -84,9 +84,7 @@ class ShardedReplica(Node):
 
     def sum_over_shards(self, x: Tensor) -> None:
         """See `Node`."""
-        on_cpu = x.cpu()
-        self.control.all_reduce(on_cpu, what="a sum over the shards of a replica")
-        x.copy_(on_cpu)
+        self.sum_over_processes(x)
 
 
 def _named_places(vector: FlatVector) -> Iterator[tuple[str, Tensor]]:

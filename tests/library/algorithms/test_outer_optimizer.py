@@ -15,6 +15,7 @@ from gossip_modules import DiLoCo, GASLoC, GossipDataParallel, SlowMo
 from gossip_modules.extend import OuterMethod
 from gossip_modules.flat.vector import SCRATCH_NUMEL
 from gossip_modules.rounds import SGD
+from gossip_modules.wrappers.choices import Choices
 from tests.harness.problems import loss_of, mlp, sgd, train_step
 from tests.harness.ranks import run_ranks, solo_group
 from tests.library.rounds.memories import optimizer_of
@@ -227,3 +228,35 @@ def test_the_default_optimizer_has_the_bits_and_the_state_of_torchs(dtype: torch
         ours.step()
         theirs.step()
         assert torch.equal(x, y)
+
+
+class TrustRatio(torch.optim.Optimizer):
+    """Each step is as long as the vector, as in LARS."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step."""
+        for x in self.param_groups[0]["params"]:
+            x.sub_(x.grad, alpha=0.1 * float(x.norm() / x.grad.norm()))
+
+
+BY_ELEMENT: list[Any] = [torch.optim.Rprop, torch.optim.AdamW]
+
+
+@pytest.mark.parametrize("where", [{"nprocs_per_node": 2}, {"nprocs_per_node": 1, "is_sharded": True}], ids=str)
+@pytest.mark.parametrize("method", [DiLoCo, GASLoC])
+def test_an_outer_optimizer_with_norms_is_refused_where_processes_hold_shards(method: Any, where: Any) -> None:
+    """A norm of the anchor would be another one in each shard."""
+    for make in (TrustRatio, *BY_ELEMENT):
+        choices = Choices(algorithm=method(4, optimizer=make))
+        choices.check(overlap=False, init_sync=True, nprocs_per_node=1)
+        if make in BY_ELEMENT:
+            choices.check(overlap=False, init_sync=True, **where)
+        else:
+            with pytest.raises(
+                ValueError, match=r"which steps an element in another way beside other .*; take `lambda"
+            ):
+                choices.check(overlap=False, init_sync=True, **where)

@@ -39,6 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bfloat16 wire": {"wire_dtype": torch.bfloat16, "schedule": 2},
     "DiLoCo": {"algorithm": DiLoCo(sync_every=2)},
     "Streaming DiLoCo": {"algorithm": StreamingDiLoCo(2, fragments=HALVES, delay=1)},
+    "adaptive": {"algorithm": DiLoCo(2, lr=1.0, momentum=0.0, delay=1, arrival="adaptive")},
     "SlowMo": {"algorithm": SlowMo(2)},
     "D2": {"algorithm": D2()},
     "QG-DSGDm": {"algorithm": QGDSGDm(), "push_sum": False},

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import GossipDataParallel, Schedule
+from gossip_modules import DiLoCo, GossipDataParallel, Schedule
 from gossip_modules.extend import ProcessGroupTransport
 from gossip_modules.graph_manager import GraphManager, NetworkXGraph, NPeerDynamicDirectedExponentialGraph
 from gossip_modules.wrappers.node import Node
@@ -268,3 +268,62 @@ def test_after_close_a_process_of_a_node_is_alone() -> None:
         assert torch.equal(second[name], second["late before"])
         assert not torch.equal(first[name], second[name])
     assert torch.equal(first["closed"], first["late"])
+
+
+class Halves(nn.Module):
+    """Two vectors; a node of two processes cuts the model between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(64, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, node: int, step: int) -> Tensor:
+        """A loss whose gradient of `a` is equal on all nodes; the gradient of `b` is opposite until step 5."""
+        sign = 1.0 if step > 5 else 1.0 - 2.0 * node
+        return self.a.sum() + sign * self.b.sum()
+
+
+def adaptive_steps(wrapper: GossipDataParallel, node: int) -> Tensor:
+    """The first entries of both vectors before each optimizer step, float64 [14, 2]."""
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    steps = []
+    for step in range(14):
+        loss = wrapper(node, step)
+        steps.append(torch.stack([x.detach()[0] for x in wrapper.parameters()]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    wrapper.close()
+    return torch.stack(steps)
+
+
+ADAPTIVE = DiLoCo(3, lr=1.0, momentum=0.0, delay=1, arrival="adaptive")
+
+
+def decide_in_node(rank: int) -> tuple[Tensor, str]:
+    """The steps with adaptive arrival; then the error where the processes of a node have counted other tokens."""
+    steps = adaptive_steps(GossipDataParallel(Halves(), nprocs_per_node=PER_NODE, algorithm=ADAPTIVE), rank // PER_NODE)
+    wrapper = GossipDataParallel(Halves(), nprocs_per_node=PER_NODE, algorithm=DiLoCo(1, weighted_by="tokens"))
+    wrapper(rank // PER_NODE, 0).backward()
+    torch.optim.SGD(wrapper.parameters(), lr=0.1).step()
+    wrapper.count_tokens(3 + rank)
+    try:
+        wrapper(rank // PER_NODE, 1)
+    except ValueError as error:
+        return steps, str(error)
+    return steps, ""
+
+
+@pytest.mark.e2e
+def test_the_processes_of_a_node_decide_by_the_whole_model() -> None:
+    """The drifts of `a` agree and those of `b` do not; both halves go the way of ranks with a whole model."""
+
+    def whole(group: dist.ProcessGroup) -> Tensor:
+        return adaptive_steps(GossipDataParallel(Halves(), process_group=group, algorithm=ADAPTIVE), group.rank())
+
+    expected = run_ranks(2, whole)
+    assert not torch.equal(expected[0][:, 0].diff(), expected[0][:, 0].diff()[:1].expand(13))  # some steps are dropped
+    for rank, outcome in enumerate(run_processes(2 * PER_NODE, decide_in_node)):
+        steps, error = outcome.result
+        torch.testing.assert_close(steps, expected[rank // PER_NODE], rtol=0, atol=1e-12)
+        assert f"got {3 + rank} tokens in 1 steps on this process, and other numbers" in error
