@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ..flat.layout import FlatLayout
 from ..transport.bounded_listener import BACKLOG
+from ..transport.forks import close_in_children
 from .interpolation import Standing
 
 MAGIC = b"gdpw"
@@ -163,7 +164,7 @@ class PeerConnection:
 
     def __init__(self, sock: socket.socket, host: str) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self.host = sock, host
+        self.socket, self.host = close_in_children(sock), host
         self.has_asked = False
         self.since = time.monotonic()
         self.num_sent = self.num_received = 0
@@ -310,7 +311,7 @@ def listen(address: str, *, name: str) -> tuple[socket.socket, str]:
     host, port = split_address(address)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = close_in_children(socket.create_server((host, port), family=family, backlog=BACKLOG))
     except (OSError, UnicodeError) as error:
         raise ConnectionError(
             f"worker {name!r}: cannot bind {address}: {error}, expected an address of this machine at which no process "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
 import struct
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -16,13 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .forks import close_loop_in_children, close_server_in_children, tcp_sockets
 from .shared_group import shared_by
+from .stores import BoundedStore
 from .threads import CallThread
 
 CPU = torch.device("cpu")
 _SO_ATTACH_FILTER = 26  # Linux, asm-generic/socket.h
 CAN_BE_LAZY = "lazy_init" in (dist.ProcessGroupGloo.create_device.__doc__ or "")  # an older torch has no such devices
 CONNECT_FACTOR = 5  # Gloo waits for a connection so many times as long as for a message
+_REQUEST = timedelta(seconds=0.4)  # of a process that forks
 _RETURN = 0x06  # BPF_RET | BPF_K: how many bytes of a packet are accepted
 
 
@@ -194,14 +197,12 @@ def close_ports(store: dist.Store, rank: int, num_devices: int) -> int:
 def close_ports_at(published: Sequence[bytes]) -> int:
     """`close_ports` for the published addresses of connected Gloo groups of this process."""
     is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
-    if is_lazy or sys.platform != "linux":
-        return 0
     instruction = ctypes.create_string_buffer(struct.pack("=HBBI", _RETURN, 0, 0, 0))  # struct sock_filter: 0 bytes
     program = struct.pack("@HP", 1, ctypes.addressof(instruction))  # struct sock_fprog of linux/filter.h
     num_closed = 0
-    for listener in _listeners():
-        address = _raw_address(listener)
-        if address and any(address in text for text in published):
+    for listener in _listeners_at(published):
+        close_loop_in_children(listener)
+        if not is_lazy:
             listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
             num_closed += 1
     return num_closed
@@ -210,33 +211,47 @@ def close_ports_at(published: Sequence[bytes]) -> int:
 def close_ports_of(group: dist.ProcessGroup) -> int:
     """`close_ports` for a group of `torch.distributed.new_group`, once its ranks are all connected."""
     _, store = dist.distributed_c10d._world.pg_map[group]
-    num_devices = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
-    return close_ports(dist.PrefixStore("cpu/", store), group.rank(), num_devices)
+    return close_ports(dist.PrefixStore("cpu/", store), group.rank(), _num_devices_of_torch())
 
 
-def _listeners() -> Iterator[socket.socket]:
-    """The listening TCP sockets of this process, each for as long as the loop looks at it; they stay open."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            copy = os.dup(int(name))  # which stays the same socket if another thread closes this one meanwhile
-        except OSError:  # it was closed
+def _num_devices_of_torch() -> int:
+    return len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+
+
+def _find_sockets() -> None:
+    """Before a fork: see [Note: sockets in forked children], for what a script has made by torch.distributed."""
+    if not dist.is_initialized():
+        return
+    ports: set[int] = set()
+    for group, (_, store) in list(dist.distributed_c10d._world.pg_map.items()):
+        if group in _searched:
             continue
-        try:
-            found = socket.socket(fileno=copy)
-        except OSError:
-            os.close(copy)
-            continue
-        with found:
-            if found.type == socket.SOCK_STREAM and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                yield found
+        bounded = BoundedStore(dist.PrefixStore("cpu/", store), timeout=_REQUEST)
+        keys = (f"{device}/{group.rank()}" for device in range(_num_devices_of_torch()))
+        with contextlib.suppress(ConnectionError, RuntimeError):  # the store does not answer now, or never does
+            published = [bounded.get(key, what="looking for the address of a process group") for key in keys]
+            for listener in _listeners_at([address for address in published if address is not None]):
+                close_loop_in_children(listener)
+            ports |= set() if bounded.port is None else {bounded.port}
+            _searched.add(group)
+    for port in ports:
+        close_server_in_children(port)
+
+
+_searched: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(before=_find_sockets)
+
+
+def _listeners_at(published: Sequence[bytes]) -> Iterator[socket.socket]:
+    """The listening TCP sockets of this process at these addresses; none on systems other than Linux."""
+    for listener in tcp_sockets(is_listening=True):
+        if any(_raw_address(listener) in text for text in published):
+            yield listener
 
 
 def _raw_address(listener: socket.socket) -> bytes:
-    """The address of a socket as the kernel's struct, as published by Gloo; b"" for another family."""
-    if listener.family not in (socket.AF_INET, socket.AF_INET6):
-        return b""
+    """The address of a socket as the kernel's struct, as published by Gloo."""
     host, port, *rest = listener.getsockname()
     flow = struct.pack("!I", rest[0]) if rest else b""
     address = socket.inet_pton(listener.family, host.partition("%")[0])

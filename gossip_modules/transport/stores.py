@@ -38,6 +38,7 @@ class BoundedStore:
 
     Attributes:
         address: the address of the store, for error messages.
+        port: the port of the server of a TCPStore; None: another store.
     """
 
     def __init__(self, store: dist.Store, *, timeout: timedelta | None = None) -> None:
@@ -48,6 +49,7 @@ class BoundedStore:
             base = base.underlying_store
         self._base = base  # alive, so that all that ask it share a thread
         self.address = _address_of(base)
+        self.port: int | None = base.port if isinstance(base, dist.TCPStore) else None
         self._client = None if isinstance(base, (dist.HashStore, dist.FileStore)) else _client_of(base)
 
     def add(self, key: str, amount: int, *, what: str, timeout: timedelta | None = None) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import stat
+import threading
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
 from gossip_modules import AllReduceDataParallel, GossipDataParallel, RingGraph, Schedule
+from gossip_modules.transport.stores import job_store
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.processes import Outcome, run_processes, start_clock
 
@@ -21,6 +26,21 @@ VICTIM = 1
 NEIGHBOURS = (0, 2)
 ROUND = 3
 SECONDS = {signal.SIGKILL: 30.0, signal.SIGSTOP: 10.0}  # the timeout: a killed peer is noticed long before
+
+
+def fork_a_child() -> None:
+    """A child that lives until the test has ended, as a loader process that reads from a slow file system."""
+    store: Any = job_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if os.fork() == 0:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if stat.S_ISFIFO(os.fstat(int(name)).st_mode):  # by which the test sees the end of its parent
+                    os.close(int(name))
+        while os.path.exists(store.path):
+            threading.Event().wait(0.05)
+        os._exit(0)
 
 
 def lose_a_peer(rank: int, overlap: bool, how: int, average_every: int) -> None:
@@ -40,6 +60,7 @@ def lose_a_peer(rank: int, overlap: bool, how: int, average_every: int) -> None:
             dist.barrier()
             start_clock()
             if rank == VICTIM:
+                fork_a_child()
                 os.kill(os.getpid(), how)
         train_step(wrapper, optimizer, rank, step)
 
@@ -126,6 +147,7 @@ def lose_a_peer_of_all_reduce(rank: int, how: int) -> None:
             dist.barrier()
             start_clock()
             if rank == VICTIM:
+                fork_a_child()
                 os.kill(os.getpid(), how)
         train_step(wrapper, optimizer, rank, step)
 

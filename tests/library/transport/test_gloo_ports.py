@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from gossip_modules import connect
 from gossip_modules.transport import gloo
+from gossip_modules.transport.forks import tcp_sockets
 from gossip_modules.transport.gloo import gloo_backend
 from tests.harness.ranks import TIMEOUT, run_ranks
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="po
 
 
 def open_ports() -> set[tuple[str, int]]:
-    return {found.getsockname() for found in gloo._listeners() if found.family == socket.AF_INET}
+    return {found.getsockname() for found in tcp_sockets(is_listening=True) if found.family == socket.AF_INET}
 
 
 def is_connected(stranger: socket.socket) -> bool:
