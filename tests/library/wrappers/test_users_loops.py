@@ -1,0 +1,253 @@
+"""A table of users' training loops: each method trains each loop as it is, or refuses it and names the remedy.
+
+To add a loop, write a function `(run: Run) -> None` that trains `NUM_STEPS` steps, with its source in a comment, and
+add it to `LOOPS`. The gradient of `Run.loss` does not depend on the parameters, so the right mean of all ranks after
+training is known exactly: mean of x_0 - RATE * (sum of all gradients).
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossip_modules import (
+    AllReduceDataParallel,
+    BilatGossipDataParallel,
+    Choco,
+    DiLoCo,
+    GossipDataParallel,
+    GroupAverageDataParallel,
+    LocalSGD,
+    TopK,
+)
+from tests.harness.progress import local_of, weight_of
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import flatten
+from tests.library.wrappers.wrapping import irregular
+
+NUM_RANKS = 3
+NUM_STEPS = 12
+RATE = 0.0625
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "SGP": GossipDataParallel,
+    "SGP, weights that move": lambda module, **options: GossipDataParallel(module, graph=irregular(), **options),
+    "Overlap SGP": lambda module, **options: GossipDataParallel(module, overlap=True, **options),
+    "LocalSGD": lambda module, **options: GossipDataParallel(module, algorithm=LocalSGD(4), **options),
+    "DiLoCo": lambda module, **options: GossipDataParallel(
+        module, algorithm=DiLoCo(4, lr=1.0, momentum=0.0), **options
+    ),
+    "CHOCO": lambda module, **options: GossipDataParallel(
+        module, push_sum=False, graph="ring", algorithm=Choco(TopK(0.5), step_size=0.3), **options
+    ),
+    "AD-PSGD": BilatGossipDataParallel,
+    "WAGMA": GroupAverageDataParallel,
+    "AllReduce": AllReduceDataParallel,
+}
+
+# The rounds of asynchronous methods depend on the speed of ranks (and WAGMA takes old models of late ranks, so that the
+# mean moves); AllReduce counts forwards.
+WITHOUT_COUNT = {"AD-PSGD", "WAGMA", "AllReduce"}
+
+WEIGHTS_STAY = tuple(method for method in METHODS if method != "SGP, weights that move")
+"""For loops that write parameters outside of optimizer steps: such writes change z, and not the numerator."""
+
+
+class Run:
+    """One rank of a loop.
+
+    Attributes:
+        model: the wrapper.
+        rank: the number of this rank.
+    """
+
+    def __init__(self, model: Any, rank: int) -> None:
+        self.model, self.rank = model, rank
+
+    def loss(self, step: int, model: nn.Module | None = None) -> Tensor:
+        """The loss of the batch of a step, linear in the parameters; `model` is called in place of the wrapper."""
+        x, y = batch(self.rank, step)
+        return ((self.model if model is None else model)(x) * y).sum()
+
+    def sgd(self, kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> Any:
+        """An optimizer over the parameters of the wrapper."""
+        return kind(self.model.parameters(), lr=RATE)  # type: ignore[call-arg]
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Inputs [4, 3] and weights of the outputs [4, 2], float64."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
+    return torch.randn(4, 3, **options), torch.randn(4, 2, **options)
+
+
+def start() -> nn.Module:
+    """The model before training, equal on all ranks."""
+    model = nn.Linear(3, 2).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.25)
+    return model
+
+
+def right_mean() -> Tensor:
+    """The mean of the ranks' models after training, float64 [d]."""
+    model = start()
+    for rank in range(NUM_RANKS):
+        for step in range(NUM_STEPS):
+            (Run(model, rank).loss(step) / NUM_RANKS).backward()
+    torch.optim.SGD(model.parameters(), lr=RATE).step()
+    return flatten(model)
+
+
+# The loops.
+
+
+def plain(run: Run) -> None:
+    """The loop of every tutorial."""
+    optimizer = run.sgd()
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        optimizer.step()
+
+
+def accumulation(run: Run) -> None:
+    """Several forwards of one step, outside no_sync(): each has a part of the loss (nanoGPT before its DDP branch)."""
+    optimizer = run.sgd()
+    for step in range(NUM_STEPS):
+        for _ in range(2):
+            (run.loss(step) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sharpness_aware(run: Run) -> None:
+    """davda54/sam: a second pass at a perturbed point, through `.data`."""
+    optimizer = run.sgd()
+    for step in range(NUM_STEPS):
+        run.loss(step).backward()
+        before = [parameter.data.clone() for parameter in run.model.parameters()]
+        for parameter in run.model.parameters():
+            parameter.data.add_(parameter.grad, alpha=0.05)
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        for parameter, value in zip(run.model.parameters(), before, strict=True):
+            parameter.data = value
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand(run: Run) -> None:
+    """pytorch/examples word_language_model: no optimizer at all."""
+    for step in range(NUM_STEPS):
+        run.model.zero_grad()
+        run.loss(step).backward()
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.add_(parameter.grad, alpha=-RATE)
+
+
+# The table.
+
+
+class Refusal(NamedTuple):
+    """The error that a loop ends with, in place of training."""
+
+    kind: type[Exception]
+    message: str
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A row of the table.
+
+    Attributes:
+        train: the loop of one rank.
+        methods: the methods that it is run with.
+        refused: by method, the error; "*" stands for all methods but AllReduce.
+        warns: the beginning of each warning that it may give; other warnings are errors.
+        options: options of the gossip wrappers.
+    """
+
+    train: Callable[[Run], None]
+    methods: tuple[str, ...] = tuple(METHODS)
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    warns: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def refusal_of(self, method: str) -> Refusal | None:
+        """The error with this method; None: it trains."""
+        return self.refused.get(method, None if method == "AllReduce" else self.refused.get("*"))
+
+
+LOOPS: dict[str, Loop] = {
+    "plain": Loop(plain),
+    "gradient accumulation": Loop(accumulation, warns=("got 2 training forwards",)),
+    "sharpness-aware minimisation": Loop(sharpness_aware, methods=WEIGHTS_STAY, warns=("got 2 training forwards",)),
+    "updates by hand": Loop(by_hand, methods=WEIGHTS_STAY),
+}
+
+
+class Result(NamedTuple):
+    """One rank after a loop: its numerator x, float64 [d], its steps, and its rounds."""
+
+    numerator: Tensor
+    num_steps: int
+    num_rounds: int
+
+
+def trained(loop: Loop, method: str, group: dist.ProcessGroup) -> Result | Exception:
+    """Train on one rank; the error of a loop that is to be refused."""
+    options = {} if method == "AllReduce" else dict(loop.options)
+    wrapper = METHODS[method](start(), process_group=group, timeout=20, **options)
+    try:
+        loop.train(Run(wrapper, group.rank()))
+        wrapper.settle()
+        weight = weight_of(wrapper) if isinstance(wrapper, GossipDataParallel) else 1.0
+        num_steps = NUM_STEPS if method == "AllReduce" else local_of(wrapper).num_steps
+        return Result(flatten(wrapper.module) * weight, num_steps, int(wrapper.comm_stats()["num_rounds"]))
+    except Exception as error:
+        if loop.refusal_of(method) is None:
+            raise
+        return error
+    finally:
+        wrapper.close()
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_of_users_trains_with_each_method_or_is_refused(name: str) -> None:
+    loop, right = LOOPS[name], right_mean()
+
+    def body(group: dist.ProcessGroup) -> list[Result | Exception]:
+        return [trained(loop, method, group) for method in loop.methods]
+
+    with warnings.catch_warnings():
+        for beginning in loop.warns:
+            warnings.filterwarnings("ignore", message=re.escape(beginning))
+        results = run_ranks(NUM_RANKS, body)
+    for method, *ranks in zip(loop.methods, *results, strict=True):
+        if (refusal := loop.refusal_of(method)) is not None:
+            for error in ranks:
+                assert isinstance(error, refusal.kind), f"{method}: {error!r}"
+                assert re.search(refusal.message, str(error)), f"{method}: {error!r}"
+            continue
+        found = [result for result in ranks if isinstance(result, Result)]
+        mean = torch.stack([result.numerator for result in found]).mean(0)
+        assert {result.num_steps for result in found} == {NUM_STEPS}, f"{method}: {found}"
+        assert method == "WAGMA" or (mean - right).abs().max() < 1e-12, f"{method}: {mean} in place of {right}"
+        if method not in WITHOUT_COUNT:
+            assert {result.num_rounds for result in found} == {num_rounds_of(method)}, f"{method}: {found}"
+
+
+def num_rounds_of(method: str) -> int:
+    """The rounds of a method in `NUM_STEPS` steps, each before the forward of a step."""
+    return (NUM_STEPS - 1) // 4 if method in {"LocalSGD", "DiLoCo"} else NUM_STEPS
