@@ -143,11 +143,11 @@ class Engine(ABC):
         self.t, self.step = t, step
 
     def advance(self, num_steps: int) -> None:
-        """Count `num_steps` training steps run elsewhere."""
+        """Count `num_steps` training steps run elsewhere; a negative number takes steps back."""
         self.step += num_steps
 
     def skipped(self) -> int:
-        """Return the training steps left out since the last call, without `advance`."""
+        """Return the training steps left out since the last call, beside the steps of `advance`."""
         return 0
 
     def withdraw(self) -> None:
@@ -357,9 +357,19 @@ class LockstepEngine(Engine):
         self.gossiper.take_shared(x)
 
     def advance(self, num_steps: int) -> None:
-        """See `Engine`; also counts the rounds of these steps."""
-        for _ in range(num_steps):
-            self.t += self._next_mixer() is not None
+        """See `Engine`; also counts the rounds of these steps, which are a function of the step."""
+        target = self.step + num_steps
+        for step in range(self.step, target):
+            self.t += self._has_round(step)
+        for step in range(target, self.step):
+            self.t -= self._has_round(step)
+        self.step = target
+
+    def _has_round(self, step: int) -> bool:
+        """Whether a `Schedule` has a round in this step."""
+        assert isinstance(self.schedule, Schedule), "a membership takes no `ConsensusControl`"
+        action = self.schedule.action(step)
+        return self.gossiper.is_due(step) if action is Action.GOSSIP else action is not Action.SKIP
 
     def _next_mixer(self) -> Mixer | None:
         """Return the mixer of this step, None if no round runs; advances the step."""

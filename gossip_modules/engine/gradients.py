@@ -17,8 +17,8 @@ from .engine import Engine
 class GradientEngine(Engine):
     """All-reduce SGD over the generations of a membership. Step k of every worker:
 
-        if a generation begins:                       # some workers may have missed the last average
-            x <- x of the first worker with the largest number of averages
+        if a generation begins:                       # some workers may have missed the last average, or have joined
+            x <- x of the first worker with the largest number of averages that has not just joined
         buffers <- buffers of rank 0
         forward and backward at x
         g <- mean_j g_j over the workers of the generation
@@ -42,11 +42,17 @@ class GradientEngine(Engine):
         self._share = share
         self._is_finite = FiniteCheck() if on_nonfinite == "raise" else None
         self._is_first = False  # the next step of a generation
+        self._has_joined = False  # with the model of a donor from some steps before
 
     def rebind(self, weights: Any, transport: Any, x: FlatVector) -> None:
         """See `Engine`."""
         self.transport = transport
         self.is_cut_off, self._is_first = False, True
+
+    def join(self, x: FlatVector, state: dict[str, Any]) -> None:
+        """See `Engine`."""
+        super().join(x, state)
+        self._has_joined = True
 
     @property
     def needs_generation(self) -> bool:  # type: ignore[override]
@@ -77,17 +83,22 @@ class GradientEngine(Engine):
         return is_written
 
     def _make_equal(self, x: FlatVector) -> bool:
-        """All workers take the model of the first worker with the largest number of averages; whether x was written."""
-        counts = torch.empty(self.transport.world_size, dtype=torch.int64, device="cpu")
-        self.transport.all_gather(counts, torch.tensor([self.t], device="cpu"), what="comparing numbers of averages")
-        if int(counts.min()) == int(counts.max()):
+        """All workers take the model of the first worker with the largest number of averages; whether x was written.
+
+        A worker that has just joined is behind all others.
+        """
+        own = torch.tensor([self.t, self._has_joined], device="cpu")
+        everyone = own.new_empty(self.transport.world_size * 2)
+        self.transport.all_gather(everyone, own, what="comparing numbers of averages")
+        counts, have_joined = everyone.view(-1, 2).unbind(1)
+        if int(counts.min()) == int(counts.max()) and not have_joined.any():
             return False
-        source = int(counts.argmax())
+        source = int((counts if have_joined.all() else counts.where(have_joined == 0, -1)).argmax())
         vector = x.raw.clone()
         self.transport.broadcast(vector, source=source, what="sharing the model of a worker that is ahead")
         self._share(source)
         x.raw.copy_(vector)
-        self.t = int(counts.max())
+        self.t, self._has_joined = int(counts[source]), False
         return True
 
     @torch.no_grad()

@@ -227,7 +227,7 @@ def send(group: dist.ProcessGroup, state: Any, *, timeout: timedelta) -> int:
     contents = (bytes_of(x.detach().cpu()) for x in tensors)
     total = 0
     for chunk in (torch.tensor([text.numel()], device="cpu"), text, *(chunk for x in contents for chunk in _chunks(x))):
-        group.send([chunk], 1, 0).wait(timeout)
+        group.send([chunk], 1, chunk.nbytes).wait(timeout)
         total += chunk.nbytes
     return total
 
@@ -249,7 +249,7 @@ def receive(
     """
 
     def await_chunk(chunk: Tensor) -> None:
-        work, before = group.recv([chunk], 0, 0), deadline.passed
+        work, before = group.recv([chunk], 0, chunk.nbytes), deadline.passed  # see `PointToPoint.wire_tag`
         if waits is None:
             work.wait(deadline.left_for_gloo)
         else:

@@ -33,6 +33,10 @@ class Generations:
     begin this step before it knows the first step of the generation: the largest step named by a member. So all begin
     at the same step. A worker waits only if it reaches its step before the others have named theirs.
 
+    [Note: one position] All members of a generation in lockstep begin it at one step of the wrapper, with one number of
+    rounds. A donor's copy has both, and the step of the clock that belongs to them. A worker goes from there to the
+    first step of the generation, which may also be an earlier step: its donor may have trained on without the others.
+
     [Note: paces] Workers out of lockstep name no step: each begins a generation at its own next step. The first to come
     to it waits for no other, and closes its links of the generation before some time later. For workers in the old
     generation such a closed link does not mean a failed worker.
@@ -104,11 +108,11 @@ class Generations:
             log.warning("job %s: generation %d came too late, at step %d", self.job.name, view.generation, self.clock)
             self._ask_again(view)
 
-    def skip_to(self, start: int) -> None:
-        """Leave out the training steps up to the first one of a generation."""
+    def go_to(self, start: int) -> None:
+        """Go to the first step of a generation, from an earlier or a later one: see [Note: one position]."""
         with self.worker.lock:
-            num_steps, self.clock = start - self.clock, start
-        self.job.together("advance", num_steps, lambda: self.job.participant.advance(num_steps))
+            step, self.clock = start + self.job.steps_before, start
+        self.job.together("go_to", step, lambda: self.job.participant.go_to(step))
 
     def begin(self, clock: int) -> Change:
         """Begin the latest due generation. All workers skip an earlier one, unless it would begin sooner."""

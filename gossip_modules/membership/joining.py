@@ -106,8 +106,7 @@ class Joining:
         with worker.lock:
             start = generations.first_step(generations.due[0][0])
             if not worker.is_founder:
-                num_steps = start - generations.clock
-                self.job.together("advance", num_steps, lambda: self.job.participant.advance(num_steps))
+                generations.go_to(start)
             generations.clock = start - 1
         if worker.is_founder:
             self.found(deadline, start)
@@ -193,7 +192,9 @@ class Joining:
         missing = sorted(set(tracked) - set(state["tracked"]))
         if missing:
             log.warning("the donor tracks no %s: they start anew; track() the same names on all workers", missing)
-        self.worker.generations.clock = int(state["clock"])
+        generations = self.worker.generations
+        generations.clock = int(state["clock"])
+        generations.next_is(generations.clock)
 
     def say_loaded(self, joiner: Joiner) -> None:
         """Post the event of the loaded state."""

@@ -39,7 +39,7 @@ class ReplicaProcesses(NodeProcesses):
     or its links, it calls `JobState.together`, which has the other processes do the same to their shards:
 
         come                                        another start of the worker has begun
-        begin, advance, found, flush, settle        see `Participant`
+        begin, go_to, found, flush, settle          see `Participant`
         copy, drop_copy, serve, take_back           see `Donor`: each process gives its shards to the same place
         receive, load                               see `Joining`: each takes its shards from the same place
 
@@ -171,7 +171,7 @@ class ReplicaProcesses(NodeProcesses):
             "come": lambda: self._come(argument),
             "begin": lambda: worker.generations.follow(parsed(View, argument["view"]), argument["growth"]),
             "found": self._found,
-            "advance": lambda: participant.advance(argument),
+            "go_to": lambda: participant.go_to(argument),
             "flush": participant.flush,
             "settle": participant.settle,
             "copy": worker.donor.copy,

@@ -246,7 +246,7 @@ class LocalWorker:
         if due is None or not begins:
             return None
         if participant.is_cut_off:
-            generations.skip_to(due.start)
+            generations.go_to(due.start)
         return generations.begin(generations.clock)
 
     # Reports of failures.

@@ -134,6 +134,7 @@ class Driver:
             self.algorithm.begin(self._vectors(Vector.of(x), 0), self.memory)
             self._buffers, self.has_begun = [b.clone() for b in x.buffers], True
         if not stamps.has_tried:
+            stamps.go_back(k)
             has_changed = self._agree(x)
             if stamps.is_agreed and stamps.lost > stamps.taken and not is_due:
                 self.run(Vector.of(x), stamps.lost, stamps.lost)

@@ -26,7 +26,8 @@ class Stamps:
     train alone. So the ranks of one generation have equal memories, bit for bit.
 
     Attributes:
-        taken, lost: the step of the last round that took effect, and of the last round that was lost.
+        taken, lost: the step of the last round that took effect, and of the last round that was lost; -1: other workers
+            have not had it, see `go_back`.
         is_agreed: whether all ranks have the memory with the newest stamp.
         has_tried: whether this generation has run the agreement.
     """
@@ -42,6 +43,16 @@ class Stamps:
             is_needed: whether its workers must agree on one memory.
         """
         self.is_agreed = self.has_tried = not is_needed
+
+    def go_back(self, k: int) -> None:
+        """Take no memory of this rank for the newest if it had rounds after step k, which comes only now.
+
+        A donor that was left out of a generation has such rounds, without the workers of the generation.
+        """
+        if self.taken > k:
+            self.taken = -1
+        if self.lost > k:
+            self.lost = self.taken
 
     def agree(self, memory: Memory, transport: Transport, *, who: object) -> bool:
         """Take the newest memory of all workers.

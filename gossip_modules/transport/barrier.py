@@ -17,7 +17,8 @@ from .exchange import LATE
 from .stores import BoundedStore
 
 Wait: TypeAlias = Callable[[dist.Work, timedelta], object]
-_NAME_BYTES = 64  # of the name of an operation
+_NAME_BYTES = 64  # of the name of an operation, in a message
+_SIZE_BYTES = 8  # of the number of bytes of its tensor, after the name
 
 
 class NotMet(RuntimeError):
@@ -27,7 +28,7 @@ class NotMet(RuntimeError):
         peer: the rank of the missing message; None: ranks have come to different operations.
         is_late: whether the time is over; else the connection to the peer is closed.
         missing: the missing ranks of the group, as far as this rank knows.
-        found: the names of other operations, by rank of the group.
+        found: the names of other operations, or the sizes of other tensors, by rank of the group.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ def meet(
     *,
     deadline: Deadline,
     tag: int,
+    num_bytes: int = 0,
     wait: Wait = dist.Work.wait,
     ranks: Sequence[int] = (),
 ) -> None:
@@ -91,21 +93,25 @@ def meet(
     has arrived, but its buffer can: it is not zero any more. One deadline holds for all waits. Over Gloo the first late
     wait closes this rank's connections, so peers cannot be asked afterwards.
 
+    [Note: sizes meet first] Gloo ends the process, in a thread of its own, if ranks come to one collective with tensors
+    of different sizes. So ranks compare the sizes here, where a difference is an error.
+
     Args:
         group: this rank's; all its ranks call this in the same order.
         what: the next operation; equal on all ranks up to numbers in it.
         deadline: for all to come.
         tag: the tag of the messages; no other message has it.
+        num_bytes: the size of the tensor of this rank in the operation; equal on all ranks.
         wait: waits for one of them.
         ranks: the participating ranks of the group; none: all.
 
     Raises:
-        NotMet: ranks have not come, or have come to another operation.
+        NotMet: ranks have not come, or have come to another operation, or with tensors of other sizes.
     """
     peers = [j for j in ranks or range(group.size()) if j != group.rank()]
-    ours = what.encode()[: _NAME_BYTES - 1]
-    mine = torch.frombuffer(bytearray(ours.ljust(_NAME_BYTES - 1, b"\0") + b"\1"), dtype=torch.uint8)
-    rows = {j: torch.zeros(_NAME_BYTES, dtype=torch.uint8, device="cpu") for j in peers}
+    ours, size = what.encode()[:_NAME_BYTES], num_bytes.to_bytes(_SIZE_BYTES, "little")
+    mine = torch.frombuffer(bytearray(ours.ljust(_NAME_BYTES, b"\0") + size + b"\1"), dtype=torch.uint8)
+    rows = {j: torch.zeros_like(mine) for j in peers}
     works: list[tuple[int, dist.Work]] = []
     peer = -1
     try:
@@ -120,8 +126,14 @@ def meet(
         is_late = _is_late(deadline)
         missing = [j for j in (peers if is_late else [peer]) if not rows[j][-1]]
         raise NotMet(str(error), peer=peer, is_late=is_late, missing=missing) from error
-    names = {j: bytes(row.numpy())[:-1].rstrip(b"\0") for j, row in rows.items()}
-    found = {j: name.decode(errors="ignore") for j, name in names.items() if _operation(name) != _operation(ours)}
+    found = {}
+    for j, row in rows.items():
+        text, own = bytes(row.numpy()), _operation(ours)
+        name, theirs = text[:_NAME_BYTES].rstrip(b"\0"), text[_NAME_BYTES:-1]
+        if _operation(name) != own:
+            found[j] = repr(name.decode(errors="ignore"))
+        elif theirs != size:
+            found[j] = f"the same with {int.from_bytes(theirs, 'little')} bytes where this rank has {num_bytes}"
     if found:
         raise NotMet("ranks are in another operation", found=found)
 
@@ -132,6 +144,7 @@ def meet_in_turns(
     *,
     deadline: Deadline,
     tag: int,
+    num_bytes: int = 0,
     wait: Wait,
     attendance: Attendance | None,
     peers: Sequence[int],
@@ -141,18 +154,18 @@ def meet_in_turns(
     If ranks are at different operations, all of them learn it, and then tell their operation to all others.
 
     Args:
-        group, what, deadline, wait: see `meet`.
+        group, what, deadline, num_bytes, wait: see `meet`.
         tag: the tag of the messages; `tag + 1` is free too.
         attendance: the barriers' record of this group; None: the error knows the peer of the failed wait only.
         peers: the connected ranks.
 
     Raises:
-        NotMet: ranks have not come, or have come to another operation.
+        NotMet: see `meet`.
     """
     if attendance is not None:
         attendance.come()
     rank, n = group.rank(), group.size()
-    code = zlib.crc32(_operation(what.encode()[: _NAME_BYTES - 1]))
+    code = zlib.crc32(_operation(what.encode()[:_NAME_BYTES]) + num_bytes.to_bytes(_SIZE_BYTES, "little"))
     least_and_most = torch.tensor([code, -code], device="cpu")  # the least of each, over all ranks heard of
     distances = [1 << k for k in range((n - 1).bit_length())]
     sends: list[tuple[int, dist.Work]] = []
@@ -176,7 +189,7 @@ def meet_in_turns(
             missing = [] if attendance is None else attendance.absent([j for j in range(n) if j != rank])
         raise NotMet(str(error), peer=peer, is_late=_is_late(deadline), missing=missing) from error
     if least_and_most.sum():
-        meet(group, what, deadline=deadline, tag=tag + 1, wait=wait, ranks=peers)
+        meet(group, what, deadline=deadline, tag=tag + 1, num_bytes=num_bytes, wait=wait, ranks=peers)
         raise NotMet("ranks are in other operations")
 
 

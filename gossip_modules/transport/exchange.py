@@ -23,7 +23,7 @@ from .shared_group import Use
 from .traffic import PeerTraffic
 from .waits import InTurn, Posted, Waits
 
-ROUND_BITS, SIZE_BITS = 16, 9  # of a tag, beside those of the channel: torch has 31 bits; rounds wrap around
+ROUND_BITS, SIZE_BITS = 10, 15  # of a tag, beside those of the channel: torch has 31 bits; rounds wrap around
 
 FOREVER = timedelta(days=365)
 STREAM_ORDERED = ("nccl", "xccl")  # backends that order messages by streams, ignore tags and want a round as one batch
@@ -142,7 +142,9 @@ class Messages(dict[int, Sequence[Tensor]]):
 
 def _size_bits(num_bytes: int, rest: int) -> int:
     """Return the bits of a tag for a chunk of so many bytes, with `rest` bytes in the other chunks of its message."""
-    size = (num_bytes + 31 * rest) % ((1 << SIZE_BITS) - 3)  # a prime: lengths of vectors differ by powers of two
+    size = (num_bytes + 31 * rest) % (
+        (1 << SIZE_BITS) - 19
+    )  # a prime with 2 as a primitive root: lengths differ by powers of 2
     return size << ROUND_BITS
 
 

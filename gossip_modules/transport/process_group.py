@@ -190,7 +190,7 @@ class ProcessGroupTransport(PointToPoint):
             self._sum(message, options.timeout)
             return None
 
-        self._collective(post, dist.AllreduceOptions(), what)
+        self._collective(post, dist.AllreduceOptions(), what, x.nbytes)
         self.num_bytes_sent += 2 * (self.world_size - 1) * x.nbytes // self.world_size
         Staging.copy_back([(x, message)])
 
@@ -231,7 +231,7 @@ class ProcessGroupTransport(PointToPoint):
         message = self._staging.buffer_for(x, fill=True)
         options = dist.BroadcastOptions()
         options.rootRank = source
-        self._collective(lambda options: self.group.broadcast([message], options), options, what)
+        self._collective(lambda options: self.group.broadcast([message], options), options, what, x.nbytes)
         self.num_bytes_sent += x.nbytes * (self.rank == source)
         Staging.copy_back([(x, message)])
 
@@ -240,30 +240,31 @@ class ProcessGroupTransport(PointToPoint):
         gathered, message = self._staging.buffer_for(out), self._staging.buffer_for(x, fill=True)
         chunks = list(gathered.view(self.world_size, -1).unbind())
         options = dist.distributed_c10d.AllgatherOptions()
-        self._collective(lambda options: self.group.allgather([chunks], [message], options), options, what)
+        self._collective(lambda options: self.group.allgather([chunks], [message], options), options, what, x.nbytes)
         self.num_bytes_sent += (self.world_size - 1) * x.nbytes
         Staging.copy_back([(out, gathered)])
 
     def barrier(self, *, what: str) -> None:
         """See `Transport`; raises the errors of `all_reduce`."""
         if self.backend in _NAMED:
-            self._meet(what, self._limit())
+            self._meet(what, self._limit(), 0)
         else:
-            self._collective(self.group.barrier, dist.BarrierOptions(), what)
+            self._collective(self.group.barrier, dist.BarrierOptions(), what, 0)
 
-    def _collective(self, post: Callable[[Any], dist.Work | None], options: Any, what: str) -> None:
+    def _collective(self, post: Callable[[Any], dist.Work | None], options: Any, what: str, num_bytes: int) -> None:
         """Post a collective and wait for it, unless it is done.
 
         options: options with a timeout, such as AllreduceOptions.
+        num_bytes: the size of the tensor; equal on all ranks: see [Note: sizes meet first].
         """
         with self.watch(what):
-            self._run(post, options, what)
+            self._run(post, options, what, num_bytes)
 
-    def _run(self, post: Callable[[Any], dist.Work | None], options: Any, what: str) -> None:
+    def _run(self, post: Callable[[Any], dist.Work | None], options: Any, what: str, num_bytes: int) -> None:
         self._staging.synchronize()
         deadline = self._limit()
         if self.backend in _NAMED and self.world_size > 1:
-            self._meet(what, deadline)
+            self._meet(what, deadline, num_bytes)
             deadline.leave(_MIN_TRANSFER)  # after all have come, however late they were
             options.timeout = deadline.left_for_gloo
         start, left = time.monotonic(), deadline.left_for_gloo
@@ -281,7 +282,7 @@ class ProcessGroupTransport(PointToPoint):
         deadline.leave(min(_MIN_TRANSFER, deadline.seconds))
         return deadline
 
-    def _meet(self, what: str, deadline: Deadline) -> None:
+    def _meet(self, what: str, deadline: Deadline, num_bytes: int) -> None:
         """Return when all ranks have come to `what`, or raise an error with the names of the others."""
         if self.world_size == 1:
             return
@@ -289,13 +290,14 @@ class ProcessGroupTransport(PointToPoint):
         doing = f"{name} among ranks {list(self.names)}"
         try:
             if self._attendance is None and self._is_whole:
-                meet(self.group, name, deadline=deadline, tag=BARRIER_TAG, wait=self.wait_for)
+                meet(self.group, name, deadline=deadline, tag=BARRIER_TAG, num_bytes=num_bytes, wait=self.wait_for)
             else:
                 meet_in_turns(
                     self.group,
                     name,
                     deadline=deadline,
                     tag=BARRIER_TAG,
+                    num_bytes=num_bytes,
                     wait=self.wait_for,
                     attendance=self._attendance,
                     peers=self._peers,
@@ -304,8 +306,8 @@ class ProcessGroupTransport(PointToPoint):
             if error.peer is None:
                 if self.board is not None:
                     self.board.check(is_there=True)
-                others = ", ".join(f"rank {self.names[j]} is in {text!r}" for j, text in error.found.items())
-                others = others or "other ranks are in different operations"
+                others = ", ".join(f"rank {self.names[j]} is in {text}" for j, text in error.found.items())
+                others = others or "other ranks are in different operations, or have tensors of other sizes"
                 raise RuntimeError(
                     f"rank {self.names[self.rank]}: {doing}: {others}; all ranks must call the same, in the same order"
                 ) from error

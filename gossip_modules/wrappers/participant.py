@@ -188,12 +188,16 @@ class Participant(ModelWorld):
         self.local.steps.end()
 
     def counts(self) -> tuple[int, int]:
-        """The training steps left out since the last call, beside the steps of `advance`; and `step`."""
+        """The training steps left out since the last call, beside the steps of `go_to`; and `step`."""
         engine = self.local.engine
         return engine.skipped(), engine.step
 
+    def go_to(self, step: int) -> None:
+        """Go on from the training step `step`, where the others are."""
+        self.advance(step - self.step)
+
     def advance(self, num_steps: int) -> None:
-        """Count training steps of the others."""
+        """Count training steps of the others; a negative number takes steps back."""
         self.local.engine.advance(num_steps)
 
     def look_at_weight(self) -> None:

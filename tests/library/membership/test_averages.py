@@ -19,7 +19,6 @@ from gossip_modules.graph_manager.named_graphs import undirected_ring
 from gossip_modules.membership.links import LinkTransport
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.mixer import GlobalAverage
-from gossip_modules.transport.deadline import Deadline
 from tests.harness.progress import engine_of
 from tests.library.membership.test_links import Ended, run_links
 from tests.library.membership.test_membership import Job, Worker, close
@@ -42,12 +41,12 @@ def within(transport: LinkTransport, engine: Any, s: FlatVector) -> None:
     """It has come, and has no result."""
     meet = transport._whole._meet
 
-    def meet_and_end(what: str, deadline: Deadline) -> None:
-        meet(what, deadline)
+    def meet_and_end(*arguments: Any) -> None:
+        meet(*arguments)
         transport._break_whole()
         raise Ended
 
-    transport._whole._meet = meet_and_end  # type: ignore[method-assign]
+    transport._whole._meet = meet_and_end  # type: ignore
     engine._scheduled_average.finish(s)
 
 

@@ -39,7 +39,6 @@ from gossip_modules.rounds.rounds import mixer_of
 from gossip_modules.rounds.vector import Vector
 from gossip_modules.testing import Chaos, Join, Kill
 from gossip_modules.testing import Worker as ChaosWorker
-from gossip_modules.transport.deadline import Deadline
 from tests.harness.progress import engine_of
 from tests.harness.ranks import TIMEOUT
 from tests.library.membership.scripted import Ended, ScriptedWorker, run_workers
@@ -187,12 +186,12 @@ def within(worker: Worker) -> None:
     transport = worker.transport
     meet = transport._whole._meet
 
-    def meet_and_end(what: str, deadline: Deadline) -> None:
-        meet(what, deadline)
+    def meet_and_end(*arguments: Any) -> None:
+        meet(*arguments)
         transport._break_whole()
         raise Ended
 
-    transport._whole._meet = meet_and_end  # type: ignore[method-assign]
+    transport._whole._meet = meet_and_end  # type: ignore
     worker.train(8, 9)
     worker.flush()  # raises what the thread has
 

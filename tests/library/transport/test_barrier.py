@@ -85,6 +85,27 @@ def test_ranks_in_different_operations_are_named(n: int) -> None:
     assert "rank 0 is in 'a sum of round 7', rank 2 is in 'a sum of round 7'" in messages[1]
 
 
+@pytest.mark.parametrize("n", [2, 3, 6])
+@pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "all_gather"])
+def test_tensors_of_different_sizes_do_not_meet_in_gloo(n: int, operation: str) -> None:
+    """Gloo would end the process: see [Note: sizes meet first]."""
+
+    def body(group: dist.ProcessGroup) -> str:
+        transport, x = over(group), torch.zeros(587 if group.rank() else 567)
+        act = {
+            "all_reduce": lambda: transport.all_reduce(x, what="a fragment of round 9"),
+            "broadcast": lambda: transport.broadcast(x, source=0, what="a fragment of round 9"),
+            "all_gather": lambda: transport.all_gather(x.new_empty(n * len(x)), x, what="a fragment of round 9"),
+        }[operation]
+        with pytest.raises(RuntimeError) as caught:
+            act()
+        return str(caught.value)
+
+    first, *others = run_ranks(n, body)
+    assert "rank 1 is in the same with 2348 bytes where this rank has 2268" in first
+    assert all("rank 0 is in the same with 2268 bytes where this rank has 2348" in message for message in others)
+
+
 def test_a_rank_sends_few_messages() -> None:
     """The numbers of messages of one barrier: log2 n instead of n - 1."""
     n = 16
