@@ -182,9 +182,9 @@ class BilateralEngine(Engine):
             self.stats.wait_seconds += time.perf_counter() - start
         return self._collect(x, is_kept=True)
 
-    def add_again(self, x: FlatVector) -> bool:
+    def add_again(self, x: FlatVector, *, after: int = 0) -> bool:
         """See `Engine`."""
-        return self.shared.add_again(x)
+        return self.shared.add_again(x, after=after)
 
     def check(self, x: FlatVector) -> None:
         """Raise FloatingPointError, once, where x is not finite, and no exchange has noticed."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..engine.engine import MAX_KEPT
 from ..engine.snapshots import SnapshotPool
 from ..flat.vector import FlatVector, scale_and_add_
 from .momentum import ContinuousMomentum
@@ -49,7 +50,7 @@ class SharedModel:
         self.snapshots, self._momentum = SnapshotPool(x), momentum
         self.lock = self.snapshots.lock
         self._pending: FlatVector | None = None  # None: no exchange has ended since the last `collect`
-        self._kept: FlatVector | None = None  # the corrections for `add_again`
+        self._kept: list[FlatVector] = []  # the corrections for `add_again`, at most MAX_KEPT
         self._arrived: FlatVector | None = None  # the pending correction on the GPU
         self._applied: torch.Event | None = None  # recorded after the copy to it
         self._steps: list[int] = []  # of the exchanges in the pending correction
@@ -80,7 +81,7 @@ class SharedModel:
 
         Args:
             x: the model, mutated.
-            is_kept: whether `add_again` may follow. It adds all corrections since the last call with is_kept=False.
+            is_kept: whether `add_again` may follow. It adds the corrections since the last call with is_kept=False.
 
         Returns:
             The step of y for each exchange in the correction; none if there was no correction.
@@ -90,7 +91,7 @@ class SharedModel:
             steps, self._steps = self._steps, []
             correction, self._pending = self._pending, None
             if not is_kept:
-                self._kept = None
+                self._kept = []
             if correction is None:
                 return steps
             if self._momentum is not None:
@@ -106,23 +107,27 @@ class SharedModel:
                 self._applied.record(torch.accelerator.current_stream(x.raw.device))
                 present = self._arrived
             self._add(x, present, alpha=1.0, share=self._buffer_share)
-            if is_kept and self._kept is None:
-                self._kept = correction
+            if is_kept and len(self._kept) < MAX_KEPT:
+                self._kept.append(correction)
                 return steps
-            if self._kept is not None:
-                self._kept.add_segments_(correction, alpha=1.0)
+            if is_kept:
+                self._kept[-1].add_segments_(correction, alpha=1.0)
             self.snapshots.spare.append(correction)
             return steps
 
-    def add_again(self, x: FlatVector) -> bool:
-        """x <- x + the corrections that `collect` kept, without buffers; returns whether there were any."""
+    def add_again(self, x: FlatVector, *, after: int = 0) -> bool:
+        """x <- x + the corrections that `collect` kept, without buffers; returns whether there were any.
+
+        Args:
+            x: the model, mutated.
+            after: the number of kept corrections that x has already.
+        """
         self.snapshots.check(x)
         with self.lock:
-            if self._kept is None:
-                return False
-            for own, correction in zip(x.parameters, self._kept.parameters, strict=True):
-                own.add_(correction.to(own.device))
-            return True
+            for kept in self._kept[after:]:
+                for own, correction in zip(x.parameters, kept.parameters, strict=True):
+                    own.add_(correction.to(own.device))
+            return len(self._kept) > after
 
     def deliver(self, correction: FlatVector, *, alpha: float, step: int) -> None:
         """Add alpha * correction to y and to the pending correction.

@@ -157,7 +157,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         was_training = self.training
         super().train(mode)
         local = self._local
-        if was_training and not mode and not local.is_held and not local.own_weights.is_replaced():
+        if was_training and not mode and not local.is_held and not local.holds_other_weights():
             with torch.no_grad():
                 self._engine.republish(local.buffer.vector)
         return self

@@ -21,6 +21,7 @@ from ..transport.base import Transport
 from ..transport.state_tree import copied
 from .controlled import ControlledMixer
 
+MAX_KEPT = 4  # corrections of flushes that `add_again` tells apart
 _UNNAMED = "LockstepEngine"  # the engine of old checkpoints without a name
 
 
@@ -98,11 +99,16 @@ class Engine(ABC):
         """Wait for all rounds in flight: x <- x + their corrections. Returns whether x was written."""
         return False
 
-    def add_again(self, x: FlatVector) -> bool:
-        """Add the corrections of all flushes since the last round to the parameters of x again.
+    def add_again(self, x: FlatVector, *, after: int = 0) -> bool:
+        """Add the corrections of the flushes since the last round to the parameters of x again.
 
         Buffers and weight stay. Call it if x held other weights during those flushes and has its own values back. A
         lockstep engine without corrections does nothing: the round is lost on this rank.
+
+        Args:
+            x: the model, mutated.
+            after: the number of flushes whose corrections x has already; at most `MAX_KEPT`. Only flushes that wrote
+                count, and all flushes from the one with the number `MAX_KEPT` on count as one.
 
         Returns:
             Whether x was written.

@@ -154,9 +154,9 @@ class OverlapEngine(LockstepEngine):
         self.stats.record(self._staleness_of(flight))
         return True
 
-    def add_again(self, x: FlatVector) -> bool:
-        """See `Engine`: the correction is in the snapshot until the next round."""
-        if self._snapshot is None or self._flushed_alpha is None or self._snapshot.layout != x.layout:
+    def add_again(self, x: FlatVector, *, after: int = 0) -> bool:
+        """See `Engine`: the correction of the only flush is in the snapshot until the next round."""
+        if after or self._snapshot is None or self._flushed_alpha is None or self._snapshot.layout != x.layout:
             return False
         parameters, corrections = (vector.where(is_buffer=False).segments for vector in (x, self._snapshot))
         for own, correction in zip(parameters, corrections, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
 
-from .aliases import Alias, check_shared_memory, find_aliases, move_aliases
+from .aliases import check_shared_memory, find_aliases, move_aliases
+from .former_layout import FormerLayout
 from .layout import FlatLayout, TensorSpec
 from .selection import Selection
 from .sharded import Shard, Shards, local_of, meshes_of
-from .slots import Slot, TensorPlace, check, check_module, in_order, real_dtype, real_numel, view_like
+from .slots import Slot, TensorPlace, check, check_module, in_order, real_dtype, views_in
 from .step_hooks import STEP_HOOKS
 from .vector import FlatVector
 
@@ -109,7 +110,7 @@ class FlatBuffer:
     def parameters_in(self, vector: FlatVector) -> list[Tensor]:
         """For each of `parameters` its place in another vector of this layout, in its shape; shares memory."""
         slots = [slot for slot in self.slots if slot.is_parameter]
-        views = _views_in(vector, [slot.memory for slot in slots])
+        views = views_in(vector, [slot.memory for slot in slots])
         pairs = zip(slots, views, strict=True)
         return [view if slot.shard is None else slot.shard.like(view) for slot, view in pairs]
 
@@ -160,26 +161,6 @@ class FlatBuffer:
             if table.get(attribute) is not tensor or tensor.data_ptr() != pointer:
                 return False
         return not self._sharded or all(shard.is_at(slot.there, pointer) for slot, shard, pointer in self._sharded)
-
-    def pull(self) -> None:
-        """The vector <- the values of the module's tensors in place of ours, where shapes are equal."""
-        for view, tensor in self._replaced():
-            view.copy_(tensor)
-
-    def push(self) -> None:
-        """The module's tensors in place of ours <- the vector; the opposite of `pull()`."""
-        for view, tensor in self._replaced():
-            tensor.copy_(view)
-
-    def _replaced(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for view, slot in zip(self._views, self.slots, strict=True):
-            if (tensor := slot.there) is None:
-                continue
-            memory = slot.holding(tensor).memory
-            if memory.shape != view.shape or memory.data_ptr() == view.data_ptr():
-                continue
-            if tensor.requires_grad or not slot.is_parameter:  # what was frozen meanwhile stays local
-                yield view, memory.detach()
 
     def written(self) -> None:
         """Gossip has changed parameters in place: autograd is told, and copies of them are gathered again."""
@@ -273,21 +254,39 @@ class FlatBuffer:
         """Make the tensors in the places of ours views of a new vector, trained or not.
 
         Ranks may do this at different times: their vectors still match.
+
+        [Note: memory that has left] A script may keep the memory of our tensors and put other tensors in their place
+        for a while, as in `backup = p.data; p.data = average`. So the vector before is not written any more, and the
+        tensors in the places have their values in new memory: neither `backup` nor `average` changes with the model.
+        Aliases of tensors that have stayed, such as the parameter of a frozen twin, move along with these.
+
+        A tied weight may have been replaced in one of its places alone, as by a larger embedding, and is trained in the
+        others. Then `is_complete()` is False, and the next round chooses again.
         """
         slots = [slot.holding(slot.there) for slot in self.slots if slot.there is not None]
         unique = {id(slot.tensor): slot for slot in reversed(slots)}  # two places may hold one tensor now
         slots = in_order(slot for slot in slots if unique[id(slot.tensor)] is slot)
         check(slots)
-        # Not those that share memory with these: a loop may put tensors there in every step.
-        self._lay_out(slots, aliases=[])
+        stayed = {id(x) for _, _, x, pointer in self._places if x.data_ptr() == pointer}
+        self._lay_out(slots, followed=[slot for slot in slots if slot.shard is None and id(slot.tensor) in stayed])
+        if not self._sharded and self._has_others():
+            self._choice.is_over = True
 
-    def _lay_out(self, slots: list[Slot], aliases: Sequence[Alias] | None = None) -> None:
-        """Make the tensors views of a new vector; `aliases` move along, None: all aliases."""
+    def former_layout(self) -> FormerLayout:
+        """The present layout of the vector, for corrections that come after `reattach` has made another one."""
+        return FormerLayout(self.vector.layout, self.slots, self._views)
+
+    def _lay_out(self, slots: list[Slot], followed: Sequence[Slot] | None = None) -> None:
+        """Make the tensors views of a new vector.
+
+        Args:
+            slots: the tensors.
+            followed: those whose aliases move along; None: all.
+        """
         plain = [slot for slot in slots if slot.shard is None]
         check_shared_memory(plain)
         self._views = []  # which are not to be taken for tensors of others
-        if aliases is None:
-            aliases = find_aliases(plain)
+        aliases = find_aliases(plain if followed is None else followed)
         specs: dict[torch.dtype, list[TensorSpec]] = {}
         for slot in slots:
             specs.setdefault(real_dtype(slot.memory), []).append(slot.spec)
@@ -296,7 +295,7 @@ class FlatBuffer:
         if self.slots:
             vector.push_sum_weight.copy_(self.vector.push_sum_weight)
         self.slots, self.vector = slots, vector
-        self._views = list(_views_in(vector, [slot.memory for slot in slots]))
+        self._views = list(views_in(vector, [slot.memory for slot in slots]))
         with torch.no_grad():
             for slot, view in zip(slots, self._views, strict=True):
                 view.copy_(slot.memory)
@@ -304,9 +303,30 @@ class FlatBuffer:
             move_aliases(aliases)
         self.parameters = [slot.tensor for slot in slots if slot.is_parameter]
         STEP_HOOKS.look_again()
-        self._places = [(slot.table, slot.attribute, slot.tensor, slot.tensor.data_ptr()) for slot in plain]
+        tied = self._tied_places()
+        self._places = [
+            (table, name, tensor, tensor.data_ptr())
+            for slot in plain
+            for table, name, tensor in ((slot.table, slot.attribute, slot.tensor), *tied.get(id(slot.tensor), ()))
+        ]
         self._sharded = [(slot, slot.shard, slot.memory.data_ptr()) for slot in slots if slot.shard is not None]
         self._is_agreed = self.signature() == self.agreed
+
+    def _tied_places(self) -> Mapping[int, list[tuple[dict[str, Any], str, Tensor]]]:
+        """The places in the module that hold a tensor of a slot too, such as a tied weight, by id of the tensor."""
+        first = {(id(slot.table), slot.attribute) for slot in self.slots}
+        ours, tied = set(map(id, self.tensors)), defaultdict[int, list[tuple[dict[str, Any], str, Tensor]]](list)
+        for owner in self.module.modules():
+            for table in (owner._parameters, owner._buffers):
+                for name, x in table.items():
+                    if x is not None and id(x) in ours and (id(table), name) not in first:
+                        tied[id(x)].append((table, name, x))
+        return tied
+
+    def _has_others(self) -> bool:
+        """Whether a trained parameter of the module is not in the vector."""
+        left = {*map(id, self.parameters), *self.selection.ignored_ids(self.module)}
+        return any(x.requires_grad and id(x) not in left for x in self.module.parameters())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_views": []}  # a copy's tensors are no views; attach() makes them so
@@ -329,15 +349,6 @@ class FlatBuffer:
                     if is_trained if is_parameter else is_statistic and name not in self._excluded:
                         seen.add(id(tensor))
                         yield Slot(owner, attribute, name, tensor, is_parameter, shards.get(id(tensor)))
-
-
-def _views_in(vector: FlatVector, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The place of each tensor in a vector that has the tensors of a dtype one after the other, in its shape."""
-    segments, offsets = {x.dtype: x for x in vector.segments}, defaultdict[torch.dtype, int](int)
-    for x in tensors:
-        dtype = real_dtype(x)
-        yield view_like(segments[dtype], offsets[dtype], x)
-        offsets[dtype] += real_numel(x)
 
 
 class _Choice:

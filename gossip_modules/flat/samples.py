@@ -7,9 +7,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .layout import FlatLayout
 from .sharded import local_of
+from .vector import FlatVector
 
 _SAMPLE = 64  # elements of a tensor that are compared
+_SAMPLE_OF_MANY = 8  # elements of each parameter of a vector
 
 
 def sample(x: Tensor) -> Tensor:
@@ -41,3 +44,70 @@ class Samples:
     def equal(self, values: Sequence[Tensor]) -> bool:
         """Whether the elements have these values now."""
         return len(values) == len(self._views) and all(map(torch.equal, values, self._views))
+
+
+class ParameterSamples:
+    """Some elements of each parameter of flat vectors with one layout, to notice which parameters were written.
+
+    Args:
+        layout: of the vectors.
+        device: of the vectors.
+    """
+
+    def __init__(self, layout: FlatLayout, device: torch.device) -> None:
+        self.layout = layout
+        self._places: list[Tensor] = []  # of the sampled elements of each segment, int64
+        owners: list[int] = []  # of each sampled element the number of its parameter
+        num_parameters = 0
+        for segment in layout.segments:
+            places: list[int] = []
+            for first, spec in segment.places():
+                if spec.is_buffer:
+                    continue
+                chosen = range(first, first + spec.numel, max(1, spec.numel // _SAMPLE_OF_MANY))
+                places += chosen
+                owners += [num_parameters] * len(chosen)
+                num_parameters += 1
+            self._places.append(torch.tensor(places, dtype=torch.int64, device="cpu").to(device))
+        self._owners = torch.tensor(owners, dtype=torch.int64, device="cpu")
+        self._num_parameters = num_parameters
+
+    def read(self, x: FlatVector) -> list[Tensor]:
+        """Copies of the elements of x: one flat tensor for each segment."""
+        return [segment[places] for segment, places in zip(x.segments, self._places, strict=True)]
+
+    def read_to(self, values: Sequence[Tensor], x: FlatVector) -> None:
+        """`values`, which `read` gave, <- the elements of x."""
+        for out, segment, places in zip(values, x.segments, self._places, strict=True):
+            torch.index_select(segment, 0, places, out=out)
+
+    def are_equal(self, values: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+        """For each parameter whether its elements are equal in both: bool [parameters], on the CPU.
+
+        Args:
+            values: as `read` gave them.
+            others: as `read` gave them, or empty; then none is equal.
+        """
+        if not others:
+            return torch.zeros(self._num_parameters, dtype=torch.bool, device="cpu")
+        same = torch.cat([(x == y).cpu() for x, y in zip(values, others, strict=True)])
+        num_equal = torch.ones(self._num_parameters, dtype=torch.int64, device="cpu")
+        return num_equal.scatter_reduce_(0, self._owners, same.long(), "amin").bool()
+
+    def merge(self, values: Sequence[Tensor], others: Sequence[Tensor], chosen: Tensor) -> None:
+        """`values` <- `others` for the chosen parameters: bool [parameters], on the CPU."""
+        start, of_elements = 0, chosen[self._owners]
+        for x, y in zip(values, others, strict=True):
+            here = of_elements[start : start + len(x)].to(x.device)
+            start += len(x)
+            x.copy_(torch.where(here, y, x))
+
+    def copy_parameters(self, x: FlatVector, source: FlatVector, chosen: Tensor) -> None:
+        """x <- `source` for the chosen parameters, whole: bool [parameters], on the CPU."""
+        number = 0
+        for own, other, segment in zip(x.segments, source.segments, self.layout.segments, strict=True):
+            for first, spec in segment.places():
+                if not spec.is_buffer:
+                    if chosen[number]:
+                        own[first : first + spec.numel].copy_(other[first : first + spec.numel])
+                    number += 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from .layout import TensorSpec
 from .sharded import Shard
+from .vector import FlatVector
 
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 _RANK = {torch.channels_last: 4, torch.channels_last_3d: 5}
@@ -128,6 +130,15 @@ def view_like(segment: Tensor, offset: int, tensor: Tensor) -> Tensor:
     start = (segment.storage_offset() + offset) * segment.element_size()
     storage = segment.untyped_storage()[start : start + tensor.numel() * tensor.element_size()]
     return torch.empty(0, dtype=tensor.dtype, device=segment.device).set_(storage, 0, tensor.shape, strides)
+
+
+def views_in(vector: FlatVector, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The place of each tensor in a vector that has the tensors of a dtype one after the other, in its shape."""
+    segments, offsets = {x.dtype: x for x in vector.segments}, defaultdict[torch.dtype, int](int)
+    for x in tensors:
+        dtype = real_dtype(x)
+        yield view_like(segments[dtype], offsets[dtype], x)
+        offsets[dtype] += real_numel(x)
 
 
 def check(slots: Sequence[Slot]) -> None:

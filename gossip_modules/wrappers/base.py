@@ -381,7 +381,7 @@ class GossipWrapper(OldNames, AveragingMixin):
     def before_mode(self, mode: bool) -> None:
         """The module is about to be in train or eval mode."""
         self._local.to_estimate()  # [Note: a step that raises]
-        if not self._local.own_weights.is_replaced():
+        if not self._local.holds_other_weights():
             self.flush()
         if not mode:
             self._local.steps.end()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..engine.engine import Engine, LockstepEngine
 from ..flat.buffer import FlatBuffer
+from ..flat.former_layout import FormerLayout
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..profiling import Span
@@ -67,6 +69,7 @@ class LocalModel(AveragedModel):
         description: the options that ranks agree on, by name.
         who: this worker, in front of errors, where ranks have no numbers.
         around: the wrapper, or None when it was collected.
+        former: the layout of the last round, if tensors of another one stand in the module since then.
         is_seen_current: whether this forward has found the vector current already, a walk over all tensors.
         num_steps: the steps that were run here; steps before a checkpoint that was loaded do not count.
     """
@@ -79,6 +82,7 @@ class LocalModel(AveragedModel):
     place: Place = None
     who: str = ""
     around: Callable[[], nn.Module | None]
+    former: FormerLayout | None = None
     is_closed = is_seen_current = False
     num_steps = 0
 
@@ -176,13 +180,17 @@ class LocalModel(AveragedModel):
             self.choose()
             if not self.buffer.is_attached():
                 self.reattach()
-        if self.own_weights.added:
-            self.own_weights.recover()
+        if self.former is not None:  # ranks have agreed on the present layout
+            self.apply_in_flight()
+            self.former = None
+        self.own_weights.recover()
         self.share_buffers()
         with torch.no_grad(), Span(f"{self.name}.mix", []):
             try:
                 self.to_numerator()
-                if self._run(engine.round):
+                is_written = self._run(engine.round)
+                self.own_weights.begin_round()
+                if is_written:
                     self.written()
             finally:
                 self.to_estimate()
@@ -199,9 +207,19 @@ class LocalModel(AveragedModel):
     # The parts of a step, which `flush` and `averaged` use as well.
 
     def _run(self, act: Callable[[FlatVector], bool]) -> bool:
-        """`act`, of the engine, on the vector of this process; in a node one process may act for all."""
-        x = self.vector
-        return act(x) if self.node is None else self.node.run(lambda: act(x))
+        """`act`, of the engine, on the vector of this process; in a node one process may act for all.
+
+        A `former` layout is the layout of corrections in flight: see `FormerLayout`.
+        """
+        whole, former, node = self.buffer.vector, self.former, self.node
+        x = whole if former is None else former.vector(whole)
+        part = x if node is None else node.shard(x)
+        is_written = act(part) if node is None else node.run(lambda: act(part))
+        if former is not None and is_written:
+            if node is not None:
+                node.gather(x)
+            former.write_back(x, whole)
+        return is_written
 
     def share_buffers(self) -> None:
         """Every process of a node takes the buffers of the first one, before they are sent."""
@@ -224,6 +242,12 @@ class LocalModel(AveragedModel):
             self.node.gather(self.buffer.vector)
         self.steps.written()
 
+    def holds_other_weights(self) -> bool:
+        """Whether other weights stand in the place of those that training has left: [Note: Swapped weights]."""
+        if not (self.is_closed or self.buffer.is_attached()):
+            self.reattach()
+        return self.own_weights.is_replaced()
+
     def flush(self) -> None:
         """Apply everything in flight to the tensors that the module has now."""
         if not self.is_closed:
@@ -240,22 +264,28 @@ class LocalModel(AveragedModel):
                 self.own_weights.flush_at(self.buffer.vector.push_sum_weight)
                 self.to_numerator()
                 with torch.no_grad():
-                    self._run(self.engine.flush)
+                    is_added = self._run(self.engine.flush)
                 self.written()
                 self.to_estimate()
-                self.own_weights.flushed()
+                if is_added:
+                    self.own_weights.flushed()
         finally:  # a script that catches the error of a peer goes on with a model
             self.to_estimate()
 
     @torch.no_grad()
-    def add_again(self) -> None:
-        """Add the corrections of the flushes since the last round once more: [Note: Swapped weights]."""
+    def add_again(self, num_flushes: int, at: Tensor) -> None:
+        """Add the corrections of the flushes since the last round once more: [Note: Swapped weights].
+
+        Args:
+            num_flushes: the number of flushes whose corrections are in the weights already.
+            at: the push-sum weight of the numerator that the next correction is added to.
+        """
         weight = self.buffer.vector.push_sum_weight
         now = weight.clone()
-        weight.copy_(self.own_weights.weight)  # of the numerator that corrections are added to
+        weight.copy_(at)
         self.to_numerator()
         try:
-            if self._run(self.engine.add_again):
+            if self._run(partial(self.engine.add_again, after=num_flushes)):
                 self.written()
         finally:
             weight.copy_(now)
@@ -294,16 +324,18 @@ class LocalModel(AveragedModel):
 
     @torch.no_grad()
     def reattach(self) -> None:
-        """Attach tensors that were put in place of ours; corrections in flight are applied to their values."""
+        """Attach tensors that were put in place of ours, with their values; corrections in flight stay so.
+
+        See [Note: memory that has left] of `FlatBuffer`.
+        """
         if (wrapper := self.around()) is not None:
             check_outside(wrapper, was_sharded=self.buffer.is_sharded)
         if self.buffer.is_lent():
             return
-        if self.engine.is_in_flight:
-            self.buffer.pull()
-            self.apply_in_flight()
-            self.buffer.push()
+        self.own_weights.leave()
+        former = self.former or self.buffer.former_layout()
         self.buffer.reattach()
+        self.former = None if former.layout == self.buffer.vector.layout else former
 
     # Its life.
 

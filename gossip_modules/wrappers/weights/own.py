@@ -4,58 +4,75 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...engine.engine import MAX_KEPT
 from ...flat.buffer import FlatBuffer
-from ...flat.samples import Samples
+from ...flat.samples import ParameterSamples
 from ...flat.step_hooks import STEP_HOOKS, Stepped
-from ...flat.vector import FlatVector
+
+
+class _Level(NamedTuple):
+    """The weights of training with the corrections of the first flushes since the last round.
+
+    Attributes:
+        num_flushes: the number of these flushes; see `Engine.add_again`.
+        values: samples of the parameters; empty if the vector had another layout then.
+        weight: the push-sum weight of the numerator to which the next correction was added, float64 [1].
+    """
+
+    num_flushes: int
+    values: list[Tensor]
+    weight: Tensor
 
 
 class OwnWeights(Stepped):
     """Notices that evaluation swaps other weights into the parameters and back, so that no correction is lost by it.
 
     [Note: Swapped weights] Tools evaluate averages of the weights (EMA, SWA): they save the parameters, write the
-    average over them, and put the saved ones back. A correction that is added in between is put away with the average,
-    while peers keep their part of the exchange, so the sum over ranks changes. Two things prevent that, both from
-    samples of the parameters as the last optimizer step, or round, has left them:
+    average over them (or point them to it), and put the saved ones back. A correction that is added in between is put
+    away with the average, while peers keep their part of the exchange, so the sum over ranks changes. Two things
+    prevent that, both from samples of each parameter, as the last optimizer step, or round, has left it:
 
-    - Where parameters differ from these, `train()` and `eval()` leave corrections in flight, for the next training
+    - Where a parameter differs from these, `train()` and `eval()` leave corrections in flight, for the next training
       forward.
     - Calls that need corrections at once (`state_dict()`, `settle()`, an average) add them to the weights that stand
-      there. Where the parameters are back to the samples by the next training forward, optimizer step or flush, the
-      corrections that were added since are gone, and are added again.
+      there. A parameter that is back to its samples by the next training forward, optimizer step or flush lacks the
+      corrections that were added since, and they are added again, to this parameter alone.
+
+    A swap by pointer leaves the memory of the vector to the script, and the vector moves to new memory: see
+    `FlatBuffer.reattach`. Samples are of names and places in the layout, so they hold for vectors in any memory.
 
     Args:
         buffer: has the parameters.
-        add_again: adds the corrections again that were added since the last round.
+        add_again: adds the corrections of the flushes after the first ones again. Its arguments are the number of
+            flushes, and the push-sum weight at which the next correction was added.
 
     Attributes:
-        added: values of the samples after corrections were added outside of rounds; empty if none were since then.
-        weight: the push-sum weight at which the last corrections outside of rounds were added, float64 [1].
+        num_flushes: the flushes since the last round that have added corrections.
     """
 
     order = 1  # after `Debias`: samples are of estimates, which storage holds outside of steps
 
-    def __init__(self, buffer: FlatBuffer, add_again: Callable[[], None]) -> None:
+    def __init__(self, buffer: FlatBuffer, add_again: Callable[[int, Tensor], None]) -> None:
         self._buffer = buffer
         self.bind(add_again)
         self._start()
 
-    def bind(self, add_again: Callable[[], None]) -> None:
+    def bind(self, add_again: Callable[[int, Tensor], None]) -> None:
         """Call `add_again`, a bound method, without keeping its object alive."""
         self._add_again = weakref.WeakMethod(add_again)
 
     def _start(self) -> None:
-        self.weight = torch.ones(1, dtype=torch.float64, device="cpu")
+        self.num_flushes = 0
         self._has_stepped = False
-        self._vector: FlatVector | None = None  # of the samples
-        self._left = Samples(())  # as the last step or round has left the parameters
-        self.added: list[Tensor] = []
+        self._samples: ParameterSamples | None = None  # None: the weights of training are not known
+        self._left: list[Tensor] = []  # as the last step or round has left the parameters
+        self._levels: list[_Level] = []  # ascending; empty if no correction was added since then
 
     def close(self) -> None:
         """Watch no more; idempotent."""
@@ -64,47 +81,105 @@ class OwnWeights(Stepped):
 
     def forget(self) -> None:
         """The parameters are about to become others for good."""
-        self._vector, self.added = None, []
+        self._samples, self._left, self._levels = None, [], []
+
+    def begin_round(self) -> None:
+        """A round takes all corrections of before into account."""
+        self.num_flushes = 0
+        if self._levels:
+            self._levels = []
 
     def note(self) -> None:
         """A step or a round of training has left the parameters as they are now."""
-        if self._vector is not self._buffer.vector:
+        vector = self._buffer.vector
+        samples = self._samples
+        if samples is None or (samples.layout is not vector.layout and samples.layout != vector.layout):
             STEP_HOOKS.add(self)
-            self._vector = self._buffer.vector
-            self._left = Samples(self._vector.parameters)
-        self._left.take()
-        self.added = []
+            samples = self._samples = ParameterSamples(vector.layout, vector.raw.device)
+            self._left = samples.read(vector)
+        samples.layout = vector.layout  # an equal one, which is compared faster the next time
+        samples.read_to(self._left, vector)
+        if self._levels:
+            self._levels = []
+
+    def leave(self) -> None:
+        """A script has put other tensors in the place of some parameters, whose values are still in the vector."""
+        if not (self._has_stepped or self._levels):  # else the last step has left them
+            self.note()
 
     def is_replaced(self) -> bool:
-        """Whether the parameters are others than training has left; not known without a torch optimizer."""
-        left, is_known = self._left, self._has_stepped and self._is_known
-        return is_known and not (left.equal(left.values) or left.equal(self.added))
+        """Whether a parameter is another than training has left; not known without a torch optimizer."""
+        if not self._has_stepped or self._samples is None:
+            return False
+        if self._samples.layout != self._buffer.vector.layout:
+            return True
+        return not bool(self._matches().any(0).all())
 
     def recover(self) -> None:
-        """Add again the corrections that were added to other weights, if the weights of training are back."""
-        left = self._left
-        if not (self.added and self._is_known and left.equal(left.values)):
+        """Add corrections again that were added to other weights, where the weights of training are back."""
+        samples = self._samples
+        if samples is None or not self._levels or samples.layout != self._buffer.vector.layout:
             return
-        if (add_again := self._add_again()) is not None and not all(map(torch.equal, self.added, left.values)):
-            add_again()
-            self.flushed()
+        for level, chosen in self._lacking():
+            if (add_again := self._add_again()) is None:
+                return
+            vector = self._buffer.vector
+            others = None if bool(chosen.all()) else vector.clone()
+            add_again(level.num_flushes, level.weight)
+            if others is not None:
+                samples.copy_parameters(vector, others, ~chosen)
+            if newest := self._levels[-1].values:
+                samples.merge(newest, samples.read(vector), chosen)
+
+    def _matches(self) -> Tensor:
+        """For each level and each parameter whether the parameter is at it now: bool [levels, parameters]."""
+        samples = self._samples
+        assert samples is not None, "the weights of training are not known"
+        now = samples.read(self._buffer.vector)
+        known = [level.values for level in self._levels] or [self._left]
+        return torch.stack([samples.are_equal(now, values) for values in known])
+
+    def _lacking(self) -> list[tuple[_Level, Tensor]]:
+        """The levels at which parameters lack corrections, and these parameters: bool [parameters]."""
+        matches = self._matches()
+        num_levels = len(matches)
+        at = torch.full(
+            matches.shape[1:], -1, device="cpu"
+        )  # of each parameter its newest level; -1: the weights are others
+        for level in range(num_levels):
+            at[matches[level]] = level
+        # Some corrections are zero at all samples, such as those of the rows of an embedding. Such a parameter was
+        # swapped like the others.
+        decided = at[matches.sum(0) == 1].unique()
+        if len(decided) == 1:
+            at[matches[decided[0]]] = decided[0]
+        return [(self._levels[k], at == k) for k in range(num_levels - 1) if bool((at == k).any())]
 
     def flush_at(self, weight: Tensor) -> None:
         """Corrections are about to be added to numerators of this push-sum weight, float64 [1]."""
-        self.weight = weight.clone()
+        if self._samples is None:
+            return
+        if not self._levels:
+            self._levels = [_Level(self.num_flushes, [x.clone() for x in self._left], weight.clone())]
+        else:
+            self._levels[-1] = self._levels[-1]._replace(weight=weight.clone())
 
     def flushed(self) -> None:
         """Corrections were added to the weights that stand in the parameters, outside of a round."""
-        if self._is_known:
-            self.added = self._left.now()
-
-    @property
-    def _is_known(self) -> bool:
-        return self._vector is not None and self._vector is self._buffer.vector
+        self.num_flushes = min(self.num_flushes + 1, MAX_KEPT)
+        samples, vector = self._samples, self._buffer.vector
+        if samples is None:
+            return
+        if self._levels[-1].num_flushes == self.num_flushes:
+            self._levels.pop()
+        is_known = samples.layout == vector.layout  # else other weights stand there, in another dtype perhaps
+        values = samples.read(vector) if is_known else []
+        self._levels.append(_Level(self.num_flushes, values, vector.push_sum_weight.clone()))
 
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
-        self.recover()
+        if self._levels:
+            self.recover()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -197,3 +198,77 @@ def test_nothing_is_looked_for_where_there_is_no_alias(monkeypatch: pytest.Monke
     layer.double()
     buffer.reattach()
     copy.deepcopy(buffer).reattach()
+
+
+def test_an_alias_follows_a_tensor_that_stays_while_another_one_is_replaced() -> None:
+    layer = nn.Linear(3, 4)
+    aliases = [layer.weight.detach(), layer.weight.data[1]]
+    buffer = FlatBuffer(layer)
+    left = layer.bias.data
+    layer.bias.data = torch.ones(4)
+    buffer.reattach()
+    buffer.vector.segments[0].fill_(3.0)
+    assert torch.equal(aliases[0], torch.full((4, 3), 3.0))
+    assert torch.equal(aliases[1], torch.full((3,), 3.0))
+    assert not left.equal(torch.full((4,), 3.0))
+
+
+class Tied(nn.Module):
+    """An embedding whose table is the weight of the output layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(x))
+
+
+def grow(model: Tied) -> None:
+    """A larger embedding, before the output layer gets one."""
+    model.embed.weight = nn.Parameter(torch.cat([model.embed.weight.detach(), torch.zeros(2, 3)]))
+
+
+def untie(model: Tied) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+
+
+def assign(model: Tied) -> None:
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [grow, untie, assign])
+@pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=str)
+def test_both_tables_of_a_weight_that_is_tied_no_more_are_gossiped(
+    change: Callable[[Tied], None], options: dict[str, Any]
+) -> None:
+    def body(group: dist.ProcessGroup) -> Tensor:
+        model = Tied()
+        wrapper = GossipDataParallel(model, process_group=group, **options)
+        for step in range(4):
+            if step == 1:
+                change(model)
+                nn.init.constant_(model.head.weight, float(group.rank()))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            wrapper(torch.tensor([1, 3])).sum().backward()
+            optimizer.step()
+        wrapper.flush()
+        result = model.head.weight.detach().clone()
+        wrapper.close()
+        return result
+
+    for head in run_ranks(2, body):
+        assert torch.equal(head, torch.full_like(head, 0.5))
+
+
+def test_a_tie_in_a_place_that_was_another_weight_takes_it_out_of_the_vector() -> None:
+    model = Tied()
+    untie(model)
+    buffer = FlatBuffer(model)
+    model.head.weight = model.embed.weight
+    assert not buffer.is_attached()
+    buffer.reattach()
+    assert [slot.name for slot in buffer.slots] == ["embed.weight"]
+    assert buffer.is_attached()
+    assert buffer.is_complete()

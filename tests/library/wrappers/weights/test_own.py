@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import BilatGossipDataParallel, GossipDataParallel, gossip
+from gossip_modules import BilatGossipDataParallel, Choco, GossipDataParallel, TopK, gossip
 from tests.harness.problems import loss_of, mlp, train_step
 from tests.harness.progress import engine_of, local_of
 from tests.harness.ranks import run_ranks, solo_group
@@ -208,3 +208,166 @@ def test_one_rank_that_evaluates_an_average_keeps_its_rounds(
     swaps = True
     for found, right in zip(run_ranks(3, body), expected, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+
+
+# Swaps by pointer: `backup = p.data; p.data = average`.
+
+
+def points_to_average(module: nn.Module, *, is_cloned: bool = False, every: int = 1) -> dict[nn.Parameter, Tensor]:
+    """Half of the weights in place of the weights, in memory of the script; returns the memory of the weights."""
+    saved = {}
+    for parameter in list(module.parameters())[::every]:
+        saved[parameter] = parameter.data.clone() if is_cloned else parameter.data
+        parameter.data = parameter.data / 2
+    return saved
+
+
+def points_back(saved: dict[nn.Parameter, Tensor]) -> None:
+    for parameter, before in saved.items():
+        parameter.data = before
+
+
+POINTERS = pytest.mark.parametrize("options", [{}, {"is_cloned": True}, {"every": 2}], ids=["alias", "clone", "part"])
+
+
+@POINTERS
+@pytest.mark.parametrize("act", ACTS)
+def test_a_swap_by_pointer_keeps_all_corrections(act: Callable[[Any], None], options: dict[str, Any]) -> None:
+    rank = Mailed()
+    saved = points_to_average(rank.wrapper, **options)
+    rank.mail()
+    act(rank.wrapper)
+    rank.mail()
+    act(rank.wrapper)
+    points_back(saved)
+    torch.testing.assert_close(rank.change(), torch.full_like(rank.start, 2.0))
+    torch.testing.assert_close(rank.change(), torch.full_like(rank.start, 2.0))
+    rank.wrapper.close()
+
+
+@POINTERS
+def test_a_swap_between_two_flushes_lacks_the_second_correction_alone(options: dict[str, Any]) -> None:
+    rank = Mailed()
+    rank.mail()
+    rank.wrapper.eval()
+    saved = points_to_average(rank.wrapper, **options)
+    rank.mail()
+    save(rank.wrapper)
+    points_back(saved)
+    torch.testing.assert_close(rank.change(), torch.full_like(rank.start, 2.0))
+    rank.wrapper.close()
+
+
+def test_corrections_of_a_step_before_are_not_added_twice() -> None:
+    """Validation after the backward, and again after the optimizer step, both without a round between."""
+    rank = Mailed()
+    rank.optimizer.param_groups[0]["lr"] = 0.0
+    loss_of(rank.wrapper, 0, 1).backward()
+    rank.mail()
+    save(rank.wrapper)
+    rank.optimizer.step()
+    saved = swap_in(rank.wrapper)
+    rank.mail()
+    save(rank.wrapper)
+    swap_out(rank.wrapper, saved)
+    torch.testing.assert_close(rank.change(), torch.full_like(rank.start, 2.0))
+    rank.wrapper.close()
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_memory_that_a_script_has_taken_is_not_written(act: Callable[[Any], None]) -> None:
+    rank = Mailed()
+    saved = points_to_average(rank.wrapper)
+    averages = {parameter: parameter.data for parameter in saved}
+    before = [x.clone() for x in (*saved.values(), *averages.values())]
+    rank.mail()
+    act(rank.wrapper)
+    for x, value in zip((*saved.values(), *averages.values()), before, strict=True):
+        assert torch.equal(x, value)
+    rank.wrapper.close()
+
+
+def test_a_swap_by_pointer_in_a_loop_without_an_optimizer_keeps_the_correction() -> None:
+    wrapper = BilatGossipDataParallel(mlp(), process_group=solo_group())
+    loss_of(wrapper, 0, 0).backward()
+    for parameter in wrapper.parameters():
+        parameter.data.sub_(0.1)
+    before = flatten(wrapper.module)
+    saved = points_to_average(wrapper.module)
+    mail_to(wrapper)
+    save(wrapper)
+    points_back(saved)
+    wrapper.train()
+    torch.testing.assert_close(flatten(wrapper.module) - before, torch.ones_like(before))
+    wrapper.close()
+
+
+def test_a_half_precision_copy_that_stands_there_for_a_while_loses_no_correction() -> None:
+    rank = Mailed()
+    saved = {parameter: parameter.data for parameter in rank.wrapper.parameters()}
+    for parameter in saved:
+        parameter.data = parameter.data.bfloat16()
+    rank.mail()
+    rank.wrapper.eval()
+    state = rank.wrapper.state_dict()
+    assert all(x.dtype == torch.bfloat16 for name, x in state.items() if name.startswith("module."))
+    points_back(saved)
+    torch.testing.assert_close(rank.change(), torch.ones_like(rank.start))
+    rank.wrapper.close()
+
+
+SWAPS = ["eval_first", "apply_first", "state", "train_first"]
+LOOPS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "overlap": (GossipDataParallel, {"overlap": True}),
+    "staleness 2": (GossipDataParallel, {"overlap": True, "max_staleness": 2}),
+    "weights that move": (GossipDataParallel, {"overlap": True, "graph": "random-push"}),
+    "compressed": (
+        GossipDataParallel,
+        {"overlap": True, "graph": "ring", "push_sum": False, "algorithm": Choco(TopK(0.5), step_size=0.3)},
+    ),
+    "gossip()": (gossip, {"overlap": True}),
+    "AD-PSGD": (BilatGossipDataParallel, {}),
+}
+
+
+@pytest.mark.parametrize("order", SWAPS)
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_with_an_average_swapped_in_by_pointer_keeps_all_steps(name: str, order: str) -> None:
+    """Each step adds -0.01 (rank + 1) to every parameter: the mean over n ranks moves by -0.01 (n + 1) / 2 a step."""
+    make, options = LOOPS[name]
+    num_ranks, num_steps = 2, 12
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        rank = group.rank()
+        model = make(nn.Linear(3, 2).double(), process_group=group, **options)
+        start = flatten(model).clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        x = torch.ones(1, 3, dtype=torch.float64)
+        for step in range(num_steps):
+            loss = model(x).sum() * 0 + sum(p.sum() for p in model.parameters()) * (rank + 1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % 4 == 2:
+                if order == "eval_first":
+                    model.eval()
+                saved = points_to_average(model)
+                if order != "eval_first":
+                    model.eval()
+                with torch.no_grad():
+                    model(x)
+                if order == "state":
+                    model.state_dict()
+                if order == "train_first":
+                    model.train()
+                points_back(saved)
+                model.train()
+        (model if make is not gossip else model._gossip).settle()
+        model.average_()
+        result = flatten(model) - start
+        (model if make is not gossip else model._gossip).close()
+        return result
+
+    exact = -0.01 * num_steps * (num_ranks + 1) / 2
+    for found in run_ranks(num_ranks, body):
+        torch.testing.assert_close(found, torch.full_like(found, exact))
