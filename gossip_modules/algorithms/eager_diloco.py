@@ -84,6 +84,7 @@ class EagerDiLoCo(DiLoCo):
             error.set_(sent)
             message.add_to(error, alpha=-1.0)
             message.add_to(sent.zero_())
+        m.check_vectors(of=self)  # before anything is written
         late.add_(sent, alpha=1 / v.num_ranks)  # G
         step(m.optimizer("outer", self.make_optimizer, phi), phi, late)
         late.set_(sent).mul_(-1 / v.num_ranks)

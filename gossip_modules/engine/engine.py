@@ -186,13 +186,16 @@ class Engine(ABC):
         Raises:
             ValueError: the state belongs to another kind of engine; nothing has changed then.
         """
+        self._check_name(state)
+        self.t = state["t"]
+
+    def _check_name(self, state: dict[str, Any]) -> None:
         name = state.get("engine", _UNNAMED)
         if name != self.state_name:
             raise ValueError(
                 f"got the state of a {name}, expected the state of a {self.state_name}; wrap as for the saved model, "
                 "or load the model alone: module.load_state_dict"
             )
-        self.t = state["t"]
 
     def reset(self) -> None:
         """Drop all state. No round may be in flight."""
@@ -287,9 +290,10 @@ class LockstepEngine(Engine):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`."""
+        self._check_name(state)
+        self.gossiper.load_state_dict(state["gossiper"])  # which may refuse it, before anything has changed
         super().load_state_dict(state)
         self.step = state["step"]
-        self.gossiper.load_state_dict(state["gossiper"])
         if self._control is not None:
             self._control.load_state_dict(state.get("control", {}))
 

@@ -16,6 +16,7 @@ from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport
 from .algorithm import Algorithm
+from .loaded import check_layout
 from .memory import Memory
 from .message_rounds import MessageRounds
 from .messages import Message, Received
@@ -37,6 +38,8 @@ from .requests import (
 )
 from .stamps import Stamps
 from .vector import SentVector, Vector
+
+_ENTRIES = ("algorithm", "memory", "optimizer", "stamps", "links", "messages")  # of a state
 
 
 class Driver:
@@ -269,6 +272,14 @@ class Driver:
             self.watch.before_round(v, self.memory)
         self.open_round = OpenRound(v, k, averages, self.algorithm.round(v, self.memory, k))
         self.go_on(None)
+        self._check_vectors(self.memory)
+
+    def _check_vectors(self, memory: Memory) -> None:
+        try:
+            memory.check_vectors(of=self.algorithm)
+        except ValueError:
+            self.close_round()
+            raise
 
     def go_on(self, reply: Any) -> None:
         """Send a reply into the round, which runs to its next request or to its end."""
@@ -388,6 +399,7 @@ class Driver:
         with contextlib.closing(generator):
             try:
                 request = next_request(generator, None)
+                self._check_vectors(self.memory.inner)
                 while request is not None:
                     request = self._next_request(generator, self.answer(request))
             except RoundLost:
@@ -459,18 +471,26 @@ class Driver:
         stamps = [self.stamps.taken, self.stamps.lost]
         return {"algorithm": self.algorithm.name, "memory": memory, "optimizer": optimizer, "stamps": stamps}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Load a state; an empty state resets."""
-        self.has_begun = self._is_torn = self._is_cut_off = False
-        self.stamps.taken, self.stamps.lost = state.get("stamps", (0, 0))
-        memory, links = state.get("memory", {}), state.get("links", [])
-        if self._is_elastic:  # this worker may have other peers than the one that saved the state
-            memory = without_links(memory, self.algorithm.parts)
-        elif links and list(links) != self._links:
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if `load` would refuse the state, or not understand it; nothing changes."""
+        if not state.keys() - {"algorithm"}:  # of a round that failed while it applied messages: see `state_dict`
+            return
+        check_layout(state, _ENTRIES, of=self.algorithm.name, needed=("memory",))
+        Memory.check(state["memory"], of=self.algorithm.name)
+        links = state.get("links", [])
+        if not self._is_elastic and links and list(links) != self._links:
             raise ValueError(
                 f"{self.algorithm}: got the state of links to {list(links)}, expected {self._links}; load the "
                 "checkpoint of this rank, made on the same graph"
             )
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load a state that `check` does not refuse; an empty state resets."""
+        self.has_begun = self._is_torn = self._is_cut_off = False
+        self.stamps.taken, self.stamps.lost = state.get("stamps", (0, 0))
+        memory = state.get("memory", {})
+        if self._is_elastic:  # this worker may have other peers than the one that saved the state
+            memory = without_links(memory, self.algorithm.parts)
         self.memory.load_state_dict(memory)
         if self._is_elastic:
             self.memory.begin_generation(self.memory.weights)

@@ -13,13 +13,28 @@ from torch.optim import Optimizer
 
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
-from .loaded import Loaded, PolicyItems
+from .loaded import VERSION, Loaded, PolicyItems, check_layout
 from .outer_optimizer import OuterOptimizer, carried_state
 from .rates import Rates, RateUnits
 from .runs import carry, layout_of, places_of, runs, tensors_beyond
 from .vector import Vector, wide, widened
 
 _T = TypeVar("_T")
+_ENTRIES = frozenset(
+    (
+        "num_rounds",
+        "numbers",
+        "policies",
+        "places",
+        "weights",
+        "vectors",
+        "optimizers",
+        "links",
+        "rates",
+        "joins",
+        "inner",
+    )
+)  # of a state
 _OF_ONE_WORKER: PolicyItems = {("join", "zero"), ("generation", "reset")}  # of vectors that no joining worker gets
 
 
@@ -73,6 +88,7 @@ class Memory:
         self._scratch: dict[str, Vector] = {}
         self._cached: dict[object, Any] = {}
         self._loaded = Loaded({})
+        self._missing: list[str] = []  # new vectors that a loaded state with other vectors lacks
         self._seen: FlatLayout | None = None  # of a model without new tensors
         self._inner: Memory | None = None
 
@@ -118,6 +134,8 @@ class Memory:
                 vector.set_(self._model)
             if of_weights:
                 self._loaded.check_weights(name, self.weights)
+            if self._loaded.vectors and name not in self._loaded.vectors:
+                self._missing.append(name)
             self._loaded.copy_to(name, vector.parts, places_of(self.layout))
             self.entries[name] = Entry(vector, policies)
         return self.entries[name].vector
@@ -286,11 +304,12 @@ class Memory:
             self.inner.carry(x, [memory.inner for memory in old], p)
 
     def _carry_vectors(self, old: Sequence[Memory]) -> None:
-        places = places_of(self.layout)
+        places, missing = places_of(self.layout), list(self._missing)
         for name, entry in {name: entry for memory in old for name, entry in memory.entries.items()}.items():
             kept = [(places_of(m.layout), m.entries[name].vector.parts) for m in old if name in m.entries]
             new = self.vector(name, **entry.policies).parts
             carry([run for theirs, parts in kept for run in runs(theirs, parts)], runs(places, new))
+        self._missing = missing
         for name in {name: 0 for memory in old for name in memory.optimizers}:
             states = [(places_of(m.layout), m.optimizers[name].state_dict()) for m in old if name in m.optimizers]
             self._loaded.optimizers[name] = places, carried_state(states, places, self.zeros())
@@ -330,6 +349,34 @@ class Memory:
             vectors = [entry.vector for entry in self.entries.values() if entry.policies["in_units_of_rate"]]
             self.units.scale(vectors, rates, self.layout)
         self.rates = rates
+
+    @staticmethod
+    def check(state: Mapping[str, Any], *, of: object) -> None:
+        """Raise ValueError if `state` is no state of `state_dict()` of this version.
+
+        Args:
+            state: the state.
+            of: the algorithm, for the error.
+        """
+        check_layout(state, _ENTRIES, of=of)
+        if "inner" in state:
+            Memory.check(state["inner"], of=f"the inner algorithm of {of}")
+
+    def check_vectors(self, *, of: object) -> None:
+        """Raise ValueError if a loaded state has other vectors in place of some that the algorithm has asked for.
+
+        Drivers call it before a round sends anything, and a round that `writes_early` before it writes. The loaded
+        state stays as it is.
+
+        Args:
+            of: the algorithm, for the error.
+        """
+        if self._missing and self._loaded.vectors:
+            raise ValueError(
+                f"{of}: got a state with the vectors {sorted(self._loaded.vectors)}, expected {self._missing} in their "
+                "place: another version of the algorithm has saved it; continue with that version, or load the model "
+                "alone: module.load_state_dict"
+            )
 
     def count_tokens(self, num_tokens: int) -> None:
         """Count a step of this rank with `num_tokens` tokens."""
@@ -407,6 +454,8 @@ class Memory:
         """
         self.units.put_back()
         loaded, entries = self._loaded, self.entries
+        if loaded.vectors:  # see `check_vectors`
+            entries = {name: entry for name, entry in entries.items() if name not in self._missing}
         policies = {**loaded.policies, **{name: entry.policies for name, entry in entries.items()}}
         vectors = {**loaded.vectors, **{name: list(entry.vector.parts) for name, entry in entries.items()}}
         optimizers = {name: state for name, (_, state) in loaded.optimizers.items()}
@@ -430,6 +479,7 @@ class Memory:
             "joins": joins,
             "inner": None if self._inner is None else self._inner.state_dict(joins=joins, has_links=has_links),
         }
+        state["version"] = VERSION if any(state[name] for name in ("vectors", "optimizers", "links")) else None
         return {name: value for name, value in state.items() if value or name == "num_rounds"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from ..transport.threads import CallThread
 from .agreed_delay import AgreedDelay
 from .algorithm import Algorithm
 from .driver import Driver
+from .loaded import check_layout
 from .mixer import Mixer
 from .optimizer_watch import OptimizerWatch
 from .periodic import Fragment, Periodic, check_names, cut
@@ -419,7 +420,10 @@ class Rounds(Mixer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Mixer`. Under a membership some vectors restart: see [Note: Sums over workers] of `Memory`."""
-        name, states = self.algorithm.parts[0].name, state.get("fragments", [state])
+        own = {name: value for name, value in state.items() if name != "delays"}  # of `AgreedDelay`
+        name, states = self.algorithm.parts[0].name, own.get("fragments", [own])
+        if "fragments" in own:
+            check_layout(own, ("algorithm", "fragments"), of=self.algorithm)
         if any(each.get("algorithm") != name for each in states):
             raise ValueError(
                 f"got the state of {states[0].get('algorithm', 'another algorithm')}, expected the state of "
@@ -430,8 +434,10 @@ class Rounds(Mixer):
                 f"got the state of {len(states)} fragments, expected {len(self.drivers)}; wrap with the fragments= of "
                 "the saved model, or load the model alone: module.load_state_dict"
             )
-        for driver, own in zip(self.drivers, states, strict=True):
-            driver.load(own)
+        for driver, part in zip(self.drivers, states, strict=True):
+            driver.check(part)
+        for driver, part in zip(self.drivers, states, strict=True):
+            driver.load(part)
         if self._agreed is not None:
             self._agreed.load_state_dict(state)
 
