@@ -94,9 +94,13 @@ class ServedModel(AveragedModel):
     @torch.no_grad()
     def merge(self) -> bool:
         """Wait for the fetch under way, and merge it; returns whether the model was changed."""
+        if self.copies.masters.is_looking:
+            self.copies.masters.look()
         is_written = self.engine.flush(self.attached())
         if is_written:
             self.buffer.written()
+        if self.copies.masters.follows_rounds:
+            self.copies.masters.after_round()
         return is_written
 
     def flush(self) -> None:

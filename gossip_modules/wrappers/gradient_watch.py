@@ -84,6 +84,10 @@ class WatchedGradient:
         is_there = is_there and self._parameter.requires_grad  # else another part is trained now
         return not is_there and not self._is_stepped()
 
+    def has_moved(self) -> bool:
+        """Whether parameters have changed since the last round, if there was one."""
+        return self._parameter is not None and self._is_stepped()
+
     def _is_stepped(self) -> bool:
         """Whether parameters have changed since the round."""
         assert self._parameter is not None, "is watched"

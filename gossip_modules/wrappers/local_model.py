@@ -173,7 +173,9 @@ class LocalModel(AveragedModel):
 
     def _round(self) -> None:
         """The round of a step, of the trained tensors now."""
-        engine, travelling = self.engine, self.travelling
+        engine, travelling, masters = self.engine, self.travelling, self.copies.masters
+        if masters.is_looking:
+            masters.look()
         is_current = self.is_seen_current or self.buffer.is_current()
         is_leaving = travelling.frozen_at is not None and travelling.must_leave(engine)
         if is_leaving or travelling.is_first or not is_current:
@@ -194,6 +196,8 @@ class LocalModel(AveragedModel):
                     self.written()
             finally:
                 self.to_estimate()
+        if masters.follows_rounds:
+            masters.after_round()
         if engine.is_asynchronous or engine.is_in_flight:
             self.own_weights.note()
         if engine.successor is not None:

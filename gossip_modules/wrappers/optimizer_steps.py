@@ -124,6 +124,8 @@ class OptimizerSteps(Stepped):
         """
         if self._unsynced.is_watching:
             self._unsynced.forget()
+        if self._num_elsewhere and self._gradient.has_moved():
+            self._num_elsewhere = 0  # a tool writes what that optimizer steps, as masters, over the parameters
         is_due = self.is_due
         self._is_last_synced, self.has_ended, self._thread = is_synced, False, threading.get_ident()
         if self.when is not RoundTime.FORWARD:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -20,6 +19,7 @@ from ...flat.sharded import local_of
 from ...flat.step_hooks import Stepped, holds_any
 from ...old_calls import levels_to_user
 from ..debias import Debias, Form
+from .masters import NUM_PROOFS, Masters, add_, change_beyond, correct_, is_rounded
 
 _MASTERS = "param_groups"  # in place of a name of state: the tensors that the optimizer steps
 _NUM_LOOKS = 32  # the steps that move the parameters and after which state is compared with them
@@ -32,22 +32,28 @@ class _Watch:
     Attributes:
         names: the names of the state that is a copy of the parameters now.
         averaged: the names of the state that the user averages.
+        proofs: the names of the state that may be a copy, and the number of steps that have shown it.
         num_looks: the steps after which the state was compared, and the parameters had moved.
+        num_idle: the compared steps that have moved nothing.
         before: the parameters before a step.
-        after: samples of the largest parameter at the end of a step.
+        held: corrections that are held back during a step, by parameter.
+        after: samples of the largest parameter with a copy at the end of a step, by the name of the copy.
         versions: the versions of the parameters, at the end of a step.
     """
 
     names: set[str] = field(default_factory=set)
     averaged: set[str] = field(default_factory=set)
+    proofs: dict[str, int] = field(default_factory=dict)
     num_looks: int = 0
+    num_idle: int = 0
     before: Samples | None = None
-    after: Tensor | None = None
+    held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    after: dict[str, Tensor] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
 
     @property
     def is_looking(self) -> bool:
-        return self.num_looks < _NUM_LOOKS
+        return max(self.num_looks, self.num_idle) < _NUM_LOOKS or bool(self.proofs)
 
 
 class WeightCopies(Stepped):
@@ -55,15 +61,20 @@ class WeightCopies(Stepped):
 
     [Note: Copies of parameters] A round corrects the parameters p. An optimizer that keeps a copy q of them and writes
     it over p, such as float32 master weights of a bfloat16 model, erases the correction in its next step. So state that
-    equals p after a step, in the narrower of the two dtypes, is taken as a copy, and before the next step it gets the
-    changes of p since then: q <- q + (p - round(q)). While q equals p this is the round of q itself, of whatever kind,
-    and it takes no memory. Before a step and not in the round, since weights that evaluation swaps in are gone by then.
+    equals p, in the narrower of the two dtypes, before and after `NUM_PROOFS` steps that change both is taken as a
+    copy, and before the next step it gets the changes of p since then: q <- q + (p - round(q)). While q equals p this
+    is the round of q itself, of whatever kind, and it takes no memory. Before a step and not in the round, since
+    weights that evaluation swaps in are gone by then. State of an optimizer whose steps change no parameter, such as a
+    moving average, is no copy.
+
+    In the steps that prove it, the correction is held back: the step runs at p = round(q), and afterwards p gets the
+    correction, and so does q if it is equal again. So copies lose no correction, and other state gets none.
 
     State that equals p for some steps and then differs (z of schedule-free optimizers, slow weights of Lookahead) is a
     model beside p. No correction serves all of these: the correction of p is right for slow weights and wrong for a
     moving average. A warning names the remedy, `average_optimizer_state`, once.
 
-    Other tools step masters in place of the parameters: see `MasterWeights`.
+    Other tools step masters in place of the parameters: see [Note: Masters] of `Masters`.
 
     Optimizers of torch.optim keep no copies, so nothing is done in their steps. The state of others is compared with
     the parameters after their first steps, by samples; then nothing is done for optimizers that have no copies.
@@ -74,6 +85,7 @@ class WeightCopies(Stepped):
 
     Attributes:
         debias: the wrapper's, if it has one: optimizers keep copies of the numerators, which they step.
+        masters: the masters that are stepped in place of the parameters.
     """
 
     order = -1  # before `Debias`: at the end of a step storage still holds what the optimizer has written
@@ -86,12 +98,10 @@ class WeightCopies(Stepped):
         super().__init__()
 
     def _hear(self) -> None:
-        self._thread = threading.get_ident()
-        self._is_held = False  # an optimizer of the parameters themselves has stepped
         # By identity, as a class of optimizers may have no hash.
         self._watches: MutableMapping[Optimizer, _Watch] = WeakIdKeyDictionary()
-        self._sought: Sequence[Tensor] = ()  # the parameters whose masters are known
-        self._masters: MutableMapping[Optimizer, MasterWeights | None] = WeakIdKeyDictionary()
+        self.masters = Masters(self._buffer)
+        self.masters.is_known = _MASTERS in self._loaded
         super()._hear()
 
     def close(self) -> None:
@@ -103,41 +113,32 @@ class WeightCopies(Stepped):
         for optimizer, watch in list(self._watches.items()):
             self._correct(optimizer, watch, is_forced=self._is_weighted)
         self._watches.clear()
-        self._masters.clear()
+        self.masters.close()
 
     # See `Stepped`.
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """See `Stepped`."""
-        if holds_any(optimizer, self._buffer.parameters):
-            self._is_held = True
-            self._masters.clear()
-            return not type(optimizer).__module__.startswith("torch.optim")
-        if self._is_held or threading.get_ident() != self._thread:
-            return False
-        module, parameters = self._buffer.module, self._buffer.parameters
-        if self._sought is not parameters:
-            self._sought = parameters
-            self._masters.clear()
-        if optimizer not in self._masters:  # they are looked for once
-            is_known = _MASTERS in self._loaded
-            self._masters[optimizer] = MasterWeights.of(optimizer, module, parameters, is_known=is_known)
-        return self._masters[optimizer] is not None
+        has_masters = self.masters.concern(optimizer)
+        return has_masters or self._may_keep_copies(optimizer)
+
+    def _may_keep_copies(self, optimizer: Optimizer) -> bool:
+        is_of_torch = type(optimizer).__module__.startswith("torch.optim")
+        return not is_of_torch and holds_any(optimizer, self._buffer.parameters)
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`: copies get the changes of the parameters since the last step."""
-        if (masters := self._masters.get(optimizer)) is not None:
-            masters.correct()
-            return
         watch = self._watches.get(optimizer)
-        if watch is None:
+        if watch is None and self._may_keep_copies(optimizer):
             watch = self._watches[optimizer] = _Watch(self._loaded & set(self._names(optimizer)))
-        if watch.names or watch.is_looking:
+        if watch is not None and (watch.names or watch.is_looking):
             self._to_stepped(optimizer)
             self._correct(optimizer, watch)
-        if watch.is_looking:
-            watch.before = Samples(self._buffer.parameters)
+            if watch.is_looking:
+                self._hold_back(optimizer, watch)
+                watch.before = Samples(self._buffer.parameters)
+        self.masters.before_step(optimizer)
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
@@ -148,7 +149,7 @@ class WeightCopies(Stepped):
         if watch.is_looking and watch.before is not None:
             self._look(optimizer, watch, watch.before)
         if watch.names:
-            self._keep(watch)
+            self._keep(optimizer, watch)
 
     # The parts of a step.
 
@@ -178,18 +179,47 @@ class WeightCopies(Stepped):
     def _was_replaced(self, optimizer: Optimizer, watch: _Watch, name: str) -> bool:
         """Whether a copy equals neither its value after the last step nor the parameters, which may be loaded with
         it."""
-        if watch.after is None:
+        if name not in watch.after or (found := self._probe(optimizer, name)) is None:
             return False
-        copies = [copy for parameter, copy in self._pairs(optimizer, name) if parameter is self._probe]
-        own = (watch.after, sample(self._probe))
-        return not any(self._agree(sample(copy), values) for copy in copies for values in own)
+        parameter, copy = found
+        return not any(self._agree(sample(copy), values) for values in (watch.after[name], sample(parameter)))
+
+    def _hold_back(self, optimizer: Optimizer, watch: _Watch) -> None:
+        """Let the parameters be what state is a copy of, if it is one, during this step."""
+        watch.held = []
+        for name in sorted(watch.proofs)[:1]:
+            for parameter, copy in self._pairs(optimizer, name):
+                watch.held.append((parameter, change_beyond(copy, parameter)))
+                local_of(parameter).copy_(local_of(copy))
+
+    def _give_back(self, optimizer: Optimizer, watch: _Watch, names: Collection[str]) -> None:
+        """The parameters, and state of these names, which is equal to them again, get what was held back."""
+        changes = {id(parameter): change for parameter, change in watch.held}
+        for parameter, change in watch.held:
+            add_(parameter, change)
+        for name in names:
+            for parameter, copy in self._pairs(optimizer, name):
+                if id(parameter) in changes:
+                    add_(copy, changes[id(parameter)])
+                    if copy.element_size() > parameter.element_size():
+                        local_of(parameter).copy_(local_of(copy))
+        watch.held = []
 
     def _look(self, optimizer: Optimizer, watch: _Watch, before: Samples) -> None:
+        has_moved = not before.equal(before.values)
+        watch.num_looks += has_moved
+        watch.num_idle += not has_moved
         found = {name for name in self._names(optimizer) if self._is_copy(optimizer, name)}
-        for name in sorted(watch.names - found):
+        self._give_back(optimizer, watch, found & watch.proofs.keys())
+        if not has_moved:
+            return
+        for name in sorted((watch.names | watch.proofs.keys()) - found):
             self._part(optimizer, watch, name)
-        watch.names |= found - self._told
-        watch.num_looks += not before.equal(before.values)
+        for name in found - self._told - watch.names:
+            watch.proofs[name] = watch.proofs.get(name, -1) + 1
+            if watch.proofs[name] == NUM_PROOFS:
+                del watch.proofs[name]
+                watch.names.add(name)
 
     def _is_copy(self, optimizer: Optimizer, name: str) -> bool:
         """Whether this state equals all parameters that have it, which are not all zero."""
@@ -210,6 +240,7 @@ class WeightCopies(Stepped):
     def _part(self, optimizer: Optimizer, watch: _Watch, name: str) -> None:
         """A copy is one no more."""
         watch.names.discard(name)
+        watch.proofs.pop(name, None)
         if name in self._told or name in watch.averaged:
             return
         self._told.add(name)
@@ -221,23 +252,20 @@ class WeightCopies(Stepped):
             stacklevel=levels_to_user(),
         )
 
-    def _keep(self, watch: _Watch) -> None:
+    def _keep(self, optimizer: Optimizer, watch: _Watch) -> None:
         """Note how a step has left the parameters."""
         watch.versions = [parameter._version for parameter in self._buffer.parameters]
-        watch.after = sample(self._probe).clone()
+        probes = {name: self._probe(optimizer, name) for name in watch.names}
+        watch.after = {name: sample(found[0]).clone() for name, found in probes.items() if found is not None}
 
-    @property
-    def _probe(self) -> Tensor:
-        """The parameter in whose copies changes by others are looked for: the largest."""
-        return max(self._buffer.parameters, key=Tensor.numel)
+    def _probe(self, optimizer: Optimizer, name: str) -> tuple[Tensor, Tensor] | None:
+        """The largest parameter with such a copy, and the copy, in which changes by others are looked for."""
+        return max(self._pairs(optimizer, name), key=lambda pair: pair[0].numel(), default=None)
 
     def _names(self, optimizer: Optimizer) -> list[str]:
-        """The names of all state that is as large as its parameter, of the first parameter that has some."""
-        parameters = self._buffer.parameters
-        first = next((parameter for parameter in parameters if _state_of(optimizer, parameter)), None)
-        if first is None:
-            return []
-        return [name for name, value in _state_of(optimizer, first).items() if _is_like(value, first)]
+        """The names of all state that is as large as its parameter, of any parameter."""
+        states = ((parameter, _state_of(optimizer, parameter)) for parameter in self._buffer.parameters)
+        return list(dict.fromkeys(name for p, state in states for name, value in state.items() if _is_like(value, p)))
 
     def _pairs(self, optimizer: Optimizer, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         """The parameters that have state of this name, and the state."""
@@ -264,7 +292,7 @@ class WeightCopies(Stepped):
         if watch is not None and watch.names:
             with self._stepped(optimizer):
                 self._correct(optimizer, watch)
-                self._keep(watch)
+                self._keep(optimizer, watch)
 
     def averaged(self, optimizer: Optimizer, names: Collection[str]) -> None:
         """State of these names is the average of all ranks now; so become the parameters whose copy it is."""
@@ -283,22 +311,23 @@ class WeightCopies(Stepped):
                 for parameter, copy in self._pairs(optimizer, name):
                     local_of(parameter).copy_(local_of(copy))
             if copies:
-                self._keep(watch)
+                self._keep(optimizer, watch)
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
         """The names of copies, where there are some, so that a checkpoint's first step knows of them."""
         names = set(self._loaded).union(*(watch.names for watch in list(self._watches.values())))
-        if any(masters is not None and masters.is_known for masters in list(self._masters.values())):
+        if self.masters.has_proven:
             names.add(_MASTERS)
         return {"copies": sorted(names)} if names else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict()` gave."""
         self._loaded = set(state.get("copies", ()))
+        self.masters.is_known = _MASTERS in self._loaded
         for watch in list(self._watches.values()):
-            watch.versions, watch.after = [], None
+            watch.versions, watch.after = [], {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has optimizers of its own, of which nothing is known.
@@ -315,98 +344,3 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
     """Whether it is a tensor that may be a copy of the parameter."""
     is_tensor = isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
     return is_tensor and local_of(value).shape == local_of(parameter).shape
-
-
-class MasterWeights:
-    """The masters q of parameters p, in the `param_groups` of an optimizer (apex O2, Megatron, fairseq, offloading).
-
-    The tool copies gradients to q, steps q and writes q over p, so the change of a gossip round to p is lost. Tensors
-    are taken as masters if they equal the parameters at the first step of their optimizer, and the parameters have
-    changed by the next one though no optimizer holds them: a tool writes them then. Before each further step
-    q <- q + (p - round(q)), which is zero where no round has been.
-
-    Args:
-        pairs: each q, or its part of a flat one, and its p.
-    """
-
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], *, is_known: bool = False) -> None:
-        self._pairs = pairs
-        self._before = [] if is_known else [sample(parameter).clone() for _, parameter in pairs]
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the parameters have changed, so that these are masters."""
-        return not self._before
-
-    @classmethod
-    def of(
-        cls, optimizer: Optimizer, module: nn.Module, parameters: Sequence[Tensor], *, is_known: bool = False
-    ) -> MasterWeights | None:
-        """The tensors that this optimizer steps, if they equal these parameters of the module; else None.
-
-        is_known: whether it is known from a checkpoint that there are masters: shapes are compared then, since a round
-            may have corrected the parameters by the first step.
-        """
-        ours = {id(parameter) for parameter in parameters}
-        in_order = [parameter for parameter in module.parameters() if id(parameter) in ours]
-        pairs = _paired([x for group in optimizer.param_groups for x in group["params"]], in_order)
-        # Equal up to the rounding of a round before the first step, among ranks that begin alike.
-        is_equal = is_known or all(is_rounded(sample(q), sample(p), num_ulps=8) for q, p in pairs)
-        return cls(pairs, is_known=is_known) if is_equal and any(sample(p).any() for _, p in pairs) else None
-
-    @torch.no_grad()
-    def correct(self) -> None:
-        """The masters get the changes of the parameters beyond them."""
-        if self._before:
-            if all(torch.equal(sample(p), before) for (_, p), before in zip(self._pairs, self._before, strict=True)):
-                return
-            self._before = []
-        for q, p in self._pairs:
-            correct_(q, p)
-
-
-def _paired(masters: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter after its master, which has its shape and is nearest; or after its part of a flat master."""
-    if len(masters) == 1 and masters[0].dim() == 1:
-        flat = masters[0].detach()
-        sizes = [local_of(parameter).numel() for parameter in parameters]
-        # The outer optimizers of this library step flat vectors too, without autograd.
-        if sum(sizes) != flat.numel() or not masters[0].requires_grad or not flat.is_floating_point():
-            return []
-        parts = zip(flat.split(sizes), parameters, strict=True)
-        return [(part.view(local_of(parameter).shape), parameter) for part, parameter in parts]
-    left, pairs = list(parameters), []
-    for q in masters:
-        alike = (p for p in left if local_of(q).shape == local_of(p).shape)
-        own = min(alike, key=lambda p: _distance(q, p), default=None)
-        if own is None:
-            return []
-        left = [p for p in left if p is not own]
-        pairs.append((q.detach(), own))
-    return [] if left else pairs
-
-
-def _distance(master: Tensor, parameter: Tensor) -> float:
-    other = sample(parameter).to(master.device, master.dtype)
-    return float(torch.linalg.vector_norm(sample(master) - other))
-
-
-def is_rounded(x: Tensor, y: Tensor, *, num_ulps: int = 0) -> bool:
-    """Whether x and y of one shape are equal in the narrower of their dtypes, or differ by a few units of it."""
-    if not (x.is_floating_point() and y.is_floating_point()):
-        return False
-    dtype = min(x.dtype, y.dtype, key=lambda dtype: (dtype.itemsize, dtype is not y.dtype))
-    x, y = x.to(y.device, dtype), y.to(dtype)
-    if not num_ulps:
-        return torch.equal(x, y)
-    return torch.allclose(x.double(), y.double(), rtol=num_ulps * torch.finfo(dtype).eps, atol=0.0)
-
-
-def correct_(copy: Tensor, parameter: Tensor) -> None:
-    """copy <- copy + (parameter - round(copy)): digits that the parameter has no room for stay in the copy."""
-    copy, parameter = local_of(copy), local_of(parameter)
-    if copy.element_size() > parameter.element_size():
-        own = parameter.detach().to(copy.device)
-        copy.add_(own.to(copy.dtype) - copy.to(own.dtype).to(copy.dtype))
-    else:
-        copy.copy_(parameter.detach())

@@ -111,3 +111,85 @@ class SteppedMasters:
         parts = self.stepped[0].split([x.numel() for x in self.parameters]) if self.is_flat else self.stepped
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.data.copy_(part.view(parameter.shape))
+
+
+class PartialMasterSGD(MasterSGD):
+    """Masters of vectors in the state, beside matrices that are stepped themselves and have other state."""
+
+    def update(self, parameter: Tensor, state: dict[str, Any], lr: float) -> None:
+        if parameter.dim() == 1:
+            super().update(parameter, state, lr)
+            return
+        assert parameter.grad is not None
+        state["momentum"] = parameter.grad.clone()
+        parameter.add_(parameter.grad, alpha=-lr)
+
+
+class MastersIn:
+    """float32 masters in `param_groups`, in one of the forms of mixed-precision tools.
+
+    Args:
+        parameters: the parameters.
+        form: "partial": vectors are stepped themselves; "each": an optimizer for each parameter; "two": one for
+            matrices and one for vectors; "groups": a flat master for each of two groups; "padded": one flat master
+            with zeros between the two groups and at its end.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], *, form: str) -> None:
+        self.parameters = list(parameters)
+        self.flats: list[Tensor] = []
+        self.masters: list[tuple[Tensor, Tensor]] = []
+        matrices = [x for x in self.parameters if x.dim() > 1]
+        vectors = [x for x in self.parameters if x.dim() == 1]
+        if form in ("groups", "padded"):
+            parts = [[matrices], [vectors]] if form == "groups" else [[matrices, vectors]]
+            flats = [self._flat(part, num_zeros=5 * (form == "padded")) for part in parts]
+            stepped: list[Any] = [[{"params": [flat]} for flat in flats]]
+        else:
+            self.masters = [(x, self._new(x)) for x in self.parameters if form != "partial" or x.dim() > 1]
+            own = [master for _, master in self.masters]
+            stepped = {
+                "partial": [[*own, *vectors]],
+                "each": [[master] for master in own],
+                "two": [[x for x in own if x.dim() > 1], [x for x in own if x.dim() == 1]],
+            }[form]
+        self.optimizers = [torch.optim.SGD(group, lr=LEARNING_RATE) for group in stepped]
+
+    @staticmethod
+    def _new(x: Tensor) -> Tensor:
+        return x.detach().float().clone().requires_grad_()
+
+    def _flat(self, groups: list[list[Tensor]], *, num_zeros: int) -> Tensor:
+        pieces: list[Tensor] = []
+        for group in groups:
+            pieces += [*(x.detach().float().flatten() for x in group), torch.zeros(num_zeros)]
+        flat = torch.cat(pieces).requires_grad_()
+        at = 0
+        for group in groups:
+            for x in group:
+                self.masters.append((x, flat.detach()[at : at + x.numel()].view(x.shape)))
+                at += x.numel()
+            at += num_zeros
+        self.flats.append(flat)
+        return flat
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for flat in self.flats:
+            flat.grad = torch.zeros_like(flat)
+        for parameter, master in self.masters:
+            assert parameter.grad is not None
+            for flat in self.flats:
+                if flat.untyped_storage().data_ptr() == master.untyped_storage().data_ptr():
+                    at = master.storage_offset()
+                    flat.grad[at : at + master.numel()] = parameter.grad.float().flatten()  # type: ignore[index]
+            if not self.flats:
+                master.grad = parameter.grad.float()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for parameter, master in self.masters:
+            parameter.data.copy_(master)
