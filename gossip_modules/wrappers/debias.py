@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..flat.buffer import FlatBuffer
 from ..flat.step_hooks import Stepped
@@ -54,6 +57,7 @@ class Debias(Stepped):
         self._scale: Tensor | None = None  # of the limited form
         self._is_stopped = False
         self._buffer = buffer
+        self._readers: MutableMapping[Optimizer, bool] = WeakIdKeyDictionary()  # as a set, by identity
         super().__init__()
 
     def to_estimate(self) -> None:
@@ -98,9 +102,18 @@ class Debias(Stepped):
         if self.is_needed and not self._is_stopped:
             super()._hear()
 
+    def note_reader(self, optimizer: Optimizer, *, is_reader: bool) -> None:
+        """Note whether steps of this optimizer change no parameter, as of a moving average, which reads estimates."""
+        if is_reader:
+            self._readers[optimizer] = True
+        else:
+            self._readers.pop(optimizer, None)
+
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
-        if self.limits_steps:
+        if optimizer in self._readers:
+            self.to_estimate()
+        elif self.limits_steps:
             self.to_limited()
         else:
             self.to_numerator()
@@ -111,3 +124,6 @@ class Debias(Stepped):
     def after_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         self.to_estimate()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_readers": WeakIdKeyDictionary()}  # a copy has optimizers of its own

@@ -205,10 +205,21 @@ class WeightCopies(Stepped):
                         local_of(parameter).copy_(local_of(copy))
         watch.held = []
 
+    def _to_estimates(self, optimizer: Optimizer) -> None:
+        """State that an optimizer without changes of its own has copied from numerators becomes that of estimates."""
+        for name in self._names(optimizer):
+            if self._is_copy(optimizer, name):
+                for _, copy in self._pairs(optimizer, name):
+                    local_of(copy).div_(self._buffer.vector.push_sum_weight.to(copy.device))
+
     def _look(self, optimizer: Optimizer, watch: _Watch, before: Samples) -> None:
         has_moved = not before.equal(before.values)
         watch.num_looks += has_moved
         watch.num_idle += not has_moved
+        if self.debias is not None and self._is_weighted:
+            if not (has_moved or watch.num_idle > 1):
+                self._to_estimates(optimizer)
+            self.debias.note_reader(optimizer, is_reader=not has_moved)
         found = {name for name in self._names(optimizer) if self._is_copy(optimizer, name)}
         self._give_back(optimizer, watch, found & watch.proofs.keys())
         if not has_moved:

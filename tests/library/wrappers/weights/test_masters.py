@@ -16,7 +16,7 @@ from tests.harness.problems import loss_of, mlp
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
 from tests.library.wrappers.weights.optimizers import LEARNING_RATE, MastersIn, PartialMasterSGD, SteppedMasters
-from tests.library.wrappers.wrapping import wrap
+from tests.library.wrappers.wrapping import irregular, wrap
 
 NUM_STEPS = 12  # more than those after which a warning would say that nothing trains the model
 FORMS: list[Callable[..., Any]] = [
@@ -91,11 +91,11 @@ def averages(optimizer: torch.optim.Optimizer) -> Tensor:
     return torch.cat([optimizer.state[x]["average"].double().flatten() for x in optimizer.param_groups[0]["params"]])
 
 
-@pytest.mark.parametrize("is_beside", [False, True])
+@pytest.mark.parametrize(("is_beside", "graph"), [(False, None), (True, None), (True, irregular())])
 @pytest.mark.filterwarnings("ignore:got AveragingSGD, whose state 'average' began as a copy")
-def test_a_moving_average_in_the_state_of_an_optimizer_is_an_average(is_beside: bool) -> None:
+def test_a_moving_average_in_the_state_of_an_optimizer_is_an_average(is_beside: bool, graph: Any) -> None:
     def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        wrapper = wrap(mlp(group.rank()), group, init_sync=True)
+        wrapper = wrap(mlp(group.rank()), group, init_sync=True, graph=graph)
         parameters = list(wrapper.parameters())
         optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE) if is_beside else AveragingSGD(parameters)
         keeper = Average(parameters) if is_beside else optimizer
@@ -110,7 +110,7 @@ def test_a_moving_average_in_the_state_of_an_optimizer_is_an_average(is_beside: 
         assert expected is not None
         return averages(keeper), expected
 
-    for found, expected in run_ranks(2, body):
+    for found, expected in run_ranks(3, body):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
         if is_beside:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
