@@ -15,7 +15,7 @@ import torch
 from ..engine.engine import EngineStats
 from ..engine.liveness import ControlMessage, Liveness
 from ..engine.snapshots import Snapshot
-from ..flat.nonfinite import check_policy, is_finite, refuse
+from ..flat.nonfinite import check_policy, is_finite, log_left_out, refuse
 from ..flat.vector import add_
 from ..profiling import span
 from ..transport.base import Pending
@@ -63,7 +63,7 @@ class BilateralAverage:
         peers: the ranks with which this one exchanges in some round.
         stats: mutated: the number of exchanges whose correction was skipped.
         on_nonfinite: the reaction to a correction that is not finite: "raise" an error at both ranks, "skip" it at
-            both ranks, or "spread": do not check.
+            both ranks, or "spread": do not check. Over an elastic transport only the rank with such a model raises.
 
     Attributes:
         liveness: the control messages and the failures of this rank.
@@ -219,10 +219,11 @@ class BilateralAverage:
         for theirs, own in zip(received.parameters, sent.parameters, strict=True):
             add_(theirs, own, alpha=-1.0)  # y_j - y_i
         if self.on_nonfinite != "spread" and not is_finite(received):
-            if self.on_nonfinite == "raise":
-                names = self.transport.names
-                senders = [names[peer]] if is_finite(sent) else ()
-                refuse(names[self.transport.rank], what, senders=senders)
+            names, is_own = self.transport.names, not is_finite(sent)
+            if self.on_nonfinite == "raise" and (is_own or not self.transport.is_elastic):
+                refuse(names[self.transport.rank], what, senders=() if is_own else [names[peer]])
+            if not is_own:
+                log_left_out(names[self.transport.rank], what, [names[peer]])
             self._stats.num_skipped += 1  # at both ranks: the difference that is not finite is the same at both
             return
         self._release_y()  # [Note: three vectors]

@@ -429,13 +429,15 @@ class LockstepEngine(Engine):
 class SyncEngine(LockstepEngine):
     """Blocking rounds: x <- W(t) x, in place, before the forward, without a copy, a thread or a stream.
 
-    If the model of a rank is not finite, the rank raises before it sends the model; on a GPU it raises one round later.
+    If the model of a rank is not finite, the rank raises before it sends the model; on a GPU without a membership it
+    raises one round later.
     With on_nonfinite="skip" each rank checks the correction; this takes a copy of the model.
     """
 
     def __init__(self, gossiper: Mixer, schedule: Schedule | ConsensusControl, *, on_nonfinite: str = "raise") -> None:
         super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
-        self._is_finite = FiniteCheck()
+        # With a membership a round waits for the GPU anyway, and no other worker is to get values that are not finite.
+        self._is_finite: Callable[[FlatVector], bool] = is_finite if gossiper.transport.is_elastic else FiniteCheck()
         if on_nonfinite == "skip" and not gossiper.can_recover:
             gossiper.refuse_nonfinite(self._agree_finite)
 

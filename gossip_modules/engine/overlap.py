@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..consensus_control import ConsensusControl
-from ..flat.nonfinite import FiniteCheck, is_finite
+from ..flat.nonfinite import FiniteCheck, is_finite, log_left_out
 from ..flat.vector import FlatVector, add_
 from ..profiling import span
 from ..rounds.mixer import Mixer
@@ -212,10 +212,18 @@ class OverlapEngine(LockstepEngine):
         return alpha
 
     def _leave_out(self, flight: _Flight, x: FlatVector) -> None:
-        """Handle a correction with infinities or NaN: raise, or set it to zero."""
+        """Handle a correction with infinities or NaN: raise, or set it to zero.
+
+        In a membership only the worker that has sent them raises, and the others go on without this round.
+        """
         if self.on_nonfinite == "raise":
-            self._flight = None
-            self._refuse_nonfinite(flight.mixer, flight.t, is_own=not is_finite(x), is_here=not flight.is_finite)
+            received, transport = flight.mixer.received, self.gossiper.transport
+            is_own = not is_finite(x) or (received is not None and all(map(is_finite, received)))
+            if not transport.is_elastic or not self.agree_finite(not is_own):
+                self._flight = None
+                self._refuse_nonfinite(flight.mixer, flight.t, is_own=is_own, is_here=not flight.is_finite)
+            senders = [transport.names[i] for i in flight.mixer.sources if i != transport.rank]
+            log_left_out(transport.names[transport.rank], f"round {flight.t}", senders)
         assert self._snapshot is not None
         self._snapshot.raw.zero_()
         self._snapshot.push_sum_weight.zero_()

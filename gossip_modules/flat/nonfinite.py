@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from ..devices import host_zeros
 from .vector import FlatVector, in_chunks
 
+_log = logging.getLogger("gossip_modules.nonfinite")
 POLICIES = ("raise", "skip", "spread")
 
 
@@ -39,6 +41,13 @@ def refuse(rank: int, what: str, *, senders: Sequence[int] = (), is_here: bool =
         f"rank {rank}: in {what} {whose} infinities or NaN, expected finite parameters and buffers, since gossip hands "
         "them to all ranks; this model was not changed by it. Go on from a checkpoint with a smaller learning rate, "
         "clipped gradients or a GradScaler; on_nonfinite='skip' leaves such rounds out"
+    )
+
+
+def log_left_out(rank: int, what: str, senders: Sequence[int]) -> None:
+    """Tell that this rank goes on without such a message, whose sender gets the error; see `refuse` for arguments."""
+    _log.warning(
+        "rank %s: %s is left out here, since what ranks %s have sent holds infinities or NaN", rank, what, [*senders]
     )
 
 

@@ -101,6 +101,9 @@ class Mixer(ABC):
         """The senders to this rank in the last started round."""
         return range(self.transport.world_size)
 
+    received: Sequence[FlatVector] | None = None
+    """The messages to this rank in the last round; None: the mixer does not keep them."""
+
     has_news: bool = False
     """Whether the next `begin` exchanges messages with other ranks, so that x must be finite."""
 
