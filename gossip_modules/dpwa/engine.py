@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 import warnings
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..profiling import span
 from ..transport.bounded_listener import MIN_CONNECTIONS
+from ..transport.uncaught_errors import leave_at_error, stay
 from .config import PairwiseConfig, check_address
 from .fetcher import Fetched, ModelFetcher
 from .interpolation import Standing
@@ -75,6 +77,7 @@ class PairwiseEngine(Engine):
         clock, loss: see [Note: Clocks], and the loss that was reported last.
         step: rounds seen, with or without a fetch.
         last_peer: the peer whose model was merged last.
+        thread: the thread that trains.
 
     Raises:
         ValueError, ConnectionError: a malformed address, or one that is taken.
@@ -85,6 +88,7 @@ class PairwiseEngine(Engine):
 
     def __init__(self, buffer: FlatBuffer, config: PairwiseConfig, *, init_from_peers: bool) -> None:
         super().__init__()
+        self.thread = threading.get_ident()
         x = buffer.vector
         self.config, self.rule = config, config.rule
         self.num_refused_losses = 0
@@ -112,6 +116,11 @@ class PairwiseEngine(Engine):
         except BaseException:
             self.close()
             raise
+        leave_at_error(self)
+
+    def end_by(self, error: BaseException) -> None:
+        """See `Leaver`: peers get no more of this model, and ask others."""
+        self.server.stop()
 
     def _start_anew(self) -> None:
         """Begin without any state."""
@@ -230,6 +239,7 @@ class PairwiseEngine(Engine):
     def close(self) -> None:
         """See `Engine`. A fetch that is under way is given up."""
         self.is_closed = True
+        stay(self)
         self.server.stop()
         self.fetcher.stop()
         self.background.close()
@@ -286,6 +296,7 @@ class PairwiseEngine(Engine):
         )
 
     def _advance(self, x: FlatVector) -> None:
+        self.thread = threading.get_ident()
         self.step += 1
         self.clock += 1
         self._publish(x)

@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+from ..transport.forks import forget_in_children
+
 _END_SECONDS = 3.0  # the time at the end of a program to close all engines
 
 
@@ -93,6 +95,8 @@ class ClosableEngine(Protocol):
 
 _makers: weakref.WeakKeyDictionary[ClosableEngine, tuple[threading.Thread, float]] = weakref.WeakKeyDictionary()
 _closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+for objects in (_makers, _closing):
+    forget_in_children(objects)
 
 
 def close_at_program_end(engine: ClosableEngine, *, seconds: float = _END_SECONDS) -> None:

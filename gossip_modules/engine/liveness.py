@@ -20,6 +20,7 @@ from ..transport.base import Pending
 from ..transport.deadline import Deadline
 from ..transport.exchange import SHUTDOWN, LinkClosedError, PointToPoint
 from ..transport.listener import SHUTDOWN_TIMEOUT, Listener, Message
+from ..transport.uncaught_errors import leave_at_error, stay
 from .background import Background
 
 _INTERVAL = 0.25  # seconds between two checks of the waits; less with a short timeout
@@ -180,6 +181,7 @@ class Liveness:
         self._statuses: dict[int, ControlMessage] = {}
         if self.peers and not transport.is_elastic:
             self.background.start(f"gossip-watch-{transport.rank}", self._watch)
+            leave_at_error(self)
 
     # Messages.
 
@@ -228,6 +230,7 @@ class Liveness:
         """Post SHUTDOWN to all peers whose last message was not sent, and end the checks of waits. Does not wait."""
         self._post_last(self.peers, ControlMessage(ControlKind.SHUTDOWN))
         self._ended.set()
+        stay(self)
 
     def wait_until_received(self, limit: timedelta = SHUTDOWN_TIMEOUT) -> None:
         """Wait until the last messages have been received, at most for so long."""
@@ -295,6 +298,17 @@ class Liveness:
     def leave(self, error: BaseException) -> None:
         """Fail because of an error in this rank's own code."""
         self.fail(error, self.transport.rank)
+
+    @property
+    def thread(self) -> int:
+        """See `Leaver`."""
+        return self.transport.thread
+
+    def end_by(self, error: BaseException) -> None:
+        """See `Leaver`: the peers are told, and the notes of the job have the reason."""
+        if self.transport.notes is not None and not self.has_failed:
+            self.transport.notes.leave_for(error)
+        self.leave(error)
 
     def give_up(self, what: str, seconds: float, partner: int, activity: Activity = Activity.EXCHANGING) -> NoReturn:
         """Raise TimeoutError that names the rank which keeps this one waiting.

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..transport.deadline import Deadline, as_timeout
+from ..transport.uncaught_errors import stay
 from ..version import __version__
 from .address import own_address
 from .arguments import as_description, check_callback, check_num_steps, check_numbers, check_places, check_tracked
@@ -509,6 +510,7 @@ class Membership:
 
     def release(self) -> None:
         """Close all connections without a notice to the others, as at the end of the process. Idempotent."""
+        stay(self)
         self.job.closed.set()
         self.job.wake.set()
         with self.worker.moved:
@@ -517,8 +519,18 @@ class Membership:
             self._watcher.join(1.0)
         self.worker.release()
 
+    def end_by(self, error: BaseException) -> None:
+        """See `Leaver`."""
+        self.end_liveness()
+
     def end_liveness(self) -> None:
-        """The others are to go on at once, and not when this process has ended: see [Note: errors that end a loop]."""
+        """Let the others go on at once, and not when this process has ended.
+
+        [Note: errors that end a loop] A process may take long to end after an error: see [Note: errors that end a
+        program]. So the liveness of the worker ends as soon as the error leaves the loop over `steps`, or when nothing
+        catches it. A script that catches the error and trains on joins again, as a new worker does. A worker that is
+        alone holds no other up.
+        """
         worker, view = self.worker, self.worker.generations.active
         is_alone = view is not None and len(view.members) == 1
         if worker.is_over:

@@ -6,14 +6,13 @@ import atexit
 import gc
 import inspect
 import opcode
-import sys
 import threading
 import weakref
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 from ..transport import threads
+from ..transport.uncaught_errors import leave_at_error
 from .background_log import log
 
 _RAISES = {opcode.opmap[name] for name in ("RAISE_VARARGS", "RERAISE") if name in opcode.opmap}
@@ -22,7 +21,7 @@ _live: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def watch(membership: Any) -> threading.Thread:
     """The thread that takes turns of the membership's worker until it is closed, or freed."""
-    hear_of_uncaught_errors(_end_liveness_in)
+    leave_at_error(membership)
     job = membership.job
     _live.add(membership)
     return threads.start(_watch, weakref.ref(membership), job.wake, job.closed, name="gossip-membership")
@@ -41,19 +40,6 @@ def _watch(reference: weakref.ref[Any], wake: threading.Event, closed: threading
         del membership
         wake.wait(seconds)
         wake.clear()
-
-
-def _end_liveness_in(thread: int | None) -> None:
-    """Let the others go on at once; thread: that an error has ended; None: the process ends.
-
-    [Note: errors that end a loop] A process may take seconds to end after an error: a script cleans up, threads are
-    joined, and a program that runs out of memory is slow. So the liveness of the worker ends as soon as the error
-    leaves the loop over `steps`, or when nothing catches it. A script that catches the error and trains on joins again,
-    as a new worker does. A worker that is alone holds no other up.
-    """
-    for membership in list(_live):
-        if thread in (None, membership.thread):
-            membership.end_liveness()
 
 
 @atexit.register
@@ -87,37 +73,3 @@ def ends_by_error(loop: FrameType | None) -> bool:
     is_raised_again = loop.f_code.co_code[loop.f_lasti] in _RAISES
     places = (found for found in gc.get_referrers(loop) if isinstance(found, TracebackType))
     return any(place.tb_frame is loop and (is_raised_again or place.tb_lasti == loop.f_lasti) for place in places)
-
-
-def hear_of_uncaught_errors(tell: Callable[[int | None], None]) -> None:
-    """Have `tell` called with each error that nothing catches, before it is printed, unless it is so already.
-
-    Its argument is the thread that the error ends; None: the main thread, and so the process. In an interactive
-    interpreter an error in the main thread ends nothing, and is not told.
-    """
-    before, before_in_thread = sys.excepthook, threading.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
-        try:
-            if not (hasattr(sys, "ps1") or sys.flags.interactive):
-                tell(None)
-        finally:
-            before(kind, error, place)
-
-    def hook_in_thread(arguments: threading.ExceptHookArgs) -> None:
-        try:
-            tell(threading.get_ident())
-        finally:
-            before_in_thread(arguments)
-
-    if sys.excepthook not in _hooks:
-        _hooks.add(hook)
-        sys.excepthook = hook
-    if threading.excepthook not in _hooks:
-        _hooks.add(hook_in_thread)
-        threading.excepthook = hook_in_thread
-
-
-_hooks: weakref.WeakSet[Callable[..., None]] = (
-    weakref.WeakSet()
-)  # others may have put theirs in the place of ours since

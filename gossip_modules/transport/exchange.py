@@ -19,6 +19,7 @@ from ..devices import host_zeros, wait_for_queue
 from .base import Pending
 from .change_board import ChangeBoard
 from .deadline import AT_ONCE
+from .failure_notes import FailureNotes
 from .shared_group import Use
 from .traffic import PeerTraffic
 from .waits import InTurn, Posted, Waits
@@ -290,6 +291,7 @@ class PointToPoint(ABC):
     failed: frozenset[int] = frozenset()  # peers that this process cannot reach, before all processes of it agree
     has_listener = False  # a `Listener` waits for messages without a limit
     board: ChangeBoard | None = None  # see [Note: changes that not all ranks make]
+    notes: FailureNotes | None = None  # where failing ranks say why
     waits: Waits | None = None  # which can be given up; see [Note: waits that do not end]
 
     def __init__(
@@ -310,6 +312,15 @@ class PointToPoint(ABC):
         self.routes: dict[int, tuple[dist.ProcessGroup, int]] = {}  # by peer, as `route` has given them; until `close`
         self.waiting: dict[int, float] = {}  # the threads that wait for messages, and since when: for `ChangeBoard`
         self._use, self._staging = use, Staging(device)
+
+    @property
+    def thread(self) -> int:
+        """The thread that trains over this group (`threading.get_ident()`): the maker, until a wrapper says another."""
+        return self._use.shared.thread
+
+    @thread.setter
+    def thread(self, thread: int) -> None:
+        self._use.shared.thread = thread
 
     @abstractmethod
     def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from .forks import forget_in_children
 from .stores import Records, is_of_job, store_of
 
 GONE, SILENT = "is gone", "does not answer"  # the states in which one rank sees another
@@ -89,6 +90,10 @@ class FailureNotes:
                 records.skip()
             _of_job.add(notes)
         return notes
+
+    def leave_for(self, error: BaseException) -> None:
+        """`leave` for an error that nothing has caught, the cause itself unless this rank has blamed others before."""
+        self.leave({}, _reason(error), is_cause=True)
 
     def leave(self, blamed: Mapping[int, str], what: str, *, is_cause: bool = False) -> None:
         """Write the reason of this rank's failure, once: later errors follow from it. See `Note`."""
@@ -174,6 +179,13 @@ def _ranks(ranks: Collection[int]) -> str:
 
 
 _of_job: weakref.WeakSet[FailureNotes] = weakref.WeakSet()
+forget_in_children(_of_job)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "was interrupted (KeyboardInterrupt)"
+    return f"failed: {type(error).__name__}: {error}"
 
 
 @atexit.register
@@ -181,5 +193,5 @@ def _leave_last_note() -> None:
     """At exit: the last exception of the program is this rank's own failure, unless it has left a note before."""
     error = getattr(sys, "last_value", None)
     notes = next(iter(_of_job), None)
-    if notes is not None and not isinstance(error, KeyboardInterrupt):
-        notes.leave({}, _END if error is None else f"failed: {type(error).__name__}: {error}", is_cause=True)
+    if notes is not None:
+        notes.leave({}, _END if error is None else _reason(error), is_cause=True)

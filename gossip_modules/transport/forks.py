@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 # [Note: sockets in forked children] A forked process, such as a loader process of a DataLoader, has copies of all
 # sockets of its parent, and a connection is open as long as a copy of its socket is. If the parent is killed, its peers
@@ -27,10 +27,26 @@ from typing import Any
 # A child cannot go on with the groups of its parent: Gloo's threads are not there. It may make process groups of its
 # own. On systems other than Linux the sockets of Gloo, and everywhere those of NCCL and MPI, stay open in a child.
 
+
+class Forgotten(Protocol):
+    """A collection that forked children clear."""
+
+    def clear(self) -> None: ...
+
+
 _TARGET = re.compile(r"^tfd:\s*(\d+)\s.*\sino:([0-9a-f]+)", re.MULTILINE)
 _HAS_LISTS = sys.platform == "linux"
 _listening: set[int] = set()  # the inodes of listening sockets of process groups in C++
+_forgotten: list[Forgotten] = []
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def forget_in_children(objects: Forgotten) -> None:
+    """Have forked children clear a collection of objects that belong to the parent.
+
+    Python calls the functions that end a program also at the end of a child, such as of a loader process.
+    """
+    _forgotten.append(objects)
 
 
 def close_in_children(own: socket.socket) -> socket.socket:
@@ -118,8 +134,10 @@ def _descriptors() -> Iterator[int]:
                     yield fd
 
 
-def _close_copies() -> None:
+def _leave_to_parent() -> None:
     """The first act of a forked child."""
+    for objects in _forgotten:
+        objects.clear()
     for own in list(_sockets):
         with contextlib.suppress(OSError):
             socket.socket.close(own)
@@ -132,4 +150,4 @@ def _close_copies() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(after_in_child=_close_copies)
+    os.register_at_fork(after_in_child=_leave_to_parent)

@@ -22,6 +22,7 @@ from .exchange import LATE, ROUND_BITS, SIZE_BITS, PointToPoint, Staging, fail
 from .failure_notes import GONE, MAYBE_CLOSED, SILENT, FailureNotes, describe
 from .shared_group import CAN_RELEASE, CHANNEL_BITS, Use
 from .stores import Records, store_of
+from .uncaught_errors import leave_at_error, stay
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 PROBE_TAG = 1 << ROUND_BITS + SIZE_BITS + CHANNEL_BITS  # no round has it
@@ -102,6 +103,8 @@ class ProcessGroupTransport(PointToPoint):
             self._attendance = None if store is None else Attendance(store, self.rank)
         # The context of each collective, by its name. An asynchronous engine ends the wait when any rank has failed.
         self.watch: Callable[[str], contextlib.AbstractContextManager[None]] = lambda what: contextlib.nullcontext()
+        if notes is not None:
+            leave_at_error(self)
         # At the exit of the interpreter groups end with the process.
         self._lost = weakref.finalize(self, self._use.lose)
         self._lost.atexit = False
@@ -163,6 +166,7 @@ class ProcessGroupTransport(PointToPoint):
         """
         if self._lost.detach() is None:
             return
+        stay(self)
         if self.board is not None:
             self.board.close()
         if self._use.shared.is_owned:
@@ -358,6 +362,12 @@ class ProcessGroupTransport(PointToPoint):
                 self._probe(peer).wait(AT_ONCE)
         if self.waits is not None:
             self.waits.close()
+
+    def end_by(self, error: BaseException) -> None:
+        """See `Leaver`: the ranks of the job find the reason in the notes, and closed connections."""
+        if self.notes is not None:
+            self.notes.leave_for(error)
+        self.close_connections()
 
     def closed_peers(self) -> list[int]:
         """After a failure on Gloo, the ranks without a connection: posting a receive fails at once.

@@ -42,6 +42,7 @@ class SharedGroup:
         num_joined: transports so far.
         is_owned: whether our own code has made the group, and torch can release it.
         peers: the connected ranks; None: all. See [Note: few connections].
+        thread: the thread that trains, as far as it is known.
     """
 
     taken: set[int] = field(default_factory=set)
@@ -50,6 +51,7 @@ class SharedGroup:
     num_joined: int = 0
     is_owned: bool = False
     peers: frozenset[int] | None = None
+    thread: int = field(default_factory=threading.get_ident)
 
 
 def shared_by(group: dist.ProcessGroup) -> SharedGroup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -232,6 +233,8 @@ class GossipWrapper(OldNames, AveragingMixin):
         if local.is_averaged:
             return
         local.is_seen_current = is_current
+        if local.transport is not None:
+            local.transport.thread = threading.get_ident()
         try:
             for _ in range(local.steps.num_rounds_due(is_synced=self._sync)):
                 self._begin_step()

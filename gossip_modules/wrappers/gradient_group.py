@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -113,7 +114,8 @@ class NamedFailure:
 
     @contextlib.contextmanager
     def naming(self, what: str) -> Iterator[None]:
-        """Errors of collectives inside name who failed; others stay as they are."""
+        """Errors of collectives inside name who failed; others stay as they are. Called by the thread that trains."""
+        self._transport.thread = threading.get_ident()
         start = time.monotonic()
         try:
             yield

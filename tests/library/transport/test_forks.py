@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import sys
+import threading
 from collections.abc import Mapping
 
 import pytest
@@ -15,10 +16,22 @@ import torch.distributed as dist
 
 from gossip_modules.dpwa.protocol import PeerConnection, listen
 from gossip_modules.transport.gloo import gloo_backend
+from gossip_modules.transport.uncaught_errors import leave, leave_at_error, stay
 from tests.harness.ranks import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the sockets of Gloo are found on Linux only")
+
+
+class Held:
+    """A leaver that writes into a pipe."""
+
+    def __init__(self, pipe: int) -> None:
+        self.thread, self._pipe = threading.get_ident(), pipe
+
+    def end_by(self, error: BaseException) -> None:
+        """See `Leaver`."""
+        os.write(self._pipe, b"ended")
 
 
 def inodes() -> dict[int, int]:
@@ -78,3 +91,19 @@ def test_a_child_has_no_socket_of_a_worker_of_dpwa() -> None:
     assert not {listener.fileno(), client.fileno()} & in_child.keys()
     connection.close()
     listener.close()
+
+
+def test_a_child_leaves_for_no_wrapper_of_its_parent() -> None:
+    """An error of a child, and its end, are not those of the rank."""
+    reader, writer = os.pipe()
+    held = Held(writer)
+    leave_at_error(held)
+    pid = os.fork()
+    if pid == 0:
+        leave(ValueError("of the child"))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    stay(held)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        assert pipe.read() == b""
