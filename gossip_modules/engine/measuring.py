@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..devices import wait_for_queue
 from ..flat.vector import FlatVector
@@ -24,6 +26,9 @@ NUM_WARM, NUM_MEASURED = 2, 6
 WORTHWHILE = 0.1
 """Overlap must hide this share of a step with its round, since it costs two passes over the model."""
 
+LARGE = 1 << 20
+"""Bytes of a round from which a slow network is worth advice; smaller models are examples and tests."""
+
 _log = logging.getLogger("gossip_modules.overlap")
 
 
@@ -36,6 +41,7 @@ class OverlapChoice:
         wire_dtype: the name of the dtype of messages, such as "bfloat16"; None: no rounding.
         step_seconds: the median duration of a step without its round, of the slowest rank.
         round_seconds: the median time added to a step by a round.
+        advice: arguments to pass in place of these, if the network still takes more than half of the time; else "".
     """
 
     overlap: bool
@@ -43,12 +49,14 @@ class OverlapChoice:
     wire_dtype: str | None
     step_seconds: float
     round_seconds: float
+    advice: str = ""
 
     def __str__(self) -> str:
         chosen = f"overlap={self.overlap}"
         chosen += f", max_staleness={self.max_staleness}" if self.max_staleness else ""
         chosen += f", wire_dtype=torch.{self.wire_dtype}" if self.wire_dtype else ""
-        return f"{chosen} (a step takes {1e3 * self.step_seconds:.4g} ms, a round {1e3 * self.round_seconds:.4g} ms)"
+        measured = f"a step takes {1e3 * self.step_seconds:.4g} ms, a round {1e3 * self.round_seconds:.4g} ms"
+        return f"{chosen} ({measured}){'; ' * bool(self.advice)}{self.advice}"
 
 
 @dataclass(frozen=True)
@@ -58,25 +66,35 @@ class OverlapLimits:
     Args:
         max_staleness: the largest staleness.
         wire_dtype: the dtype to which messages may be rounded; None: they are not rounded.
+        has_wide_messages: whether messages are numbers wider than bfloat16, so that rounding makes them shorter.
+        gossip_every: the steps from one round to the next.
     """
 
     max_staleness: int = 0
     wire_dtype: torch.dtype | None = None
+    has_wide_messages: bool = True
+    gossip_every: int = 1
 
     def allow(self, choice: OverlapChoice) -> bool:
         """Whether a choice is within the limits, as a choice of another run may not be."""
         is_allowed_wire = choice.wire_dtype is None or getattr(torch, choice.wire_dtype) is self.wire_dtype
         return choice.max_staleness <= self.max_staleness and is_allowed_wire
 
-    def choose(self, measured: Sequence[Sequence[float]]) -> OverlapChoice:
+    def choose(
+        self, measured: Sequence[Sequence[float]], latency: float = 0.0, num_bytes: float = math.inf
+    ) -> OverlapChoice:
         """Return the choice for the measurements of all ranks.
 
-        A round blocks, and is exact, if overlap would hide less than a tenth of a step, or if a rank is alone.
-        Otherwise the choice is the first setting with a whole round hidden under the computation. The order is overlap,
-        a narrow wire, then the smallest staleness. If no setting hides a round, the last one is chosen.
+        The wire comes first: messages are rounded, if they may be, where a round takes longer than the rest of a step
+        and the bytes take more of it than the latency. Half of the bytes then take half of their time. Rounds overlap
+        if this saves a tenth of a step with its round; otherwise they block, since overlap costs two passes over the
+        model. They may be late by the smallest number of steps that hides a round. If no setting hides it, the
+        staleness is the largest one, so that rounds are rarest.
 
         Args:
             measured: the seconds of a step and of a round, medians of each rank; equal on all ranks.
+            latency: the seconds of an exchange of a few bytes.
+            num_bytes: the bytes that a rank sends in a round.
 
         Example:
             >>> OverlapLimits(max_staleness=2).choose([(0.10, 0.25), (0.05, 0.30)]).max_staleness
@@ -85,13 +103,28 @@ class OverlapLimits:
         step = max(seconds for seconds, _ in measured)
         # Ranks that compute less wait in the round; the rank that computes longest sees the round alone.
         cost = max(sum(pair) for pair in measured) - step
-        if len(measured) == 1 or min(step, cost) < WORTHWHILE * (step + cost):
+        if len(measured) == 1:
             return OverlapChoice(False, 0, None, step, cost)
-        is_narrow = self.wire_dtype is not None and cost > step
-        left = cost / 2 if is_narrow else cost
+        wire = cost - min(latency, cost)
+        is_slow_wire = self.has_wide_messages and cost > step and wire > latency
+        is_narrow = self.wire_dtype is not None and is_slow_wire
+        left = cost - wire / 2 if is_narrow else cost
         staleness = next((late for late in range(self.max_staleness) if left <= (late + 1) * step), self.max_staleness)
+        saved = min(left, step + left * staleness / (staleness + 1))  # of a step with its round, by overlap
+        overlaps = saved >= WORTHWHILE * (step + left)
         dtype = str(self.wire_dtype).removeprefix("torch.") if is_narrow else None
-        return OverlapChoice(True, staleness, dtype, step, cost)
+        staleness = staleness if overlaps else 0
+        hidden, period = (staleness + 1) * step if overlaps else 0.0, max(self.gossip_every, staleness + 1)
+        wait = max(left - hidden, 0.0) / period  # of a step, on average
+        advice = ""
+        if wait > step > 0 and num_bytes >= LARGE:
+            bfloat16 = "wire_dtype=torch.bfloat16 halves the messages, and " if is_slow_wire and not is_narrow else ""
+            advice = (
+                f"training waits {wait / (step + wait):.0%} of the time for the network: {bfloat16}"
+                # An average of all models sends each model almost twice.
+                f"algorithm=LocalSGD(sync_every={math.ceil(2 * cost / step)}), or DiLoCo, waits at most half of it"
+            )
+        return OverlapChoice(overlaps, staleness, dtype, step, cost, advice)
 
 
 class MeasuringEngine(SyncEngine):
@@ -99,10 +132,11 @@ class MeasuringEngine(SyncEngine):
 
     [Note: overlap="auto"] Each rank takes the time of its rounds and of the steps between them, but not of the averages
     that training begins with under `Schedule(average_until=...)`. After the eighth round, in the same step on all
-    ranks, one gather of two numbers per rank gives all ranks the same measurements, from which each computes the same
-    choice. If several processes hold one model, all of them take the measurements of the first one. The engine that
-    runs rounds from then on has the mixer, the counters and the statistics of this one, so training goes on with the
-    bits of a run that was built with the chosen settings and resumed here.
+    ranks, a gather of three numbers per rank gives all ranks the same measurements. The next gather takes the latency
+    of the network, and a third one shares it. From these numbers each rank computes the same choice. If several
+    processes hold one model, all of them take the measurements of the first one. The engine that runs rounds from then
+    on has the mixer, the counters and the statistics of this one, so training goes on with the bits of a run that was
+    built with the chosen settings and resumed here.
 
     Args:
         gossiper, schedule, on_nonfinite: see `SyncEngine`.
@@ -123,6 +157,7 @@ class MeasuringEngine(SyncEngine):
         self._steps: list[float] = []
         self._rounds: list[float] = []
         self._ended: float | None = None  # when the last step's round has ended
+        self._sent = 0  # bytes before the measured rounds
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
@@ -135,22 +170,45 @@ class MeasuringEngine(SyncEngine):
         self._ended = time.perf_counter()
         if self.t > t and not self._is_warm_up:
             self._rounds.append(self._ended - start)
+            if len(self._rounds) == NUM_WARM:
+                self._sent = self.gossiper.transport.num_bytes_sent
             if len(self._rounds) == NUM_WARM + NUM_MEASURED:
-                self._agree()
+                self._agree(x)
         return has_changed
 
-    def _agree(self) -> None:
+    def _agree(self, x: FlatVector) -> None:
         """Choose, on all ranks alike."""
-        medians = [statistics.median(seconds[NUM_WARM:]) for seconds in (self._steps, self._rounds)]
-        own = torch.tensor(medians, dtype=torch.float64, device="cpu")
         transport = self.gossiper.transport
-        measured = own.new_empty(2 * transport.world_size)
-        transport.all_gather(measured, own, what=f"choosing overlap after round {self.t - 1}")
+        medians = [statistics.median(seconds[NUM_WARM:]) for seconds in (self._steps, self._rounds)]
+        measured = self._gather([*medians, (transport.num_bytes_sent - self._sent) / NUM_MEASURED])
+        start = time.perf_counter()  # all ranks are here
+        self._gather([0.0])
+        latency = self._gather([time.perf_counter() - start]).min()
         self.take_first(measured)
-        choice = self.limits.choose(measured.view(-1, 2).tolist())
+        self.take_first(latency)
+        limits = replace(
+            self.limits, has_wide_messages=self._has_wide_messages(x), gossip_every=self.schedule.gossip_every
+        )
+        choice = limits.choose(measured[:, :2].tolist(), latency.item(), measured[:, 2].max().item())
         if transport.rank == 0:
-            _log.info('overlap="auto": %s, after round %d', choice, self.t - 1)
+            level = logging.WARNING if choice.advice else logging.INFO
+            _log.log(level, 'overlap="auto": %s, after round %d', choice, self.t - 1)
         self.successor = self._engine_of(choice)
+
+    def _has_wide_messages(self, x: FlatVector) -> bool:
+        """Whether `narrow` would make the messages of a model x shorter."""
+        mixer, algorithm = self.gossiper, getattr(self.gossiper, "algorithm", None)
+        plain = getattr(mixer, "plain", mixer)
+        is_rounded = algorithm is None or algorithm.parts[-1].takes_wire_dtype
+        is_open = isinstance(plain, PushPull) and plain.wire_dtype is None and is_rounded
+        return is_open and any(segment.dtype.itemsize > 2 for segment in x.segments)
+
+    def _gather(self, own: Sequence[float]) -> Tensor:
+        """Return the numbers of all ranks, float64 [ranks, numbers] in host memory."""
+        mine, transport = torch.tensor(own, dtype=torch.float64, device="cpu"), self.gossiper.transport
+        everyone = mine.new_empty(transport.world_size * mine.numel())
+        transport.all_gather(everyone, mine, what=f"choosing overlap after round {self.t - 1}")
+        return everyone.view(transport.world_size, -1)
 
     def _engine_of(self, choice: OverlapChoice) -> LockstepEngine:
         """Return the engine for the next rounds."""

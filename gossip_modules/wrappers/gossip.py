@@ -98,7 +98,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
             `GASLoC(momentum=0).over(Choco(...))`; its class or its name, "d2"; None = plain gossip: SGP or D-PSGD, as
             `push_sum` says.
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
-            "auto", with overlap="auto": ranks choose bfloat16 if a round takes longer than the rest of a step.
+            "auto", with overlap="auto": ranks choose bfloat16 if the bytes of a round take longer than the rest of a
+            step.
         schedule: the steps with gossip and with global averages; a number k = gossip at every k-th step; a
             `ConsensusControl` = as often as the distance between the models asks for.
         process_group: a group without other traffic; None = a new one over all ranks.

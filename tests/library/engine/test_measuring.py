@@ -26,7 +26,10 @@ BF16 = torch.bfloat16
     ("limits", "measured", "expected"),
     [
         (OverlapLimits(2, BF16), [(0.1, 0.005), (0.1, 0.005)], (False, 0, None)),  # hides little: exact rounds
-        (OverlapLimits(2, BF16), [(0.001, 0.2)] * 2, (False, 0, None)),  # a computation that can hide little
+        (OverlapLimits(0, BF16), [(0.001, 0.2)] * 2, (False, 0, "bfloat16")),  # a computation that can hide little
+        (OverlapLimits(0, None), [(0.001, 0.2)] * 2, (False, 0, None)),
+        (OverlapLimits(2, BF16), [(0.001, 0.2)] * 2, (True, 2, "bfloat16")),  # rounds in every third step
+        (OverlapLimits(0, BF16, has_wide_messages=False), [(0.001, 0.2)] * 2, (False, 0, None)),
         (OverlapLimits(2, BF16), [(0.1, 0.09)] * 2, (True, 0, None)),
         (OverlapLimits(2, BF16), [(0.05, 0.14), (0.1, 0.09)], (True, 0, None)),  # rank 0 waits for rank 1
         (OverlapLimits(2, BF16), [(0.1, 0.18)] * 2, (True, 0, "bfloat16")),
@@ -42,6 +45,53 @@ def test_the_first_setting_that_hides_a_round_is_chosen(
     choice = limits.choose(measured)
     assert (choice.overlap, choice.max_staleness, choice.wire_dtype) == expected
     assert choice.step_seconds == max(step for step, _ in measured)
+
+
+COMPUTE, MODEL = 0.04, 4 * 2.8e6  # seconds of a step, and bytes, of the benchmark of the page on defaults
+
+
+def predicted(choice: OverlapChoice, left: float) -> float:
+    """The seconds of a step by a choice whose rounds take `left` seconds."""
+    if not choice.overlap:
+        return choice.step_seconds + left
+    return max(choice.step_seconds, left / (choice.max_staleness + 1))
+
+
+@pytest.mark.parametrize("latency", [0.0, 1e-4, 0.02])
+@pytest.mark.parametrize("gbits", [0.01, 0.1, 0.3, 1.0, 10.0, 100.0])
+@pytest.mark.parametrize("limits", [OverlapLimits(), OverlapLimits(0, BF16), OverlapLimits(3, BF16)], ids=str)
+def test_no_other_setting_is_a_tenth_faster(limits: OverlapLimits, gbits: float, latency: float) -> None:
+    """All settings within the limits, for links of a speed and a latency; exactness is worth a tenth."""
+
+    def round_seconds(dtype: str | None) -> float:
+        return latency + 8 * MODEL / (1 if dtype is None else 2) / (gbits * 1e9)
+
+    cost = round_seconds(None)
+    choice = limits.choose([(COMPUTE, cost)] * 8, latency, MODEL)
+    assert limits.allow(choice)
+    taken = predicted(choice, round_seconds(choice.wire_dtype))
+    for overlap in (False, True):
+        for staleness in range(limits.max_staleness + 1 if overlap else 1):
+            other = OverlapChoice(overlap, staleness, None, COMPUTE, cost)
+            assert taken <= predicted(other, cost) / (1 - measuring.WORTHWHILE) + 1e-12
+    if limits.wire_dtype is not None and cost > max(COMPUTE, 2 * latency):  # the bytes take most of the time
+        assert choice.wire_dtype == "bfloat16"
+    assert bool(choice.advice) == (taken > 2 * COMPUTE)
+
+
+def test_the_advice_names_the_arguments_that_the_network_asks_for() -> None:
+    slow = [(0.05, 0.95)] * 8
+    advice = OverlapLimits().choose(slow, 1e-4, MODEL).advice
+    assert advice == (
+        "training waits 95% of the time for the network: wire_dtype=torch.bfloat16 halves the messages, and "
+        "algorithm=LocalSGD(sync_every=38), or DiLoCo, waits at most half of it"
+    )
+    narrow = OverlapLimits(0, BF16).choose(slow, 1e-4, MODEL)
+    assert "bfloat16" not in narrow.advice
+    assert "training waits 90% of the time for the network: algorithm=LocalSGD(" in str(narrow)
+    assert "bfloat16" not in OverlapLimits().choose(slow, 0.9, MODEL).advice  # the latency takes the time
+    assert OverlapLimits().choose(slow, 1e-4, 1000).advice == ""  # a model of an example
+    assert OverlapLimits(gossip_every=40).choose(slow, 1e-4, MODEL).advice == ""
 
 
 class Run:
@@ -189,6 +239,18 @@ def test_a_rank_alone_has_nothing_to_hide() -> None:
     choice = Run(solo_group(), overlap="auto").train(NUM_ROUNDS + 1).model.overlap_choice
     assert choice is not None
     assert not choice.overlap
+
+
+def test_advice_is_a_warning_of_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python shows it without any setting of its loggers."""
+    choice = OverlapChoice(False, 0, None, 0.1, 0.2, advice="take local SGD")
+    monkeypatch.setattr(OverlapLimits, "choose", lambda *_: choice)
+    Run(solo_group(), overlap="auto").train(NUM_ROUNDS + 1)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == (
+        'overlap="auto": overlap=False (a step takes 100 ms, a round 200 ms); take local SGD, after round 7'
+    )
 
 
 def test_the_example_runs() -> None:
