@@ -41,9 +41,14 @@ class Samples:
         for value, view in zip(self.values, self._views, strict=True):
             value.copy_(view)
 
-    def equal(self, values: Sequence[Tensor]) -> bool:
-        """Whether the elements have these values now."""
-        return len(values) == len(self._views) and all(map(torch.equal, values, self._views))
+    def equal(self, values: Sequence[Tensor], *, num_ulps: int = 0) -> bool:
+        """Whether the elements have these values now, or differ by at most so many units of their dtype."""
+        if len(values) != len(self._views):
+            return False
+        if not num_ulps:
+            return all(map(torch.equal, values, self._views))
+        pairs = zip(values, self._views, strict=True)
+        return all(torch.allclose(x, y, rtol=num_ulps * torch.finfo(x.dtype).eps, atol=0.0) for x, y in pairs)
 
 
 class ParameterSamples:

@@ -32,6 +32,8 @@ class OptimizerWatch(Stepped):
             next step, so the rate is read directly after the step.
     """
 
+    sees_inner_steps = True  # the inner optimizer has a learning rate and momentum of its own
+
     def __init__(self, algorithm: Algorithm, buffer: FlatBuffer) -> None:
         self._algorithm, self._buffer = algorithm, buffer
         self.inner_rate: float | None = None

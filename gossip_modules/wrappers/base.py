@@ -398,6 +398,8 @@ class GossipWrapper(OldNames, AveragingMixin):
         local = self._local
         if local.is_closed:
             return
+        local.to_estimate()
+        local.steps.note_end()
         try:
             if local.engine.is_asynchronous:
                 local.engine.close()  # before the flush, which applies what peers say meanwhile

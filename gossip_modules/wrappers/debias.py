@@ -27,9 +27,9 @@ class Debias(Stepped):
     """Keeps a flat buffer in the form that is needed, by two transitions of one kernel per segment each.
 
     Gradients are taken at the estimate z; the optimizer steps on the numerator x, and ranks exchange x. So storage
-    holds z at all times, whatever passes run forward or backward, but for gossip rounds and for the step of an
-    optimizer that holds one of the parameters. Where W(t) is doubly stochastic w stays one, x is z, and nothing here
-    does anything.
+    holds z at all times, whatever passes run forward or backward, but for gossip rounds and for the code of a step of
+    an optimizer that holds one of the parameters; its hooks see z. Where W(t) is doubly stochastic w stays one, x is z,
+    and nothing here does anything.
 
     [Note: a step that raises] torch has no hook for it, so storage holds numerators until something asks for the
     estimate: the next forward of the wrapper, of whatever kind, its `state_dict`, `eval`, `flush`, `averaged` or
@@ -109,7 +109,7 @@ class Debias(Stepped):
         else:
             self._readers.pop(optimizer, None)
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def enter_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         if optimizer in self._readers:
             self.to_estimate()
@@ -118,10 +118,10 @@ class Debias(Stepped):
         else:
             self.to_numerator()
 
-    after_closure = before_step
-    """See `Stepped`: the forward in a closure has gone back to the estimate."""
+    reenter_step = enter_step
+    """See `Stepped`: a forward in a closure has gone back to the estimate."""
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def leave_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         self.to_estimate()
 

@@ -24,17 +24,20 @@ class WatchedGradient:
     Attributes:
         is_doubtful: whether a forward has come that is of a new step if its backward finds the gradient dropped.
         num_left_out: the steps since the last round that were found to be left out after the forward of the next one.
+        num_backwards: the backwards with a gradient of the watched parameter so far.
     """
 
     def __init__(self) -> None:
         self.num_left_out = 0
         self.is_doubtful = False
+        self.num_backwards = 0
         self._buffer: FlatBuffer | None = None
         self._parameters: Sequence[Tensor] = ()
         self._parameter: Tensor | None = None
         self._version = 0  # of the parameter, as the round has left it
         self._samples = Samples(())  # of the parameters after the round
         self._has_samples = False
+        self._seen: tuple[int, list[Tensor]] | None = None  # the version and samples at the last look
         self._unused: set[int] = set()  # ids of parameters that had no gradient when an optimizer stepped
         self._gradient: Tensor | None = None  # after the last backward; of a small parameter, so a few bytes
         self._gradient_version = 0
@@ -44,7 +47,7 @@ class WatchedGradient:
     def watch(self, buffer: FlatBuffer) -> None:
         """A step begins."""
         self.num_left_out, self.is_doubtful, self._gradient = 0, False, None
-        self._buffer = buffer
+        self._buffer, self._seen = buffer, None
         if buffer.parameters is not self._parameters:
             self.close()
             self._parameters = buffer.parameters
@@ -77,27 +80,41 @@ class WatchedGradient:
         self._version, self._gradient = self._parameter._version, None
 
     def is_dropped(self) -> bool:
+        """Whether a gradient was dropped, and parameters are as the round has left them."""
+        return self.is_gone() and not self.is_stepped()
+
+    def is_gone(self) -> bool:
         """Whether a gradient was computed since the last round, and is not there any more, or was changed."""
         if self._gradient is None or self._parameter is None:
             return False
         is_there = self._parameter.grad is self._gradient and self._gradient._version == self._gradient_version
-        is_there = is_there and self._parameter.requires_grad  # else another part is trained now
-        return not is_there and not self._is_stepped()
+        return not (is_there and self._parameter.requires_grad)  # else another part is trained now
 
-    def has_moved(self) -> bool:
-        """Whether parameters have changed since the last round, if there was one."""
-        return self._parameter is not None and self._is_stepped()
-
-    def _is_stepped(self) -> bool:
+    def is_stepped(self) -> bool:
         """Whether parameters have changed since the round."""
-        assert self._parameter is not None, "is watched"
+        if self._parameter is None:
+            return False
         is_written = self._parameter._version != self._version
         return is_written or (self._has_samples and not self._samples.equal(self._samples.values))
+
+    def look(self) -> bool:
+        """Whether parameters have changed since the last look, or since the round if there was none."""
+        if self._parameter is None or self._buffer is None:
+            return False
+        if self._seen is None:
+            has_changed = self.is_stepped()
+        else:
+            version, values = self._seen
+            has_changed = self._parameter._version != version or not self._samples.equal(values)
+        if has_changed or self._seen is None:
+            self._seen = self._parameter._version, self._samples.now()
+        return has_changed
 
     def own_write(self, buffer: FlatBuffer) -> None:
         """A round has written the parameters, which is no change by the loop: their versions change now."""
         is_as_it_was = self._parameter is not None and self._parameter._version == self._version
         buffer.written()
+        self._seen = None
         self._has_samples = False  # until the next round, since they may be numerators now
         if is_as_it_was and self._parameter is not None:
             self._version = self._parameter._version
@@ -120,9 +137,11 @@ class WatchedGradient:
             if parameter is None or parameter is not self._parameter:
                 return
             is_same = is_added if source is parameter else parameter.grad is before
-            if self.is_doubtful and self._gradient is not None and not is_same and not self._is_stepped():
-                self.num_left_out += 1
+            if self.is_doubtful and self._gradient is not None and not is_same:
+                # A look at the forward has found no change since the look before it.
+                self.num_left_out += self._seen is not None or not self.is_stepped()
             self.is_doubtful = False
+            self.num_backwards += 1
             self._gradient = parameter.grad
             self._gradient_version = 0 if self._gradient is None else self._gradient._version
 
@@ -136,7 +155,7 @@ class WatchedGradient:
             self._handle.remove()
             self._handle = None
         self._parameters, self._parameter, self._gradient = (), None, None
-        self._samples, self._has_samples = Samples(()), False
+        self._samples, self._has_samples, self._seen = Samples(()), False, None
         self._unused.clear()
 
 

@@ -118,6 +118,7 @@ class LocalModel(AveragedModel):
 
     def set_out(self) -> None:
         """Training begins, with the model as it is now, before or after the first round."""
+        self.steps.start()
         if self.steps.when is not RoundTime.FORWARD:
             self.engine.set_out(self.vector)
 

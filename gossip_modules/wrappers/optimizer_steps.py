@@ -9,12 +9,15 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
+from ..flat.samples import Samples
 from ..flat.step_hooks import Stepped, existing_optimizers, holds_any
 from ..old_calls import levels_to_user
 from .gradient_watch import UnsyncedSteps, WatchedGradient
+from .unseen_steps import UnseenSteps
 
 _MANY_STEPS = 100  # without a round, under RoundTime.MANUAL
 _MANY_IN_TURN = 3  # optimizer steps, each after gradients that were dropped
@@ -47,7 +50,13 @@ class OptimizerSteps(Stepped):
     training forward begins a new optimizer step if an optimizer has stepped since the last round. So a second forward
     of one step (gradient accumulation, a closure of LBFGS, the second pass of sharpness-aware minimisation, a second
     try after running out of memory) has no round of its own. Where no optimizer of torch holds the parameters, as in a
-    loop that updates them by hand, each training forward outside `no_sync()` is a step.
+    loop that updates them by hand, each training forward outside `no_sync()` is a step. Where one does and hooks do not
+    see its steps: see [Note: Steps that hooks do not see] of `UnseenSteps`.
+
+    [Note: Steps that are none] Tools step an optimizer to make its state: torch.distributed.checkpoint does, with
+    gradients of zero and a learning rate of 0. A step is none if it changes nothing and neither a training forward nor
+    a backward has come since the optimizer's last step. With one of these it is a step, also where it changes nothing:
+    at a learning rate of 0 in a warm-up, or where the gradients of one rank are zero, the other ranks wait for it.
 
     [Note: Steps that are left out] A rank may leave out a step alone, as with `GradScaler`. The other ranks wait for it
     in the round, so it must still take part. A step was left out if a forward outside `no_sync()` and a backward have
@@ -87,6 +96,12 @@ class OptimizerSteps(Stepped):
         self._thread, self._num_elsewhere = 0, 0  # of the last forward; steps over tensors like the parameters
         self._gradient = WatchedGradient()
         self._unsynced = UnsyncedSteps()
+        self._unseen = UnseenSteps(name)
+        self._num_forwards = 0  # training forwards so far
+        self._num_backwards = 0  # as of the watched gradient, at the last round
+        self._last = (0, 0)  # the forwards and backwards before the last step
+        self._last_of: dict[int, tuple[int, int]] = {}  # the same, by optimizer
+        self._before: Samples | None = None  # the parameters before a step that may be none
         self.has_ended = False
         super().__init__()
 
@@ -94,10 +109,20 @@ class OptimizerSteps(Stepped):
         """Call `run`, a bound method, for the rounds after optimizer steps; it does not keep its object alive."""
         self._run = weakref.WeakMethod(run)
 
+    def start(self) -> None:
+        """Training begins, with the parameters as they are now."""
+        self._gradient.watch(self._buffer)
+        self._num_backwards = self._gradient.num_backwards
+
     def close(self) -> None:
         """Count no more; idempotent."""
         super().close()
         self._gradient.close()
+
+    def note_end(self) -> None:
+        """Training has ended; warn where parameters have changed without a round and without a step of an optimizer."""
+        if not self._counts:
+            self._unseen.close(self._gradient, num_backwards=self._gradient.num_backwards - self._num_backwards)
 
     # What the wrapper tells and asks, in the order of a loop.
 
@@ -109,7 +134,8 @@ class OptimizerSteps(Stepped):
             return True
         if self._counts or not self._sees_optimizers():
             return self._is_synced
-        return self._is_synced and self._gradient.is_dropped()
+        gradient = self._gradient
+        return self._is_synced and (gradient.is_dropped() or (self._unseen.are_steps and gradient.is_stepped()))
 
     @property
     def has_stepped(self) -> bool:
@@ -124,19 +150,19 @@ class OptimizerSteps(Stepped):
         """
         if self._unsynced.is_watching:
             self._unsynced.forget()
-        if self._num_elsewhere and self._gradient.has_moved():
+        if self._num_elsewhere and self._gradient.is_stepped():
             self._num_elsewhere = 0  # a tool writes what that optimizer steps, as masters, over the parameters
         is_due = self.is_due
+        self._num_forwards += 1
         self._is_last_synced, self.has_ended, self._thread = is_synced, False, threading.get_ident()
         if self.when is not RoundTime.FORWARD:
-            num_left_out = self._num_left_out()
-            self._num_made_up += num_left_out
-            return num_left_out
+            return self._num_without_hook()
         if not is_due:
             self._num_extra += is_synced and self._is_synced and not self._is_inside
             self._gradient.is_doubtful = self._is_synced
-            return 0
-        is_made_up = not (self._is_due or self._counts or not self._sees_optimizers())
+            return self._num_unseen()
+        is_known = self._is_due or self._counts or self._unseen.are_steps
+        is_made_up = not (is_known or not self._sees_optimizers())
         self._num_made_up += is_made_up + self._gradient.num_left_out
         return 1 + self._gradient.num_left_out
 
@@ -144,8 +170,17 @@ class OptimizerSteps(Stepped):
         """What is known of the last training forward. After an error it may be tried again, in the same step."""
         self._is_synced |= self._is_last_synced and self.has_ended
 
-    def _num_left_out(self) -> int:
-        """Run the rounds of left-out steps, if rounds do not run in forwards."""
+    def _num_unseen(self) -> int:
+        """The rounds to run for steps that hooks have not seen; a training forward begins and no step has begun."""
+        if not self._is_synced or self._is_inside or self._unseen.are_steps:
+            return 0
+        num_rounds = self._unseen.note_forward(self._gradient)
+        if num_rounds:
+            self._num_extra = 0
+        return num_rounds
+
+    def _num_without_hook(self) -> int:
+        """The rounds to run in a forward if rounds run elsewhere: of steps that were left out, or that no hook saw."""
         if self.when is RoundTime.MANUAL:
             return 0
         if self._is_synced and not self._counts and not self._sees_optimizers():
@@ -154,9 +189,12 @@ class OptimizerSteps(Stepped):
                 "the rounds; pass rounds='forward', or rounds='manual' and call gossip_step() after each update"
             )
         if self._is_synced and self._gradient.is_dropped():
+            self._num_made_up += 1
             return 1
         self._gradient.is_doubtful = self._is_synced
-        return 0
+        if self._is_synced and self._unseen.are_steps:
+            return 1 + self._gradient.num_left_out if self._gradient.is_stepped() else 0
+        return self._num_unseen()
 
     def begin(self) -> None:
         """A round has run: the next step begins."""
@@ -165,7 +203,8 @@ class OptimizerSteps(Stepped):
         self._is_due = self._is_synced = self.has_ended = False
         self._num_without = 0
         self._counts.clear()
-        self._gradient.watch(self._buffer)
+        self._unseen.begin(self._gradient.num_backwards - self._num_backwards)
+        self.start()
 
     def written(self) -> None:
         """Note that gossip has changed the parameters in place, not the loop."""
@@ -216,6 +255,8 @@ class OptimizerSteps(Stepped):
     def forget_evaluation(self) -> None:
         """The parameters are about to become others for good."""
         self._unsynced.forget()
+        self._unseen.begin(0)
+        self._num_backwards = self._gradient.num_backwards
 
     # See `Stepped`.
 
@@ -232,14 +273,34 @@ class OptimizerSteps(Stepped):
         """See `Stepped`."""
         self._is_watched = self._is_inside = True
         self._gradient.choose(self._buffer.parameters)
+        is_doubtful = self._last_of.get(id(optimizer), self._last) == self._now
+        if is_doubtful and torch._C._current_graph_task_id() == -1:
+            self._before = Samples(self._buffer.parameters)
+
+    @property
+    def _now(self) -> tuple[int, int]:
+        """The training forwards and the backwards so far."""
+        return self._num_forwards, self._gradient.num_backwards
+
+    def is_step(self, optimizer: Optimizer) -> bool:
+        """See `Stepped`, and [Note: Steps that are none]."""
+        self._is_inside = False
+        before, self._before = self._before, None
+        if before is None:
+            return True
+        # Multiplying by a push-sum weight and dividing rounds parameters.
+        is_weighted = bool((self._buffer.vector.push_sum_weight != 1).any())
+        return not before.equal(before.values, num_ulps=4 if is_weighted else 0)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`.
 
         Raises:
-            RuntimeError: the second step of one optimizer without a round, or after forwards in eval mode; once.
+            RuntimeError: the second step of one optimizer without a round, or after forwards in eval mode; once. Or a
+                step inside a backward with `RoundTime.STEP`.
         """
-        self._is_inside = False
+        self._last = self._last_of[id(optimizer)] = self._now
+        self._unseen.note_step()
         if self._num_extra:
             self._warn_of_extra_forwards()
         is_first = not self._counts
@@ -261,6 +322,12 @@ class OptimizerSteps(Stepped):
                     "gossip_step() after each step)"
                 )
         elif self.when is RoundTime.STEP:
+            if torch._C._current_graph_task_id() != -1:
+                raise RuntimeError(
+                    f"got a step of {type(optimizer).__name__} inside a backward of a {self._name} with rounds='step': "
+                    "the round after it would write parameters that the backward reads; expected rounds='forward' (a "
+                    "round before the next forward), or rounds='manual' and gossip_step() after the backward"
+                )
             # Several optimizers that step after one forward have one round together: after the first of them.
             self._note_forward()
             if is_first or count == 2 or self._is_synced:
@@ -333,5 +400,14 @@ class OptimizerSteps(Stepped):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has optimizers of its own, of which nothing is known.
-        fresh = {"_counts": {}, "_gradient": WatchedGradient(), "_unsynced": UnsyncedSteps(), "_run": None}
+        fresh = {
+            "_counts": {},
+            "_gradient": WatchedGradient(),
+            "_unsynced": UnsyncedSteps(),
+            "_unseen": UnseenSteps(self._name),
+            "_last_of": {},
+            "_before": None,
+            "_num_backwards": 0,
+            "_run": None,
+        }
         return {**self.__dict__, **fresh, "_is_due": self.is_due, "_is_watched": None}

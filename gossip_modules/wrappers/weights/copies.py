@@ -89,6 +89,7 @@ class WeightCopies(Stepped):
     """
 
     order = -1  # before `Debias`: at the end of a step storage still holds what the optimizer has written
+    sees_inner_steps = True  # the inner optimizer has state of its own
 
     def __init__(self, buffer: FlatBuffer, *, name: str) -> None:
         self.debias: Debias | None = None
@@ -127,7 +128,7 @@ class WeightCopies(Stepped):
         return not is_of_torch and holds_any(optimizer, self._buffer.parameters)
 
     @torch.no_grad()
-    def before_step(self, optimizer: Optimizer) -> None:
+    def enter_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`: copies get the changes of the parameters since the last step."""
         watch = self._watches.get(optimizer)
         if watch is None and self._may_keep_copies(optimizer):
@@ -141,7 +142,7 @@ class WeightCopies(Stepped):
         self.masters.before_step(optimizer)
 
     @torch.no_grad()
-    def after_step(self, optimizer: Optimizer) -> None:
+    def leave_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`: finds copies, and those that differ now."""
         watch = self._watches.get(optimizer)
         if watch is None:
@@ -161,7 +162,7 @@ class WeightCopies(Stepped):
         """Let storage hold what the optimizer steps, as `Debias` is about to do; whether it held something else."""
         if self.debias is None or not self._is_weighted or self.debias.form is not Form.ESTIMATE:
             return False
-        self.debias.before_step(optimizer)
+        self.debias.enter_step(optimizer)
         return True
 
     def _correct(self, optimizer: Optimizer, watch: _Watch, *, is_forced: bool = False) -> None:
@@ -295,7 +296,7 @@ class WeightCopies(Stepped):
             yield
         finally:
             if is_turned and self.debias is not None:
-                self.debias.after_step(optimizer)
+                self.debias.leave_step(optimizer)
 
     def catch_up(self, optimizer: Optimizer) -> None:
         """Copies in the optimizer's state get the changes of the parameters since its last step."""

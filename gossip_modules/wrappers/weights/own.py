@@ -56,8 +56,6 @@ class OwnWeights(Stepped):
         num_flushes: the flushes since the last round that have added corrections.
     """
 
-    order = 1  # after `Debias`: samples are of estimates, which storage holds outside of steps
-
     def __init__(self, buffer: FlatBuffer, add_again: Callable[[int, Tensor], None]) -> None:
         self._buffer = buffer
         self.bind(add_again)

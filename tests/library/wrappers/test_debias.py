@@ -239,3 +239,26 @@ def test_a_step_with_a_closure_moves_the_numerator(is_keyword: bool) -> None:
     found = run_ranks(3, lambda group: train(group, has_closure=True))
     for own, own_expected in zip(found, expected, strict=True):
         torch.testing.assert_close(own, own_expected, rtol=0, atol=0)
+
+
+def test_the_hooks_of_an_optimizer_see_the_estimate_and_its_own_code_the_numerator() -> None:
+    """Hooks that were registered before and after the first step, and a hook on all optimizers."""
+    module, _debias = weighted(weight=0.5)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    seen: list[Tensor] = []
+
+    def look(*_: object) -> None:
+        seen.append(flatten(module))
+
+    for _ in range(2):
+        before, after = flatten(module), flatten(module) - 2.0  # the step of x, of the length 1, is one of z = x / 0.5
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.register_step_pre_hook(look)
+        optimizer.register_step_post_hook(look)
+        with torch_optimizer.register_optimizer_step_post_hook(look):
+            optimizer.step()
+        num_hooks = len(seen) // 2
+        for k, found in enumerate(seen):
+            torch.testing.assert_close(found, before if k < num_hooks else after)
+        seen.clear()

@@ -7,7 +7,9 @@ training is known exactly: mean of x_0 - RATE * (sum of all gradients).
 
 from __future__ import annotations
 
+import inspect
 import re
+import types
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from gossip_modules import (
     AllReduceDataParallel,
@@ -156,6 +159,98 @@ def by_hand(run: Run) -> None:
                 parameter.add_(parameter.grad, alpha=-RATE)
 
 
+def replaced_step(run: Run) -> None:
+    """pytorch #20124, #21460, simpletransformers #80: `step` replaced on the instance, as apex and IPEX do it."""
+    optimizer = run.sgd()
+    plain = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))  # without the hooks of torch
+    for step in range(NUM_STEPS):
+        if step == 2:  # after a warm-up
+            optimizer.step = types.MethodType(lambda self, closure=None: plain(self), optimizer)
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        optimizer.step()
+
+
+def idle_optimizer(run: Run) -> None:
+    """nanoGPT forks: an optimizer that only a scheduler uses, beside updates through `.data`."""
+    optimizer = run.sgd()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    optimizer.step()  # as the scheduler asks for; without gradients it changes nothing
+    for step in range(NUM_STEPS):
+        run.loss(step).backward()
+        for parameter in run.model.parameters():
+            parameter.data.add_(parameter.grad, alpha=-scheduler.get_last_lr()[0])
+        run.model.zero_grad()
+        scheduler.step()
+
+
+class Child(torch.optim.SGD):
+    """An optimizer whose step is a parent class's, followed by something of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def nested_step(run: Run) -> None:
+    """pytorch #88446, cautious optimizers: `super().step()`, while the parent class steps another model, too."""
+    optimizer, critic = run.sgd(Child), nn.Linear(3, 1).double()
+    other = torch.optim.SGD(critic.parameters(), lr=RATE)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        optimizer.step()
+        other.zero_grad()
+        critic(batch(run.rank, step)[0]).sum().backward()
+        other.step()
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one of the same parameters."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.inner = torch.optim.SGD(parameters, lr=lr)
+        super().__init__(self.inner.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def step_around_a_step(run: Run) -> None:
+    """pytorch_optimizer's Lookahead, Shampoo's grafting: the step of an optimizer inside another one's."""
+    optimizer = run.sgd(Around)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        optimizer.step()
+
+
+def checkpoints(run: Run) -> None:
+    """torchtitan, DCP recipes: `get_state_dict` steps an optimizer without state at a learning rate of 0."""
+    optimizer = run.sgd()
+    for step in range(NUM_STEPS):
+        if step % 3 == 0:
+            get_optimizer_state_dict(run.model.module, optimizer)
+        run.loss(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def steps_in_the_backward(run: Run) -> None:
+    """torchtune #1833, torchtitan #705: one optimizer for each parameter, stepped as soon as it has its gradient."""
+
+    def step_(parameter: Tensor) -> None:
+        optimizers[id(parameter)].step()
+        optimizers[id(parameter)].zero_grad()
+
+    optimizers = {id(parameter): torch.optim.SGD([parameter], lr=RATE) for parameter in run.model.parameters()}
+    for parameter in run.model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_)
+    for step in range(NUM_STEPS):
+        run.loss(step).backward()
+
+
 # The table.
 
 
@@ -194,6 +289,18 @@ LOOPS: dict[str, Loop] = {
     "gradient accumulation": Loop(accumulation, warns=("got 2 training forwards",)),
     "sharpness-aware minimisation": Loop(sharpness_aware, methods=WEIGHTS_STAY, warns=("got 2 training forwards",)),
     "updates by hand": Loop(by_hand, methods=WEIGHTS_STAY),
+    "a step replaced on the instance": Loop(replaced_step, methods=WEIGHTS_STAY, warns=("got 3 changes",)),
+    "updates by hand beside an idle optimizer": Loop(idle_optimizer, methods=WEIGHTS_STAY, warns=("got 3 changes",)),
+    "a step that calls its parent class's": Loop(nested_step),
+    "a step around another optimizer's": Loop(step_around_a_step),
+    "checkpoints of an optimizer without state": Loop(checkpoints),
+    "steps inside the backward": Loop(steps_in_the_backward),
+    "steps inside the backward, with rounds after steps": Loop(
+        steps_in_the_backward,
+        methods=("SGP", "SGP, weights that move", "LocalSGD"),
+        options={"rounds": "step"},
+        refused={"*": Refusal(RuntimeError, r"inside a backward .*rounds='forward'")},
+    ),
 }
 
 

@@ -1,0 +1,103 @@
+"""Steps that torch's hooks do not see: parameters change between forwards, and no optimizer of torch has stepped."""
+
+from __future__ import annotations
+
+import warnings
+
+from ..old_calls import levels_to_user
+from .gradient_watch import WatchedGradient
+
+_MANY_CHANGES = 3  # in turn, until they count as steps
+_MANY_BACKWARDS = 10  # since the last round
+_CAUSES = (
+    "optimizer.step is replaced on the instance (a fused step of another tool), replayed from a CUDA graph, or the "
+    "loop updates parameters itself"
+)
+
+
+class UnseenSteps:
+    """Counts the changes of parameters between training forwards without a step of a torch optimizer that holds them.
+
+    [Note: Steps that hooks do not see] Such a change may be an optimizer step: `step` is replaced on the instance,
+    replayed from a CUDA graph, or written by hand beside an optimizer that only a scheduler uses. Or it is a part of a
+    step that torch's hooks will see: sharpness-aware minimisation moves the parameters for a second forward. The next
+    step that hooks see tells, so changes are only counted at first. Three in turn are steps: their rounds are made up
+    for, a warning tells, and from then on each change before a forward is a step, until hooks see a step again.
+
+    A gradient of zero changes nothing, on one rank alone maybe. So a gradient that is dropped between two forwards
+    counts as a change, too.
+
+    Looking compares samples of the parameters. So a loop with several forwards for each step is not looked at in
+    forwards that it has made before between two steps.
+
+    Args:
+        name: the class of the wrapper, for messages.
+
+    Attributes:
+        are_steps: whether changes are steps at present.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.are_steps = False
+        self._num_forwards = 0  # since the last round, beyond the first one outside no_sync(), and without a step
+        self._num_usual = 0  # the most of them before a step that hooks have seen
+        self._num_changes = 0  # before these forwards, or gradients dropped
+        self._most_backwards = 0  # from one round to the next
+        self._has_warned = False
+
+    def note_forward(self, gradient: WatchedGradient) -> int:
+        """A training forward begins after another one and without a step in between; return the rounds that are due.
+
+        Args:
+            gradient: knows whether parameters have changed.
+        """
+        self._num_forwards += 1
+        if self._num_forwards > self._num_usual and (gradient.look() or gradient.is_gone()):
+            gradient.is_doubtful = False
+            self._num_changes += 1
+        if self._num_changes < _MANY_CHANGES:
+            return 0
+        self.are_steps = True
+        self._warn(
+            f"got {self._num_changes} changes of the parameters of a {self._name}, each after a training forward and "
+            f"without a step of a torch optimizer: {_CAUSES}. Rounds for them run now, and from now on each change "
+            "before a training forward is a step with a round; to choose where rounds run, wrap with rounds='manual' "
+            "and call gossip_step() after each step"
+        )
+        return self._num_changes + gradient.num_left_out
+
+    def note_step(self) -> None:
+        """Hooks have seen a step: the changes since the last round belong to it."""
+        self._num_usual = max(self._num_usual, self._num_forwards)
+        self._num_forwards = self._num_changes = 0
+        self.are_steps = False
+
+    def begin(self, num_backwards: int) -> None:
+        """A round has run, after so many backwards since the round before it."""
+        self._num_forwards = self._num_changes = 0
+        self._most_backwards = max(self._most_backwards, num_backwards)
+
+    def close(self, gradient: WatchedGradient, *, num_backwards: int) -> None:
+        """Training ends; warn where parameters have changed since the last round and no hook has seen a step.
+
+        Args:
+            gradient: knows whether parameters have changed.
+            num_backwards: the backwards since the last round.
+        """
+        if num_backwards >= max(_MANY_BACKWARDS, 2 * self._most_backwards) and gradient.is_stepped():
+            how = f"after {num_backwards} backwards that have changed parameters"
+        elif not self.are_steps and self._num_changes and self._num_changes + gradient.look() >= 2:
+            how = f"after {self._num_changes + 1} changes of parameters"
+        else:
+            return
+        self._warn(
+            f"closed a {self._name} {how} without a gossip round and without a step of a torch optimizer: ranks have "
+            f"trained alone; {_CAUSES}. Expected a training forward of the wrapper outside no_sync() for each step, or "
+            "rounds='manual' and a call of gossip_step() after each step"
+        )
+
+    def _warn(self, message: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(message, stacklevel=levels_to_user())
