@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from .base import StepOptimizer, check_count, check_numbers
 
 _CACHED = 65536
 """Elements of parameters that one kernel takes together on a processor, so that they stay in its cache."""
+_NEGLIGIBLE = 1e-17
+"""A share of 1 that float64 does not hold."""
 
 
 class GossipAdamW(StepOptimizer):
@@ -22,17 +25,29 @@ class GossipAdamW(StepOptimizer):
     All-reduce gives Adam the mean gradient of n ranks, and the second moment of the mean is a^2 + b^2 / n, where a is
     the gradient and b^2 the variance of the noise of one rank's batch. A rank with gossip sees a^2 + b^2. Where noise
     prevails its steps are up to sqrt(n) times too short, and steps of other elements are not, so that no learning rate
-    makes up for it. The average m of the gradient has less noise, a known share k of b^2. So the averages of g^2 and of
+    makes up for it. The average m of the gradient has less noise, a known share of b^2. So the averages of g^2 and of
     m^2 give both a^2 and b^2, and the second moment of all-reduce. Nothing is sent for it.
 
     Step t = 1, 2, ... with the gradient g:
 
         m = b1 m + (1 - b1) g;        m' = m / (1 - b1^t)
         v = b2 v + (1 - b2) g^2;      v' = v / (1 - b2^t)      # a^2 +   b^2
-        s = b2 s + (1 - b2) m'^2;     s' = s / (1 - b2^t)      # a^2 + k b^2,   k = (1 - b1) / (1 + b1)
-        r = max(1 / n, k)
-        u = ((r - k) v' + (1 - r) s') / (1 - k)                # a^2 + r b^2
+        s = b2 s + (1 - b2) m'^2;     s' = s / (1 - b2^t)      # a^2 + K' b^2
+        K = b2 K + (1 - b2) k_t;      K' = K / (1 - b2^t)      # k_t = k (1 + b1^t) / (1 - b1^t)
+        r = max(1 / n, K')                                     # k = (1 - b1) / (1 + b1)
+        u = ((r - K') v' + (1 - r) s') / (1 - K')              # a^2 + r b^2;  s' if r = K'
         x = (1 - lr weight_decay) x - lr clip(m' / (sqrt(u) + eps), L)
+
+    [Note: Shares of the noise] Let g_i = a + e_i, with independent noise e_i of mean 0 and variance b^2. The weights of
+    m' are c_i = (1 - b1) b1^(t - i) / (1 - b1^t), with the sum 1. So the mean of m'^2 is a^2 + b^2 sum_i c_i^2, and
+
+        sum_i c_i^2 = (1 - b1)^2 / (1 - b1^t)^2  (1 - b1^(2 t)) / (1 - b1^2) = k (1 + b1^t) / (1 - b1^t) = k_t
+
+    It falls from k_1 = 1 to k. s' is the mean of m'^2 over the steps with the weights of b2, so its mean has the mean
+    K' of k_1 to k_t with these weights. K' depends on t, b1 and b2 only, so no state holds it. The mean of u follows:
+    ((r - K') (a^2 + b^2) + (1 - r) (a^2 + K' b^2)) / (1 - K') = a^2 + r b^2. With b1 = 0.9, b2 = 0.95 and n = 8, K' is
+    below 1 / n from step 25 on, and u then has the mean of all-reduce. Before, one rank has not averaged enough
+    gradients.
 
     L is the bound of a step of Adam, (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), so that no step is longer than one of
     Adam can be. With n = 1 this is AdamW. From n = 1 / k on, 19 for b1 = 0.9, more ranks change nothing.
@@ -108,19 +123,21 @@ class GossipAdamW(StepOptimizer):
 
     def _step(self, x: list[Tensor], t: int, group: dict[str, Any]) -> None:
         """The update, for parameters with equally many steps."""
-        (b1, b2), lr, kept = group["betas"], group["lr"], (1 - group["betas"][0]) / (1 + group["betas"][0])
+        (b1, b2), lr = group["betas"], group["lr"]
         g = [each.grad for each in x if each.grad is not None]
         m, v, s = ([self.state[each][name] for each in x] for name in self.moments)
-        first, second = 1 - b1**t, (1 - kept) * (1 - b2**t)
+        first, second = 1 - b1**t, 1 - b2**t
+        kept = noise_share(t, b1, b2)
         share = max(1 / group["num_ranks"], kept)
+        of_all = (share - kept) / (1 - kept) if share > kept else 0.0  # the weight of v' in u
         longest = first * (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2))
         torch._foreach_lerp_(m, g, 1 - b1)
         torch._foreach_mul_(v, b2)
         torch._foreach_addcmul_(v, g, g, value=1 - b2)
         torch._foreach_mul_(s, b2)
         torch._foreach_addcmul_(s, m, m, value=(1 - b2) / first**2)
-        root = torch._foreach_mul(v, (share - kept) / second)
-        torch._foreach_add_(root, s, alpha=(1 - share) / second)
+        root = torch._foreach_mul(v, of_all / second)
+        torch._foreach_add_(root, s, alpha=(1 - of_all) / second)
         torch._foreach_sqrt_(root)
         torch._foreach_add_(root, group["eps"])
         step = torch._foreach_div(m, root)
@@ -128,6 +145,32 @@ class GossipAdamW(StepOptimizer):
         torch._foreach_clamp_min_(step, -longest)
         torch._foreach_mul_(x, 1 - lr * group["weight_decay"])
         torch._foreach_add_(x, step, alpha=-lr / first)
+
+
+def noise_share(t: int, b1: float, b2: float) -> float:
+    """K': the share of the variance of a gradient in the average of m'^2 after t steps; see `GossipAdamW`.
+
+    Example:
+        >>> [round(noise_share(t, 0.9, 0.95), 4) for t in (1, 10, 100, 1000)]
+        [1.0, 0.2681, 0.0539, 0.0526]
+    """
+    shares = _first_shares(b1, b2)
+    last = len(shares)
+    if t <= last:
+        share = shares[t - 1]
+    else:  # from here on k_t is k
+        share = b2 ** (t - last) * shares[-1] + (1 - b2 ** (t - last)) * (1 - b1) / (1 + b1)
+    return share / (1 - b2**t)
+
+
+@lru_cache(maxsize=64)
+def _first_shares(b1: float, b2: float) -> tuple[float, ...]:
+    """K after each step until k_t is k in float64."""
+    share, shares = 0.0, []
+    for t in range(1, max(math.ceil(math.log(_NEGLIGIBLE) / math.log(b1)), 1) + 1):
+        share = b2 * share + (1 - b2) * (1 - b1) / (1 + b1) * (1 + b1**t) / (1 - b1**t)
+        shares.append(share)
+    return tuple(shares)
 
 
 def _parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

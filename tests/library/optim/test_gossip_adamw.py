@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gossip_modules import GossipAdamW
+from gossip_modules.optim.gossip_adamw import noise_share
 from tests.library.optim.test_accum_adam import gradients, longest_step_of_adam, run, start
 
 
@@ -18,6 +19,22 @@ def test_for_one_rank_it_is_adamw() -> None:
     x, y = start(), start()
     ours = run(GossipAdamW([x], lr=0.1, betas=(0.9, 0.999), weight_decay=0.2, num_ranks=1), x, gradients(7))
     torch.testing.assert_close(ours, run(torch.optim.AdamW([y], lr=0.1, weight_decay=0.2), y, gradients(7)))
+
+
+def share_of(t: int, b1: float, b2: float) -> float:
+    """The variance of the average m' of unit noise, averaged over the steps up to t; from the weights of both."""
+
+    powers, decay = (b ** torch.arange(t, dtype=torch.float64) for b in (b1, b2))
+    variances = powers.square().cumsum(0) / powers.cumsum(0).square()  # of m' after 1, 2, ..., t steps
+    return float((decay.flip(0) * variances).sum() / decay.sum())
+
+
+@pytest.mark.parametrize(("b1", "b2"), [(0.9, 0.95), (0.9, 0.999), (0.5, 0.9), (0.97, 0.99), (0.01, 0.5)])
+def test_the_share_of_the_noise_is_the_sum_of_squared_weights(b1: float, b2: float) -> None:
+    """Before and after the step from which a closed form gives the share, which is 8 to 1,286 here."""
+    for t in (1, 2, 3, 7, 8, 9, 10, 30, 60, 371, 372, 373, 374, 500, 1285, 1286, 1287, 1400):
+        assert noise_share(t, b1, b2) == pytest.approx(share_of(t, b1, b2), rel=1e-12)
+    assert noise_share(10**6, b1, b2) == pytest.approx((1 - b1) / (1 + b1), rel=1e-12)
 
 
 def dense_law(x: Tensor, grads: Tensor, *, n: int, lr: float, b1: float, b2: float) -> Tensor:
@@ -28,12 +45,11 @@ def dense_law(x: Tensor, grads: Tensor, *, n: int, lr: float, b1: float, b2: flo
         return (weights * rows).sum(0) / weights.sum(0)
 
     firsts = torch.stack([average(grads[: t + 1], b1) for t in range(len(grads))])
-    kept = (1 - b1) / (1 + b1)
-    share = max(1 / n, kept)
     longest = (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2))
     for t in range(1, len(grads) + 1):
-        both, kept_only = average(grads[:t] ** 2, b2), average(firsts[:t] ** 2, b2)
-        second = ((share - kept) * both + (1 - share) * kept_only) / (1 - kept)
+        both, kept_only, kept = average(grads[:t] ** 2, b2), average(firsts[:t] ** 2, b2), share_of(t, b1, b2)
+        share = max(1 / n, kept)
+        second = ((share - kept) * both + (1 - share) * kept_only) / (1 - kept) if share > kept else kept_only
         x = x - lr * (firsts[t - 1] / (second.sqrt() + 1e-8)).clamp(-longest, longest)
     return x
 
@@ -58,6 +74,34 @@ def test_the_second_moment_is_one_of_the_mean_gradient(gradient: float) -> None:
     state, kept = optimizer.state[x], 0.1 / 1.9
     second = ((1 / n - kept) * state["exp_avg_sq"] + (1 - 1 / n) * state["exp_sq_avg"]).mean() / (1 - kept)
     assert second.item() == pytest.approx(gradient**2 + 1 / n, rel=0.03)
+
+
+@pytest.mark.parametrize("gradient", [0.0, 0.3])
+@pytest.mark.parametrize("n", [2, 8])
+def test_from_the_first_steps_on_the_second_moment_is_one_of_all_reduce(n: int, gradient: float) -> None:
+    """Workers with independent gradients; the tolerance is five standard errors over the coordinates.
+
+    Up to the step at which m' has averaged enough gradients, the second moment has the least share of the noise.
+    """
+    b1, b2, size, generator = 0.9, 0.95, 20_000, torch.Generator().manual_seed(n)
+    x = nn.Parameter(torch.zeros(size, dtype=torch.float64))
+    optimizer, reduced, enough = GossipAdamW([x], lr=0.0, betas=(b1, b2), num_ranks=n), torch.zeros(size), 0
+    for t in range(1, 41):
+        noise = torch.randn(n, size, generator=generator, dtype=torch.float64)
+        x.grad = noise[0] + gradient
+        optimizer.step()
+        reduced = b2 * reduced + (1 - b2) * (noise.mean(dim=0) + gradient) ** 2
+        share = max(1 / n, share_of(t, b1, b2))
+        v, s = (optimizer.state[x][name] / (1 - b2**t) for name in ("exp_avg_sq", "exp_sq_avg"))
+        weight = (share - share_of(t, b1, b2)) / (1 - share_of(t, b1, b2) + 1e-300)
+        own = weight * v + (1 - weight) * s
+        error = 5 * own.std().item() / size**0.5
+        assert own.mean().item() == pytest.approx(gradient**2 + share, abs=error)
+        if share == 1 / n:
+            enough += 1
+            difference = own - reduced / (1 - b2**t)
+            assert abs(difference.mean().item()) < 5 * difference.std().item() / size**0.5
+    assert enough >= 16  # from step 25 on with eight workers
 
 
 @pytest.mark.parametrize(("mean", "b2"), [(0.0, 0.95), (0.2, 0.999)])
