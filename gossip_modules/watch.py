@@ -12,6 +12,8 @@ writes in the folder RUN, one for each rank. Columns, each over the last two row
     late           forwards that rounds were late, on average
     distance       the consensus distance, as last measured
     age            seconds since the last row; "!" after four times the seconds between rows
+
+A malformed row is passed over; a line below the table says so once for each file.
 """
 
 from __future__ import annotations
@@ -23,22 +25,28 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 _BLOCK = 1 << 16  # bytes read at the end of a file, doubled until two rows are in them
 _HEAD = ("rank", "step", "/s", "loss", "wait", "peers", "slowest", "MB/s", "late", "distance", "age")
+_NUMBERS = ("loss", "wait_seconds", "bytes_sent", "mean_staleness", "consensus_distance")  # or null
 _NAN = math.nan
 _CLEAR, _RED, _BOLD, _PLAIN = "\x1b[H\x1b[J", "\x1b[31m", "\x1b[1m", "\x1b[0m"
 
 Row = Mapping[str, Any]
 
 
-def last_rows(path: Path) -> tuple[Row, Row] | None:
+def last_rows(path: Path, on_malformed: Callable[[bytes], object] = lambda line: None) -> tuple[Row, Row] | None:
     """The last two rows of a file, or its only row twice; None without a row.
 
-    A line under way is left out, and so is one that a process left unfinished when it was killed.
+    A line under way is left out.
+
+    Args:
+        path: the file.
+        on_malformed: called with each line that is no row, such as one that a killed process left unfinished.
     """
     with path.open("rb") as file:
         size, length = file.seek(0, os.SEEK_END), _BLOCK
@@ -48,16 +56,28 @@ def last_rows(path: Path) -> tuple[Row, Row] | None:
             if length >= size or len(lines) > 3:  # the first line may be cut, and one unfinished
                 break
             length *= 2
-    rows = [row for row in map(_parsed, lines[-3:]) if row is not None][-2:]
+    rows: list[Row] = []
+    for line in reversed(lines if length >= size else lines[1:]):
+        if (row := _parsed(line)) is not None:
+            rows.insert(0, row)
+        elif line:
+            on_malformed(line)
+        if len(rows) == 2:
+            break
     return (rows[0], rows[-1]) if rows else None
 
 
 def _parsed(line: bytes) -> Row | None:
+    """The row of a line; None: it is malformed."""
     try:
         row: Row = json.loads(line)
-    except ValueError:
+        values = [float(row["time"]), float(row["step"])]
+        numbers = [value for name, value in row.items() if name in _NUMBERS or name.startswith("wait_median/")]
+        values += [0.0 for value in numbers if value is not None and isinstance(float(value), float)]
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
-    return row
+    is_number = isinstance(row["time"], int | float) and isinstance(row["step"], int | float)
+    return row if is_number and "rank" in row and all(map(math.isfinite, values)) else None
 
 
 def cells(rows: tuple[Row, Row], now: float) -> tuple[str, ...]:
@@ -92,9 +112,24 @@ def cells(rows: tuple[Row, Row], now: float) -> tuple[str, ...]:
     )
 
 
-def table(folder: Path, now: float) -> Iterator[str]:
-    """The lines of the view."""
-    found = {path: last_rows(path) for path in folder.glob("metrics_*.jsonl")}
+def table(folder: Path, now: float, told: set[Path] | None = None) -> Iterator[str]:
+    """The lines of the view.
+
+    Args:
+        folder: of the run.
+        now: the time.
+        told: files with a malformed row of which an earlier view has told; the ones of this view are added.
+    """
+    malformed: dict[Path, bytes] = {}
+    found = {path: last_rows(path, partial(malformed.setdefault, path)) for path in folder.glob("metrics_*.jsonl")}
+    yield from _rows(folder, found, now)
+    told = set() if told is None else told
+    for path in sorted(malformed.keys() - told):
+        yield f"{path.name}: passed over a malformed row, {malformed[path][:60].decode(errors='replace')!r}"
+    told.update(malformed)
+
+
+def _rows(folder: Path, found: Mapping[Path, tuple[Row, Row] | None], now: float) -> Iterator[str]:
     ranks = sorted((rows for rows in found.values() if rows is not None), key=_order)
     if not ranks:
         yield f"{folder}: no rows yet"
@@ -127,9 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.once:
         print("\n".join(table(options.run, time.time())))
         return 0
+    told: set[Path] = set()
     try:
         while True:
-            _draw(list(table(options.run, time.time())))
+            _draw(list(table(options.run, time.time(), told)))
             time.sleep(options.interval)
     except KeyboardInterrupt:
         return 0

@@ -89,7 +89,8 @@ def own_address(store: str, host: str | None = None) -> str:
         host: a name or an address of this machine.
 
     Raises:
-        ValueError: `host` is not this machine, or all of its interfaces.
+        ValueError: `host` is not this machine, or all of its interfaces; or there is no way to the store by IPv4, with
+            which workers reach each other.
     """
     name, _, port = store.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -98,8 +99,8 @@ def own_address(store: str, host: str | None = None) -> str:
                 probe.bind((host, 0))
             except OSError as error:
                 raise ValueError(
-                    f"got host={host!r}, which is no address of this machine ({error}), expected the one at which the "
-                    "other workers reach it"
+                    f"got host={host!r}, which is no address of this machine ({error}), expected the IPv4 address "
+                    "at which the other workers reach it"
                 ) from error
             if probe.getsockname()[0] == "0.0.0.0":
                 raise ValueError(
@@ -111,6 +112,10 @@ def own_address(store: str, host: str | None = None) -> str:
         else:
             try:
                 probe.connect((name, int(port)))
-            except OSError:
-                return "127.0.0.1"
+            except OSError as error:
+                raise ValueError(
+                    f"got the store of the job at {store}, to which there is no way by IPv4 ({error}), expected one, "
+                    "as workers reach each other by IPv4 only; give the store by an IPv4 address, or this machine's "
+                    "as host="
+                ) from error
         return str(probe.getsockname()[0])

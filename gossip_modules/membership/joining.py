@@ -257,8 +257,8 @@ class Joining:
             raise ConnectionError(f"job {self.job.name!r} ended while this worker was joining it; start another one")
 
     def _raise_if_refused(self) -> None:
-        joiner, where = self.worker.joiner, f"job {self.job.name!r} at {self.job.store.address}"
-        if joiner is None or not joiner.refusal:
+        joiner, where = self.worker.refused, f"job {self.job.name!r} at {self.job.store.address}"
+        if joiner is None:
             return
         if joiner.is_full:
             raise JobFullError(
@@ -290,6 +290,8 @@ class Joining:
         seconds = f"{self.job.timeout.total_seconds():g} s"
         if not store.is_connected:
             return TimeoutError(f"the store of job {name!r} at {store.address} did not answer within {seconds}")
+        if store.other_format:
+            return ValueError(store.other_format)
         num_awaited = max(roster.num_founders if self.worker.id in roster.founders else 0, self.job.min_workers)
         num_founders = len(roster.founders)
         why = self._late_members() or (

@@ -65,12 +65,12 @@ class Membership:
         on_partition: the action when some workers cannot reach the others. "majority": the larger part forms a
             generation; the other workers train on alone and join again when they can. "both": each part forms a
             generation.
-        host: the name or address of this machine for other workers; None: the address of the interface towards the
+        host: the name or IPv4 address of this machine for other workers; None: the address of the interface towards the
             store. If the variable GLOO_SOCKET_IFNAME is set, messages use its interface.
 
     Raises:
         ConnectionError: the store does not answer; names address and seconds.
-        ValueError: invalid arguments.
+        ValueError: invalid arguments; or the job in the store is of another release of this package.
 
     Example (each worker is a process of its own, started with the same command):
         >>> membership = Membership("node0:29400", min_workers=4)
@@ -107,6 +107,7 @@ class Membership:
         limit = as_timeout(timeout)
         request_limit = min(limit, timedelta(seconds=_STORE_SECONDS))
         shared = SharedRoster(store, name=name, timeout=request_limit, on_partition=on_partition)
+        shared.check_format()
         address = own_address(shared.address, host)
         self.name, self.timeout = name, limit
         self.min_workers, self.max_workers = int(min_workers), int(max_workers)

@@ -11,9 +11,14 @@ from typing import TypeAlias
 
 from .view import FailureReport, Joiner, Member, View, differences, parsed
 
+FORMAT = 2  # the version of the text of a roster
 _MAX_REFUSED = 64
 _SQRT_HALF = 0.7071067811865476
 MARGIN = 2  # training steps between the last rank that is ready for a generation and its first step
+
+
+class OtherFormatError(ValueError):
+    """The text is the roster of another release of this package."""
 
 
 @dataclass
@@ -112,12 +117,26 @@ class Roster:
 
     def dumps(self) -> str:
         """The roster as text."""
-        return json.dumps(asdict(self))
+        return json.dumps({"version": FORMAT, **asdict(self)})
 
     @staticmethod
     def loads(text: str) -> Roster:
-        """The roster of a text from `dumps`; raises one of `GARBAGE` for any other."""
-        roster: Roster = parsed(Roster, json.loads(text))
+        """The roster of a text from `dumps`.
+
+        Raises:
+            OtherFormatError: the text is from another release.
+            Exception: one of `GARBAGE`, for any other text.
+        """
+        value = json.loads(text)
+        if isinstance(value, dict) and ("version" in value or "last_generation" in value):
+            version = value.pop("version", 1)  # releases before the second version wrote none
+            expected = Roster.__dataclass_fields__.keys()
+            if version != FORMAT:
+                raise OtherFormatError(f"roster: got version {version!r:.20}, expected {FORMAT}")
+            if value.keys() != expected:
+                names = sorted(value.keys() ^ expected)
+                raise OtherFormatError(f"roster: got version {FORMAT} with other entries, {names!s:.200}")
+        roster: Roster = parsed(Roster, value)
         return roster
 
     # Workers that come.

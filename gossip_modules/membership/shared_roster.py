@@ -19,12 +19,13 @@ from ..transport.stores import BoundedStore
 from . import limits
 from .address import connect_store, store_address
 from .background_log import log
-from .roster import Event, Roster
+from .roster import Event, OtherFormatError, Roster
 from .view import GARBAGE
 
 _RECONNECT_SECONDS = 1.0
 _FRESH_SECONDS = 1.0  # after which the roster is read again, even where its version is the same
 _LEAVE_SECONDS = 1.0  # for a last update to reach a store that did not answer before
+_OTHER_SECONDS = 60.0  # see [Note: other formats]
 _BRANCH_BITS = 62
 _BACK_OFF_SECONDS = 0.002  # times the number of attempts to write the roster
 
@@ -41,6 +42,10 @@ class SharedRoster:
     restores its known roster before all other events. The first update restores the job. The same happens if another
     program has overwritten the roster, or a newcomer has founded another job: see [Note: one history] of `Roster`.
 
+    [Note: other formats] Workers of two releases cannot share a roster. A worker that finds one of another format tells
+    so in one line, and writes nothing. A newcomer ends with this error. A member trains on. It restores its roster once
+    nobody has written the other one for a minute, as nobody could join its job else.
+
     Args:
         store: the key-value store of the workers; or "host:port", the address of `membership.serve`, or "file:path", a
             file with this address.
@@ -52,12 +57,13 @@ class SharedRoster:
         given: the argument `store`.
         worker: the id of the worker; -1: it has none yet.
         roster: as last read or written; it is not changed but replaced.
+        other_format: the error about a roster of another format in the store; empty: it has none.
         num_epochs: the number of epochs of the store that this worker has met.
         ended: set when this worker has closed: exchanges end.
 
     Raises:
         ConnectionError: the store does not answer within `timeout`.
-        ValueError: an address of another form.
+        ValueError: an address of another form; (`check_format`) a roster of another format.
     """
 
     def __init__(
@@ -70,6 +76,8 @@ class SharedRoster:
         self._text = ""  # of `roster`, in the store
         self._version, self._read_at = -1, 0.0
         self._must_restore = False
+        self.other_format = ""
+        self._other: tuple[str, float] = "", 0.0  # the text of another format, and when it was first read
         self._last_attempt = time.monotonic()
         self._epoch, self.num_epochs = "", 0
         self._store: BoundedStore | None = None
@@ -106,6 +114,8 @@ class SharedRoster:
         except ConnectionError:
             self._store = None
             return False
+        except OtherFormatError:  # nothing was written, and the events are for later
+            return False
         finally:
             self._updating.release()
         return True
@@ -113,6 +123,7 @@ class SharedRoster:
     def _update(self, store: BoundedStore, events: Sequence[Event], deadline: Deadline) -> None:
         if events or self._must_restore or not self._read(store, deadline):
             self._write(store, events, deadline)
+        self.other_format, self._other = "", ("", 0.0)
 
     def _read(self, store: BoundedStore, deadline: Deadline) -> bool:
         """Take over the roster in the store; returns False if this worker must restore its known roster."""
@@ -152,13 +163,44 @@ class SharedRoster:
             store.add(self._key("version"), 1, what="writing the roster", timeout=deadline.left_for_gloo)
         self.roster, self._text, self._must_restore = roster, new, False
 
+    def check_format(self) -> None:
+        """Raise ValueError if the store has a roster of another format."""
+        if not self.update() and self.other_format:
+            raise ValueError(self.other_format)
+
     def _parsed(self, text: str) -> Roster:
-        """The roster of a text; an empty roster if the text cannot be read."""
+        """The roster of a text; an empty roster if the text cannot be read.
+
+        Raises:
+            OtherFormatError: [Note: other formats].
+        """
         try:
             return Roster.loads(text) if text else Roster(self._on_partition)
+        except OtherFormatError as error:
+            if not self._may_replace(text):
+                self._tell_other_format(error)
+                raise
         except GARBAGE as error:
             log.warning("job %s: the store has no roster of a job (%r): ignored", self.name, error)
-            return Roster(self._on_partition)
+        return Roster(self._on_partition)
+
+    def _may_replace(self, text: str) -> bool:
+        """Whether a text of another format is as old as [Note: other formats] says."""
+        before, since = self._other
+        if text != before:
+            self._other = text, time.monotonic()
+            return False
+        return time.monotonic() - since > _OTHER_SECONDS and self.roster.is_member(self.worker)
+
+    def _tell_other_format(self, error: OtherFormatError) -> None:
+        if self.other_format:
+            return
+        self.other_format = (
+            f"job {self.name!r} at {self.address}: {error}, as another release of gossip_modules writes it; start all "
+            "workers with one release, or give this job another name="
+        )
+        if self.roster.is_member(self.worker):
+            log.warning("%s; this worker trains on, but nobody can join it", self.other_format)
 
     def gather(
         self,

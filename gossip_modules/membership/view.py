@@ -66,6 +66,9 @@ class View:
         growth: the factor of all push-sum weights when it begins; see [Note: weights] of `Roster`.
         turns: the training steps of all workers in the generations before, added up.
         reasons: the reason of each departure since the generation before, by number of the member.
+
+    Raises:
+        ValueError: it has no members.
     """
 
     generation: int
@@ -74,6 +77,10 @@ class View:
     growth: float = 1.0
     turns: int = 0
     reasons: Mapping[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.members:
+            raise ValueError(f"got generation {self.generation} without members, expected one or more")
 
     def turns_before(self, step: int) -> int:
         """The sum of the training steps of all workers before `step`, a step of this generation."""

@@ -106,6 +106,7 @@ class LocalWorker:
         attempt: the latest attempt of this worker in the join queue; -1: it was never there.
         num_comings: how often it has come.
         is_founder: whether it begins with the model of the first worker, and not with a donor's.
+        refused: the entry of this worker in the join queue, if it was refused.
         loaded: the `Joiner.key` of the state that it has loaded, which the watcher posts; None: it has none.
         receiving: the attempt of the donor that sends the state now, and the waits for it.
         received: the state that a donor has sent, until it is loaded.
@@ -126,6 +127,7 @@ class LocalWorker:
         self.coming: dict[str, Any] | None = None
         self.attempt, self.num_comings = -1, 0
         self.is_founder = False
+        self.refused: Joiner | None = None
         self.loaded: tuple[int, int] | None = None
         self.receiving: tuple[int, Waits] | None = None
         self.received: Any = None
@@ -335,8 +337,11 @@ class LocalWorker:
                 )
         if (joiner := self.joiner) is not None:
             self.attempt, self.is_founder = joiner.attempt, False
+            self.refused = joiner if joiner.refusal else None
             if joiner.key == self.loaded and not joiner.is_loaded:  # not posted yet, or lost with the store
                 self.say(Roster.mark_loaded, self.id, joiner.attempt)
+        elif roster.has_place(self.id):
+            self.refused = None
         if self._num_epochs != self.job.store.num_epochs or roster.branch != before.branch:
             self._num_epochs = self.job.store.num_epochs
             generations.begin_epoch()
@@ -352,7 +357,8 @@ class LocalWorker:
     def _must_come(self) -> bool:
         """See [Note: coming again]."""
         has_begun = self.generations.active is not None or bool(self.generations.due)
-        return not (self.coming is None or has_begun or self.is_job_over or self.roster.has_place(self.id))
+        is_over = has_begun or self.is_job_over or self.refused is not None
+        return not (self.coming is None or is_over or self.roster.has_place(self.id))
 
     @property
     def is_job_over(self) -> bool:

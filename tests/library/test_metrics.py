@@ -285,6 +285,36 @@ def test_a_row_that_a_killed_process_left_unfinished_is_passed_over(tmp_path: Pa
     assert [row["step"] for row in rows] == [3, 4]
 
 
+MALFORMED = [
+    "[1, 2]",
+    "null",
+    "no json",
+    "[" * 100_000,
+    '{"rank": 0, "time": 5.0}',
+    '{"rank": 0, "step": 5}',
+    '{"time": 5.0, "step": 5}',
+    '{"rank": 0, "time": "now", "step": 5}',
+    '{"rank": 0, "time": 5.0, "step": null}',
+    '{"rank": 0, "time": NaN, "step": 5}',
+    '{"rank": 0, "time": 5.0, "step": [5]}',
+    '{"rank": 0, "time": 5.0, "step": 5, "loss": "high"}',
+    '{"rank": 0, "time": 5.0, "step": 5, "bytes_sent": {}}',
+    '{"rank": 0, "time": 5.0, "step": 5, "wait_median/1": "long"}',
+    '{"rank": 0, "time": 5.0, "step": 5, "loss": 1' + "0" * 400 + "}",
+]
+
+
+@pytest.mark.parametrize("line", MALFORMED, ids=lambda line: line[:60])
+def test_a_malformed_row_is_passed_over_and_told_once(tmp_path: Path, line: str) -> None:
+    write(tmp_path, "0", {"time": 0.0, "step": 1}, {"time": 1.0, "step": 2}, rest=f"{line}\n" * 3)
+    write(tmp_path, "1", {"time": 0.0, "step": 1}, {"time": 1.0, "step": 2})
+    told = set[Path]()
+    lines = list(watch.table(tmp_path, 1.0, told))
+    assert [row.split()[:2] for row in lines[2:4]] == [["0", "2"], ["1", "2"]]
+    assert lines[4:] == [f"metrics_0.jsonl: passed over a malformed row, {line[:60]!r}"]
+    assert list(watch.table(tmp_path, 1.0, told)) == lines[:4]
+
+
 def test_before_the_first_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics_0.jsonl").touch()
     assert list(watch.table(tmp_path, now=0.0)) == [f"{tmp_path}: no rows yet"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from datetime import timedelta
@@ -87,3 +88,13 @@ def test_all_interfaces_are_no_address_at_which_others_reach_a_worker(host: str)
     with pytest.raises(ValueError, match=rf"got host='{host}', which is all interfaces of this machine, expected"):
         own_address("127.0.0.1:1", host)
     assert own_address("127.0.0.1:1", "127.0.0.2") == "127.0.0.2"
+
+
+@pytest.mark.parametrize("store", ["[::1]:29400", "::1:29400"])
+def test_a_store_that_is_reached_by_ipv6_only_is_refused(store: str) -> None:
+    message = r"to which there is no way by IPv4 \(.*\), expected one, .*; give the store by an IPv4 address"
+    with pytest.raises(ValueError, match=rf"got the store of the job at {re.escape(store)}, {message}"):
+        own_address(store)
+    assert own_address(store, "127.0.0.1") == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"got host='::1', which is no address .*, expected the IPv4 address"):
+        own_address("127.0.0.1:1", "::1")

@@ -387,6 +387,10 @@ def test_another_model_is_refused_and_the_job_goes_on() -> None:
     other = member_of(job.store, min_workers=2)
     with pytest.raises(ValueError, match=r"refused this worker, .* model: got 'Linear with 5 .* expected 'Sequential"):
         GossipDataParallel(nn.Linear(4, 1), membership=other)
+    with mock.patch.object(log, "warning") as warning:
+        other.worker.turn()  # the roster has no entry of it any more
+    assert not warning.called
+    assert not other.worker.unsent, "a refused worker does not come again"
     assert len(job.end()) == 2
     close(workers)
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossip_modules.membership.roster import Event, Roster
-from gossip_modules.membership.view import GARBAGE, FailureReport, Member, parsed
+from gossip_modules.membership.view import GARBAGE, FailureReport, Member, View, parsed
 
 DESCRIPTION = {"model": "mlp", "graph": "ring"}
 
@@ -505,6 +505,15 @@ def test_a_generation_that_was_being_formed_is_formed_anew_over_the_next_store()
     assert roster.forming is not None
     assert roster.forming.generation == before.forming.generation + 1
     assert ids(formed(roster)) == (0, 1)
+
+
+def test_a_generation_has_members() -> None:
+    with pytest.raises(ValueError, match="got generation 3 without members, expected one or more"):
+        View(3, ())
+    text = job(1).dumps()
+    members = text[text.index('"members": [') : text.index(', "start"')]
+    with pytest.raises(GARBAGE):
+        Roster.loads(text.replace(members, '"members": []'))
 
 
 def test_a_roster_that_is_none_is_no_roster() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from datetime import timedelta
 from operator import methodcaller
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from gossip_modules import Membership
 from gossip_modules.membership import shared_roster
 from gossip_modules.membership.address import connect_store
 from gossip_modules.membership.shared_roster import SharedRoster
@@ -111,6 +114,55 @@ def test_a_job_that_runs_repairs_its_roster(garbage: str | bytes, monkeypatch: p
     assert second.update([come(9)])
     assert list(second.roster.joiners) == [9]
     assert ids(second.roster) == (0, 1)
+
+
+def others(text: str) -> list[tuple[str, str]]:
+    """Rosters of other releases, and what is said of them."""
+    value = json.loads(text)
+    older = {name: entry for name, entry in value.items() if name not in ("version", "founded", "branch")}
+    return [
+        (json.dumps({**value, "version": 3}), "roster: got version 3, expected 2"),
+        (json.dumps(older), "roster: got version 1, expected 2"),
+        (json.dumps({**value, "color": 7}), r"roster: got version 2 with other entries, \['color'\]"),
+        ('{"version": "2024.1"}', "roster: got version '2024.1', expected 2"),
+    ]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_roster_of_another_format_is_told_and_not_overwritten(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, store, logged = Clock.begin(monkeypatch), dist.HashStore(), list[str]()
+    monkeypatch.setattr(shared_roster.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(shared_roster.log, "warning", lambda text, *values: logged.append(text % values))
+    member, newcomer = (SharedRoster(store, name="job", timeout=TIMEOUT) for _ in range(2))
+    member.worker = 0
+    assert member.update([*(come(i, min_workers=2) for i in range(2)), begin(range(2), 1, step=0)])
+    text, message = others(member.roster.dumps())[which]
+    store.set(KEY, text)
+    with pytest.raises(
+        ValueError, match=f"job 'job' at .*: {message}, .*; start all workers with one release, or give"
+    ):
+        newcomer.check_format()
+    for _ in range(20):
+        clock.now += 2.0
+        assert not member.update()
+        assert not member.update([report(0, 1)])
+        assert not newcomer.update([come(9)])
+    assert store.get(KEY).decode() == text
+    assert len(logged) == 1
+    assert re.search(f"{message}.*; this worker trains on, but nobody can join it", logged[0])
+    clock.now += 30.0
+    assert not newcomer.update([come(9)])
+    assert member.update(), "nobody writes the other one any more"
+    assert ids(member.roster) == (0, 1)
+    assert newcomer.update([come(9)])
+    assert list(newcomer.roster.joiners) == [9]
+
+
+def test_a_newcomer_gets_an_error_in_a_job_of_another_release() -> None:
+    store = dist.HashStore()
+    store.set(KEY, '{"version": 3}')
+    with pytest.raises(ValueError, match="roster: got version 3, expected 2"):
+        Membership(store, min_workers=1, timeout=TIMEOUT)
 
 
 def test_an_event_whose_reply_is_lost_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
