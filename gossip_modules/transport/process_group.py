@@ -21,7 +21,7 @@ from .deadline import AT_ONCE, Deadline
 from .exchange import LATE, ROUND_BITS, SIZE_BITS, PointToPoint, Staging, fail
 from .failure_notes import GONE, MAYBE_CLOSED, SILENT, FailureNotes, describe
 from .shared_group import CAN_RELEASE, CHANNEL_BITS, Use
-from .stores import Records, store_of
+from .stores import BoundedStore, Records, store_of
 from .uncaught_errors import leave_at_error, stay
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -329,6 +329,11 @@ class ProcessGroupTransport(PointToPoint):
             seconds = max(deadline.passed, deadline.seconds)
             self.fail(error, doing, seconds, timeout=limit, note=note, blamed=blamed)
 
+    def store(self, prefix: str) -> BoundedStore | None:
+        """The key-value store of the group, with keys of this transport alone; None: one rank, or no store."""
+        number = self._use.number  # of the wrapper, the same on all ranks
+        return store_of(self.group, f"{prefix}/{number}") if self.world_size > 1 else None
+
     def watch_changes(
         self, *, step: Callable[[], int], tensors: Callable[[], list[str]], end_waits: Callable[[], None] | None = None
     ) -> None:
@@ -339,8 +344,7 @@ class ProcessGroupTransport(PointToPoint):
             tensors: see `ChangeBoard`.
             end_waits: a bound method to end waits of this rank; None: `close_connections`.
         """
-        number = self._use.number  # of the wrapper, the same on all ranks
-        store = store_of(self.group, f"gossip_changes/{number}") if self.world_size > 1 else None
+        store = self.store("gossip_changes")
         if store is not None:
             self.board = ChangeBoard(
                 Records(store),

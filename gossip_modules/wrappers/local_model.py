@@ -21,6 +21,7 @@ from ..transport.change_board import first_difference
 from .averaging import AveragedModel
 from .composition import check_outside
 from .debias import Debias
+from .equal_steps import EqualSteps
 from .node import Node
 from .optimizer_steps import OptimizerSteps, RoundTime
 from .state import Place
@@ -104,6 +105,7 @@ class LocalModel(AveragedModel):
         self.travelling = Travelling()
         self.own_weights = OwnWeights(self.buffer, self.add_again)
         self.copies = WeightCopies(self.buffer, name=name)
+        self.equal_steps = EqualSteps(self.buffer, name=name)
         self.steps = OptimizerSteps(self.buffer, when, name=name, run=run)
 
     @property
@@ -177,6 +179,8 @@ class LocalModel(AveragedModel):
         engine, travelling, masters = self.engine, self.travelling, self.copies.masters
         if masters.is_looking:
             masters.look()
+        if self.num_steps >= self.equal_steps.start and not self.world.changes:
+            self.equal_steps.before_round(self.num_steps, self.averager.transport)
         is_current = self.is_seen_current or self.buffer.is_current()
         is_leaving = travelling.frozen_at is not None and travelling.must_leave(engine)
         if is_leaving or travelling.is_first or not is_current:
@@ -356,6 +360,7 @@ class LocalModel(AveragedModel):
         self.is_closed = True
         self.own_weights.close()
         self.copies.close()
+        self.equal_steps.close()
         self.steps.close()
         if self.debias is not None:
             self.debias.stop()
