@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
 import tyro
 
+_SIGPIPE = 128 + 13  # the exit code of a shell for a program that this signal has ended
 Arguments = TypeVar("Arguments")
 
 
@@ -26,10 +29,24 @@ def read_arguments(
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    if description and not {"-h", "--help"}.isdisjoint(own):
-        print(f"{description.strip()}\n")  # not by tyro, which makes a paragraph one line
     markers = (tyro.conf.OmitArgPrefixes,)
-    return tyro.cli(kind, prog=command(), description="", args=arguments, config=markers)
+    with closed_output_ends():
+        if description and not {"-h", "--help"}.isdisjoint(own):
+            print(f"{description.strip()}\n")  # not by tyro, which makes a paragraph one line
+        return tyro.cli(kind, prog=command(), description="", args=arguments, config=markers)
+
+
+@contextmanager
+def closed_output_ends() -> Iterator[None]:
+    """Inside, a closed output, as in `--help | head`, ends the process, as it ends other programs."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it again
+        sys.exit(_SIGPIPE)
 
 
 def command() -> str:
@@ -45,7 +62,9 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         main: raises ValueError for input that is none, and OSError for a file that cannot be read or written.
     """
     try:
-        sys.exit(main())
+        with closed_output_ends():
+            exit_code = main()
+        sys.exit(exit_code)
     except OSError as error:
         reason = error.strerror or str(error)
         text = f"error: got {error.filename}: {reason}, expected a file that can be read or written; name another"

@@ -175,8 +175,9 @@ def _call(make: Callable[..., Any], *args: Any, argument: str, expected: str) ->
 
 
 def _is_networkx(graph: object) -> bool:
-    networkx = sys.modules.get("networkx")  # whoever made such a graph has imported it
-    return networkx is not None and isinstance(graph, networkx.Graph)
+    # A script that made such a graph has imported it. Another thread may import it now: then the class is not there.
+    kind = getattr(sys.modules.get("networkx"), "Graph", None)
+    return kind is not None and isinstance(graph, kind)
 
 
 @dataclass(frozen=True)

@@ -175,8 +175,9 @@ def check_optimizers(module: nn.Module, parameter: Tensor, *, equal_ranks: Colle
     Raises:
         RuntimeError: naming the optimizer.
     """
-    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    optimizers = [] if zero is None else instances_of(zero.ZeroRedundancyOptimizer)
+    module_of_zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    kind = getattr(module_of_zero, "ZeroRedundancyOptimizer", None)  # missing while another thread imports it
+    optimizers = [] if kind is None else instances_of(kind)
     for optimizer in optimizers:
         if not holds_any(optimizer, [parameter]):
             continue
@@ -249,10 +250,10 @@ def _tools_of(
         yield f"a {type(module).__name__}", remedy
     if with_wrappers and vars(module).get("_gossip") in _live:
         yield f"a {type(module).__name__}, which gossip() made", _CLOSE_REMEDY
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+    # A script that uses one of these has imported it. While another thread imports it, the names are missing.
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if kind is not None and isinstance(module, kind):
         yield "sharded over processes by FullyShardedDataParallel (FSDP1)", _FSDP_REMEDY
-    # Whoever uses it has imported it; we need not.
-    contract = sys.modules.get("torch.distributed._composable.contract")
-    if contract is not None and "replicate" in (contract._get_registry(module) or ()):
+    registry = getattr(sys.modules.get("torch.distributed._composable.contract"), "_get_registry", None)
+    if registry is not None and "replicate" in (registry(module) or ()):
         yield "replicated by replicate(), which averages gradients over all ranks", _REMEDY

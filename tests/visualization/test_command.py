@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,3 +66,26 @@ def test_a_script_that_was_started_by_its_path_is_named_by_it(monkeypatch: pytes
     monkeypatch.setattr(sys, "argv", ["train/compare.py", "--help"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert command() == "python train/compare.py"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--kind", "none"]])
+def test_a_closed_output_ends_the_command_without_a_traceback(arguments: list[str]) -> None:
+    """As in `python -m visualization.spectra --help | head`, if nothing reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = """
+from dataclasses import make_dataclass
+from visualization.command import closed_output_ends, read_arguments
+
+with closed_output_ends():
+    print(read_arguments(make_dataclass("Options", [("kind", str, "all")]), description="Options"))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + 13, "")

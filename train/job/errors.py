@@ -21,6 +21,10 @@ class UsageError(ValueError):
     """What a user asked for is impossible: got, expected, remedy."""
 
 
+class DataError(UsageError):
+    """A file that a user has to replace. Other ranks read other files, so the rank that meets it says so itself."""
+
+
 @contextmanager
 def usage_errors() -> Iterator[None]:
     """A ValueError within is the user's, and so is a package that is missing."""
@@ -52,8 +56,11 @@ def leave(exit_code: int) -> NoReturn:
 
 
 def refuse(error: object, rank: int) -> NoReturn:
-    """Say `error` and end with code 2; rank 0 at once, another rank only where the end of rank 0 does not end it."""
-    if rank:
+    """Say `error` and end with code 2: at once if this is rank 0, or if no other rank says it.
+
+    Another rank says it only where the end of rank 0 does not end this process.
+    """
+    if rank and not isinstance(error, DataError):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from torchrun, as soon as rank 0 has ended
         time.sleep(PATIENCE)
     print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gossip_modules.transport.uncaught_errors import leave
 from train.job.errors import usage_errors
 from train.job.listener import NOBODY, RunListener
 from train.job.preemption import StopRequest
@@ -69,6 +71,9 @@ def run_to_result(
                 training.train()
                 training.finish()
                 return training.result
+            except (Exception, KeyboardInterrupt) as error:
+                leave(error, threading.get_ident())  # so that the others know the reason before connections close
+                raise
             finally:
                 training.close()
         finally:

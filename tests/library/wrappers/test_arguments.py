@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import networkx as nx
@@ -22,7 +24,7 @@ from gossip_modules.extend import PushPull
 from gossip_modules.wrappers.arguments import as_graph, as_mixing, as_schedule, as_timeout
 from gossip_modules.wrappers.choices import as_algorithm, choose_mixing
 from tests.harness.named_group import NamedGroup
-from tests.harness.problems import loss_of, mlp
+from tests.harness.problems import loss_of, mlp, sgd, train_step
 from tests.harness.progress import local_of
 from tests.harness.ranks import TIMEOUT, run_ranks, solo_group
 
@@ -375,3 +377,24 @@ def test_an_algorithm_is_over_an_algorithm_only(inner: Any) -> None:
 def test_an_algorithm_that_never_gossips_is_over_none() -> None:
     with pytest.raises(ValueError, match=r"got DiLoCo.*\.over\(.*the outer algorithm never yields `Mix`"):
         gm.GossipDataParallel(nn.Linear(2, 2), algorithm=gm.DiLoCo().over(gm.PowerGossip()), process_group=solo_group())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "networkx",
+        "torch.distributed.fsdp",
+        "torch.distributed.optim.zero_redundancy_optimizer",
+        "torch.distributed._composable.contract",
+    ],
+)
+def test_a_module_that_another_thread_imports_now_is_none_yet(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its entry in `sys.modules` is there before its names."""
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = gm.GossipDataParallel(mlp(), process_group=group, graph=gm.RingGraph, timeout=TIMEOUT)
+        train_step(wrapper, sgd(wrapper), group.rank(), 0)
+        wrapper.close()
+
+    run_ranks(2, body)

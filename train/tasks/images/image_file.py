@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from train.job.errors import DataError
+
 
 class Box(NamedTuple):
     """A part of an image, in pixels."""
@@ -38,11 +40,13 @@ def read_image(path: str, choose: Callable[[int, int], Box], *, size: int) -> Te
         uint8 [3, size, size] in channels_last memory.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not an image, or not whole.
+        DataError: the file cannot be read, is not an image, or is not whole.
     """
-    with open(path, "rb") as file:
-        data = io.BytesIO(file.read())
+    try:
+        with open(path, "rb") as file:
+            data = io.BytesIO(file.read())
+    except OSError as error:
+        raise DataError(f"got {path} that cannot be read ({error.strerror}), expected an image; replace it") from error
     try:
         image: Image.Image = Image.open(data)
         height = image.height
@@ -56,7 +60,7 @@ def read_image(path: str, choose: Callable[[int, int], Box], *, size: int) -> Te
         pixels = np.array(image if image.mode == "RGB" else image.convert("RGB"))
     # All that Pillow raises for a file that is not sound; none of it names the file.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"got {path} that does not decode ({error}), expected an image; replace it") from error
+        raise DataError(f"got {path} that does not decode ({error}), expected an image; replace it") from error
     # A view with all strides as channels_last has them, which the fast kernel asks for; [None] would not do.
     part = torch.from_numpy(pixels).view(1, box.height, box.width, 3).permute(0, 3, 1, 2)
     if (box.height, box.width) != (size, size):

@@ -12,8 +12,9 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
+from train.job.errors import DataError
 from train.job.preemption import ignore_signals
 from train.tasks.images.images import BatchKey, Images
 
@@ -31,6 +32,7 @@ class Batches(Iterator[tuple[Tensor, Tensor]]):
         timeout_seconds: longest wait for a loader process.
 
     Raises:
+        DataError: by `next`, a file cannot be read.
         RuntimeError: by `next`, a loader process was killed, or did not answer within the timeout. That one was killed,
             torch may also raise from wherever the main thread is.
     """
@@ -42,7 +44,7 @@ class Batches(Iterator[tuple[Tensor, Tensor]]):
         # batch_size=None: a key is a whole batch. The generator of our own keeps the loader from drawing a seed for its
         # workers from the global one, which a resumed run has just restored.
         self._loader: DataLoader[Any] = DataLoader(
-            images,
+            _Told(images),
             batch_size=None,
             sampler=keys,
             num_workers=num_workers,
@@ -61,7 +63,10 @@ class Batches(Iterator[tuple[Tensor, Tensor]]):
             self._batches = iter(self._loader)
             _close_at_exit(self)
         try:
-            return next(self._batches)
+            batch = next(self._batches)
+            if isinstance(batch, DataError):
+                raise batch
+            return batch
         except (RuntimeError, ConnectionError, EOFError) as error:  # the last two: of a batch that died with its sender
             self.close()
             if not self.num_workers:
@@ -85,6 +90,19 @@ class Batches(Iterator[tuple[Tensor, Tensor]]):
                     process.kill()
                     process.join()
         self._batches, self._is_closed = None, True
+
+
+class _Told(Dataset[Any]):
+    """images, with a DataError in the place of a batch: from a loader process torch would raise its traceback."""
+
+    def __init__(self, images: Images) -> None:
+        self._images = images
+
+    def __getitem__(self, key: BatchKey) -> tuple[Tensor, Tensor] | DataError:
+        try:
+            return self._images[key]
+        except DataError as error:
+            return error
 
 
 def _start_worker(pids: Tensor, worker: int) -> None:

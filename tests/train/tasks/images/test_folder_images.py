@@ -15,6 +15,7 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from train.job.errors import DataError
 from train.tasks.images.folder_images import (
     MEAN,
     NUM_TRIES,
@@ -226,10 +227,12 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, num_bytes: int) -> No
     path = tmp_path / name
     smooth_image(64, 64).save(path)
     path.write_bytes(path.read_bytes()[:num_bytes])
-    with pytest.raises(ValueError, match=rf"got .*{name} that does not decode \(.*\), expected an image; replace it"):
+    with pytest.raises(DataError, match=rf"^got .*{name} that does not decode \(.*\), expected an image; replace it"):
         read_image(str(path), whole, size=32)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"a\.jpg"):
+    with pytest.raises(
+        DataError, match=r"^got .*a\.jpg that cannot be read \(No such file or directory\), expected an"
+    ):
         read_image(str(tmp_path / "a.jpg"), whole, size=32)

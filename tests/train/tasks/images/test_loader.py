@@ -18,10 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from train.job.errors import DataError
 from train.tasks.images.images import BatchKey, Images
 from train.tasks.images.loader import Batches
 
-KILLED, SILENT, BROKEN = 3, 4, 5
+KILLED, SILENT, BROKEN, UNSOUND = 3, 4, 5, 6
 
 
 class Processes(Images):
@@ -36,6 +37,8 @@ class Processes(Images):
             threading.Event().wait()
         if key.seed == BROKEN:
             raise ValueError("got a broken image")
+        if key.seed == UNSOUND:
+            raise DataError("got a.jpg that does not decode")
         return torch.tensor(key.seed), torch.tensor(os.getpid())
 
 
@@ -115,6 +118,15 @@ def test_processes_end_with_a_program_that_has_not_closed_them(monkeypatch: pyte
     at_exit[-1]()  # the first to be called, before torch waits
     assert not multiprocessing.active_children()
     assert list(batches) == []
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_file_that_cannot_be_read_is_one_line(num_workers: int) -> None:
+    """The error of the loader process, without its traceback."""
+    batches = batches_of(range(UNSOUND, 8), num_workers=num_workers)
+    with pytest.raises(DataError, match=r"^got a.jpg that does not decode$"):
+        next(batches)
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
