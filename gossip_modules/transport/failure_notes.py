@@ -22,7 +22,8 @@ _POLL_SECONDS = 0.02
 _MAX_TEXT = 300
 _JOIN = "with uneven batches train inside torch.distributed.algorithms.Join"
 _END = f"has come to the end of its program, while others train: all ranks need equally many steps; {_JOIN}"
-MAYBE_CLOSED = f"if it has closed its wrapper: {_JOIN}"
+MAYBE_CLOSED = f"if it has closed its wrapper: {_JOIN}; if it has left out a batch: call gossip_step() in its place"
+MAYBE_BEHIND = "if one of them has left out a batch before its backward: call gossip_step() there in place of the batch"
 
 
 class Note(NamedTuple):

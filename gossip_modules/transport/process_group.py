@@ -19,7 +19,7 @@ from .barrier import Attendance, NotMet, meet, meet_in_turns
 from .change_board import ChangeBoard
 from .deadline import AT_ONCE, Deadline
 from .exchange import LATE, ROUND_BITS, SIZE_BITS, PointToPoint, Staging, fail
-from .failure_notes import GONE, MAYBE_CLOSED, SILENT, FailureNotes, describe
+from .failure_notes import GONE, MAYBE_BEHIND, MAYBE_CLOSED, SILENT, FailureNotes, describe
 from .shared_group import CAN_RELEASE, CHANNEL_BITS, Use
 from .stores import BoundedStore, Records, store_of
 from .uncaught_errors import leave_at_error, stay
@@ -442,6 +442,8 @@ class ProcessGroupTransport(PointToPoint):
                 note += f": {cause.text}"
             if GONE in cause.text or SILENT in cause.text:
                 note += f" ({MAYBE_CLOSED})"
+            elif "did not call" in note + cause.text:
+                note += f" ({MAYBE_BEHIND})"
         fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=timeout, note=note)
 
 

@@ -191,6 +191,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         self._overlap, self._max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
         self._wire_limit, wire = wire_limit(wire_dtype, overlap)
         chosen = Choices(graph, mixing, push_sum, as_algorithm(algorithm), wire, as_schedule(schedule))
+        self._needs_tokens = rounds == "step" and getattr(chosen.algorithm, "counts_tokens", False)
+        self._has_counted = False  # the tokens of the present step
         if overlap == "auto":
             chosen.check_auto(self._wire_limit, has_membership=membership is not None)
         links = Links(group_of(process_group, device_mesh), comm_device=comm_device, timeout=as_timeout(timeout))
@@ -336,15 +338,17 @@ class GossipDataParallel(GossipWrapper, Joinable):
     def count_tokens(self, num_tokens: int) -> None:
         """Count the tokens of this rank, for an algorithm with weights by tokens.
 
-        Call it once for each optimizer step, before or after it and before the next forward. A batch of other data has
-        no tokens: count its samples. If several processes hold one model, count the tokens of all of them, in
-        each process. In a node of a membership only the count of the first process has an effect.
+        Call it once for each optimizer step, before or after it and before the next forward; with `rounds="step"`
+        before it, as the round of a step runs at its end. A batch of other data has no tokens: count its samples. If
+        several processes hold one model, count the tokens of all of them, in each process. In a node of a membership
+        only the count of the first process has an effect.
 
         Args:
             num_tokens: at least 0.
 
         Raises:
-            ValueError: the number is out of range, or the algorithm gives all ranks equal weights.
+            ValueError: the number is out of range, or the algorithm gives all ranks equal weights. Or, in an optimizer
+                step with `rounds="step"`: the tokens of this step were not counted.
 
         Example:
             >>> model = GossipDataParallel(model, algorithm=DiLoCo(weighted_by="tokens"))
@@ -359,6 +363,26 @@ class GossipDataParallel(GossipWrapper, Joinable):
             raise ValueError(f"got num_tokens={num_tokens!r}, expected a whole number of at least 0, such as x.numel()")
         if isinstance(engine := self._local.engine, LockstepEngine):
             engine.gossiper.count_tokens(num_tokens)
+        if self._needs_tokens:
+            self._has_counted = True
+
+    def _round_after_step(self) -> None:
+        """See `GossipWrapper`.
+
+        Raises:
+            ValueError: see `count_tokens`.
+        """
+        local = self._local
+        is_last = local.steps.num_owed == 1  # the others are of steps that were left out before
+        if is_last and self._needs_tokens and not (self._has_counted or local.is_closed):
+            raise ValueError(
+                f"got an optimizer step of a {type(self).__name__} with rounds='step' and no count_tokens() before it: "
+                "its round runs now, and the weight of this rank needs its tokens; expected count_tokens() before "
+                "optimizer.step(), or rounds='forward', with which it may come after the step"
+            )
+        super()._round_after_step()
+        if is_last and self._needs_tokens:
+            self._has_counted = False
 
     # State.
 

@@ -73,6 +73,7 @@ class OptimizerSteps(Stepped):
         run: runs the round of a step; called after optimizer steps under `RoundTime.STEP`.
 
     Attributes:
+        num_owed: the rounds of `RoundTime.STEP` that are to run now, or have failed; the last is of the present step.
         has_ended: set to True by the wrapper after each forward that did not raise. (An attribute rather than a method,
             as torch.compile traces the end of a forward without a break.)
     """
@@ -90,7 +91,7 @@ class OptimizerSteps(Stepped):
         self._counts: dict[int, int] = {}  # steps since the last round, by optimizer
         self._is_inside = False  # an optimizer's step, which evaluates a closure as often as it likes
         self._num_without = 0  # optimizer steps since the last round, or since the start
-        self._num_owed = 0  # rounds of RoundTime.STEP that are to run now, or have failed
+        self.num_owed = 0
         self._is_watched: bool | None = None  # whether an optimizer of torch holds parameters; None: not known yet
         self._has_warned = self._has_raised = False
         self._thread, self._num_elsewhere = 0, 0  # of the last forward; steps over tensors like the parameters
@@ -201,7 +202,7 @@ class OptimizerSteps(Stepped):
         if self._num_extra:
             self._warn_of_extra_forwards()
         self._is_due = self._is_synced = self.has_ended = False
-        self._num_without = 0
+        self._num_without, self.num_owed = 0, max(self.num_owed - 1, 0)
         self._counts.clear()
         self._unseen.begin(self._gradient.num_backwards - self._num_backwards)
         self.start()
@@ -331,11 +332,11 @@ class OptimizerSteps(Stepped):
             # Several optimizers that step after one forward have one round together: after the first of them.
             self._note_forward()
             if is_first or count == 2 or self._is_synced:
-                self._num_owed += 1 + self._gradient.num_left_out
+                self.num_owed += 1 + self._gradient.num_left_out
                 self._num_made_up += self._gradient.num_left_out
-                while self._num_owed and (run := self._run()) is not None:
-                    run()
-                    self._num_owed -= 1
+                for _ in range(self.num_owed):
+                    if (run := self._run()) is not None:
+                        run()
                 self._counts[id(optimizer)] = 1
             else:  # its step is part of what had that round
                 self._gradient.watch(self._buffer)

@@ -15,6 +15,7 @@ from gossip_modules.mixing_manager import UniformMixing
 from tests.harness.problems import mlp
 from tests.harness.quadratics import START, Point, descended, plain_sgd, solve, train_rows
 from tests.harness.ranks import run_ranks, solo_group
+from tests.harness.reference import flatten
 from tests.library.rounds.memories import drivers_of
 
 
@@ -123,6 +124,36 @@ def test_what_does_not_fit_is_refused() -> None:
         model.close()
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("sync_every", [1, 2])
+def test_a_round_at_the_end_of_a_step_needs_its_tokens_before(sync_every: int) -> None:
+    """A step without them is refused at once; with them, and after a caught refusal, its round runs."""
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, float]:
+        algorithm = DiLoCo(sync_every, weighted_by="tokens", lr=1.0, momentum=0.0)
+        wrapper = GossipDataParallel(Point(), process_group=group, algorithm=algorithm, rounds="step")
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=1.0)
+        for step in range(4):
+            for parameter in wrapper.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 - 2.0 * group.rank())
+            if step == 2:
+                with pytest.raises(ValueError, match=r"rounds='step' and no count_tokens\(\) before it.*'forward'"):
+                    optimizer.step()
+                wrapper.count_tokens(1 + group.rank())
+                wrapper.gossip_step()
+            else:
+                wrapper.count_tokens(1 + group.rank())
+                optimizer.step()
+        result = flatten(wrapper.module), wrapper.comm_stats()["num_rounds"]
+        wrapper.close()
+        return result
+
+    start = flatten(Point())
+    # Rank r moves by 2 r - 1 in each step, and weighs (1 + r)^2 H: the mean of a step is (4 - 1) / 5.
+    for x, rounds in run_ranks(2, body):
+        torch.testing.assert_close(x, start + 4 * 0.6)
+        assert rounds == 4 // sync_every
 
 
 def test_workers_of_a_membership_have_weights() -> None:

@@ -69,6 +69,20 @@ def uneven(group: dist.ProcessGroup) -> None:
     wrapper.close()
 
 
+def batch_left_out(group: dist.ProcessGroup, *, evaluates: bool) -> None:
+    wrapper = GossipDataParallel(mlp(), process_group=group, timeout=1.0)
+    optimizer = sgd(wrapper)
+    for step in range(4):
+        if (group.rank(), step) == (1, 2):
+            continue
+        optimizer.zero_grad()
+        loss_of(wrapper, group.rank(), step).backward()
+        optimizer.step()
+    if evaluates:
+        wrapper.consensus_distance()
+    wrapper.close()
+
+
 MISTAKES: dict[str, tuple[Callable[[dist.ProcessGroup], Any], type[BaseException], str]] = {
     "the loss of the inner module": (
         lambda group: loop(group, loss=lambda wrapper, rank, step: loss_of(wrapper.module, rank, step)),
@@ -104,6 +118,16 @@ MISTAKES: dict[str, tuple[Callable[[dist.ProcessGroup], Any], type[BaseException
         uneven,
         OSError,
         r"torch.distributed.algorithms.Join",
+    ),
+    "a batch that one rank leaves out": (
+        lambda group: batch_left_out(group, evaluates=False),
+        TimeoutError,
+        r"left out a batch: call gossip_step\(\) in its place",
+    ),
+    "a batch that one rank leaves out, before an average": (
+        lambda group: batch_left_out(group, evaluates=True),
+        TimeoutError,
+        r"left out a batch.*: call gossip_step\(\)",
     ),
     "an attribute of the module": (
         lambda group: loop(group, steps=0).append,
