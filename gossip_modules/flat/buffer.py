@@ -263,6 +263,7 @@ class FlatBuffer:
         A tied weight may have been replaced in one of its places alone, as by a larger embedding, and is trained in the
         others. Then `is_complete()` is False, and the next round chooses again.
         """
+        self._follow_names()
         slots = [slot.holding(slot.there) for slot in self.slots if slot.there is not None]
         unique = {id(slot.tensor): slot for slot in reversed(slots)}  # two places may hold one tensor now
         slots = in_order(slot for slot in slots if unique[id(slot.tensor)] is slot)
@@ -272,8 +273,21 @@ class FlatBuffer:
         if not self._sharded and self._has_others():
             self._choice.is_over = True
 
+    def _follow_names(self) -> None:
+        """Find tensors of ours that the module has under another name now, as after `torch.nn.utils.prune`."""
+        if all(slot.there is not None for slot in self.slots):
+            return
+        moved = {id(slot.tensor): k for k, slot in enumerate(self.slots) if slot.there is None}
+        for prefix, owner in self.module.named_modules():
+            for table in (owner._parameters, owner._buffers):
+                for attribute, tensor in table.items():
+                    if (k := moved.pop(id(tensor), None)) is not None:
+                        name = f"{prefix}.{attribute}" if prefix else attribute
+                        self.slots[k] = self.slots[k]._replace(owner=owner, attribute=attribute, name=name)
+
     def former_layout(self) -> FormerLayout:
         """The present layout of the vector, for corrections that come after `reattach` has made another one."""
+        self._follow_names()
         return FormerLayout(self.vector.layout, self.slots, self._views)
 
     def _lay_out(self, slots: list[Slot], followed: Sequence[Slot] | None = None) -> None:

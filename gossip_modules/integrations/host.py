@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..transport.agreement import check_agreement
 from ..transport.process_group import ProcessGroupTransport
@@ -106,54 +107,93 @@ def own_models(wrappers: Iterable[GossipWrapper]) -> list[dict[str, Any]]:
     return states
 
 
-def read_own(read: Callable[[], dict[str, Any]], wrappers: Sequence[GossipWrapper], *, where: object) -> dict[str, Any]:
-    """The file of this rank, or {} where ranks have none, which a warning tells; collective.
-
-    Ranks compare their files with each other and with the wrappers before a host loads anything.
+class OwnFile:
+    """The file of this rank, which is read now and compared with the files of other ranks when there is a wrapper.
 
     Args:
         read: returns the content of the file; raises FileNotFoundError if the file does not exist.
-        wrappers: that are to be loaded.
         where: the file, for messages.
 
-    Raises:
-        ValueError: on all ranks: some have a file and others do not, or it cannot be read, or has another number of
-            models.
+    Attributes:
+        content: the content; {} if the file is missing or damaged.
     """
-    content: dict[str, Any] = {}
-    states, damage = None, None
-    try:
-        content = read()
-        states = content["models"]
-        found = f"there, of {len(states)} models"
-    except FileNotFoundError:
-        found = "missing"
-    except Exception as error:  # noqa: BLE001 (a file may be anything)
-        found, damage = "damaged", error
-    for wrapper in wrappers[:1]:
-        transport = getattr(wrapper._local.averager, "transport", None)  # none with a membership
-        if isinstance(transport, ProcessGroupTransport):
-            remedy = "give every rank the folder with the files of all ranks"
-            check_agreement(transport, {"the file of the rank": found}, what="comparing checkpoints", remedy=remedy)
-    if damage is not None:
-        raise ValueError(
-            f"got {where}, which cannot be read ({type(damage).__name__}: {damage}), expected the file of this rank "
-            "beside the checkpoint; take an earlier checkpoint, or remove the files of all ranks to go on from the "
-            "average"
-        ) from damage
-    if states is None and wrappers:
+
+    def __init__(self, read: Callable[[], dict[str, Any]], *, where: object) -> None:
+        self.content: dict[str, Any] = {}
+        self._where, self._damage = where, None
+        try:
+            content = read()
+            self._found = f"there, of {len(content['models'])} models"
+            self.content = content
+        except FileNotFoundError:
+            self._found = "missing"
+        except Exception as error:  # noqa: BLE001 (a file may be anything)
+            self._found, self._damage = "damaged", error
+
+    def compared(self, wrappers: Sequence[GossipWrapper]) -> dict[str, Any]:
+        """The content, or {} where all ranks lack a file, which a warning tells; collective.
+
+        Args:
+            wrappers: of the models in the file.
+
+        Raises:
+            ValueError: on all ranks: some have a file and others do not, or it cannot be read, or has another number
+                of models.
+        """
+        for wrapper in wrappers[:1]:
+            transport = getattr(wrapper._local.averager, "transport", None)  # none with a membership
+            if isinstance(transport, ProcessGroupTransport):
+                remedy, found = "give every rank the folder with the files of all ranks", self._found
+                check_agreement(transport, {"the file of the rank": found}, what="comparing checkpoints", remedy=remedy)
+        if (damage := self._damage) is not None:
+            raise ValueError(
+                f"got {self._where}, which cannot be read ({type(damage).__name__}: {damage}), expected the file of "
+                "this rank beside the checkpoint; take an earlier checkpoint, or remove the files of all ranks to go "
+                "on from the average"
+            ) from damage
+        if not self.content and wrappers:
+            warnings.warn(
+                f"got no file {self._where}, expected the state of this rank of {dist.get_world_size()}: training goes "
+                "on from the one model of the checkpoint on all ranks, with the optimizer of rank 0 and a new state of "
+                "gossip, as after a change of the number of ranks",
+                stacklevel=3,
+            )
+        elif self.content and len(self.content["models"]) != len(wrappers):
+            raise ValueError(
+                f"got {len(self.content['models'])} gossip models in {self._where}, expected {len(wrappers)}; prepare "
+                "the models with which it was saved"
+            )
+        return self.content
+
+
+def plain_part(tree: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """The entries of plain values and tensors, which `torch.load(weights_only=True)` takes; a warning names others.
+
+    Args:
+        tree: the entries; shares memory.
+        where: its place, for the warning.
+    """
+    found = {name: value for name, value in tree.items() if _is_plain(value)}
+    if others := [name for name in tree if name not in found]:
         warnings.warn(
-            f"got no file {where}, expected the state of this rank of {dist.get_world_size()}: training goes on from "
-            "the one model of the checkpoint on all ranks, with the optimizer of rank 0 and a new state of gossip, as "
-            "after a change of the number of ranks",
+            f"got {', '.join(others)} in {where}, expected tensors, numbers, strings, lists, tuples and dicts, which "
+            "load without pickle: the file of this rank leaves it out, so all ranks resume with the one of rank 0; "
+            "keep plain values there",
             stacklevel=3,
         )
-    elif states is not None and len(states) != len(wrappers):
-        raise ValueError(
-            f"got {len(states)} gossip models in {where}, expected {len(wrappers)}; prepare the models with which it "
-            "was saved"
-        )
-    return content
+    return found
+
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    if kind in (list, tuple, set):
+        return all(map(_is_plain, value))
+    return kind in _PLAIN or kind in (Tensor, nn.Parameter)
 
 
 def load_models(wrappers: Sequence[GossipWrapper], states: Sequence[Any] | None) -> None:
@@ -181,9 +221,9 @@ def save_rank(folder: str | Path, wrappers: Sequence[GossipWrapper], **parts: Se
 
 
 def read_rank(folder: str | Path, wrappers: Sequence[GossipWrapper]) -> dict[str, Any]:
-    """What `save_rank` wrote, or {} where ranks have no file; see `read_own`."""
+    """What `save_rank` wrote, or {} where ranks have no file; see `OwnFile`."""
     path = Path(folder) / f"{rank_name()}.pt"
-    return read_own(lambda: torch.load(path, map_location="cpu", weights_only=True), wrappers, where=path)
+    return OwnFile(lambda: torch.load(path, map_location="cpu", weights_only=True), where=path).compared(wrappers)
 
 
 def load_rank(content: Mapping[str, Any], wrappers: Sequence[GossipWrapper], **parts: Sequence[Stateful]) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..wrappers.base import GossipWrapper
-from .host import Gossip, check_gossip, load_models, missing, own_models, rank_name, read_own, wrap
+from .host import Gossip, OwnFile, check_gossip, load_models, missing, own_models, plain_part, rank_name, wrap
+from .model_copies import ModelCopies
 
 try:
     from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+    from lightning.pytorch import LightningDataModule, LightningModule
     from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
 except ModuleNotFoundError as error:
     raise missing("lightning", error) from error
 
@@ -47,10 +50,16 @@ class _RankFiles:
     def _write(self, path: Any, content: dict[str, Any]) -> None:
         self.checkpoint_io.save_checkpoint(content, self._path(path))
 
-    def _read(self, path: Any, wrappers: Sequence[GossipWrapper]) -> dict[str, Any]:
-        """What `_write` wrote, or {} where ranks have no file; see `read_own`."""
+    def _read(self, path: Any) -> OwnFile:
+        """The file that `_write` wrote."""
         own = self._path(path)
-        return read_own(lambda: self.checkpoint_io.load_checkpoint(own, weights_only=True), wrappers, where=own)
+        return OwnFile(lambda: self.checkpoint_io.load_checkpoint(own, weights_only=True), where=own)
+
+
+# [Note: Resuming before the wrapper] Lightning restores the module and the callbacks, in any order that these like,
+# before the strategy wraps the module. All of them get the checkpoint of their rank: the entries in the file of the
+# rank take the places of the entries in the common file. So what the module has when it is wrapped is this rank's own
+# model. A wrapper starts all ranks from the model of rank 0; `_setup_model` gives the module its own values back.
 
 
 class GossipStrategy(_RankFiles, DDPStrategy):
@@ -59,7 +68,8 @@ class GossipStrategy(_RankFiles, DDPStrategy):
     Rounds are optimizer steps, also with accumulation. Validation during `fit()` is of the average over all ranks, and
     so is the model in each checkpoint, under the names of the module; when `fit()` ends well, the module has it, too.
     Beside each checkpoint is one file for each rank, with which `fit(ckpt_path=...)` gives each rank its own model,
-    optimizers and schedulers back.
+    optimizers, schedulers and states of callbacks back. A model that a callback puts into a checkpoint, such as an EMA,
+    is the average over all ranks there, and of each rank in its own file.
 
     Args:
         gossip: the arguments of `GossipDataParallel` as a dict, or a function that wraps a module; see
@@ -79,46 +89,42 @@ class GossipStrategy(_RankFiles, DDPStrategy):
         super().__init__(**kwargs)
         self._take(gossip)
         self._average = contextlib.ExitStack()  # has averaged() of the model during validation
-        self._is_averaged = False
-        self._loaded: Any = None  # the models in the file of this rank, from load_checkpoint on
+        self._is_validating = False
+        self._own: dict[str, Any] = {}  # the state dict that a checkpoint in the making has
+        self._found: OwnFile | None = None  # the file of this rank, until the model has its wrapper
 
     def _setup_model(self, model: nn.Module) -> GossipWrapper:  # type: ignore[override]
-        return self._wrap(model)
+        """[Note: Resuming before the wrapper]."""
+        own = dict(model.state_dict())
+        if self._found is not None:
+            own = {name: x.clone() if isinstance(x, Tensor) else x for name, x in own.items()}
+        wrapper = self._wrap(model)
+        if found := self._found:
+            self._found = None
+            if content := found.compared([wrapper]):
+                load_models([wrapper], [{"model": own, "gossip": content["models"][0]["gossip"]}])
+        return wrapper
 
     def _register_ddp_hooks(self) -> None:
         """There is no reducer."""
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True: a wrapper would start all ranks from the model of rank 0."""
-        return True
 
     # The average during validation.
 
     def on_validation_start(self) -> None:
         """The module is the average from now on; collective."""
         super().on_validation_start()
+        self._is_validating = True
+        self._enter_average()
+
+    def _enter_average(self) -> None:
         if isinstance(self.model, GossipWrapper):
             self._average.enter_context(self.model.averaged())
-            self._is_averaged = True
 
     def on_validation_end(self) -> None:
         """The module is this rank's own again."""
-        self._is_averaged = False
+        self._is_validating = False
         self._average.close()
         super().on_validation_end()
-
-    @contextlib.contextmanager
-    def _own(self) -> Iterator[None]:
-        """Inside, the module is this rank's own also in a validation; collective.
-
-        After an error the validation has no average: to make it again would wait for ranks that had no error.
-        """
-        is_averaged = self._is_averaged
-        self.on_validation_end()
-        yield
-        if is_averaged:
-            self.on_validation_start()
 
     def on_train_end(self) -> None:
         """The module becomes the average for good; collective."""
@@ -137,42 +143,73 @@ class GossipStrategy(_RankFiles, DDPStrategy):
     # Checkpoints.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The average under the names of the module; collective."""
+        """This rank's own model, with which Lightning begins a checkpoint; collective.
+
+        Callbacks and the hooks of the module see own models alone. Inside a validation the module is this rank's own
+        from here until `save_checkpoint`, which writes the averages.
+        """
         if isinstance(self.model, GossipWrapper):
-            return self.model.averaged_state_dict(rank0_only=False)
-        return super().lightning_module_state_dict()
+            self._average.close()
+            self.model.settle()
+        self._own = super().lightning_module_state_dict()
+        return self._own
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """As Lightning's, with one file more for each rank, unless only weights are saved; collective."""
+        """As Lightning's, with averages of models, and one file more for each rank, unless only weights are saved.
+
+        Collective. See [Note: Copies of the model].
+        """
+        wrapper, own, self._own = self.model, self._own, {}
+        if isinstance(wrapper, GossipWrapper):
+            if "optimizer_states" in checkpoint:
+                self._write(filepath, {"models": own_models([wrapper]), "entries": _entries(checkpoint)})
+            checkpoint = ModelCopies(wrapper).averaged(checkpoint, own, model="state_dict")
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        if isinstance(self.model, GossipWrapper) and "optimizer_states" in checkpoint:
-            names = ["optimizer_states", "lr_schedulers", type(self.precision_plugin).__qualname__]
-            entries = {name: checkpoint[name] for name in names if name in checkpoint}
-            with self._own():
-                self._write(filepath, {"models": own_models([self.model]), "entries": entries})
+        if self._is_validating:
+            self._enter_average()
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As Lightning's, with the optimizers and schedulers of this rank."""
+        """As Lightning's; the checkpoint of this rank if training goes on."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        if isinstance(self.model, GossipWrapper):
-            content = self._read(checkpoint_path, [self.model])
-            self._loaded = content.get("models")
-            checkpoint.update(content.get("entries", {}))
+        module = self.lightning_module
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self._found = self._read(checkpoint_path)
+            if content := self._found.content:
+                # An older file has the model of the rank beside the entries.
+                checkpoint.update({"state_dict": content["models"][0]["model"], **content["entries"]})
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """As Lightning's, with this rank's own model; collective."""
-        if isinstance(self.model, GossipWrapper):
-            self.model.settle()
-        super().load_model_state_dict(checkpoint, strict=strict)
-        if isinstance(self.model, GossipWrapper):
-            load_models([self.model], self._loaded)
-            self._loaded = None
+        """As Lightning's. A tuner may call it after the wrapper was made, and then it is collective."""
+        if isinstance(wrapper := self.model, GossipWrapper):
+            found, self._found = self._found, None
+            content = {} if found is None else found.compared([wrapper])
+            wrapper.settle()
+            super().load_model_state_dict(checkpoint, strict=strict)
+            own = dict(wrapper.module.state_dict())
+            load_models([wrapper], [{"model": own, "gossip": content["models"][0]["gossip"]}] if content else None)
+        else:
+            super().load_model_state_dict(checkpoint, strict=strict)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """As Lightning's, with the file of each rank; the checkpoint that a link names keeps its files."""
         super().remove_checkpoint(filepath)
         self.checkpoint_io.remove_checkpoint(self._beside(filepath))
+
+
+_HPARAMS = frozenset(  # in a checkpoint; equal on all ranks, and of any type
+    getattr(kind, f"CHECKPOINT_HYPER_PARAMS_{name}")
+    for kind in (LightningModule, LightningDataModule)
+    for name in ("KEY", "NAME", "TYPE")
+)
+
+
+def _entries(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of the checkpoint of Lightning for the file of this rank."""
+    entries = {name: value for name, value in checkpoint.items() if name not in _HPARAMS}
+    if isinstance(callbacks := entries.get("callbacks"), dict):
+        entries["callbacks"] = plain_part(callbacks, where="callbacks of a checkpoint")
+    return plain_part(entries, where="a checkpoint")
 
 
 class GossipFabricStrategy(_RankFiles, FabricDDPStrategy):
@@ -248,7 +285,7 @@ class GossipFabricStrategy(_RankFiles, FabricDDPStrategy):
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As Fabric's, with this rank's own models and optimizers where `state` is a dict; collective."""
         wrappers = _wrappers(state) if isinstance(state, dict) else []
-        content = self._read(path, wrappers) if wrappers else {}
+        content = self._read(path).compared(wrappers) if wrappers else {}
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         if content:
             load_models(wrappers, content["models"])

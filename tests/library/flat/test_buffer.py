@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from gossip_modules.extend import FlatBuffer
 from gossip_modules.flat.layout import TensorSpec
@@ -367,6 +368,20 @@ def test_mistakes_are_named(number: int) -> None:
     module = make()
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
         FlatBuffer(module)
+
+
+def test_parameters_with_another_name_stay_in_the_vector() -> None:
+    model = nn.Linear(3, 2)
+    buffer, values = FlatBuffer(model), model.weight.detach().clone()
+    for name in ("weight", "bias"):
+        prune.l1_unstructured(model, name, amount=0.5)
+    assert not buffer.is_attached()
+    buffer.reattach()
+    assert [slot.name for slot in buffer.slots] == ["weight_orig", "bias_orig"]
+    assert buffer.is_attached()
+    torch.testing.assert_close(model.get_parameter("weight_orig"), values, rtol=0, atol=0)
+    buffer.vector.segments[0].zero_()
+    assert not model.get_parameter("weight_orig").any()
 
 
 def test_signature_tells_names_shapes_dtypes_and_strides() -> None:
