@@ -150,6 +150,11 @@ class BilateralEngine(Engine):
         is_asking = self.is_active and self._bilateral.under_way is not None
         return is_asking or self._bilateral.is_serving or self.shared.has_pending
 
+    @property
+    def can_leave_out(self) -> bool:
+        """See `Engine`: corrections of peers belong to no state."""
+        return True
+
     def round(self, x: FlatVector) -> bool:
         """See `Engine`. Never waits.
 

@@ -79,6 +79,17 @@ class Engine(ABC):
         """Whether `flush()` would apply a correction."""
         return False
 
+    is_waiting: bool = False
+    """Whether `round` or `flush` waits for a round in flight, with the model and the counters still as before."""
+
+    @property
+    def can_leave_out(self) -> bool:
+        """Whether `state_dict()` may be called while a round is in flight.
+
+        The state and the model are then those of a run in which no rank has taken part in that round.
+        """
+        return False
+
     @property
     def has_peers(self) -> bool:
         """Whether other ranks may wait for this one until it is closed."""

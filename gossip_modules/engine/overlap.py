@@ -110,6 +110,11 @@ class OverlapEngine(LockstepEngine):
         """See `Engine`."""
         return self._flight is not None
 
+    @property
+    def can_leave_out(self) -> bool:
+        """See `Engine`: the memory of an algorithm may change on the gossip thread."""
+        return self.gossiper.is_plain
+
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
         flight, alpha, staleness, has_changed = self._flight, None, 0, False
@@ -196,11 +201,14 @@ class OverlapEngine(LockstepEngine):
         start = time.perf_counter()
         with span("gossip.wait"):
             try:
-                assert self._thread is not None
+                assert self._thread is not None, "a round in flight runs on the gossip thread"
+                self.is_waiting = True
                 alpha = self._thread.result(flight.future, **self._limit_of(flight.mixer, flight.t))
             except Exception:  # an error of the round; an interrupt leaves the round in flight
                 self._flight = None
                 raise
+            finally:
+                self.is_waiting = False
         self.stats.wait_seconds += time.perf_counter() - start
         self.gossiper.transport.traffic.mixed(self._staleness_of(flight))  # before the next round departs
         if self._stream is not None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..engine.background import close_in_thread
 from ..engine.engine import Engine, IdleEngine
+from ..flat.buffer import FlatBuffer
 from ..flat.selection import Selection
 from ..flat.sharded import local_of
 from ..flat.transformed import call_plain, is_transformed, not_compiled, refuse_scripting
@@ -46,6 +47,7 @@ from .state import (
     WholeState,
     check_place,
     check_prefix,
+    check_whole_state,
     mark,
     plain,
     put_state,
@@ -124,6 +126,8 @@ class GossipWrapper(OldNames, AveragingMixin):
         """
         local = self._local
         local.engine, local.averager = engine, averager
+        if local.transport is not None:
+            local.turn.limit = 2 * local.transport.timeout.total_seconds()
         local.set_out()
         local.travelling.watch(local)
         if isinstance(local.world, Participant):
@@ -203,7 +207,12 @@ class GossipWrapper(OldNames, AveragingMixin):
     def _before_forward(self) -> bool:
         """[Note: One step is one round]; returns whether the forward is a training forward."""
         local = self._local
-        buffer = local.buffer
+        with local.turn:
+            return self._prepare_forward(local, local.buffer)
+
+    def _prepare_forward(self, local: LocalModel, buffer: FlatBuffer) -> bool:
+        if local.turn.is_in_change:
+            self._refuse_inside_round("a forward")
         local.to_estimate()  # [Note: a step that raises]; else it does nothing
         is_training = torch.is_grad_enabled() and (buffer.module.training or self.gossip_in_eval_mode)
         if is_training and not self._is_checked:
@@ -243,11 +252,19 @@ class GossipWrapper(OldNames, AveragingMixin):
 
     def _begin_step(self) -> None:
         """Run the round at the begin of an optimizer step."""
+        if self._local.turn.is_in_change:
+            self._refuse_inside_round("a step")
         if self._join_config.enable:
             self._notify()
         if not self._local.is_held:
             self._local.step()
         self._local.steps.begin()
+
+    def _refuse_inside_round(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"got {what} of a {type(self).__name__} inside a gossip round, as in the handler of a signal, expected it "
+            "between steps: the round writes the parameters; set a flag in the handler, and act on it after the step"
+        )
 
     def _notify(self) -> None:
         """Announce another batch of this rank to the other ranks; for `Join`."""
@@ -311,7 +328,7 @@ class GossipWrapper(OldNames, AveragingMixin):
 
     def _evaluate(self) -> None:
         """A forward outside of training, perhaps in an eval mode unknown to the wrapper."""
-        if self.module.training:
+        if self.module.training or self._local.turn.is_of_other_thread:
             return
         if self._sync:
             self._local.steps.end()  # as after eval()
@@ -383,15 +400,26 @@ class GossipWrapper(OldNames, AveragingMixin):
 
     def before_mode(self, mode: bool) -> None:
         """The module is about to be in train or eval mode."""
-        self._local.to_estimate()  # [Note: a step that raises]
-        if not self._local.holds_other_weights():
-            self.flush()
-        if not mode:
-            self._local.steps.end()
+        local = self._local
+        with local.turn:
+            if not local.may_flush:
+                return
+            local.to_estimate()  # [Note: a step that raises]
+            if not local.holds_other_weights():
+                self.flush()
+            if not mode:
+                local.steps.end()
 
     def flush(self) -> None:
-        """See `AveragingMixin`. Leaves the de-biased estimate in the parameters."""
-        self._local.flush()
+        """See `AveragingMixin`. Leaves the de-biased estimate in the parameters.
+
+        In another thread than that of training, or in a signal handler, while a step of training is under way,
+        corrections stay in flight: see [Note: One thread at a time] of `Turn`.
+        """
+        local = self._local
+        with local.turn:
+            if local.may_flush:
+                local.flush()
 
     def close(self) -> None:
         """See `AveragingMixin`. Forwards after it are local; a training forward warns, once."""
@@ -480,12 +508,43 @@ class GossipWrapper(OldNames, AveragingMixin):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.state_dict`, flushed and de-biased; gossip state is in its metadata.
 
-        Among several ranks the key "_extra_state" holds the rank: int64 [2].
+        Among several ranks the key "_extra_state" holds the rank: int64 [2]. In another thread than that of training,
+        and in a signal handler inside a step, it has copies, without the round in flight. In a signal handler inside a
+        round it has no state of gossip that can be loaded, and warns.
         """
-        self.flush()
-        state = super().state_dict(*args, **kwargs)
-        mark(state, args[1] if len(args) > 1 else kwargs.get("prefix", ""), inside="module.")
-        return state
+        save = super().state_dict
+        return self.saved_by(lambda: save(*args, **kwargs), self._prefix_in(args, kwargs), inside="module.")
+
+    @staticmethod
+    def _prefix_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        return str(args[1] if len(args) > 1 else kwargs.get("prefix", ""))
+
+    def saved_by(self, save: Callable[[], Any], prefix: str, *, inside: str, has_place: bool = True) -> Any:
+        """The state dict of `save`, at a moment at which the weights are whole, or in copies.
+
+        Args:
+            save: `state_dict` of `nn.Module`.
+            prefix, inside: see `mark`.
+            has_place: whether the state dict has the place of this rank.
+        """
+        local = self._local
+        with local.turn:
+            is_flushed = local.may_flush
+            if is_flushed:
+                self.flush()
+            elif not local.is_whole:
+                warnings.warn(
+                    f"got state_dict() of a {type(self).__name__} inside a gossip round or an optimizer step, as in "
+                    "the handler of a signal: its tensors may be of two moments, and load_state_dict() of a wrapper "
+                    "refuses it; set a flag in the handler, and save after the step",
+                    stacklevel=levels_to_user(),
+                )
+            state = save()
+            if not is_flushed or local.turn.is_of_other_thread:
+                local.own_copies(state)
+            if has_place:
+                mark(state, prefix, inside=inside)
+            return state
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -513,6 +572,8 @@ class GossipWrapper(OldNames, AveragingMixin):
 
         "engine", the algorithm's own state, is read like a dict; tools with a value per key keep it as one.
         """
+        if not (self._local.is_whole or self._local.may_flush):
+            return {"is_interrupted": True}
         state = self._local.state_dict()
         return {**state, "engine": WholeState(state["engine"])}
 
@@ -520,10 +581,12 @@ class GossipWrapper(OldNames, AveragingMixin):
         """Take back what `get_extra_state` gave; None restarts it, as after loading other weights into the module.
 
         Raises:
-            ValueError: it is the state of another rank, or of a world of another size; nothing is changed then.
+            ValueError: it is the state of another rank, or of a world of another size, or was saved inside a round;
+                nothing is changed then.
         """
         if state is not None:
             check_place(state, self.own_place)
+            check_whole_state(state, wrapper=type(self).__name__)
             state = {**state, "engine": plain(state["engine"])}
         self._local.load_state_dict(state or {})
 

@@ -18,7 +18,7 @@ from ..flat.transformed import is_transformed, refuse_scripting
 from .checkpoint import Checkpoint
 from .composition import check_inside
 from .gossip import GossipDataParallel
-from .state import KEY, drop_state, keeps_extra_state, mark, plain, put_state, warn_stateless
+from .state import KEY, drop_state, keeps_extra_state, plain, put_state, warn_stateless
 
 
 def gossip(module: nn.Module, **options: Any) -> GossipModule:
@@ -157,11 +157,9 @@ class GossipModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.state_dict`, flushed and de-biased; gossip state rides in its metadata, not in its keys."""
-        self._gossip.flush()
-        state = super().state_dict(*args, **kwargs)
-        if not keeps_extra_state(self):
-            mark(state, args[1] if len(args) > 1 else kwargs.get("prefix", ""), inside="")
-        return state
+        save, gossip = super().state_dict, self._gossip
+        prefix, has_place = gossip._prefix_in(args, kwargs), not keeps_extra_state(self)
+        return gossip.saved_by(lambda: save(*args, **kwargs), prefix, inside="", has_place=has_place)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

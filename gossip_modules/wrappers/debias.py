@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..flat.buffer import FlatBuffer
 from ..flat.step_hooks import Stepped
+from .turn import Turn
 
 
 class Form(Enum):
@@ -45,13 +46,15 @@ class Debias(Stepped):
     Args:
         buffer: mutated by the transitions.
         is_needed: whether weights leave one.
+        turn: told of the steps on numerators; see [Note: One thread at a time].
 
     Attributes:
         limits_steps: whether a peer is lost; see [Note: small weights].
     """
 
-    def __init__(self, buffer: FlatBuffer, *, is_needed: bool) -> None:
+    def __init__(self, buffer: FlatBuffer, *, is_needed: bool, turn: Turn) -> None:
         self.is_needed = is_needed
+        self._turn = turn
         self.limits_steps = False
         self.form = Form.ESTIMATE
         self._scale: Tensor | None = None  # of the limited form
@@ -111,6 +114,7 @@ class Debias(Stepped):
 
     def enter_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
+        self._turn.begin_step()
         if optimizer in self._readers:
             self.to_estimate()
         elif self.limits_steps:
@@ -124,6 +128,14 @@ class Debias(Stepped):
     def leave_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         self.to_estimate()
+        self._turn.end_step()
+
+    def estimate_of(self, x: Tensor) -> Tensor:
+        """A copy of a tensor in the vector, of any shape, as an estimate; storage stays in its form."""
+        weight = {Form.ESTIMATE: None, Form.NUMERATOR: self._buffer.vector.push_sum_weight, Form.LIMITED: self._scale}
+        if (w := weight[self.form]) is None:
+            return x.clone()
+        return (x.to(torch.promote_types(x.dtype, torch.float32)) / w[0].to(x.device)).to(x.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_readers": WeakIdKeyDictionary()}  # a copy has optimizers of its own

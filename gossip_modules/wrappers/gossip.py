@@ -286,7 +286,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         local, node = self._local, self._local.node
         mixer.bind(mixing, local.transport)
         mixer.watch_optimizer(local.buffer, is_whole=node is None or node.is_whole)
-        local.debias = local.copies.debias = Debias(local.buffer, is_needed=mixer.is_weighted)
+        local.debias = local.copies.debias = Debias(local.buffer, is_needed=mixer.is_weighted, turn=local.turn)
         engine = self._make_engine(mixer, schedule)
         if node is None:
             self._start(engine, engine.averager)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..engine.engine import Engine, LockstepEngine
+from ..flat.aliases import has_memory
 from ..flat.buffer import FlatBuffer
 from ..flat.former_layout import FormerLayout
 from ..flat.selection import Selection
@@ -26,6 +27,7 @@ from .node import Node
 from .optimizer_steps import OptimizerSteps, RoundTime
 from .state import Place
 from .travelling import Travelling
+from .turn import Turn, is_in_signal_handler
 from .weights.copies import WeightCopies
 from .weights.own import OwnWeights
 from .world import ModelWorld
@@ -64,6 +66,7 @@ class LocalModel(AveragedModel):
         engine: how rounds run.
         transport: the transport of the rounds.
         world: the ranks that train together.
+        turn: lets one thread at a time change the weights.
         place: this rank and the number of ranks; None without ranks.
         node: the processes that share this model, if there are several.
         debias: the push-sum weights, where they are sent.
@@ -100,10 +103,11 @@ class LocalModel(AveragedModel):
         when = RoundTime.of(rounds)
         self.name = name
         self.world = ModelWorld()
+        self.turn = Turn()
         self.description: dict[str, str] = {}
         self.buffer = FlatBuffer(module, selection=selection, num_shards=num_shards)
         self.travelling = Travelling()
-        self.own_weights = OwnWeights(self.buffer, self.add_again)
+        self.own_weights = OwnWeights(self.buffer, self.add_again, self.turn)
         self.copies = WeightCopies(self.buffer, name=name)
         self.equal_steps = EqualSteps(self.buffer, name=name)
         self.steps = OptimizerSteps(self.buffer, when, name=name, run=run)
@@ -166,8 +170,11 @@ class LocalModel(AveragedModel):
                 self.debias.limits_steps = world.has_lost_peers
         step = engine.step
         self.num_steps += 1
+        self.turn.begin_training()
+        self.own_weights.is_step_open = True
         try:
-            self._round()
+            with self.turn.change:
+                self._round()
         except FloatingPointError:
             if isinstance(engine, LockstepEngine):  # [Note: after infinities]
                 engine.step = step
@@ -260,9 +267,38 @@ class LocalModel(AveragedModel):
     def flush(self) -> None:
         """Apply everything in flight to the tensors that the module has now."""
         if not self.is_closed:
-            if not self.buffer.is_attached():
-                self.reattach()
-            self.apply_in_flight()
+            with self.turn:
+                if not self.buffer.is_attached():
+                    self.reattach()
+                self.apply_in_flight()
+
+    @property
+    def may_flush(self) -> bool:
+        """Whether a call may apply corrections and change the form of the weights: [Note: One thread at a time]."""
+        turn = self.turn
+        if turn.is_in_change or turn.is_in_step:
+            return False
+        if not (self.own_weights.is_step_open and self.engine.is_in_flight):
+            return True
+        return not (turn.is_of_other_thread or is_in_signal_handler())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model and the state of the engine are those of a moment between two changes."""
+        engine = self.engine
+        if self.turn.is_in_step or (self.turn.is_in_change and not engine.is_waiting):
+            return False
+        return engine.can_leave_out or not engine.is_in_flight
+
+    def own_copies(self, state: dict[str, Any]) -> None:
+        """Put copies, as estimates, in the place of tensors in a state dict."""
+        raw = self.buffer.vector.raw
+        first, last = raw.data_ptr(), raw.data_ptr() + raw.numel()
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                x = value.detach()
+                is_ours = self.debias is not None and has_memory(x) and first <= x.data_ptr() < last
+                state[name] = self.debias.estimate_of(x) if is_ours and self.debias is not None else x.clone()
 
     def apply_in_flight(self) -> None:
         """Apply everything in flight."""
@@ -270,14 +306,15 @@ class LocalModel(AveragedModel):
             if not self.is_held:
                 self.own_weights.recover()
             if self.engine.is_in_flight and not self.is_held:
-                self.own_weights.flush_at(self.buffer.vector.push_sum_weight)
-                self.to_numerator()
-                with torch.no_grad():
-                    is_added = self._run(self.engine.flush)
-                self.written()
-                self.to_estimate()
-                if is_added:
-                    self.own_weights.flushed()
+                with self.turn.change:
+                    self.own_weights.flush_at(self.buffer.vector.push_sum_weight)
+                    self.to_numerator()
+                    with torch.no_grad():
+                        is_added = self._run(self.engine.flush)
+                    self.written()
+                    self.to_estimate()
+                    if is_added:
+                        self.own_weights.flushed()
         finally:  # a script that catches the error of a peer goes on with a model
             self.to_estimate()
 

@@ -246,6 +246,16 @@ def check_place(state: Mapping[str, Any], place: Place) -> None:
         )
 
 
+def check_whole_state(state: Mapping[str, Any], *, wrapper: str) -> None:
+    """Raise ValueError for a state that a signal handler has saved inside a round."""
+    if "is_interrupted" in state:
+        raise ValueError(
+            f"got the state of a {wrapper} that was saved inside a gossip round or an optimizer step, as in the "
+            "handler of a signal, expected one that was saved between steps; load an older one, and let the handler "
+            "set a flag that the loop looks at after each step"
+        )
+
+
 def check_prefix(
     state_dict: Mapping[str, Any], prefix: str, module: nn.Module, *, wrapper: str, is_stateless: bool = False
 ) -> None:

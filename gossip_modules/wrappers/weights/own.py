@@ -14,6 +14,7 @@ from ...engine.engine import MAX_KEPT
 from ...flat.buffer import FlatBuffer
 from ...flat.samples import ParameterSamples
 from ...flat.step_hooks import STEP_HOOKS, Stepped
+from ..turn import Turn
 
 
 class _Level(NamedTuple):
@@ -51,13 +52,17 @@ class OwnWeights(Stepped):
         buffer: has the parameters.
         add_again: adds the corrections of the flushes after the first ones again. Its arguments are the number of
             flushes, and the push-sum weight at which the next correction was added.
+        turn: another thread that flushes finds the samples and the parameters of one moment.
 
     Attributes:
         num_flushes: the flushes since the last round that have added corrections.
+        is_step_open: set to True at each round; False after an optimizer step, once a round was in flight.
     """
 
-    def __init__(self, buffer: FlatBuffer, add_again: Callable[[int, Tensor], None]) -> None:
-        self._buffer = buffer
+    is_step_open = False
+
+    def __init__(self, buffer: FlatBuffer, add_again: Callable[[int, Tensor], None], turn: Turn) -> None:
+        self._buffer, self._turn = buffer, turn
         self.bind(add_again)
         self._start()
 
@@ -177,15 +182,17 @@ class OwnWeights(Stepped):
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         if self._levels:
-            self.recover()
+            with self._turn.change:
+                self.recover()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
-        self._has_stepped = True
-        self.note()
+        with self._turn.change:
+            self._has_stepped, self.is_step_open = True, False
+            self.note()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_buffer": self._buffer}
+        return {"_buffer": self._buffer, "_turn": self._turn}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -18,6 +18,7 @@ from gossip_modules.flat.buffer import FlatBuffer
 from gossip_modules.flat.step_hooks import STEP_HOOKS
 from gossip_modules.wrappers.debias import Debias, Form
 from gossip_modules.wrappers.gossip import GossipDataParallel
+from gossip_modules.wrappers.turn import Turn
 from tests.harness.cases import each_once
 from tests.harness.problems import loss_of, mlp, sgd, train_step
 from tests.harness.progress import local_of
@@ -46,7 +47,7 @@ def weighted(seed: int = 0, weight: float = 0.5) -> tuple[nn.Module, Debias]:
     module = mlp(seed)
     buffer = FlatBuffer(module)
     buffer.vector.push_sum_weight.fill_(weight)
-    return module, Debias(buffer, is_needed=True)
+    return module, Debias(buffer, is_needed=True, turn=Turn())
 
 
 def in_the_module(wrapper: GossipDataParallel) -> Tensor:
@@ -183,7 +184,7 @@ def test_steps_of_the_estimate_are_no_longer_than_the_rate_where_that_is_limited
     buffer = FlatBuffer(module)
     buffer.vector.push_sum_weight.fill_(weight)
     before = flatten(module)
-    debias = Debias(buffer, is_needed=True)
+    debias = Debias(buffer, is_needed=True, turn=Turn())
     debias.limits_steps = limits_steps
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -199,7 +200,7 @@ def test_a_limited_step_that_raises_leaves_the_estimate_to_who_asks_for_it() -> 
     buffer = FlatBuffer(module)
     buffer.vector.push_sum_weight.fill_(2.0)
     before = flatten(module)
-    debias = Debias(buffer, is_needed=True)
+    debias = Debias(buffer, is_needed=True, turn=Turn())
     debias.limits_steps = True
     with pytest.raises(StepError):
         Failing(module.parameters(), lr=1.0).step()
