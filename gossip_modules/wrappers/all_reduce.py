@@ -64,6 +64,11 @@ class PackedModel(AveragedModel):
         ignored = self.selection.ignored_ids(self.module)
         return [p for p in self.module.parameters() if p.requires_grad and id(p) not in ignored]
 
+    @property
+    def travelling_tensors(self) -> list[Tensor]:
+        """See `AveragedModel`: gradients travel."""
+        return self.trained
+
     def read(self) -> FlatVector:
         """See `AveragedModel`."""
         buffers = self.selection.averaged(self.module).values()

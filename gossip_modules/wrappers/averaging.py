@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,11 @@ from ..flat.kept_buffers import KeptBuffers
 from ..flat.selection import Selection
 from ..flat.sharded import gathered, local_of
 from ..flat.vector import FlatVector
+from ..old_calls import levels_to_user
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.process_group import ProcessGroupTransport, calling
+from .frozen import find_differing, frozen_parameters
 from .state import Place
 from .weights.copies import WeightCopies
 
@@ -52,6 +55,11 @@ class AveragedModel(ABC):
     def trained(self) -> Sequence[Tensor]:
         """The trained parameters of the module."""
         return self.buffer.parameters
+
+    @property
+    def travelling_tensors(self) -> Sequence[Tensor]:
+        """The tensors that rounds exchange."""
+        return self.buffer.tensors
 
     @abstractmethod
     def read(self) -> FlatVector:
@@ -105,6 +113,7 @@ class AveragingMixin(ABC):
     module: nn.Module  # without the wrapper
     _local: AveragedModel
     _last_consensus_distance: float = float("nan")
+    _has_warned_of_frozen = False
 
     @abstractmethod
     def flush(self) -> None:
@@ -143,8 +152,10 @@ class AveragingMixin(ABC):
         self._average()
         with calling_as("average_()"):
             self._average_kept(KeptBuffers(self.module, self._local.selection))
+            self._find_differing_frozen()
         if not self._local.is_averaged:  # inside averaged() the models come back
             self._local.forget_models()
+            self._note_equal_models()
 
     def _average(self) -> None:
         """As `average_`, for a while: nothing starts anew."""
@@ -228,7 +239,8 @@ class AveragingMixin(ABC):
             self.settle()
             saved = self._local.read().clone()
             self._average()
-            self._compare_with_average(saved)
+            if not self._find_differing_frozen():
+                self._compare_with_average(saved)
         was_averaged, self._local.is_averaged = self._local.is_averaged, True
         kept = KeptBuffers(self.module, self._local.selection)
         try:
@@ -276,8 +288,41 @@ class AveragingMixin(ABC):
     def _compare_with_average(self, own: FlatVector) -> None:
         """Compare the model of this rank, from before an average, with the average."""
 
+    def _note_equal_models(self) -> None:
+        """All ranks have the average as their model now."""
+
+    def _find_differing_frozen(self) -> dict[str, Tensor]:
+        """The frozen parameters that are not equal on all ranks, by name; collective. Warns of them once.
+
+        Empty, after the warning, if ranks have frozen parameters of other names or shapes.
+        """
+        local, transport = self._local, self._local.averager.transport
+        frozen = frozen_parameters(self.module, local.selection, local.travelling_tensors)
+
+        def sum_over_ranks(x: Tensor) -> None:
+            on_device = x.to(local.trained[0].device)
+            transport.all_reduce(on_device, what="comparing frozen parameters")
+            x.copy_(on_device)
+
+        names, are_comparable = find_differing(frozen, sum_over_ranks, world_size=transport.world_size)
+        if names and not self._has_warned_of_frozen:
+            self._has_warned_of_frozen = True
+            shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+            warnings.warn(
+                f"got frozen parameters of a {type(self).__name__} that differ between ranks: {shown}; expected equal "
+                "ones, since gossip sends trained parameters alone, and an averaged model has the frozen ones of each "
+                "rank. If your loop writes them (merges LoRA weights, say), call average_() before, so that all ranks "
+                "write the same; if each rank is to have its own, name them in ignore=[...]",
+                stacklevel=levels_to_user(),
+            )
+        return {name: frozen[name] for name in names} if are_comparable else {}
+
     def consensus_distance(self) -> float:
-        """sqrt(mean_i ||z_i - mean_j x_j||^2) over the parameters, z_i = x_i / w_i; collective, costs one copy."""
+        """sqrt(mean_i ||z_i - mean_j x_j||^2) over the parameters, z_i = x_i / w_i; collective, costs one copy.
+
+        Frozen parameters count too, but for ignored ones: a loop may write them. They cost nothing while they are
+        equal on all ranks.
+        """
         with calling_as("consensus_distance()"):
             self.settle()
             local = self._local
@@ -292,6 +337,13 @@ class AveragingMixin(ABC):
             squared = torch.zeros(1, dtype=wide_dtype(vector.raw.device), device="cpu")
             for difference in mean.parameters:
                 squared += torch.linalg.vector_norm(difference, dtype=squared.dtype).cpu() ** 2
+            for x in map(local_of, self._find_differing_frozen().values()):
+                if x.is_floating_point() or x.is_complex():
+                    own = FlatVector.pack([x], device=vector.raw.device)
+                    mean = own.clone()
+                    local.averager.mix(mean, 0)
+                    (y,), (z,) = mean.segments, own.segments
+                    squared += torch.linalg.vector_norm(y.sub_(z), dtype=squared.dtype).cpu() ** 2
             if local.node is not None:
                 local.node.sum_over_shards(squared)
             squared, transport = squared.to(vector.raw.device), local.averager.transport

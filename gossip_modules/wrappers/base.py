@@ -112,6 +112,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         self._has_trained = False
         self._has_warned = False  # of training after close()
         self._has_compared = False  # the models of ranks with their average
+        self._averaged_at = -1  # the number of steps at the last average_()
         options: dict[str, Any] = {"selection": selection, "rounds": rounds, "num_shards": num_shards}
         self._local = LocalModel(module, name=name, run=self._round_after_step, **options)
         self._local.around = weakref.ref(self)
@@ -443,7 +444,7 @@ class GossipWrapper(OldNames, AveragingMixin):
     def _compare_with_average(self, own: FlatVector) -> None:
         """Warn, once, if ranks have equal models after steps: they read the same data."""
         local = self._local
-        is_early = local.num_steps < _MANY_STEPS or not local.steps.has_stepped
+        is_early = local.num_steps < _MANY_STEPS or not local.steps.has_stepped or local.num_steps == self._averaged_at
         if self._has_compared or is_early or local.averager.transport.world_size == 1:
             return
         self._has_compared, average = True, local.buffer.vector
@@ -455,6 +456,10 @@ class GossipWrapper(OldNames, AveragingMixin):
                 "with torch.utils.data.DistributedSampler(dataset)",
                 stacklevel=levels_to_user(),
             )
+
+    def _note_equal_models(self) -> None:
+        """See `AveragingMixin`: ranks that have taken no step since then are equal, whatever they read."""
+        self._averaged_at = self._local.num_steps
 
     def _warn_of_no_round(self) -> None:
         local, stats = self._local, self._local.engine.stats
