@@ -194,28 +194,30 @@ def test_corrections_wait_while_autograd_needs_the_weights(
     model.close()
 
 
+class Interrupted(torch.optim.SGD):
+    """Inside its step another thread begins to save the model, and waits for the end of the step."""
+
+    saver: threading.Thread
+
+    def step(self, closure: Any = None) -> Any:
+        self.saver.start()
+        self.saver.join(0.01)
+        assert self.saver.is_alive()
+        return super().step(closure)
+
+
 def test_a_second_thread_saves_copies_of_estimates_after_the_optimizer_step() -> None:
     def body(group: dist.ProcessGroup) -> None:
         model = GossipDataParallel(mlp(), process_group=group, graph=irregular())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        savers: list[threading.Thread] = []
+        optimizer = Interrupted(model.parameters(), lr=0.1)
         saved: list[Any] = []
-
-        def begin_to_save(*_: object) -> None:
-            """Inside the optimizer step another thread begins to save, and waits."""
-            savers.append(threading.Thread(target=lambda: saved.append(model.state_dict())))
-            savers[-1].start()
-            savers[-1].join(0.01)
-            assert savers[-1].is_alive()
-
-        optimizer.register_step_pre_hook(begin_to_save)
         for step in range(3):
             loss_of(model, group.rank(), step).backward()
+            optimizer.saver = threading.Thread(target=lambda: saved.append(model.state_dict()))
             optimizer.step()
-            savers[-1].join()
-            estimate = flatten(model.module)
+            optimizer.saver.join()
             found = torch.cat([x.flatten() for name, x in saved[-1].items() if name.startswith("module.")])
-            assert torch.equal(found, estimate)
+            assert torch.equal(found, flatten(model.module))
         before = found.clone()
         loss_of(model, group.rank(), 3)
         assert torch.equal(found, before)
