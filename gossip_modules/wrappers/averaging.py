@@ -24,6 +24,7 @@ from ..transport.process_group import ProcessGroupTransport, calling
 from .frozen import find_differing, frozen_parameters
 from .state import Place
 from .weights.copies import WeightCopies
+from .weights.masters import declared_pairs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -222,6 +223,41 @@ class AveragingMixin(ABC):
                 vector.unpack_to(tensors)
                 if local.copies is not None:
                     local.copies.averaged(optimizer, {name for _, name, _ in state})
+
+    def follow(self, copies: Iterable[tuple[Tensor | Sequence[Tensor], Tensor]]) -> None:
+        """Let these copies of parameters get the correction of each round, too; local.
+
+        Masters of mixed-precision tools and state of optimizers are found without it; see the guide on optimizer state.
+        Call it where a tool keeps copies elsewhere and writes them over the parameters in each step, which takes back
+        the rounds. Where q is the copy and p the parameter, q <- q + (p - round(q)) after each round and before each
+        step of a torch optimizer that has q. With all-reduce of gradients nothing is to be done.
+
+        Args:
+            copies: pairs of a parameter and its copy, or of several parameters and one flat copy with their elements in
+                this order, from its begin; more elements after these are padding. A copy has any floating dtype and
+                device, and the shape of its parameter or as many elements, contiguous. It is mutated in training. Call
+                it again where a tensor was replaced, as by `optimizer.load_state_dict`: new copies take the place of
+                earlier ones of the same parameter.
+
+        Raises:
+            ValueError: a pair has other tensors than a parameter of the module and as many floating-point elements, or
+                a copy has other values than its parameter; or the wrapper has rounds="step", where a tool has not
+                written the copies over the parameters yet.
+
+        Example:
+            >>> masters = [p.detach().float().clone() for p in model.parameters()]
+            >>> model.follow(zip(model.parameters(), masters))
+            >>> flat = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+            >>> model.follow([(list(model.parameters()), flat)])
+        """
+        pairs = declared_pairs(self.module, copies)
+        if getattr(self, "rounds", "forward") == "step":
+            raise ValueError(
+                "got follow() with rounds='step', whose round runs before a tool has written the copies over the "
+                "parameters; expected rounds='forward', or rounds='manual' with gossip_step() after that"
+            )
+        if self._local.copies is not None:
+            self._local.copies.masters.declare(pairs)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Self]:

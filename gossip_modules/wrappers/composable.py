@@ -96,6 +96,7 @@ class GossipModule(nn.Module):
     no_sync = _forwarded("no_sync")
     gossip_step = _forwarded("gossip_step")
     average_ = _forwarded("average_")
+    follow = _forwarded("follow")
     consensus_distance = _forwarded("consensus_distance")
     comm_stats = _forwarded("comm_stats")
     count_tokens = _forwarded("count_tokens")

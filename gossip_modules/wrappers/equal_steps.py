@@ -201,7 +201,7 @@ class EqualSteps(Stepped):
         self._gradients = [None if x.grad is None else sample(x.grad).clone() for x in self._probes]
 
     @torch.no_grad()
-    def after_step(self, optimizer: Optimizer) -> None:
+    def leave_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         if threading.get_ident() != self._thread:
             return

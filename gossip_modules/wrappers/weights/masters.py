@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -234,6 +234,50 @@ class MasterSet:
 def _states(optimizer: Optimizer) -> Iterator[Mapping[Any, Any]]:
     states = optimizer.state.values() if isinstance(optimizer.state, Mapping) else ()
     return (state for state in states if isinstance(state, Mapping))
+
+
+def declared_pairs(module: nn.Module, copies: Iterable[Any]) -> list[Pair]:
+    """The pairs of `AveragingMixin.follow`, each copy in the shape of its parameter; see there for errors."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    example = "such as zip(model.parameters(), masters), or [(list(model.parameters()), flat)]"
+    pairs: list[Pair] = []
+    for k, entry in enumerate(copies):
+        if not (isinstance(entry, Sequence) and len(entry) == 2 and isinstance(entry[1], Tensor)):
+            raise ValueError(
+                f"got {type(entry).__name__} as entry {k} of copies, expected a parameter and its copy: {example}"
+            )
+        parameters = [entry[0]] if isinstance(entry[0], Tensor) else list(entry[0])
+        if strange := [x for x in parameters if id(x) not in names]:
+            raise ValueError(
+                f"got {len(strange)} tensors in entry {k} of copies that are no parameters of the module, expected the "
+                f"parameter before its copy: {example}"
+            )
+        flat = local_of(entry[1].detach())
+        num_elements = sum(local_of(x).numel() for x in parameters)
+        is_whole = isinstance(entry[0], Tensor)
+        if not flat.is_floating_point() or (flat.numel() != num_elements if is_whole else flat.numel() < num_elements):
+            raise ValueError(
+                f"got a copy of {flat.numel()} elements of {flat.dtype} for {names[id(parameters[0])]!r}, expected "
+                f"{num_elements} floating-point elements{'' if is_whole else ' or more'}; pass a part of a flat copy "
+                "as a view, flat[start:end]"
+            )
+        if flat.shape == local_of(parameters[0]).shape:
+            pairs.append((flat, parameters[0]))
+            continue
+        if not flat.is_contiguous():
+            raise ValueError(f"got a copy for {names[id(parameters[0])]!r} that is not contiguous, expected its shape")
+        flat, at = flat.view(-1), 0
+        for parameter in parameters:
+            pairs.append((_part(flat, at, parameter), parameter))
+            at += local_of(parameter).numel()
+    for copy, parameter in pairs:
+        if not is_rounded(sample(copy), sample(parameter), num_ulps=8):
+            raise ValueError(
+                f"got a copy of {names[id(parameter)]!r} with other values than the parameter, expected equal ones, in "
+                "the narrower dtype: call follow() after the copies were made from the model or loaded with it, before "
+                "the next training forward, with the parameters in the order of the copies"
+            )
+    return pairs
 
 
 # Which tensor is the master of which parameter.

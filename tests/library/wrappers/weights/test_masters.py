@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -132,3 +133,66 @@ def test_a_plain_model_that_trains_beside_on_the_same_data_is_no_master() -> Non
         return flatten(beside)
 
     assert torch.equal(train_beside(has_wrapper=True), train_beside(has_wrapper=False))
+
+
+# Declared copies.
+
+
+class HiddenMasters:
+    """Masters in no optimizer of torch, as one flat vector in the order of the parameters, with zeros at its end."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = list(parameters)
+        self.flat = torch.cat([*(x.detach().float().flatten() for x in self.parameters), torch.zeros(3)])
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        at = 0
+        for parameter in self.parameters:
+            assert parameter.grad is not None
+            part = self.flat[at : at + parameter.numel()]
+            part.sub_(parameter.grad.float().flatten(), alpha=LEARNING_RATE)
+            parameter.copy_(part.view(parameter.shape))
+            at += parameter.numel()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["sync", "overlap", "outer"])
+def test_copies_that_a_script_declares_train_as_the_parameters_do(options: Callable[[], dict[str, Any]]) -> None:
+    def body(group: dist.ProcessGroup) -> Tensor:
+        wrapper = wrap(mlp(group.rank()), group, init_sync=True, **options())
+        optimizer = HiddenMasters(wrapper.parameters())
+        wrapper.follow([(list(wrapper.parameters()), optimizer.flat)])
+        train(wrapper, optimizer, group.rank(), range(NUM_STEPS))
+        wrapper.close()
+        return flatten(wrapper.module)
+
+    plain = trained(partial(torch.optim.SGD, lr=LEARNING_RATE), **options())
+    for found, expected in zip(run_ranks(2, body), plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_copies_are_refused_with_what_is_wrong() -> None:
+    module = mlp()
+    wrapper = wrap(module, solo_group())
+    p = next(module.parameters())
+    wrong: list[tuple[Any, str]] = [
+        ([p], "got Parameter as entry 0 of copies, expected a parameter and its copy: such as zip"),
+        ([(torch.zeros(2), torch.zeros(2))], "got 1 tensors in entry 0 of copies that are no parameters"),
+        ([(p, torch.zeros(5))], "got a copy of 5 elements of torch.float32 for '0.weight', expected 12 "),
+        ([(p, torch.zeros(12, dtype=torch.int32))], "got a copy of 12 elements of torch.int32"),
+        ([([p], torch.zeros(5))], "expected 12 floating-point elements or more"),
+        ([(p, p.detach() + 1)], "got a copy of '0.weight' with other values than the parameter"),
+        ([(p, p.detach().repeat_interleave(2, 0)[::2].t())], "that is not contiguous"),
+    ]
+    for copies, message in wrong:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            wrapper.follow(copies)
+    wrapper.close()
+    after_steps = wrap(mlp(), solo_group(), rounds="step")
+    with pytest.raises(ValueError, match="got follow\\(\\) with rounds='step'"):
+        after_steps.follow([])
+    after_steps.close()
