@@ -12,6 +12,7 @@ from torch import Tensor
 from ..consensus_control import ConsensusControl, ControlLaw, Differences, Observed, Step, next_step
 from ..devices import wide_dtype
 from ..flat.vector import FlatVector, in_chunks
+from ..rounds.loaded import check_layout
 from ..rounds.mixer import GlobalAverage, Mixer
 from ..rounds.push_pull import PushPull
 
@@ -195,6 +196,13 @@ class ControlledMixer(Mixer):
             "differences": self._differences.covariance,
             "kept": list(kept) if self.control.is_relative else [],
         }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if `state` is neither empty nor a state of `state_dict()` of this version."""
+        if state:
+            numbers = self.law.state_dict().keys()
+            check_layout(state, ("law", "differences", "kept"), needed=("law", "differences"), of=self.control)
+            check_layout(state["law"], numbers, needed=numbers, of=self.control)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of `state_dict()`; an empty state resets."""

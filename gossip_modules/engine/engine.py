@@ -302,6 +302,8 @@ class LockstepEngine(Engine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`."""
         self._check_name(state)
+        if self._control is not None:
+            self._control.check_state(state.get("control", {}))
         self.gossiper.load_state_dict(state["gossiper"])  # which may refuse it, before anything has changed
         super().load_state_dict(state)
         self.step = state["step"]

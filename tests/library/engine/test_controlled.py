@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -289,3 +290,18 @@ def test_push_sum_weights_nodes_and_a_membership_are_refused() -> None:
         GossipDataParallel(
             mlp(), push_sum=False, schedule=control, membership=Membership(dist.HashStore(), min_workers=2)
         )
+
+
+def test_a_state_of_another_layout_is_refused_and_changes_nothing() -> None:
+    model = wrap(mlp(), solo_group(), schedule=ConsensusControl(1.0))
+    for step in range(4):
+        loss_of(model, 0, step)
+    engine = engine_of(model)
+    saved = copy.deepcopy(engine.state_dict())
+    control = saved["control"]
+    older = {name: value for name, value in control["law"].items() if name != "interval"}
+    for other in ({**control, "law": older}, {"law": control["law"]}, {**control, "version": 2}):
+        with pytest.raises(ValueError, match=r"got a state of ConsensusControl\(.* of version .*, expected version 1"):
+            engine.load_state_dict({**saved, "control": other, "step": 77})
+        assert (engine.step, str(engine.state_dict()["control"])) == (saved["step"], str(control))
+    engine.load_state_dict(saved)
