@@ -125,6 +125,7 @@ class Generations:
             reasons = {number: why for other, _ in self.due[:count] for number, why in other.reasons.items()}
             old = [other for other in (self.transport, *(other for _, other in self.due[: count - 1])) if other]
             self.active, self.transport, self.due = view, transport, self.due[count:]
+            job.founded = self.worker.roster.founded
             self.watch_peers()
         known = set() if before is None else {m.number for m in before.members}
         members = tuple(member.number for member in view.members)

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from operator import methodcaller
 from typing import Any, Concatenate, ParamSpec
@@ -42,6 +42,7 @@ class JobState:
         participant: the `Participant` of the wrapper; None before the model is wrapped.
         untold: changes of generation that the user's callbacks have not received.
         steps_before: see [Note: clock] of `Generations`.
+        founded: `Roster.founded` of the generation that this worker began last.
         num_joins, num_deaths: since the start.
         is_leaving: whether `Membership.leave` was called.
         has_met: whether a listener of another worker was ever in reach.
@@ -64,6 +65,7 @@ class JobState:
     participant: Any = None
     untold: list[Change] = field(default_factory=list)
     steps_before: int = 0
+    founded: int = 0
     num_joins: int = 0
     num_deaths: int = 0
     is_leaving: bool = False
@@ -388,6 +390,8 @@ class LocalWorker:
             return
         with self.lock:
             view = self.roster.view
+            if self._go_on_as_job():
+                return
         self.next_probe = now + limits.RETRY
         signs = {} if view is None else self.signs_of(view.members)
         self.note_meetings()  # where there were none, perhaps no listener is in any worker's reach
@@ -399,6 +403,34 @@ class LocalWorker:
                 "and joins again when it reaches one",
                 self.job.name,
             )
+
+    def _go_on_as_job(self) -> bool:
+        """Under the lock: go on as the job, if the others have ended it without this worker, which trains on.
+
+        Then newcomers join this worker. Else it would found another job with them, and might take a fresh model.
+        """
+        roster, active = self.roster, self.generations.active
+        assert active is not None, "it is excluded"
+        assert self.coming is not None, "it has come before"
+        me = tuple(member for member in active.members if member.id == self.id)
+        own = Roster(
+            roster.on_partition,
+            view=replace(active, members=me, reasons={}),
+            description=self.coming["description"],
+            last_generation=roster.last_generation,
+            next_number=roster.next_number,
+            founded=self.job.founded,
+            branch=roster.branch,
+        )
+        if roster.goes_on_from(own, self.id):
+            return False
+        log.warning(
+            "job %s: the others have ended, and this worker trains on alone as the job: newcomers join it",
+            self.job.name,
+        )
+        self.is_excluded = self.is_cut_off = False
+        self.say(Roster.restore, own, self.id, random.SystemRandom().getrandbits(62))
+        return True
 
     def note_meetings(self) -> None:
         """Keep whether this worker has ever reached another one."""

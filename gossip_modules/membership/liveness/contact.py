@@ -32,7 +32,9 @@ class Contact:
 
     [Note: secrets of workers] Each worker draws a random number. The others read it in the roster. A packet has a code
     of the number (HMAC-SHA256), not the number itself. So a stranger cannot learn the number from a connection, and
-    cannot speak in the name of the worker. Whoever reads the store, or the traffic between workers, can.
+    cannot speak in the name of the worker. A program that reads the store, or the traffic between workers, can. So can
+    one that has recorded a greeting, and listens at the same address and port after the end of the worker, as packets
+    have no nonce.
 
     Attributes:
         worker: its id.

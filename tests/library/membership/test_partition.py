@@ -76,6 +76,44 @@ def test_a_minority_trains_on_alone_and_joins_again(
     close(job.end())
 
 
+@pytest.mark.parametrize("end", ["the others leave", "a newcomer founds another job"])
+def test_the_last_worker_goes_on_as_the_job(
+    end: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others went on without it, and have ended since: newcomers get its model, and not the other way round."""
+    monkeypatch.setattr(limits, "RETRY", 0.0)
+    monkeypatch.setattr(limits, "ENDED", 0.1)
+    job = Job(dist.HashStore(), min_workers=1)
+    workers = job.start(1)
+    job.until_live(workers)
+    workers += job.start(1)
+    job.until_live(workers)
+    other, last = workers
+    assert last.membership is not None
+    assert other.membership is not None
+    monkeypatch.setattr(worker_module, "probe", lambda ids, **_: dict.fromkeys(ids, LifeSign.SILENT))
+    exclude(last, [other])
+    job.until_live([other])
+    job.until(lambda: last.membership is not None and last.membership.worker.is_cut_off, "it notices it")
+    with caplog.at_level(logging.WARNING, logger="gossip_modules.membership"):
+        if end == "the others leave":
+            newcomers = []
+            other.membership.worker.say(Roster.leave, other.membership.id, why="it left")
+        else:
+            monkeypatch.setattr(worker_module, "probe", lambda ids, **_: dict.fromkeys(ids, LifeSign.ENDED))
+            other.is_killed.set()
+            newcomers = job.start(1, seed=1)
+        job.until(lambda: not last.membership.worker.is_excluded, "it is a member again")  # type: ignore[union-attr]
+        other.is_killed.set()
+        monkeypatch.setattr(worker_module, "probe", probe)
+        newcomers += job.start(1, seed=1)
+        job.until_live([last, *newcomers])
+        assert log.flush(60.0)
+    assert any("trains on alone as the job: newcomers join it" in r.getMessage() for r in caplog.records)
+    assert last.changes[-1].joined, "the newcomers have joined it"
+    close(job.end())
+
+
 def test_a_job_whose_workers_have_all_died_begins_anew_under_its_name(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
