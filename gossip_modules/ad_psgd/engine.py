@@ -17,6 +17,7 @@ from ..mixing_manager.base import MixingManager
 from ..profiling import span
 from ..transport.deadline import Deadline
 from ..transport.listener import SHUTDOWN_TIMEOUT
+from ..transport.process_group import unwatched
 from .exchange import BilateralAverage
 from .momentum import ContinuousMomentum
 from .shared_model import SharedModel
@@ -229,6 +230,9 @@ class BilateralEngine(Engine):
             )
         bilateral.shut_down()
         bilateral.close(deadline.left)
+        transport: Any = bilateral.transport
+        if not transport.is_elastic:
+            transport.watch = unwatched  # else the two would hold each other, and the connections of the group
         self.liveness.background.raise_if_unseen()
 
     def _ask(self) -> None:

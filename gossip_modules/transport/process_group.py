@@ -52,6 +52,11 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     return "nccl" if name.startswith("nccl") else name
 
 
+def unwatched(what: str) -> contextlib.AbstractContextManager[None]:
+    """The context of a collective if no engine watches it."""
+    return contextlib.nullcontext()
+
+
 class ProcessGroupTransport(PointToPoint):
     """A transport over one process group. Only other transports may use the group meanwhile.
 
@@ -102,7 +107,7 @@ class ProcessGroupTransport(PointToPoint):
             store = store_of(group, f"gossip_barriers/{self._use.number}")
             self._attendance = None if store is None else Attendance(store, self.rank)
         # The context of each collective, by its name. An asynchronous engine ends the wait when any rank has failed.
-        self.watch: Callable[[str], contextlib.AbstractContextManager[None]] = lambda what: contextlib.nullcontext()
+        self.watch: Callable[[str], contextlib.AbstractContextManager[None]] = unwatched
         if notes is not None:
             leave_at_error(self)
         # At the exit of the interpreter groups end with the process.

@@ -229,7 +229,7 @@ class WaitAvoidingWorker:
         self._rounds_ended.wait(_CLOSE_SECONDS)
         liveness.shut_down()
         liveness.wait_until_received()
-        liveness.background.close()
+        liveness.end()
         self.control.close()
         if error is None and not self.is_idle:
             liveness.background.raise_if_unseen()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,10 +26,12 @@ from gossip_modules.graph_manager import (
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
 )
+from gossip_modules.transport.gloo import gloo_group
+from gossip_modules.transport.shared_group import Use
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.processes import Outcome, run_processes
 from tests.harness.progress import local_of
-from tests.harness.ranks import assert_no_gossip_threads, run_ranks, solo_group
+from tests.harness.ranks import TIMEOUT, assert_no_gossip_threads, run_ranks, solo_group
 from tests.harness.reference import flatten
 from tests.library.ad_psgd.pairs import PATIENCE, Gate, Meeting, X, engine_of, is_active, wrap
 
@@ -221,6 +225,47 @@ def test_a_wrapper_that_is_lost_leaves_its_peers() -> None:
         wrapper.close()
 
     run_ranks(2, body)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the open descriptors are counted on Linux")
+@pytest.mark.filterwarnings("ignore:a BilatGossipDataParallel was lost")
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_the_connections_of_a_wrapper_go_with_it_without_a_garbage_collection(is_closed: bool) -> None:
+    """As in several folds of one process."""
+    meeting, counts = Meeting(2), [list[int](), list[int]()]
+
+    def fold(store: dist.Store, rank: int) -> None:
+        own = gloo_group(store, rank, 2, TIMEOUT, host="127.0.0.1")
+        wrapper = wrap(mlp(rank), own)
+        local_of(wrapper).transport.own_group()
+        del own
+        wrapper(X)
+        meeting.wait()
+        wrapper(X)
+        wrapper.settle()
+        if is_closed:
+            wrapper.close()
+
+    def body(group: dist.ProcessGroup) -> None:
+        for store in stores:
+            fold(store, group.rank())
+            meeting.wait()
+            for thread in threading.enumerate():
+                if thread.name in ("gossip-closing", "releasing-group"):
+                    thread.join(PATIENCE)
+            Use(group).end()  # the next fold, which releases the groups of lost wrappers
+            meeting.wait()
+            counts[group.rank()].append(len(os.listdir("/proc/self/fd")))
+            meeting.wait()
+
+    stores = [dist.HashStore() for _ in range(3)]
+    gc.collect()
+    gc.disable()
+    try:
+        run_ranks(2, body)
+    finally:
+        gc.enable()
+    assert len({min(pair) for pair in zip(*counts, strict=True)}) == 1, counts
 
 
 # Who dies or does not answer is named, by all.
