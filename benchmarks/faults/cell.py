@@ -27,6 +27,9 @@ _PORTS = range(20_000, 30_000)
 """Below those that connections get: an address that is free now is not taken by one before its worker binds it."""
 
 
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
+
+
 class Key(NamedTuple):
     """Which cell."""
 
@@ -83,7 +86,7 @@ class Cell:
             now = time.monotonic()
             if self._due is not None and now >= self._due:
                 self._due, self._fault_time = None, now
-                self._signal_victims(signal.SIGKILL if self.fault.what == "kill" else signal.SIGSTOP)
+                self._signal_victims(_SIGNALS[self.fault.what])
                 seconds = self.fault.stop_seconds(self.timeout)
                 resumption = None if seconds is None else now + seconds
             if resumption is not None and now >= resumption:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-What = Literal["kill", "stop", "raise", "leave", "average alone"]
+What = Literal["kill", "stop", "raise", "interrupt", "leave", "average alone"]
 Where = Literal["construction", "training", "checkpoint", "averaged", "final average"]
 STORE = -1
 """The victim that is no rank: the process of the key-value store."""
@@ -18,11 +18,13 @@ class Fault:
     Attributes:
         title: for the table.
         victims: ranks, or (STORE,).
-        what: kill -9; SIGSTOP; an exception in the training loop; the end of the loop, close() and exit code 0; or a
-            call of averaged() that the others do not make.
+        what: kill -9; SIGSTOP; SIGINT; an exception in the training loop; the end of the loop, close() and exit code 0;
+            or a call of averaged() that the others do not make.
         where: in a drawn training step, at a drawn moment within construction, or in place of a call that all ranks
             make together.
         num_timeouts: how long a stop lasts, in timeouts; 0 = for ever.
+        has_loaders: whether each rank has loader processes, which read on for two timeouts after its end.
+        exit_timeouts: how long the exit handlers of a rank take, in timeouts.
     """
 
     title: str
@@ -30,6 +32,8 @@ class Fault:
     what: What
     where: Where = "training"
     num_timeouts: float = 0.0
+    has_loaders: bool = False
+    exit_timeouts: float = 0.0
 
     @property
     def is_survived(self) -> bool:
@@ -60,6 +64,10 @@ FAULTS: dict[str, Fault] = {
     "kill-averaged": Fault("kill -9 before averaged()", (1,), "kill", "averaged"),
     "kill-final": Fault("kill -9 before the final average", (2,), "kill", "final average"),
     "averaged-alone": Fault("averaged() by one rank alone", (1,), "average alone"),
+    "kill-loaders": Fault("kill -9 of rank 1 with loader processes", (1,), "kill", has_loaders=True),
+    "slow-exit": Fault("exception in the loop, slow exit", (1,), "raise", exit_timeouts=1.5),
+    "interrupt": Fault("Ctrl-C of rank 1, slow exit", (1,), "interrupt", exit_timeouts=1.5),
+    "suspended": Fault("suspended for 1.5 timeouts", (1,), "stop", num_timeouts=1.5),
     "store-frozen": Fault("SIGSTOP of the key-value store", (STORE,), "stop"),
 }
 """By name. Rank 1 is an active rank of AD-PSGD, ranks 0 and 2 are passive ones."""

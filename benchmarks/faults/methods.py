@@ -11,6 +11,7 @@ from gossip_modules import (
     AllReduceDataParallel,
     BilatGossipDataParallel,
     Choco,
+    DiLoCo,
     GossipDataParallel,
     GroupAverageDataParallel,
     PairwiseDataParallel,
@@ -50,5 +51,6 @@ _MAKERS: dict[str, Callable[[nn.Module, int, Sequence[str], timedelta], Wrapper]
     "choco": _choco,
     "adpsgd": lambda module, rank, addresses, timeout: BilatGossipDataParallel(module, timeout=timeout),
     "wagma": lambda module, rank, addresses, timeout: GroupAverageDataParallel(module, timeout=timeout),
+    "diloco": _gossip(algorithm=DiLoCo(sync_every=5)),
     "dpwa": _pairwise,
 }

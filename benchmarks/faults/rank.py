@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from gossip_modules import PairwiseDataParallel, Progress
 
@@ -67,6 +69,25 @@ def train(world: FaultWorld, rank: int) -> None:
     Rank(world, rank).run()
 
 
+class Inputs(IterableDataset[Tensor]):
+    """The inputs of a rank, [4, 8], without end.
+
+    Args:
+        seed: the seed of the inputs.
+        seconds: the time of the last read, which begins when the process that asks for it has ended.
+    """
+
+    def __init__(self, seed: int, seconds: float = 0.0) -> None:
+        self._seed, self._seconds, self._parent = seed, seconds, os.getpid()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(self._seed)
+        while True:
+            yield torch.randn(4, 8, generator=generator)
+            if os.getppid() != self._parent and get_worker_info() is not None:
+                time.sleep(self._seconds)
+
+
 class Rank:
     """One rank's script: construct, train, save, evaluate the average, average, close.
 
@@ -88,7 +109,7 @@ class Rank:
         """From the start to the end."""
         try:
             self._script()
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             self._say("error", type=type(error).__name__, text=str(error), call=self._call)
             raise
         self._say("done")
@@ -110,7 +131,9 @@ class Rank:
         with self._calling("construction"):
             wrapper = make(world.wrapper, module, rank=self.rank, addresses=world.addresses, timeout=timeout)
         optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.01)
-        generator = torch.Generator().manual_seed(self.rank)
+        if self.fault.exit_timeouts:
+            atexit.register(time.sleep, self.fault.exit_timeouts * world.timeout)
+        batches = self._batches()
         for step in range(world.num_steps):
             if step == world.fault_step and self.fault.where == "training" and self._is_over(wrapper):
                 break
@@ -118,7 +141,7 @@ class Rank:
                 with self._calling("progress"):
                     progress.add(1)
             with self._calling("training step"):
-                loss = wrapper(torch.randn(4, 8, generator=generator)).square().mean()
+                loss = wrapper(next(batches)).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -131,6 +154,11 @@ class Rank:
             wrapper.close()
         with self._calling("destroy_process_group"):
             dist.destroy_process_group()
+
+    def _batches(self) -> Iterator[Tensor]:
+        if not self.fault.has_loaders:
+            return iter(Inputs(self.rank))
+        return iter(DataLoader(Inputs(self.rank, 2 * self.world.timeout), batch_size=None, num_workers=2))
 
     def _finish(self, wrapper: Any) -> None:
         self._reach("checkpoint")
@@ -154,7 +182,7 @@ class Rank:
             return False
         if not self.is_victim:
             return False
-        if what in ("kill", "stop"):
+        if what in ("kill", "stop", "interrupt"):
             self._say("due")  # and train on until it comes
             return False
         self._say("fault")

@@ -20,6 +20,7 @@ WRAPPERS = {
     "choco": "CHOCO",
     "adpsgd": "AD-PSGD",
     "wagma": "WAGMA",
+    "diloco": "DiLoCo",
     "dpwa": "dpwa",
 }
 SETTING = ("commit", "torch", "seed", "timeout_seconds", "world_size")
@@ -80,7 +81,8 @@ def deviations(rows: pd.DataFrame) -> list[str]:
             problems.append("had to be killed")
         if row["beyond_timeout_seconds"] > GRACE:
             problems.append(f"waited {row['wait_seconds']:.1f} s in {row['wait_call']}")
-        if row["exit_seconds"] > EXIT_GRACE and not row["hung"]:
+        handlers = fault.exit_timeouts * row["timeout_seconds"]
+        if row["exit_seconds"] > EXIT_GRACE + handlers and not row["hung"]:
             problems.append(f"took {row['exit_seconds']:.1f} s to exit")
         if fault.is_survived and has_error:
             problems.append(f"{row['error_type']}: {row['error']}")
