@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 import types
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -251,6 +253,52 @@ def steps_in_the_backward(run: Run) -> None:
         run.loss(step).backward()
 
 
+def average_by_pointer(run: Run, order: str) -> None:
+    """MultimediaTechLab/YOLO #47 and many copies of its class: an average of weights is swapped in by pointer."""
+    optimizer, model = run.sgd(), run.model
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        optimizer.step()
+        if step % 3 == 1:
+            backup = {parameter: parameter.data for parameter in model.parameters()}
+            for parameter in backup:
+                parameter.data = parameter.data / 2
+            model.eval()
+            with torch.no_grad():
+                run.loss(step)
+            if order == "saved":
+                model.state_dict()
+            if order == "train first":
+                model.train()
+            for parameter, memory in backup.items():
+                parameter.data = memory
+            model.train()
+
+
+def second_thread(run: Run) -> None:
+    """Evaluation and saving in a thread of their own, while training goes on."""
+    optimizer, model = run.sgd(), run.model
+    has_ended = threading.Event()
+
+    def evaluate_and_save() -> None:
+        while not has_ended.is_set():
+            with torch.no_grad():
+                run.loss(0)
+            model.state_dict()
+
+    thread = threading.Thread(target=evaluate_and_save)
+    thread.start()
+    try:
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            run.loss(step).backward()
+            optimizer.step()
+    finally:
+        has_ended.set()
+        thread.join()
+
+
 # The table.
 
 
@@ -301,6 +349,11 @@ LOOPS: dict[str, Loop] = {
         options={"rounds": "step"},
         refused={"*": Refusal(RuntimeError, r"inside a backward .*rounds='forward'")},
     ),
+    **{
+        f"an average swapped in by pointer, {order}": Loop(partial(average_by_pointer, order=order))
+        for order in ("saved", "train first")
+    },
+    "a second thread evaluates and saves": Loop(second_thread, methods=tuple(METHODS)[:-1]),
 }
 
 
