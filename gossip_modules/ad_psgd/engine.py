@@ -67,6 +67,7 @@ class BilateralEngine(Engine):
 
     is_asynchronous = True
     is_in_lockstep = False
+    adds_again = True
 
     def __init__(
         self,

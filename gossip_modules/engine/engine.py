@@ -79,6 +79,8 @@ class Engine(ABC):
         """Whether `flush()` would apply a correction."""
         return False
 
+    adds_again: bool = False
+    """Whether `add_again` adds corrections; else a flush to other weights than those of training loses them."""
     is_waiting: bool = False
     """Whether `round` or `flush` waits for a round in flight, with the model and the counters still as before."""
 

@@ -78,6 +78,8 @@ class OverlapEngine(LockstepEngine):
             change the state of peers, "raise" checks x before each round and each exact average, as `SyncEngine` does.
     """
 
+    adds_again = True
+
     def __init__(
         self,
         gossiper: Mixer,

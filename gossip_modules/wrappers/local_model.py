@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.former_layout import FormerLayout
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
+from ..old_calls import levels_to_user
 from ..profiling import Span
 from ..transport.change_board import first_difference
 from .averaging import AveragedModel
@@ -87,7 +89,7 @@ class LocalModel(AveragedModel):
     who: str = ""
     around: Callable[[], nn.Module | None]
     former: FormerLayout | None = None
-    is_closed = is_seen_current = False
+    is_closed = is_seen_current = _has_warned = False
     num_steps = 0
 
     def __init__(
@@ -306,6 +308,8 @@ class LocalModel(AveragedModel):
             if not self.is_held:
                 self.own_weights.recover()
             if self.engine.is_in_flight and not self.is_held:
+                if not self.engine.adds_again and self.own_weights.is_replaced():
+                    self._warn_of_other_weights()
                 with self.turn.change:
                     self.own_weights.flush_at(self.buffer.vector.push_sum_weight)
                     self.to_numerator()
@@ -317,6 +321,16 @@ class LocalModel(AveragedModel):
                         self.own_weights.flushed()
         finally:  # a script that catches the error of a peer goes on with a model
             self.to_estimate()
+
+    def _warn_of_other_weights(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"got state_dict(), settle() or an average of a {self.name} while other weights stand in its "
+                "parameters, such as an average for evaluation: the round in flight goes to these, and the weights of "
+                "training lack it when they are back; expected the weights of training: put them back before you save",
+                stacklevel=levels_to_user(),
+            )
 
     @torch.no_grad()
     def add_again(self, num_flushes: int, at: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import BilatGossipDataParallel, Choco, GossipDataParallel, TopK, gossip
+from gossip_modules import BilatGossipDataParallel, Choco, GossipDataParallel, StreamingDiLoCo, TopK, gossip
 from tests.harness.problems import loss_of, mlp, train_step
 from tests.harness.progress import engine_of, local_of
 from tests.harness.ranks import run_ranks, solo_group
@@ -371,3 +371,19 @@ def test_a_loop_with_an_average_swapped_in_by_pointer_keeps_all_steps(name: str,
     exact = -0.01 * num_steps * (num_ranks + 1) / 2
     for found in run_ranks(num_ranks, body):
         torch.testing.assert_close(found, torch.full_like(found, exact))
+
+
+@pytest.mark.parametrize("is_pointer", [True, False], ids=["pointer", "copy"])
+def test_a_late_outer_step_that_would_be_put_away_with_an_average_warns(is_pointer: bool) -> None:
+    algorithm = StreamingDiLoCo(sync_every=2, fragments=1, delay=1)
+    model = GossipDataParallel(mlp(), process_group=solo_group(), algorithm=algorithm)
+    optimizer = sgd(model)
+    for step in range(3):
+        train_step(model, optimizer, 0, step)
+    assert engine_of(model).is_in_flight
+    _ = points_to_average(model) if is_pointer else swap_in(model)
+    evaluate(model)
+    assert engine_of(model).is_in_flight
+    with pytest.warns(UserWarning, match=r"while other weights stand in its parameters.*put them back before you save"):
+        save(model)
+    model.close()
