@@ -31,6 +31,7 @@ from .state import Place
 from .travelling import Travelling
 from .turn import Turn, is_in_signal_handler
 from .weights.copies import WeightCopies
+from .weights.lost_corrections import LostCorrections
 from .weights.own import OwnWeights
 from .world import ModelWorld
 
@@ -112,6 +113,7 @@ class LocalModel(AveragedModel):
         self.own_weights = OwnWeights(self.buffer, self.add_again, self.turn)
         self.copies = WeightCopies(self.buffer, name=name)
         self.equal_steps = EqualSteps(self.buffer, name=name)
+        self.lost_corrections = LostCorrections(self.buffer, name=name)
         self.steps = OptimizerSteps(self.buffer, when, name=name, run=run)
 
     @property
@@ -190,6 +192,8 @@ class LocalModel(AveragedModel):
             masters.look()
         if self.num_steps >= self.equal_steps.start and not self.world.changes:
             self.equal_steps.before_round(self.num_steps, self.averager.transport)
+        if self.num_steps >= self.lost_corrections.start:
+            self.lost_corrections.before_round()
         is_current = self.is_seen_current or self.buffer.is_current()
         is_leaving = travelling.frozen_at is not None and travelling.must_leave(engine)
         if is_leaving or travelling.is_first or not is_current:
@@ -212,6 +216,8 @@ class LocalModel(AveragedModel):
                 self.to_estimate()
         if masters.follows_rounds:
             masters.after_round()
+        if self.lost_corrections.is_looking:
+            self.lost_corrections.after_round()
         if engine.is_asynchronous or engine.is_in_flight:
             self.own_weights.note()
         if engine.successor is not None:
@@ -412,6 +418,7 @@ class LocalModel(AveragedModel):
         self.own_weights.close()
         self.copies.close()
         self.equal_steps.close()
+        self.lost_corrections.close()
         self.steps.close()
         if self.debias is not None:
             self.debias.stop()
