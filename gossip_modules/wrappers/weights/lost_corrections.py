@@ -195,8 +195,8 @@ class _Probe:
         if stepped is not None and torch.equal(stepped, now):
             self.is_honest = True
             return False
-        correction = (after - before).float()
-        size = torch.linalg.vector_norm(correction)
+        correction = after - before
+        size = torch.linalg.vector_norm(correction.float())
         is_lost = bool(torch.linalg.vector_norm((now - before).float()) <= _SMALL * size)
         if not bool(size > 0) or torch.equal(now, before if is_set_back else after):
             if is_set_back:  # no step has come
@@ -215,7 +215,7 @@ class _Probe:
 
     def _add(self, correction: Tensor) -> None:
         samples = self.samples
-        samples.add_(correction.to(samples.dtype))
+        samples.add_(correction)
         self.before = samples.clone()
 
 
