@@ -162,6 +162,10 @@ class FlatBuffer:
                 return False
         return not self._sharded or all(shard.is_at(slot.there, pointer) for slot, shard, pointer in self._sharded)
 
+    def is_captured(self) -> bool:
+        """Whether the device is recording a CUDA graph: replays of it run kernels, and no code of Python."""
+        return self.vector.raw.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def written(self) -> None:
         """Gossip has changed parameters in place: autograd is told, and copies of them are gathered again."""
         torch.autograd.graph.increment_version(self.parameters)

@@ -255,6 +255,11 @@ class GossipWrapper(OldNames, AveragingMixin):
         """Run the round at the begin of an optimizer step."""
         if self._local.turn.is_in_change:
             self._refuse_inside_round("a step")
+        if self._local.buffer.is_captured():
+            raise RuntimeError(
+                f"got a round of a {type(self).__name__} in the capture of a CUDA graph, whose replays would run none; "
+                "expected model.module in the graph, and rounds='manual' with gossip_step() after each replay"
+            )
         if self._join_config.enable:
             self._notify()
         if not self._local.is_held:
@@ -329,7 +334,11 @@ class GossipWrapper(OldNames, AveragingMixin):
 
     def _evaluate(self) -> None:
         """A forward outside of training, perhaps in an eval mode unknown to the wrapper."""
-        if self.module.training or self._local.turn.is_of_other_thread:
+        if self._local.turn.is_of_other_thread:
+            return
+        if self.module.training:
+            if not torch.is_grad_enabled():
+                self._local.steps.note_plain_forward()
             return
         if self._sync:
             self._local.steps.end()  # as after eval()

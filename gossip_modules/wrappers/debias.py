@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import weakref
+from collections.abc import Callable, MutableMapping
 from enum import Enum
 from typing import Any
 
@@ -61,7 +62,15 @@ class Debias(Stepped):
         self._is_stopped = False
         self._buffer = buffer
         self._readers: MutableMapping[Optimizer, bool] = WeakIdKeyDictionary()  # as a set, by identity
+        self._reattach: Callable[[], Callable[[], None] | None] = _nothing
         super().__init__()
+
+    def bind(self, reattach: Callable[[], None]) -> None:
+        """Call `reattach`, a bound method, where tensors in place of ours are about to be stepped: then x is theirs.
+
+        It does not keep its object alive.
+        """
+        self._reattach = weakref.WeakMethod(reattach)
 
     def to_estimate(self) -> None:
         """Hold z from now on."""
@@ -115,6 +124,9 @@ class Debias(Stepped):
     def enter_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         self._turn.begin_step()
+        if not self._buffer.is_attached() and (reattach := self._reattach()) is not None:
+            self.to_estimate()
+            reattach()
         if optimizer in self._readers:
             self.to_estimate()
         elif self.limits_steps:
@@ -138,4 +150,9 @@ class Debias(Stepped):
         return (x.to(torch.promote_types(x.dtype, torch.float32)) / w[0].to(x.device)).to(x.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_readers": WeakIdKeyDictionary()}  # a copy has optimizers of its own
+        # A copy has optimizers of its own, and is bound again.
+        return {**self.__dict__, "_readers": WeakIdKeyDictionary(), "_reattach": _nothing}
+
+
+def _nothing() -> None:
+    """In place of a reference: nothing is bound."""

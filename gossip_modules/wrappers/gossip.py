@@ -287,6 +287,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         mixer.bind(mixing, local.transport)
         mixer.watch_optimizer(local.buffer, is_whole=node is None or node.is_whole)
         local.debias = local.copies.debias = Debias(local.buffer, is_needed=mixer.is_weighted, turn=local.turn)
+        local.debias.bind(local.reattach)
         engine = self._make_engine(mixer, schedule)
         if node is None:
             self._start(engine, engine.averager)

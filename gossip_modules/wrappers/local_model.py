@@ -411,6 +411,8 @@ class LocalModel(AveragedModel):
         if not self.is_closed:
             self.own_weights.bind(self.add_again)
             self.steps.bind(run)
+            if self.debias is not None:
+                self.debias.bind(self.reattach)
 
     def stop(self) -> None:
         """Watch optimizers no more; storage holds the estimate from now on."""

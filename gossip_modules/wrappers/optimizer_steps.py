@@ -125,6 +125,10 @@ class OptimizerSteps(Stepped):
         if not self._counts:
             self._unseen.close(self._gradient, num_backwards=self._gradient.num_backwards - self._num_backwards)
 
+    def note_plain_forward(self) -> None:
+        """A forward in train mode begins without autograd."""
+        self._unseen.num_plain += 1
+
     # What the wrapper tells and asks, in the order of a loop.
 
     @property
@@ -275,7 +279,7 @@ class OptimizerSteps(Stepped):
         self._is_watched = self._is_inside = True
         self._gradient.choose(self._buffer.parameters)
         is_doubtful = self._last_of.get(id(optimizer), self._last) == self._now
-        if is_doubtful and torch._C._current_graph_task_id() == -1:
+        if is_doubtful and torch._C._current_graph_task_id() == -1 and not self._buffer.is_captured():
             self._before = Samples(self._buffer.parameters)
 
     @property
@@ -302,6 +306,8 @@ class OptimizerSteps(Stepped):
         """
         self._last = self._last_of[id(optimizer)] = self._now
         self._unseen.note_step()
+        if self.when is not RoundTime.MANUAL and self._buffer.is_captured():
+            self._unseen.warn_of_capture(optimizer)
         if self._num_extra:
             self._warn_of_extra_forwards()
         is_first = not self._counts

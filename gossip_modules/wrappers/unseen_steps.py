@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+from torch.optim import Optimizer
+
 from ..old_calls import levels_to_user
 from .gradient_watch import WatchedGradient
 
@@ -35,11 +37,15 @@ class UnseenSteps:
 
     Attributes:
         are_steps: whether changes are steps at present.
+        num_plain: the forwards in train mode without autograd before the first round: methods without gradients make
+            steps of these alone.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.are_steps = False
+        self.num_plain = 0
+        self._has_begun = False  # a round has run
         self._num_forwards = 0  # since the last round, beyond the first one outside no_sync(), and without a step
         self._num_usual = 0  # the most of them before a step that hooks have seen
         self._num_changes = 0  # before these forwards, or gradients dropped
@@ -75,7 +81,8 @@ class UnseenSteps:
 
     def begin(self, num_backwards: int) -> None:
         """A round has run, after so many backwards since the round before it."""
-        self._num_forwards = self._num_changes = 0
+        self._num_forwards = self._num_changes = self.num_plain = 0
+        self._has_begun = True
         self._most_backwards = max(self._most_backwards, num_backwards)
 
     def close(self, gradient: WatchedGradient, *, num_backwards: int) -> None:
@@ -87,14 +94,27 @@ class UnseenSteps:
         """
         if num_backwards >= max(_MANY_BACKWARDS, 2 * self._most_backwards) and gradient.is_stepped():
             how = f"after {num_backwards} backwards that have changed parameters"
-        elif not self.are_steps and self._num_changes and self._num_changes + gradient.look() >= 2:
-            how = f"after {self._num_changes + 1} changes of parameters"
+        elif not self._has_begun and self.num_plain >= _MANY_BACKWARDS and gradient.is_stepped():
+            how = f"after {self.num_plain} forwards without autograd in train mode, with changed parameters,"
+        elif not self.are_steps and self._num_changes:
+            num_changes = self._num_changes + gradient.look()
+            if num_changes == 1:  # the last step, perhaps, whose round comes with the next forward
+                return
+            how = f"after {num_changes} changes of parameters"
         else:
             return
         self._warn(
             f"closed a {self._name} {how} without a gossip round and without a step of a torch optimizer: ranks have "
             f"trained alone; {_CAUSES}. Expected a training forward of the wrapper outside no_sync() for each step, or "
             "rounds='manual' and a call of gossip_step() after each step"
+        )
+
+    def warn_of_capture(self, optimizer: Optimizer) -> None:
+        """A step of this optimizer is recorded in a CUDA graph."""
+        self._warn(
+            f"got a step of {type(optimizer).__name__} in the capture of a CUDA graph: no hook sees its replays, and a "
+            f"round of a {self._name} runs only where a training forward of the wrapper comes after one; if the graph "
+            "has the forward too, expected rounds='manual' and gossip_step() after each replay"
         )
 
     def _warn(self, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -160,6 +161,43 @@ def test_closing_tells_of_few_updates() -> None:
         by_hand(optimizer)
     with pytest.warns(UserWarning, match="closed .* after 2 changes of parameters"):
         wrapper.close()
+
+
+def test_closing_tells_of_updates_without_gradients() -> None:
+    """As methods of order zero make them: two forwards at perturbed points, and an update along the perturbation."""
+    wrapper = wrap(mlp(), solo_group())
+    with torch.no_grad():
+        for step in range(10):
+            loss = loss_of(wrapper, 0, step)
+            for parameter in wrapper.parameters():
+                parameter.data.add_(loss, alpha=-0.01)
+    with pytest.warns(UserWarning, match="closed .* after 10 forwards without autograd in train mode"):
+        wrapper.close()
+
+
+CAPTURED = "got a round .* in the capture of a CUDA graph"
+
+
+@pytest.mark.parametrize("rounds", ["forward", "step", "manual"])
+def test_a_captured_step_is_told_and_a_captured_round_refused(rounds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = wrap(mlp(), solo_group(), rounds=rounds)
+    optimizer = sgd(wrapper)
+    loss_of(wrapper, 0, 0).backward()
+    monkeypatch.setattr(local_of(wrapper).buffer, "is_captured", lambda: True)
+
+    def step() -> None:
+        refusal = pytest.raises(RuntimeError, match=CAPTURED) if rounds == "step" else contextlib.nullcontext()
+        with refusal:
+            optimizer.step()
+
+    if rounds == "manual":
+        step()
+    else:
+        with pytest.warns(UserWarning, match="got a step of SGD in the capture of a CUDA graph"):
+            step()
+    with pytest.raises(RuntimeError, match=CAPTURED):
+        wrapper.gossip_step()
+    wrapper.close()
 
 
 @pytest.mark.parametrize("rounds", ["forward", "step", "manual"])

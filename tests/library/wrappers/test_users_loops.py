@@ -335,7 +335,7 @@ class Loop:
 LOOPS: dict[str, Loop] = {
     "plain": Loop(plain),
     "gradient accumulation": Loop(accumulation, warns=("got 2 training forwards",)),
-    "sharpness-aware minimisation": Loop(sharpness_aware, methods=WEIGHTS_STAY, warns=("got 2 training forwards",)),
+    "sharpness-aware minimisation": Loop(sharpness_aware, warns=("got 2 training forwards",)),
     "updates by hand": Loop(by_hand, methods=WEIGHTS_STAY),
     "a step replaced on the instance": Loop(replaced_step, methods=WEIGHTS_STAY, warns=("got 3 changes",)),
     "updates by hand beside an idle optimizer": Loop(idle_optimizer, methods=WEIGHTS_STAY, warns=("got 3 changes",)),
