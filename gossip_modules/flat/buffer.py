@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,13 @@ from .step_hooks import STEP_HOOKS
 from .vector import FlatVector
 
 _FUNCTIONAL_CALL = stateless._functional_call.__code__  # whose frame lends tensors to a module
+
+
+@functools.cache
+def _is_capturing_of(device_type: str) -> Callable[[], bool]:
+    """The function of a kind of device that tells whether it is recording a graph."""
+    found: Callable[[], bool] = getattr(torch.get_device_module(device_type), "is_current_stream_capturing", bool)
+    return found
 
 
 class FlatBuffer:
@@ -163,8 +171,8 @@ class FlatBuffer:
         return not self._sharded or all(shard.is_at(slot.there, pointer) for slot, shard, pointer in self._sharded)
 
     def is_captured(self) -> bool:
-        """Whether the device is recording a CUDA graph: replays of it run kernels, and no code of Python."""
-        return self.vector.raw.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        """Whether the device is recording a graph, such as a CUDA graph: replays of it run kernels, and no Python."""
+        return _is_capturing_of(self.vector.raw.device.type)()
 
     def written(self) -> None:
         """Gossip has changed parameters in place: autograd is told, and copies of them are gathered again."""
