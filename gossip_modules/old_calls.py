@@ -12,7 +12,7 @@ import inspect
 import reprlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -78,7 +78,11 @@ ForeignArguments: TypeAlias = Mapping[str, "Action | Callable[[Any, Mapping[str,
 
 
 def foreign_arguments(
-    *tables: ForeignArguments, passed_on_to: Callable[..., Any] | None = None, leading: str = "", trailing: str = ""
+    *tables: ForeignArguments,
+    passed_on_to: Callable[..., Any] | None = None,
+    leading: str = "",
+    trailing: str = "",
+    in_order: Sequence[str] = (),
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """A decorator: the function understands the arguments of `tables` too.
 
@@ -89,6 +93,7 @@ def foreign_arguments(
         tables: the tables of options; the first one with a name counts.
         passed_on_to: a function to which the keyword arguments are passed on: its arguments count as own ones.
         leading, trailing: an argument of a table that may stand before, or after, the positional ones of a constructor.
+        in_order: the arguments of a table that another library takes by position, after those of a constructor here.
 
     Raises:
         ValueError: (call) an argument that is `Refused`.
@@ -114,8 +119,11 @@ def foreign_arguments(
             if len(given) > len(positional) or not own.issuperset(kwargs):
                 if extra and len(given) == len(positional) + 1:
                     given, kwargs[extra] = (*given[:place], *given[place + 1 :]), given[place]
+                if in_order and len(given) <= len(positional) + len(in_order):
+                    kwargs.update(zip(in_order, given[len(positional) :], strict=False))
+                    given = given[: len(positional)]
                 name = type(given[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
-                _check_positional(name, given, positional)
+                _check_positional(name, given, positional, own)
                 _translate(name, own, table, kwargs, dict(zip(positional, given, strict=False)))
             return function(*given, **kwargs)
 
@@ -131,14 +139,15 @@ def _names(function: Callable[..., Any]) -> tuple[set[str], list[str]]:
     return {*positional, *(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)}, positional
 
 
-def _check_positional(name: str, args: tuple[Any, ...], positional: list[str]) -> None:
-    """Raise TypeError where there are more than the function takes."""
+def _check_positional(name: str, args: tuple[Any, ...], positional: list[str], own: set[str]) -> None:
+    """Raise TypeError where there are more than the function takes, with a call that it takes."""
     if len(args) > len(positional):
         expected = [argument for argument in positional if argument not in ("self", "cls")]
         num_given = len(args) - len(positional) + len(expected)
+        call, others = f"{name}({', '.join(expected)})", sorted(own - set(positional))
+        by_name = f", and give the others by name: {', '.join(others)}" if others else ", which takes no others"
         raise TypeError(
-            f"{name}() got {num_given} positional arguments, expected {len(expected)} ({', '.join(expected)}); give "
-            f"the others by name, as in {name}({', '.join(expected)}, timeout=60)"
+            f"{name}() got {num_given} positional arguments, expected {len(expected)}; write {call}{by_name}"
         )
 
 
@@ -216,10 +225,11 @@ MATCHA_ARGUMENTS: ForeignArguments = {
 }
 """The processors of MATCHA."""
 GOSSIPER_ARGUMENTS: ForeignArguments = dict.fromkeys(
-    ("msg", "graph", "mixing", "device", "logger", "rank", "world_size"),
+    ("msg", "graph", "device", "mixing", "logger", "rank", "world_size"),  # in the order of their constructors
     Refused(
-        "the message, the graph and the mixing are given when rounds begin: write gossiper.bind(mixing, connect()), "
-        "then gossiper.average(tensor, num_rounds=...); or GossipDataParallel(module, graph=...)"
+        "the message and the graph are given when rounds begin; for a model write GossipDataParallel(module, "
+        "graph=graph), for a tensor write gossiper.bind(UniformMixing(graph), connect()), then "
+        "gossiper.average(message, num_rounds=1)"
     ),
 )
 """The gossipers of Stochastic Gradient Push."""

@@ -8,6 +8,7 @@ documentation.
 from __future__ import annotations
 
 import difflib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -113,6 +114,17 @@ class Method:
         return self.settings & {"lr", "momentum", "mu", "step_size", "interpolation"}
 
     @property
+    def is_algorithm(self) -> bool:
+        """Whether `algorithm=` of a wrapper takes it; else it is a wrapper with arguments, as in `example`."""
+        return self.make is self.algorithm
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `algorithm=` takes the name alone, as all settings have defaults."""
+        parameters = inspect.signature(self.make).parameters.values()
+        return self.is_algorithm and all(p.default is not p.empty for p in parameters)
+
+    @property
     def inner_optimizer(self) -> str:
         """The optimizer that is part of the method, as "MuonAdamW"; "": any."""
         return getattr(self.algorithm, "inner_optimizer", "")
@@ -159,11 +171,12 @@ def named(text: str) -> Method:
     """The method of that short name or class: "diloco", "DiLoCo".
 
     Raises:
-        ValueError: no method has that name; the error has the nearest one.
+        ValueError: no method has that name; the error has the names that `algorithm=` takes, and the nearest one.
     """
     by_name = _names()
     if text.lower() not in by_name:
-        near = difflib.get_close_matches(text.lower(), by_name, n=1)
+        names = [name for name, method in _METHODS.items() if method.is_complete]
+        near = difflib.get_close_matches(text.lower(), names, n=1)
         remedy = f"did you mean {near[0]!r}?" if near else "choose one of them"
-        raise ValueError(f"got algorithm={text!r}, expected an Algorithm or a name of {', '.join(_METHODS)}; {remedy}")
+        raise ValueError(f"got algorithm={text!r}, expected an Algorithm or a name of {', '.join(names)}; {remedy}")
     return by_name[text.lower()]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..registry import named
 from ..transport.agreement import check_agreement
 from ..transport.process_group import ProcessGroupTransport
 from ..wrappers.base import GossipWrapper
@@ -45,7 +46,7 @@ def check_gossip(gossip: Gossip, *, host: str) -> Gossip:
     """Return `gossip`, of a host with this class, unless it asks for what hosts cannot do.
 
     Raises:
-        ValueError: a membership.
+        ValueError: a membership, or the name of a method that is no algorithm with defaults.
     """
     options = gossip if isinstance(gossip, Mapping) else getattr(gossip, "keywords", {})
     if options.get("membership") is not None:
@@ -53,7 +54,25 @@ def check_gossip(gossip: Gossip, *, host: str) -> Gossip:
             f"got membership= in gossip= of {host}, expected none: samplers, barriers and checkpoints of a host count "
             "on ranks that stay; write the loop by hand, with GossipDataParallel(model, membership=membership)"
         )
+    if isinstance(name := options.get("algorithm"), str) and not (method := named(name)).is_complete:
+        what = "has settings without a default" if method.is_algorithm else "is a wrapper with arguments"
+        raise ValueError(
+            f"got algorithm={name!r} in gossip= of {host}, which {what}, expected an algorithm or the name of one; "
+            + (f"write {_in_host(method.example)}" if "AllReduce" not in method.example else _NO_GOSSIP)
+        )
     return gossip
+
+
+_NO_GOSSIP = "take the class of the host without gossip, whose DistributedDataParallel averages gradients"
+
+
+def _in_host(example: str) -> str:
+    """The `gossip=` of a host for a line that wraps a model: "GossipDataParallel(model, overlap=True)"."""
+    wrapper, _, arguments = example.removesuffix(")").partition("(model")
+    arguments = arguments.removeprefix(", ")
+    if wrapper == GossipDataParallel.__name__:
+        return f"gossip=dict({arguments})"
+    return f"gossip=functools.partial({', '.join(filter(None, [wrapper, arguments]))})"
 
 
 def wrap(module: nn.Module, gossip: Gossip, *, host: str) -> GossipWrapper:

@@ -80,7 +80,7 @@ class MatchaGraph(RandomGraph):
 
     is_symmetric = True
 
-    @foreign_arguments(MATCHA_ARGUMENTS)
+    @foreign_arguments(MATCHA_ARGUMENTS, in_order=("commBudget", "rank", "size", "iterations", "issubgraph"))
     def __init__(
         self,
         base: nx.Graph | Sequence[Sequence[Edge]],

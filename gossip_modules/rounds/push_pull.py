@@ -54,7 +54,7 @@ class PushPull(Mixer):
     sends_shares: bool = False  # whether columns of W sum to one instead of rows: [Note: lost peers] of `Neighbours`
     received: Sequence[FlatVector] = ()  # the messages of the in-peers, in the order of the in-peers
 
-    @foreign_arguments(GOSSIPER_ARGUMENTS)
+    @foreign_arguments(GOSSIPER_ARGUMENTS, in_order=tuple(GOSSIPER_ARGUMENTS))
     def __init__(self, *, wire_dtype: torch.dtype | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
         if wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(

@@ -43,7 +43,7 @@ def as_algorithm(algorithm: AlgorithmLike) -> Chosen:
     if isinstance(algorithm, str):
         method = named(algorithm)
         made = method.make
-        if not issubclass(made, Algorithm):
+        if not method.is_algorithm:
             raise ValueError(
                 f"got algorithm={algorithm!r}, which is a wrapper with arguments, expected an algorithm that runs in "
                 f"rounds; write {method.example}"
@@ -59,7 +59,8 @@ def as_algorithm(algorithm: AlgorithmLike) -> Chosen:
         )
     raise ValueError(
         f"got algorithm={algorithm!r}, expected an Algorithm such as DiLoCo() or Choco(TopK(0.01), step_size=0.04), "
-        f"its class or its name, such as 'diloco'; the names are {', '.join(METHODS)}"
+        f"its class or its name, such as 'diloco'; the names are "
+        + ", ".join(name for name, method in METHODS.items() if method.is_complete)
     )
 
 

@@ -114,9 +114,6 @@ DDP_ATTRIBUTES: Mapping[str, str] = {
 
 _LEVELS = Ignored("there are no levels of messages to choose from")
 _PLACE = "process_group, or torch.distributed, tells the rank and the number of ranks"
-_OWN_OPTIMIZER = Refused(
-    "your loop has the optimizer; pass it to torch.optim.SGD(model.parameters(), lr=..., momentum=...)"
-)
 _MEETING = Ignored("ranks meet by torch.distributed, which is initialised before")
 _INTERFACE = Refused(
     "torch.distributed chooses the network interface; set the environment variable GLOO_SOCKET_IFNAME or "
@@ -167,6 +164,13 @@ def _num_peers(value: Any, given: Mapping[str, Any]) -> Action:
     return Refused("a rank exchanges its model with one peer at a time; leave it out")
 
 
+def _own_optimizer(value: Any, given: Mapping[str, Any]) -> Action:
+    """Pass it to torch.optim.SGD(model.parameters(), lr=..., momentum=...): your loop has the optimizer."""
+    names = ("lr", "momentum", "weight_decay", "nesterov")
+    settings = [f", {name}={given[name]!r}" for name in names if given.get(name) is not None]
+    return Refused(f"your loop has the optimizer; write torch.optim.SGD(model.parameters(){''.join(settings)})")
+
+
 def _comm_device(value: Any, given: Mapping[str, Any]) -> Action:
     """Leave it out: messages travel through the memory of the host."""
     if str(value) == "cpu":
@@ -197,10 +201,10 @@ AD_PSGD_ARGUMENTS: ForeignArguments = {
     "mixing_class": NewName("mixing"),
     "num_peers": _num_peers,
     "comm_device": _comm_device,
-    "lr": _OWN_OPTIMIZER,
-    "momentum": _OWN_OPTIMIZER,
-    "weight_decay": _OWN_OPTIMIZER,
-    "nesterov": _OWN_OPTIMIZER,
+    "lr": _own_optimizer,
+    "momentum": _own_optimizer,
+    "weight_decay": _own_optimizer,
+    "nesterov": _own_optimizer,
     "verbose": _LEVELS,
     "distributed": _distributed,
     "network_interface_type": _INTERFACE,

@@ -85,7 +85,7 @@ def test_a_refused_argument_says_what_takes_its_place() -> None:
         ),
         (
             lambda: Client(1, 2.0),  # type: ignore[call-arg]
-            r"^Client\(\) got 2 positional arguments, expected 1 \(module\); give the others by name",
+            r"^Client\(\) got 2 positional arguments, expected 1; write Client\(module\), and give the others by name",
         ),
         (lambda: Client(), r"missing 1 required positional argument: 'module'"),  # type: ignore[call-arg]
     ],
@@ -178,7 +178,7 @@ def test_an_unknown_argument_suggests_the_nearest_name(name: str) -> None:
 
 
 def test_arguments_in_the_order_of_ddp_are_told_to_have_names() -> None:
-    with pytest.raises(TypeError, match=r"^GossipDataParallel\(\) got 2 positional arguments, expected 1 \(module\)"):
+    with pytest.raises(TypeError, match=r"^GossipDataParallel\(\) got 2 positional arguments, expected 1; write"):
         gm.GossipDataParallel(nn.Linear(2, 1), [0])  # type: ignore[call-arg]
 
 

@@ -343,7 +343,7 @@ def test_an_algorithm_is_an_object_a_class_or_a_name(algorithm: Any, made: str) 
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        ("diloko", "got algorithm='diloko', expected an Algorithm or a name of ar, .*; did you mean 'diloco'"),
+        ("diloko", "got algorithm='diloko', expected an Algorithm or a name of dpsgd, .*; did you mean 'diloco'"),
         ("choco", r"got algorithm='choco', expected Choco with its arguments, as compressor and step_size have no def"),
         ("sgp", r"got algorithm='sgp', which is a wrapper with arguments, .*; write GossipDataParallel\(model\)$"),
         ("wagma", r"write GroupAverageDataParallel\(model\)$"),
