@@ -88,7 +88,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         },
         "methods": {*_WRAPPERS, "algorithms", "sparta", "ad_psgd", "wagma", "dpwa", "registry"},
         "testing": {"membership", "transport"},
-        "integrations": {"flat", "transport", "wrappers"},
+        "integrations": {"flat", "registry", "transport", "wrappers"},
         # Modules with the names that other systems gave to them.
         "distributed": {"wrappers"},
         "ar_distributed": {"wrappers"},
