@@ -26,6 +26,7 @@ from .background_log import log
 from .liveness.contact import LifeSign
 from .roster import Roster
 from .shared_roster import SharedRoster
+from .tracked import described
 from .view import Joiner
 
 _LOOK_SECONDS = 1.0
@@ -114,7 +115,8 @@ class Donor:
         except Exception:
             participant.take_back(model)
             raise
-        self._copied = {"model": model, "tracked": states, "clock": self.worker.generations.clock}
+        kinds, clock = described(tracked), self.worker.generations.clock
+        self._copied = {"model": model, "tracked": states, "kinds": kinds, "clock": clock}
 
     def drop_copy(self) -> None:
         """The copy is for nobody, as another process of this replica has none."""

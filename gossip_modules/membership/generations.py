@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -19,6 +20,7 @@ from .background_log import log
 from .links import LinkTransport, alone, connect_links
 from .liveness.contact import Contact
 from .roster import MARGIN, Roster
+from .tracked import Counts
 from .view import Change, View
 
 
@@ -65,6 +67,8 @@ class Generations:
         self._asked_again: set[int] = set()  # generations that the others were asked to form again
         self._retired: list[tuple[float, LinkTransport]] = []  # with the time at which they close
         self._garbage: list[str] = []  # keys in the store
+        self._posted: list[str] = []  # the same, until another generation begins
+        self._counts: tuple[int, Counts] | None = None  # the last ones, with their generation
         self._reported: set[int] = set()  # by this worker, as the roster had it at the last turn
 
     # Beginning.
@@ -137,6 +141,9 @@ class Generations:
             job.num_joins += len(joined)
             job.num_deaths += len(left)
         self.begin_together(view, transport, growth)  # also ends a round over the old links
+        if joined and (before is not None or (change.rank == 0 and not self.worker.is_founder)):
+            place = {"generation": view.generation, "clock": clock}
+            job.together("post_counts", place, lambda: self.post_counts(**place))
         with self.worker.lock:
             transport.num_bytes_sent += sum(other.num_bytes_sent for other in old)
             self.retire(*old, seconds=limits.RETIRE)
@@ -160,6 +167,40 @@ class Generations:
         """Let the model turn to the links of a generation, on all processes with its shards."""
         what = {"view": asdict(view), "growth": growth}
         self.job.together("begin", what, lambda: self.job.participant.begin(transport, growth))
+
+    def post_counts(self, generation: int, clock: int) -> None:
+        """Post the tracked state at the first step of a generation for its newcomers: see [Note: state at entry]."""
+        with self.worker.lock:
+            self._garbage, self._posted = [*self._garbage, *self._posted], []
+        try:
+            counts = Counts(clock, self.job.tracked)
+        except Exception as error:  # noqa: BLE001 (of the user's objects: training goes on, and another member posts)
+            log.warning("job %s: got no state of the tracked objects for newcomers: %r", self.job.name, error)
+            return
+        self._counts = generation, counts
+        threads.start(self._post, generation, counts, name="gossip-counts")
+
+    def _post(self, generation: int, counts: Counts) -> None:
+        """In a thread of its own; where the store is away, newcomers may wait for its return."""
+        name = f"{generation}/{self.counts}"
+        try:
+            text = counts.dumps()
+        except ValueError as error:
+            log.warning("job %s: newcomers do not get the tracked state of this step: %s", self.job.name, error)
+            return
+        while self.active is not None and self.active.generation == generation:
+            with contextlib.suppress(RuntimeError, OSError):
+                self.job.store.post(name, self.worker.id, text)
+                with self.worker.lock:
+                    self._posted.append(f"{name}/{self.worker.id}")
+                return
+            if self.job.closed.wait(limits.POLL):
+                return
+
+    @property
+    def counts(self) -> str:
+        """The name for the exchange of tracked state between processes of the same place in all replicas."""
+        return "counts" + (f"/shard/{self.job.shard}" if self.job.shard else "")
 
     def follow(self, view: View, growth: float) -> None:
         """Begin the generation begun by the first process of this replica.
@@ -206,6 +247,8 @@ class Generations:
             self.retire(*self.formed.values())
             self.formed = {}
         self._tried, self._asked_again = set(), set()
+        if self._counts is not None:  # a newcomer may not have read them
+            threads.start(self._post, *self._counts, name="gossip-counts")
         if self.active is not None and self.transport is not None:
             for rank in self.transport.failed:
                 self.worker.report(

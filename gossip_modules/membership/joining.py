@@ -7,6 +7,7 @@ import random
 import socket
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from ..flat.sharded import with_shards
@@ -18,6 +19,7 @@ from .links import alone
 from .liveness.contact import LifeSign
 from .liveness.monitor import LivenessMonitor
 from .roster import Roster
+from .tracked import check_alike, described, load_counts
 from .view import Change, Joiner, Member, View
 from .worker import LocalWorker
 
@@ -103,9 +105,11 @@ class Joining:
             elif not worker.wait_until(has_changed, deadline):
                 self._raise_if_over()
                 raise self._nothing_began(deadline)
+        clock = 0 if worker.is_founder else self._take_counts(deadline)
         with worker.lock:
             start = generations.first_step(generations.due[0][0])
             if not worker.is_founder:
+                start = start if self.job.participant.is_in_lockstep else max(start, clock)
                 generations.go_to(start)
             generations.clock = start - 1
         if worker.is_founder:
@@ -182,16 +186,17 @@ class Joining:
                 self.worker.receiving = None
 
     def load(self) -> None:
-        """Load the received state."""
+        """Load the received state.
+
+        Raises:
+            ValueError: the donor tracks other objects; nothing has changed then.
+        """
         state, self.worker.received = self.worker.received, None
-        self.job.participant.take(state["model"])
         tracked = self.job.tracked
+        check_alike(described(tracked), state["kinds"])
+        self.job.participant.take(state["model"])
         for name, value in state["tracked"].items():
-            if name in tracked:
-                tracked[name].load_state_dict(with_shards(value, tracked[name]))
-        missing = sorted(set(tracked) - set(state["tracked"]))
-        if missing:
-            log.warning("the donor tracks no %s: they start anew; track() the same names on all workers", missing)
+            tracked[name].load_state_dict(with_shards(value, tracked[name]))
         generations = self.worker.generations
         generations.clock = int(state["clock"])
         generations.next_is(generations.clock)
@@ -200,6 +205,47 @@ class Joining:
         """Post the event of the loaded state."""
         self.worker.loaded = joiner.key
         self.job.wake.set()
+
+    def _take_counts(self, deadline: Deadline) -> int:
+        """Wait until a member is at the first step of the generation, and take its tracked state.
+
+        See [Note: state at entry]. Training with the others goes on without the store, so it is not waited for.
+
+        Returns:
+            The step of the clock of the member; 0 if there is none.
+        """
+        worker, job, generations = self.worker, self.job, self.worker.generations
+        while job.tracked:
+            with worker.lock:
+                first, view = generations.due[0][0], worker.roster.view
+                coming = [due for due, _ in generations.due if due.start <= first.start][::-1]
+            if coming[0].ids[0] == worker.id:  # members that were there before come first: there is none
+                break
+            is_out = view is not None and not view.has(worker.id)
+            self._raise_if_over()
+            if is_out or deadline.is_over or not job.store.is_connected:
+                log.warning(
+                    "job %s: this worker has the tracked state %s as its donor had it at step %d, since no member gave "
+                    "it at step %d: a schedule of learning rates may be behind",
+                    job.name,
+                    sorted(job.tracked),
+                    job.participant.step,
+                    first.start + job.steps_before,
+                )
+                break
+            for due in coming:
+                source = job.store.first_of(f"{due.generation}/counts", due.ids)
+                if source is not None:
+                    what = {"generation": due.generation, "source": source}
+                    return int(job.together("take_counts", what, partial(self.take_counts, **what)))
+            job.closed.wait(limits.BUSY_POLL)
+        return 0
+
+    def take_counts(self, generation: int, source: int) -> int:
+        """Load the tracked state that a member has posted at the first step of a generation; returns its clock."""
+        store, name = self.job.store, f"{generation}/{self.worker.generations.counts}"
+        (text,) = store.values(name, [source], is_void=lambda: self.worker.is_over)
+        return load_counts(text, self.job.tracked)
 
     # Abandoned jobs.
 

@@ -215,7 +215,10 @@ class Membership:
 
         Args:
             objects: by name, the same on all workers: an optimizer, a learning rate scheduler, a sampler. They have
-                `state_dict` and `load_state_dict`, and their states are tensors and plain values.
+                `state_dict` and `load_state_dict`, and their states are tensors and plain values. A newcomer with
+                objects of other names or classes, or an optimizer of other groups or shapes, is refused where it joins.
+                See [Note: state at entry] of `Counts` for tensors that may be some steps older than the newcomer's
+                first one.
 
         Raises:
             TypeError: an object without these methods.

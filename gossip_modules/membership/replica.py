@@ -41,7 +41,8 @@ class ReplicaProcesses(NodeProcesses):
         come                                        another start of the worker has begun
         begin, go_to, found, flush, settle          see `Participant`
         copy, drop_copy, serve, take_back           see `Donor`: each process gives its shards to the same place
-        receive, load                               see `Joining`: each takes its shards from the same place
+        receive, load, take_counts                  see `Joining`: each takes its shards from the same place
+        post_counts                                 see `Generations`
 
     If one of them fails, all raise its error. Between safe points they agree on lost peers: [Note: one replica, one
     row].
@@ -172,6 +173,7 @@ class ReplicaProcesses(NodeProcesses):
             "begin": lambda: worker.generations.follow(parsed(View, argument["view"]), argument["growth"]),
             "found": self._found,
             "go_to": lambda: participant.go_to(argument),
+            "post_counts": lambda: worker.generations.post_counts(**argument),
             "flush": participant.flush,
             "settle": participant.settle,
             "copy": worker.donor.copy,
@@ -180,6 +182,7 @@ class ReplicaProcesses(NodeProcesses):
             "take_back": lambda: participant.take_back(argument),
             "receive": lambda: self._receive(parsed(Joiner, argument)),
             "load": Joining(worker).load,
+            "take_counts": lambda: Joining(worker).take_counts(**argument),
         }
         return acts[name]()
 

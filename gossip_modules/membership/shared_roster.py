@@ -228,14 +228,30 @@ class SharedRoster:
             ConnectionError: the store cannot be reached now.
             RuntimeError: nobody is to wait any more. No other worker gets the value, unless one has got it already.
         """
-        own, start, is_told = f"{name}/{worker}", time.monotonic(), False
+        own = f"{name}/{worker}"
+        self.post(name, worker, value)
+        try:
+            return self.values(name, workers, is_void=is_void, on_late=on_late, patience=patience)
+        except RuntimeError:
+            self.forget([own])
+            raise
+
+    def values(
+        self,
+        name: str,
+        workers: Sequence[int],
+        *,
+        is_void: Callable[[], bool],
+        on_late: Callable[[list[int]], None] = lambda missing: None,
+        patience: float = math.inf,
+    ) -> list[str]:
+        """Wait for the values that other workers have posted, and return them; see `gather`."""
+        start, is_told = time.monotonic(), False
         has_come: set[int] = set()  # half-way: where the exchange ends, workers take their values back
         look = start + patience / 2
         keys = [self._key(f"{name}/{other}") for other in workers]
-        self._asked.set(self._key(own), value, what="meeting others")
         while (found := self._asked.get_all(keys, what="meeting others")) is None:
             if is_void() or self.ended.wait(limits.BUSY_POLL):
-                self.forget([own])
                 raise RuntimeError(f"the exchange {name} was ended before all had come")
             if not is_told and time.monotonic() > look:
                 missing = self.missing(name, [other for other in workers if other not in has_come])
@@ -244,6 +260,17 @@ class SharedRoster:
                 if is_told:
                     on_late(missing)
         return [text.decode() for text in found]
+
+    def post(self, name: str, worker: int, value: str) -> None:
+        """Give a value to the workers that look for it by `first_of`. Raises ConnectionError as `gather`."""
+        self._asked.set(self._key(f"{name}/{worker}"), value, what="meeting others")
+
+    def first_of(self, name: str, workers: Sequence[int]) -> int | None:
+        """The first of these workers that has posted a value; None: there is none yet, or the store is away."""
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            missing = self.missing(name, workers)
+            return next((worker for worker in workers if worker not in missing), None)
+        return None
 
     def missing(self, name: str, workers: Iterable[int]) -> list[int]:
         """The workers missing from an exchange."""

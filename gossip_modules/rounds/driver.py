@@ -85,6 +85,7 @@ class Driver:
         self._has_checked_step = False
         self._is_torn = False  # whether a round failed while it was applying messages
         self._is_cut_off = False  # whether a round failed while messages were in transfer
+        self._has_joined = False  # whether the model is the donor's, from within a window of outer steps
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `Mixer`."""
@@ -117,6 +118,8 @@ class Driver:
     def begin(self, x: FlatVector, k: int, *, is_due: bool) -> bool:
         """Prepare a round at a safe point: see `Mixer.begin` and [Note: One memory] of `Stamps`.
 
+        A newcomer of an outer method starts at the anchor: else its drift would have the donor's steps of the window.
+
         The rates of the first step of SGD are checked before anything changes. On an elastic transport they are not
         checked, since the rates of one worker would end the training of all.
 
@@ -136,9 +139,13 @@ class Driver:
         if not self.has_begun:
             self.algorithm.begin(self._vectors(Vector.of(x), 0), self.memory)
             self._buffers, self.has_begun = [b.clone() for b in x.buffers], True
+        if self._has_joined:
+            self._has_joined, has_changed = False, self.algorithm.can_recover
+            if has_changed:
+                self.recover(x)
         if not stamps.has_tried:
             stamps.go_back(k)
-            has_changed = self._agree(x)
+            has_changed |= self._agree(x)
             if stamps.is_agreed and stamps.lost > stamps.taken and not is_due:
                 self.run(Vector.of(x), stamps.lost, stamps.lost)
                 has_changed = True
@@ -489,6 +496,7 @@ class Driver:
         self.has_begun = self._is_torn = self._is_cut_off = False
         self.stamps.taken, self.stamps.lost = state.get("stamps", (0, 0))
         memory = state.get("memory", {})
+        self._has_joined = memory.get("joins", False)
         if self._is_elastic:  # this worker may have other peers than the one that saved the state
             memory = without_links(memory, self.algorithm.parts)
         self.memory.load_state_dict(memory)

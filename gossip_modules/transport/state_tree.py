@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ def encode(state: Any) -> tuple[Any, list[Tensor]]:
     return _encode(state, tensors, "state"), tensors
 
 
-def decode(header: Any, tensors: list[Tensor]) -> Any:
-    """The argument of `encode`."""
+def decode(header: Any, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> Any:
+    """The argument of `encode`; tensors: those of the header, by index."""
     kind, value = header
     if kind == "tensor":
         return tensors[value]
@@ -48,7 +48,7 @@ def decode(header: Any, tensors: list[Tensor]) -> Any:
     return value
 
 
-def _decoded_pairs(pairs: Any, tensors: list[Tensor]) -> dict[Any, Any]:
+def _decoded_pairs(pairs: Any, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> dict[Any, Any]:
     return {decode(key, tensors): decode(item, tensors) for key, item in pairs}
 
 
@@ -88,6 +88,16 @@ def _check_plain(x: Tensor, place: str) -> None:
             f"got a {kind} in {place}, expected a plain tensor, whose numbers are all there is to send; give "
             "state_dict() of such, for instance x.to_dense() or x.dequantize()"
         )
+
+
+def entries(header: Any) -> list[tuple[str, Any]]:
+    """The entries of a container in a header of `encode`, with their keys as text; empty for a tensor or a value."""
+    kind, value = header
+    if kind in _SEQUENCES.values():
+        return [(str(i), child) for i, child in enumerate(value)]
+    if kind not in _MAPPINGS.values():
+        return []
+    return [(json.dumps(key), child) for key, child in (value[1] if kind == "defaultdict" else value)]
 
 
 def pack(state: Any) -> tuple[Tensor, list[Tensor]]:

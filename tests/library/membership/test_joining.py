@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import GossipDataParallel, MatchaGraph
+from gossip_modules import GossipDataParallel, MatchaGraph, Membership
 from gossip_modules.engine.engine import LockstepEngine
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership import donor as donor_module
@@ -103,6 +103,7 @@ def test_another_set_of_layers_is_refused_and_the_job_goes_on() -> None:
     job.until(lambda: worker.wrapper is not None and len(local_of(worker.wrapper).buffer.tensors) == 4, "it travels")
     other = member_of(job.store, min_workers=1)
     wrapper = GossipDataParallel(Growing(nn.Linear(4, 1)), membership=other)
+    other.track(optimizer=torch.optim.SGD(wrapper.parameters(), lr=0.01))
     with pytest.raises(ValueError, match=r"got a donor that trains \['1.bias .* where this worker has \[\], expected"):
         other.join()
     wrapper.close()
@@ -374,6 +375,8 @@ def test_a_donor_whose_state_cannot_be_copied_trains_on(
         for worker in workers:
             assert worker.membership is not None
             worker.membership.track(failing=failing)
+        track = Membership.track
+        monkeypatch.setattr(Membership, "track", lambda member, **objects: track(member, failing=failing, **objects))
     (newcomer,) = job.start(1, seed=1)
     if num_failing == 1:
         workers = [*workers, newcomer]

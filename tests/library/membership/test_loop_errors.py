@@ -36,6 +36,7 @@ class Script:
 
     def run(self) -> None:
         self.wrapper = GossipDataParallel(model_of(), membership=self.member)
+        self.member.track(optimizer=torch.optim.SGD(self.wrapper.parameters(), lr=0.01))
         try:
             for _ in self.member.steps(1 << 30):
                 self.forward()

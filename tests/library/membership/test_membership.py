@@ -273,6 +273,7 @@ def test_a_worker_that_dies_at_the_door_holds_nobody_up(monkeypatch: pytest.Monk
     job.until_live(workers)
     member = member_of(job.store, min_workers=2)
     wrapper = GossipDataParallel(model_of(), membership=member)
+    member.track(optimizer=torch.optim.SGD(wrapper.parameters(), lr=0.01))
     receive_state(member)
     Joining(member.worker).load()
     member.job.store.update([methodcaller("mark_loaded", member.id, 0)])
