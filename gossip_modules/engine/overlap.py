@@ -215,6 +215,8 @@ class OverlapEngine(LockstepEngine):
         self.gossiper.transport.traffic.mixed(self._staleness_of(flight))  # before the next round departs
         if self._stream is not None:
             torch.accelerator.current_stream(x.raw.device).wait_stream(self._stream)  # c is written before it is added
+        assert self._snapshot is not None
+        flight.mixer.leave_out_late(self._snapshot, alpha)
         if self.on_nonfinite != "spread" and not self.agree_finite(flight.is_finite):
             self._leave_out(flight, x)
         if flight.mixer is self._scheduled_average and not self._scheduled_average.has_failed:

@@ -249,6 +249,16 @@ class Mixer(ABC):
         s.add_(before, alpha=-1.0)
         return 1.0
 
+    def leave_out_late(self, s: FlatVector, alpha: float) -> None:
+        """Leave out the messages to and from peers that have failed since `difference`; mutates its correction s.
+
+        Such a peer has died before it has applied the round. This default changes nothing.
+
+        Args:
+            s: the correction, which is not applied yet.
+            alpha: its factor.
+        """
+
     def mix(self, x: _T, t: int) -> _T:
         """x <- W(t) x: one whole round on a contiguous tensor, or on a flat vector with its push-sum weight."""
         s = x if isinstance(x, FlatVector) else FlatVector.over(x)

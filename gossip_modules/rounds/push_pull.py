@@ -206,6 +206,47 @@ class PushPull(Mixer):
             s.push_sum_weight.zero_()
         return 1.0
 
+    def leave_out_late(self, s: FlatVector, alpha: float) -> None:
+        """See `Mixer` and [Note: lost peers]."""
+        if not self.transport.lost:
+            return
+        row, messages = self._row, self.received
+        before, in_peers = (row.weights, row.buffer_weights), row.in_peers
+        kept = row.leave_out(self.transport.lost)
+        self.received = [messages[k] for k in kept]
+        if before[0] == before[1]:
+            self._restate(s, self._sent, messages, in_peers, before[0], row.weights, alpha)
+            return
+        for is_buffer, was, now in zip((False, True), before, (row.weights, row.buffer_weights), strict=True):
+            half, *halves = (v.where(is_buffer=is_buffer) for v in (s, *messages))
+            sent = None if self._sent is None else self._sent.where(is_buffer=is_buffer)
+            self._restate(half, sent, halves, in_peers, was, now, alpha)
+
+    def _restate(
+        self,
+        s: FlatVector,
+        sent: FlatVector | None,
+        messages: Sequence[FlatVector],
+        peers: Sequence[int],
+        before: MixingWeights,
+        now: MixingWeights,
+        alpha: float,
+    ) -> None:
+        """Turn the correction s of one row of W into the correction of another row, for the same messages.
+
+        The vector of this rank is gone, unless it was rounded for a narrow wire: alpha s has it times W_ii - 1.
+        """
+        old, new = ([row.inp.get(peer, 0.0) for peer in peers] for row in (before, now))
+        if sent is not None:
+            changes = [(now.own - before.own, sent), *((b - a, m) for a, b, m in zip(old, new, messages, strict=True))]
+            for change, message in changes:
+                s.add_segments_(message, alpha=change / alpha)
+                if self.is_weighted:
+                    s.push_sum_weight.add_(message.push_sum_weight, alpha=change / alpha)
+            return
+        scale = 1.0 if before.own == 1 else (now.own - 1) / (before.own - 1)
+        s.combine_(scale, messages, [(b - scale * a) / alpha for a, b in zip(old, new, strict=True)])
+
     def _mix(
         self,
         s: FlatVector,
@@ -390,7 +431,8 @@ class Neighbours:
     rank adds the weight of the lost message to its own weight, W_ii += W_ij. A symmetric W changes equally at both
     ends, so the mean over the live ranks is kept. In push-sum columns sum to one. A rank then takes back the share that
     it would have sent, P_ii += P_ji, of x and of w, so that their sums are kept. Only the values of the dead rank are
-    lost.
+    lost. A rank may also learn of the failure between a round under training and its own application of that round.
+    The peer has not applied the round either, except if it was a step ahead, so the rank leaves the peer out alike.
 
     [Note: weights that run dry] A directed graph with failed ranks may lead to a few ranks only. Until there is a new
     graph, the weights of the other ranks then halve in every round. The optimizer steps x = z w, so its step of their z
@@ -406,6 +448,7 @@ class Neighbours:
         t: the round.
         out_peers, in_peers, weights, buffer_weights: the `Plan` of the last round that has begun, without lost peers.
         keeps_all: whether the rank sends zeros: see [Note: weights that run dry].
+        left_out: the peers that this round goes on without.
     """
 
     def __init__(self, mixing: MixingManager, transport: Transport, *, sends_shares: bool = False) -> None:
@@ -414,7 +457,7 @@ class Neighbours:
         self._period = mixing.period if mixing.period <= _MAX_PLANS and knows_period(mixing) else 0
         self.t, self.in_peers, self.out_peers = 0, tuple[int, ...](), tuple[int, ...]()
         self.weights = self.buffer_weights = MixingWeights(1.0, {})
-        self.keeps_all = False
+        self.keeps_all, self.left_out = False, frozenset[int]()
 
     def begin(self, t: int, weight: Tensor) -> None:
         """Begin round t; plans of periodic graphs are kept for later rounds.
@@ -430,7 +473,7 @@ class Neighbours:
             plan = Plan(tuple(graph.out_peers(rank, t)), tuple(weights.inp), weights, buffer_weights)
             if self._period:
                 self._plans[t % self._period] = plan
-        self.t = t
+        self.t, self.left_out = t, frozenset()
         self.out_peers, self.in_peers, self.weights, self.buffer_weights = plan
         self.keeps_all = self._sends_shares and bool(self._transport.lost) and weight.item() < _LEAST_WEIGHT
         if self.keeps_all:
@@ -438,6 +481,7 @@ class Neighbours:
 
     def leave_out(self, lost: Set[int]) -> list[int]:
         """Go on without these peers: see [Note: lost peers]. Returns the indices of the in-peers that remain."""
+        lost, self.left_out = lost - self.left_out, self.left_out | lost
         kept = [k for k, peer in enumerate(self.in_peers) if peer not in lost]
         if self._sends_shares and not self.keeps_all:
             self._take_back([peer for peer in self.out_peers if peer in lost])
