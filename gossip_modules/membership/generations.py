@@ -20,7 +20,7 @@ from .background_log import log
 from .links import LinkTransport, alone, connect_links
 from .liveness.contact import Contact
 from .roster import MARGIN, Roster
-from .tracked import Counts
+from .tracked import TrackedCounts
 from .view import Change, View
 
 
@@ -68,7 +68,7 @@ class Generations:
         self._retired: list[tuple[float, LinkTransport]] = []  # with the time at which they close
         self._garbage: list[str] = []  # keys in the store
         self._posted: list[str] = []  # the same, until another generation begins
-        self._counts: tuple[int, Counts] | None = None  # the last ones, with their generation
+        self._counts: tuple[int, TrackedCounts] | None = None  # the last ones, with their generation
         self._reported: set[int] = set()  # by this worker, as the roster had it at the last turn
 
     # Beginning.
@@ -173,14 +173,14 @@ class Generations:
         with self.worker.lock:
             self._garbage, self._posted = [*self._garbage, *self._posted], []
         try:
-            counts = Counts(clock, self.job.tracked)
+            counts = TrackedCounts(clock, self.job.tracked)
         except Exception as error:  # noqa: BLE001 (of the user's objects: training goes on, and another member posts)
             log.warning("job %s: got no state of the tracked objects for newcomers: %r", self.job.name, error)
             return
         self._counts = generation, counts
         threads.start(self._post, generation, counts, name="gossip-counts")
 
-    def _post(self, generation: int, counts: Counts) -> None:
+    def _post(self, generation: int, counts: TrackedCounts) -> None:
         """In a thread of its own; where the store is away, newcomers may wait for its return."""
         name = f"{generation}/{self.counts}"
         try:

@@ -217,8 +217,8 @@ class Membership:
             objects: by name, the same on all workers: an optimizer, a learning rate scheduler, a sampler. They have
                 `state_dict` and `load_state_dict`, and their states are tensors and plain values. A newcomer with
                 objects of other names or classes, or an optimizer of other groups or shapes, is refused where it joins.
-                See [Note: state at entry] of `Counts` for tensors that may be some steps older than the newcomer's
-                first one.
+                See [Note: state at entry] of `TrackedCounts` for tensors that may be some steps older than its first
+                one.
 
         Raises:
             TypeError: an object without these methods.

@@ -47,7 +47,7 @@ def _text(description: Any) -> str:
     return f"{kind} of parameters {'; '.join(', '.join(map(str, group)) for group in groups):.200}" if groups else kind
 
 
-class Counts:
+class TrackedCounts:
     """The tracked state of a member at the first step of a generation, without moments and averages.
 
     [Note: state at entry] A donor copies the state some steps before the newcomer's first one. For parameters and
@@ -86,7 +86,7 @@ class Counts:
 
 
 def load_counts(text: str, objects: Mapping[str, Any]) -> int:
-    """Load the tracked state of `Counts.dumps`, and return its clock; tensors that it lacks stay as they are.
+    """Load the tracked state of `TrackedCounts.dumps`, and return its clock; tensors that it lacks stay as they are.
 
     Args:
         text: the text.

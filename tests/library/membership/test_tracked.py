@@ -14,14 +14,14 @@ from torch import nn
 
 import gossip_modules as gm
 from gossip_modules import GossipDataParallel
-from gossip_modules.membership.tracked import Counts, check_alike, described, load_counts
+from gossip_modules.membership.tracked import TrackedCounts, check_alike, described, load_counts
 from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close, die, member_of, model_of
 
 __all__ = ["_no_thread_stays"]
 
 
 class Sampler:
-    """Counts batches; its order is drawn by a generator."""
+    """TrackedCounts batches; its order is drawn by a generator."""
 
     def __init__(self) -> None:
         self.position, self.order = 0, torch.zeros(8, dtype=torch.int64)
@@ -165,7 +165,7 @@ def test_counts_without_moments() -> None:
     _, member = stepped(7, "weight", "bias")
     _, newcomer = stepped(4, "weight")
     moments = newcomer.state_dict()["state"][0]["exp_avg"].clone()
-    assert load_counts(Counts(5, {"optimizer": member}).dumps(), {"optimizer": newcomer}) == 5
+    assert load_counts(TrackedCounts(5, {"optimizer": member}).dumps(), {"optimizer": newcomer}) == 5
     state = newcomer.state_dict()["state"]
     assert list(state) == [0]
     assert state[0]["step"].item() == 7
