@@ -132,7 +132,7 @@ ACTIONS = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), WORKERS, WORKERS), max_size=40))
 def test_members_keep_their_job_over_restarts_garbage_and_suspensions(actions: list[tuple[str, int, int]]) -> None:
     world = World()
