@@ -66,6 +66,7 @@ def train(world: FaultWorld, rank: int) -> None:
     """Run the script of a rank; an error ends the process as it ends a script, without close()."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
     Rank(world, rank).run()
 
 

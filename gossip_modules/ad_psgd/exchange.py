@@ -128,7 +128,8 @@ class BilateralAverage:
 
     def close(self, seconds: float) -> None:
         """End the threads, after `shut_down`; peers may ask until they have shut down too, at most for so long."""
-        self.liveness.end(seconds)
+        if self.liveness.background.close(seconds):
+            self.liveness.let_go()
         if self._thread is not None:
             self._thread.close()
 

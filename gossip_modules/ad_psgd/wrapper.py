@@ -49,11 +49,15 @@ class BilatGossipDataParallel(GossipWrapper):
 
     [Note: continuous momentum] With `continuous_momentum` each rank has a second model x', equal to x at first.
     Exchanges move x' further than x, and x moves towards x' between exchanges. Ranks on a badly connected graph then
-    agree after about the square root of the number of exchanges. Before each exchange of rank i, dt after its last one:
+    agree after about the square root of the number of exchanges. With each exchange of rank i, dt after its last one:
 
+        c = x_j - x_i
         v = (1 - exp(-2 eta dt)) / 2 (x' - x);   x = x + v;  x' = x' - v
-        x = x + (x_j - x_i) / 2;   x' = x' + alpha (x_j - x_i)
+        x = x + c / 2;   x' = x' + alpha c
         in each gradient step:  x' moves as x
+
+    So peers get the model before v, which training adds together with the correction. In the paper's Algorithm 1 both
+    ranks add v first, and c is the difference of the models after it.
 
     eta and alpha follow from the graph: see `MomentumRates`. The time between two exchanges of a rank is taken as its
     mean, so it does not depend on the speed of links. The mean over ranks of (x + x') / 2 has all steps. Nabli,

@@ -239,15 +239,14 @@ class Liveness:
             with contextlib.suppress(ConnectionError, TimeoutError):  # the peer has ended, or will notice by itself
                 pending.wait(deadline.left_for_gloo)
 
-    def end(self, seconds: float = 2.0) -> None:
-        """Wait at most for so long until all threads have ended, after `shut_down`, and let go of the messages.
+    def let_go(self) -> None:
+        """Drop the messages once all threads have ended: none is under way then.
 
         A message keeps the connections of its group, and they would stay until the next garbage collection.
         """
-        if self.background.close(seconds):  # else messages may be under way
-            with self._lock:
-                self._last = dict.fromkeys(self._last)
-                self._posted.clear()
+        with self._lock:
+            self._last = dict.fromkeys(self._last)
+            self._posted.clear()
 
     def _post_last(self, peers: Iterable[int], message: ControlMessage) -> None:
         for peer in peers:

@@ -62,7 +62,7 @@ class MomentumRates(NamedTuple):
         """Return m, k and g of an exchange, with d the second model minus the first and c the correction of the first:
 
             c <- c + m d
-            d <- k d + g c
+            d <- k d + g c                                     # with the new c: exp(-2 eta dt) d + g times the old c
 
         Args:
             remaining: exp(-2 eta dt), dt the time since the last exchange.

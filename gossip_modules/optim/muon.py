@@ -18,8 +18,8 @@ SCALES = ("match_rms_adamw", "original")
 
 
 class MuonAdamW(StepOptimizer):
-    """Muon steps the hidden matrices of a model, and AdamW its embeddings, its heads and all tensors other than
-    matrices.
+    """Muon steps the hidden matrices of a model, and AdamW its embeddings, its heads and all tensors of other than two
+    dimensions, such as the kernels of convolutions.
 
     One object has the state of both, so `state_dict`, learning-rate schedulers and GradScaler work as with any other
     optimizer, and a wrapper sees one step. `param_groups[k]["param_names"]` lists the parameters of each group.
@@ -35,7 +35,8 @@ class MuonAdamW(StepOptimizer):
         model: the model, wrapped or not; parameters without gradients are left out.
         lr: the learning rate.
         muon_lr: the learning rate of Muon; None: `lr`.
-        weight_decay: the weight decay of all matrices, decoupled. Tensors of other dimensions have none.
+        weight_decay: the weight decay, decoupled, of all tensors of two dimensions or more: matrices, embeddings, and
+            the kernels of convolutions, also of `nn.Conv1d`. Biases, norms and other vectors have none.
         momentum: of Muon.
         betas: of AdamW.
         adamw: names or patterns of matrices for AdamW, beside embeddings: "head.weight", "*.gate.*". None: the weight

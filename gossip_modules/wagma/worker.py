@@ -229,7 +229,8 @@ class WaitAvoidingWorker:
         self._rounds_ended.wait(_CLOSE_SECONDS)
         liveness.shut_down()
         liveness.wait_until_received()
-        liveness.end()
+        if liveness.background.close():
+            liveness.let_go()
         self.control.close()
         if error is None and not self.is_idle:
             liveness.background.raise_if_unseen()
