@@ -299,6 +299,61 @@ def second_thread(run: Run) -> None:
         thread.join()
 
 
+def masters(run: Run, form: str) -> None:
+    """apex O2, Megatron, torchao, DeepSpeed: an optimizer steps masters, which a tool writes over the parameters."""
+    parameters = list(run.model.parameters())
+    own = [x.detach().clone() for x in (parameters if form != "partial" else parameters[:1])]
+    if form == "flat":
+        flat = torch.cat([*(x.flatten() for x in own), torch.zeros(5, dtype=torch.float64)]).requires_grad_()
+        flat.grad = torch.zeros_like(flat)
+        own, at = [], 0
+        for x in parameters:
+            own.append(flat.detach()[at : at + x.numel()].view(x.shape))
+            own[-1].grad = flat.grad[at : at + x.numel()].view(x.shape)
+            at += x.numel()
+        optimizers = [torch.optim.SGD([flat], lr=RATE)]
+    elif form == "each":
+        optimizers = [torch.optim.SGD([x], lr=RATE) for x in own]
+    else:
+        optimizers = [torch.optim.SGD([*own, *parameters[len(own) :]], lr=RATE)]
+    for step in range(NUM_STEPS):
+        run.loss(step).backward()
+        for x, master in zip(parameters, own, strict=False):
+            assert x.grad is not None
+            master.grad = x.grad.clone() if master.grad is None else master.grad.copy_(x.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            for x, master in zip(parameters, own, strict=False):
+                x.copy_(master)
+        run.model.zero_grad()
+
+
+class Average(torch.optim.Optimizer):
+    """A moving average of the parameters, which its steps do not change."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for x in self.param_groups[0]["params"]:
+            self.state[x].setdefault("average", x.clone()).lerp_(x, 0.25)
+
+
+def average_as_state(run: Run) -> None:
+    """torchtitan #3982: a second optimizer keeps a moving average of the weights as its state."""
+    optimizer, parameters = run.sgd(), list(run.model.parameters())
+    keeper = Average(parameters, {})
+    expected: list[Tensor] = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        optimizer.step()
+        keeper.step()
+        now = [x.detach().clone() for x in parameters]
+        expected = [x.lerp(y, 0.25) for x, y in zip(expected or now, now, strict=True)]
+    for x, right in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(keeper.state[x]["average"], right)
+
+
 # The table.
 
 
@@ -353,6 +408,11 @@ LOOPS: dict[str, Loop] = {
         f"an average swapped in by pointer, {order}": Loop(partial(average_by_pointer, order=order))
         for order in ("saved", "train first")
     },
+    **{
+        f"masters, {form}": Loop(partial(masters, form=form), methods=WEIGHTS_STAY)
+        for form in ("partial", "each", "flat")
+    },
+    "a moving average as the state of an optimizer": Loop(average_as_state),
     "a second thread evaluates and saves": Loop(second_thread, methods=tuple(METHODS)[:-1]),
 }
 
