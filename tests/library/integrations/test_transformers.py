@@ -119,6 +119,50 @@ def best_and_mistakes(rank: int, folder: str) -> None:
         plain.train()
 
 
+def callbacks_resume(rank: int, folder: str) -> None:
+    """The callbacks with a state; the models of ranks differ, and each comes back."""
+    from transformers import EarlyStoppingCallback, TrainerCallback, trainer_callback
+
+    kinds = {kind for kind in vars(trainer_callback).values() if isinstance(kind, type)}
+    stateful = {kind for kind in kinds if issubclass(kind, TrainerCallback) and hasattr(kind, "state")}
+    assert stateful == {EarlyStoppingCallback}
+
+    class Seen(TrainerCallback):  # type: ignore[misc]
+        begin: Any = None
+        saved: Any = None
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.begin = hosts.values(given["model"]) if self.begin is None else self.begin
+
+        def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.saved = hosts.values(given["model"]) if self.saved is None else self.saved
+
+    def run(place: str, **more: Any) -> tuple[Any, Any]:
+        strategy: dict[str, Any] = {
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "save_strategy": "steps",
+            "save_steps": 2,
+        }
+        options = {"metric_for_best_model": "loss", "restore_callback_states_from_checkpoint": True, **strategy}
+        trainer, seen, stopping = trainer_of(place, {"schedule": 3}, **options), Seen(), EarlyStoppingCallback(9)
+        for callback in (seen, stopping):
+            trainer.add_callback(callback)
+        trainer.train(**more)
+        trainer.model_wrapped.close()
+        return seen, stopping.state()
+
+    first, state = run(folder)
+    for x in first.saved:
+        both = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(both, x)
+        assert not torch.equal(*both)
+    dist.barrier()
+    again, found = run(f"{folder}/again", resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}")
+    assert_equal(again.begin, first.saved)
+    assert found == state
+
+
 def test_ranks_train_as_our_loop_resume_and_name_mistakes() -> None:
     """One start of processes does all, since the import of the host is what takes long."""
-    hosts.run_bodies(train, best_and_mistakes, ranks=2)
+    hosts.run_bodies(train, best_and_mistakes, callbacks_resume, ranks=2)
