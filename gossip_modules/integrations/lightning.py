@@ -276,11 +276,15 @@ class GossipFabricStrategy(_RankFiles, FabricDDPStrategy):
             super().load_module_state_dict(module, state_dict, strict=strict)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As Fabric's, with one file more for each rank; collective."""
-        super().save_checkpoint(path, state, *args, **kwargs)
+        """As Fabric's, with averages of copies of a model, and one file more for each rank; collective."""
         if wrappers := _wrappers(state):
             parts = {name: part.state_dict() for name, part in _parts(state).items()}
             self._write(path, {"models": own_models(wrappers), "parts": parts})
+            copies = {name: parts[name] for name, part in _parts(state).items() if isinstance(part, nn.Module)}
+            for wrapper in wrappers:
+                copies = ModelCopies(wrapper).averaged(copies, {})
+            state = {**state, **copies}
+        super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As Fabric's, with this rank's own models and optimizers where `state` is a dict; collective."""
@@ -308,9 +312,9 @@ def _wrappers(state: Mapping[str, Any]) -> list[GossipWrapper]:
 
 
 def _parts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Optimizers, schedulers and their like."""
+    """Optimizers, schedulers, other modules such as an EMA, and their like."""
     return {
         name: value
         for name, value in state.items()
-        if hasattr(value, "load_state_dict") and not isinstance(value, nn.Module)
+        if hasattr(value, "load_state_dict") and not isinstance(value, GossipWrapper)
     }

@@ -211,6 +211,18 @@ def other_worlds(rank: int, folder: str) -> None:
     wrapper, plain = fabric_loop(strategy, folder, saves=True)
     dist.barrier()
     strategy.load_checkpoint(f"{folder}/half.ckpt", {"model": wrapper, "of a later version": sgd(plain)}, strict=False)
+    # An EMA beside the model.
+    ema = torch.optim.swa_utils.AveragedModel(plain)
+    weight = ema.get_parameter("module.layers.0.weight")
+    torch.nn.init.constant_(weight, rank)
+    expected = values(ema)
+    strategy.save_checkpoint(f"{folder}/ema.ckpt", {"model": wrapper, "ema": ema})
+    dist.barrier()
+    saved = torch.load(f"{folder}/ema.ckpt", weights_only=True)["ema"]["module.layers.0.weight"]
+    torch.testing.assert_close(saved, torch.full_like(saved, 0.5))
+    torch.nn.init.zeros_(weight)
+    strategy.load_checkpoint(f"{folder}/ema.ckpt", {"model": wrapper, "ema": ema})
+    assert_equal(values(ema), expected)
     wrapper.close()
     Path(f"{folder}/gossip_rank_{rank}_of_2-half.ckpt").unlink()
     with pytest.warns(UserWarning, match=r"got no file .*half.ckpt.*training goes on from the one model"):

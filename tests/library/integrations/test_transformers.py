@@ -127,7 +127,7 @@ def callbacks_resume(rank: int, folder: str) -> None:
     stateful = {kind for kind in kinds if issubclass(kind, TrainerCallback) and hasattr(kind, "state")}
     assert stateful == {EarlyStoppingCallback}
 
-    class Seen(TrainerCallback):  # type: ignore[misc]
+    class Seen(TrainerCallback):
         begin: Any = None
         saved: Any = None
 
