@@ -293,6 +293,14 @@ fault to the error.""",
                 script="bb6c722:benchmarks/restart.py",
             ),
             Page(
+                "Ranks with loader processes, with slow exits, and suspended ones",
+                "faults_lost.csv",
+                "All 60 survivors get an error with the name of the rank. With a timeout of 5 s the error comes within "
+                "3.7 s of a kill although the loader processes of the rank live on, and within 1.6 s of an exception "
+                "or Ctrl-C although its exit handlers take 7.5 s. The machine was busy with other work.",
+                render=fault_table,
+            ),
+            Page(
                 "All faults at an earlier commit, on a quieter machine",
                 "faults_quieter.csv",
                 "After a kill the error comes within 2.5 s, but for dpwa. 307 of 312 errors name the dead rank.",
