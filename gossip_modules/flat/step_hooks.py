@@ -130,6 +130,9 @@ class StepHooks:  # one for the process: STEP_HOOKS
         """Find the optimizers of each member again, after a member has changed its parameters."""
         self._calls = {}
 
+    def __reduce__(self) -> str:
+        return "STEP_HOOKS"  # an optimizer that is copied with all its attributes has hooks of this object
+
     def _calls_of(self, optimizer: Optimizer) -> _Calls:
         """Return the calls of a step of this optimizer, found once for the optimizer and its parameters."""
         num_held = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -148,7 +151,7 @@ class StepHooks:  # one for the process: STEP_HOOKS
         """Return new arguments for the step, with a watched closure; None: torch keeps the given ones."""
         calls, running = self._calls_of(optimizer), self._running.calls
         if running:
-            del running[max(_num_running() - 1, 0) :]
+            del running[max(num_running(sys._getframe()) - 1, 0) :]
             calls = calls.inside(running)
         running.append(calls)
         _call(calls.before, optimizer)
@@ -200,7 +203,7 @@ class StepHooks:  # one for the process: STEP_HOOKS
         """The calls of the step that this thread is in, the innermost one."""
         running = self._running.calls
         if len(running) > 1:
-            del running[max(_num_running(), 1) :]
+            del running[max(num_running(sys._getframe()), 1) :]
         return running[-1]
 
 
@@ -293,10 +296,9 @@ class _Calls(NamedTuple):
 _STEP = Optimizer.profile_hook_step(print).__code__  # of the function around each hooked step
 
 
-def _num_running() -> int:
-    """The number of hooked steps that this thread is in, by its stack."""
+def num_running(frame: FrameType | None) -> int:
+    """The number of hooked steps in the stack of a frame, such as `sys._getframe()`."""
     count = 0
-    frame: FrameType | None = sys._getframe()
     while frame is not None:
         count += frame.f_code is _STEP
         frame = frame.f_back

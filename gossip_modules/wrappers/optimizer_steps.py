@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
 from ..flat.samples import Samples
-from ..flat.step_hooks import Stepped, existing_optimizers, holds_any
+from ..flat.step_hooks import Stepped, existing_optimizers, holds_any, num_running
 from ..old_calls import levels_to_user
 from .gradient_watch import UnsyncedSteps, WatchedGradient
 from .unseen_steps import UnseenSteps
@@ -90,6 +91,7 @@ class OptimizerSteps(Stepped):
         self._num_in_turn = 0  # optimizer steps one after the other with such rounds before each
         self._counts: dict[int, int] = {}  # steps since the last round, by optimizer
         self._is_inside = False  # an optimizer's step, which evaluates a closure as often as it likes
+        self._num_at_step = 0  # training forwards before it
         self._num_without = 0  # optimizer steps since the last round, or since the start
         self.num_owed = 0
         self._is_watched: bool | None = None  # whether an optimizer of torch holds parameters; None: not known yet
@@ -139,8 +141,16 @@ class OptimizerSteps(Stepped):
             return True
         if self._counts or not self._sees_optimizers():
             return self._is_synced
+        if self._is_evaluated_again:
+            return False
         gradient = self._gradient
         return self._is_synced and (gradient.is_dropped() or (self._unseen.are_steps and gradient.is_stepped()))
+
+    @property
+    def _is_evaluated_again(self) -> bool:
+        """Whether a forward now is a later one of a closure in a running step, before which it may drop gradients."""
+        is_later = self._is_inside and self._num_forwards > self._num_at_step
+        return is_later and num_running(sys._getframe()) > 0  # a step that raised has not told of its end
 
     @property
     def has_stepped(self) -> bool:
@@ -164,7 +174,7 @@ class OptimizerSteps(Stepped):
             return self._num_without_hook()
         if not is_due:
             self._num_extra += is_synced and self._is_synced and not self._is_inside
-            self._gradient.is_doubtful = self._is_synced
+            self._gradient.is_doubtful = self._is_synced and not self._is_evaluated_again
             return self._num_unseen()
         is_known = self._is_due or self._counts or self._unseen.are_steps
         is_made_up = not (is_known or not self._sees_optimizers())
@@ -193,6 +203,8 @@ class OptimizerSteps(Stepped):
                 "got rounds='step' and no torch.optim.Optimizer over the parameters, expected one whose steps start "
                 "the rounds; pass rounds='forward', or rounds='manual' and call gossip_step() after each update"
             )
+        if self._is_evaluated_again:
+            return 0
         if self._is_synced and self._gradient.is_dropped():
             self._num_made_up += 1
             return 1
@@ -277,6 +289,7 @@ class OptimizerSteps(Stepped):
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Stepped`."""
         self._is_watched = self._is_inside = True
+        self._num_at_step = self._num_forwards
         self._gradient.choose(self._buffer.parameters)
         is_doubtful = self._last_of.get(id(optimizer), self._last) == self._now
         if is_doubtful and torch._C._current_graph_task_id() == -1 and not self._buffer.is_captured():

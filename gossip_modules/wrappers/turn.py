@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-from torch.optim import Optimizer
+from ..flat.step_hooks import num_running
 
 _POLL = 0.001  # seconds between two looks at the optimizer step of another thread
-_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # of the frame around each optimizer step
 
 
 class Turn:
@@ -61,7 +60,7 @@ class Turn:
     def _wait_for_step(self) -> None:
         """Wait until the other thread is in no optimizer step; called and left with the lock."""
         end = time.monotonic() + self.limit
-        while self._stepper and _is_in_step(sys._current_frames().get(self._stepper)):
+        while self._stepper and num_running(sys._current_frames().get(self._stepper)):
             self._lock.release()
             time.sleep(_POLL)
             if not self._lock.acquire(timeout=self.limit):
@@ -98,7 +97,7 @@ class Turn:
     @property
     def is_in_step(self) -> bool:
         """Whether this thread is in the step of an optimizer on numerators: a closure, or a signal handler."""
-        return self._stepper == threading.get_ident() and _is_in_step(sys._getframe())
+        return self._stepper == threading.get_ident() and num_running(sys._getframe()) > 0
 
     @property
     def is_of_other_thread(self) -> bool:
@@ -123,11 +122,6 @@ class _Change:
         turn = self._turn
         turn._depth -= 1
         turn.__exit__()
-
-
-def _is_in_step(frame: FrameType | None) -> bool:
-    """Whether this frame, or a caller of it, is the step of an optimizer of torch."""
-    return any(caller.f_code is _STEP for caller in _callers(frame))
 
 
 def is_in_signal_handler() -> bool:

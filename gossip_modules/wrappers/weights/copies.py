@@ -149,7 +149,7 @@ class WeightCopies(Stepped):
             return
         if watch.is_looking and watch.before is not None:
             self._look(optimizer, watch, watch.before)
-        if watch.names:
+        if watch.names or watch.proofs:
             self._keep(optimizer, watch)
 
     # The parts of a step.
@@ -186,8 +186,15 @@ class WeightCopies(Stepped):
         return not any(self._agree(sample(copy), values) for values in (watch.after[name], sample(parameter)))
 
     def _hold_back(self, optimizer: Optimizer, watch: _Watch) -> None:
-        """Let the parameters be what state is a copy of, if it is one, during this step."""
+        """Let the parameters be what state is a copy of, if it is one, during this step.
+
+        State that the loop has written since the last step, and not from the parameters as they are now, is none: the
+        weights before a perturbation, as sharpness-aware minimisation keeps them.
+        """
         watch.held = []
+        for name in [name for name in watch.proofs if self._was_replaced(optimizer, watch, name)]:
+            del watch.proofs[name]
+            self._told.add(name)
         for name in sorted(watch.proofs)[:1]:
             for parameter, copy in self._pairs(optimizer, name):
                 watch.held.append((parameter, change_beyond(copy, parameter)))
@@ -267,7 +274,7 @@ class WeightCopies(Stepped):
     def _keep(self, optimizer: Optimizer, watch: _Watch) -> None:
         """Note how a step has left the parameters."""
         watch.versions = [parameter._version for parameter in self._buffer.parameters]
-        probes = {name: self._probe(optimizer, name) for name in watch.names}
+        probes = {name: self._probe(optimizer, name) for name in watch.names | watch.proofs.keys()}
         watch.after = {name: sample(found[0]).clone() for name, found in probes.items() if found is not None}
 
     def _probe(self, optimizer: Optimizer, name: str) -> tuple[Tensor, Tensor] | None:

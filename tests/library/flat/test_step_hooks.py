@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -163,3 +165,26 @@ def test_a_closure_is_followed_by_a_return_into_the_step(parameters: list[nn.Par
 
     optimizer.step(closure)
     assert watcher.taken() == ["before", "enter", "closure", "reenter", "leave", "after"]
+
+
+class WithAllAttributes(torch.optim.SGD):
+    """Gives all its attributes to a copy, the hooks included."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def test_an_optimizer_that_is_copied_and_pickled_with_its_hooks_steps_on(
+    parameters: list[nn.Parameter], watcher: Watcher
+) -> None:
+    optimizer = WithAllAttributes(parameters, lr=0.5)
+    optimizer.step()
+    assert watcher.taken() == WHOLE
+    assert pickle.dumps(optimizer)
+    copy.deepcopy(optimizer).step()
+    assert watcher.taken() == []
+    optimizer.step()
+    assert watcher.taken() == WHOLE

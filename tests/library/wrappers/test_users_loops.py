@@ -151,6 +151,63 @@ def sharpness_aware(run: Run) -> None:
         optimizer.zero_grad()
 
 
+class SharpnessAware(torch.optim.Optimizer):
+    """An optimizer that keeps the weights before the perturbation as state, around another optimizer."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr)
+
+    @torch.no_grad()
+    def perturb(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["old_p"] = parameter.data.clone()
+            parameter.add_(parameter.grad, alpha=0.05)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = self.state[parameter]["old_p"]
+        self.inner.step()
+        self.zero_grad()
+
+
+def sharpness_aware_optimizer(run: Run) -> None:
+    """davda54/sam: the same as an optimizer, whose state equals the parameters after each step."""
+    optimizer = run.sgd(SharpnessAware)
+    for step in range(NUM_STEPS):
+        run.loss(step).backward()
+        optimizer.perturb()
+        run.loss(step).backward()
+        optimizer.step()
+
+
+class Twice(torch.optim.SGD):
+    """Evaluates its closure twice without a change of the parameters in between."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+            closure()
+        return super().step()
+
+
+def closures(run: Run) -> None:
+    """A closure that drops its gradients, evaluated several times in one step, as line searches do."""
+    optimizer = run.sgd(Twice)
+
+    def closure(step: int) -> Tensor:
+        optimizer.zero_grad()
+        loss = run.loss(step)
+        loss.backward()
+        return loss
+
+    for step in range(NUM_STEPS):
+        optimizer.step(partial(closure, step))
+
+
 def by_hand(run: Run) -> None:
     """pytorch/examples word_language_model: no optimizer at all."""
     for step in range(NUM_STEPS):
@@ -391,6 +448,8 @@ LOOPS: dict[str, Loop] = {
     "plain": Loop(plain),
     "gradient accumulation": Loop(accumulation, warns=("got 2 training forwards",)),
     "sharpness-aware minimisation": Loop(sharpness_aware, warns=("got 2 training forwards",)),
+    "sharpness-aware minimisation as an optimizer": Loop(sharpness_aware_optimizer, warns=("got 2 training forwards",)),
+    "a closure that is evaluated twice": Loop(closures),
     "updates by hand": Loop(by_hand, methods=WEIGHTS_STAY),
     "a step replaced on the instance": Loop(replaced_step, methods=WEIGHTS_STAY, warns=("got 3 changes",)),
     "updates by hand beside an idle optimizer": Loop(idle_optimizer, methods=WEIGHTS_STAY, warns=("got 3 changes",)),
