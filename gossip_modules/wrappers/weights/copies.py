@@ -220,6 +220,12 @@ class WeightCopies(Stepped):
                 for _, copy in self._pairs(optimizer, name):
                     local_of(copy).div_(self._buffer.vector.push_sum_weight.to(copy.device))
 
+    def _keeps(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer that has moved nothing keeps state: not if its learning rate is 0, or its gradients."""
+        if not any(group.get("lr", True) for group in optimizer.param_groups):
+            return False
+        return any(bool(sample(x).any()) for name in self._names(optimizer) for _, x in self._pairs(optimizer, name))
+
     def _look(self, optimizer: Optimizer, watch: _Watch, before: Samples) -> None:
         has_moved = not before.equal(before.values)
         watch.num_looks += has_moved
@@ -227,7 +233,7 @@ class WeightCopies(Stepped):
         if self.debias is not None and self._is_weighted:
             if not (has_moved or watch.num_idle > 1):
                 self._to_estimates(optimizer)
-            self.debias.note_reader(optimizer, is_reader=not has_moved)
+            self.debias.note_reader(optimizer, is_reader=not (has_moved or watch.num_looks) and self._keeps(optimizer))
         found = {name for name in self._names(optimizer) if self._is_copy(optimizer, name)}
         self._give_back(optimizer, watch, found & watch.proofs.keys())
         if not has_moved:

@@ -264,6 +264,38 @@ def nested_step(run: Run) -> None:
         other.step()
 
 
+class Own(torch.optim.Optimizer):
+    """An optimizer of no library."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for x in self.param_groups[0]["params"]:
+            x.add_(x.grad, alpha=-self.param_groups[0]["lr"])
+
+
+def idle_steps(run: Run) -> None:
+    """A warm-up from a learning rate of 0, sparse gradients: every other step of an own optimizer changes nothing."""
+    optimizer = run.sgd(Own)
+    for step in range(NUM_STEPS):
+        run.loss(step).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
+        gradients = [x.grad.clone() for x in run.model.parameters()]
+        optimizer.param_groups[0]["lr"] = 0.0 if run.rank == 0 else RATE
+        if run.rank > 0:
+            for x in run.model.parameters():
+                x.grad.zero_()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = RATE
+        for x, gradient in zip(run.model.parameters(), gradients, strict=True):
+            x.grad.copy_(gradient)
+
+
 class Around(torch.optim.Optimizer):
     """An optimizer around another one of the same parameters."""
 
@@ -454,6 +486,7 @@ LOOPS: dict[str, Loop] = {
     "a step replaced on the instance": Loop(replaced_step, methods=WEIGHTS_STAY, warns=("got 3 changes",)),
     "updates by hand beside an idle optimizer": Loop(idle_optimizer, methods=WEIGHTS_STAY, warns=("got 3 changes",)),
     "a step that calls its parent class's": Loop(nested_step),
+    "steps that change nothing": Loop(idle_steps),
     "a step around another optimizer's": Loop(step_around_a_step),
     "checkpoints of an optimizer without state": Loop(checkpoints),
     "steps inside the backward": Loop(steps_in_the_backward),
