@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .deadline import Deadline
 from .exchange import STREAM_ORDERED, fail
 from .failure_notes import GONE, FailureNotes
-from .gloo import close_ports_of
+from .gloo import close_ports_of, keep_from_children
 from .process_group import DEFAULT_TIMEOUT, ProcessGroupTransport, backend_of
 from .stores import is_of_job
 
@@ -57,6 +57,7 @@ def connect(
             f"got comm_device='{wire.type}' over Gloo, which sends from CPU memory only, expected 'cpu' or None"
         )
     if process_group is not None:
+        keep_from_children()
         return _over(process_group, wire, ranks=ranks, timeout=timeout)
     name = backend or found or "gloo"
     name = _nccl_name(base, wire) if name == found == "nccl" else name

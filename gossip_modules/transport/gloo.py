@@ -218,8 +218,12 @@ def _num_devices_of_torch() -> int:
     return len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
 
 
-def _find_sockets() -> None:
-    """Before a fork: see [Note: sockets in forked children], for what a script has made by torch.distributed."""
+def keep_from_children() -> None:
+    """See [Note: sockets in forked children], for the groups that a script has made by torch.distributed.
+
+    Forks call it. A program that is started without a fork of Python, as by `os.system`, gets no sockets that an
+    earlier call has found.
+    """
     if not dist.is_initialized():
         return
     ports: set[int] = set()
@@ -240,7 +244,7 @@ def _find_sockets() -> None:
 
 _searched: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(before=_find_sockets)
+    os.register_at_fork(before=keep_from_children)
 
 
 def _listeners_at(published: Sequence[bytes]) -> Iterator[socket.socket]:

@@ -365,6 +365,19 @@ def average_by_pointer(run: Run, order: str) -> None:
             model.train()
 
 
+def declared_masters(run: Run) -> None:
+    """A flat master that a tool steps without an optimizer of torch, declared with `follow()`."""
+    parameters = list(run.model.parameters())
+    master = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    run.model.follow([(parameters, master)])
+    for step in range(NUM_STEPS):
+        run.loss(step).backward()
+        master.sub_(torch.cat([parameter.grad.flatten() for parameter in parameters]), alpha=RATE)
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(master.clone(), parameters)
+        run.model.zero_grad()
+
+
 def second_thread(run: Run) -> None:
     """Evaluation and saving in a thread of their own, while training goes on."""
     optimizer, model = run.sgd(), run.model
@@ -505,6 +518,7 @@ LOOPS: dict[str, Loop] = {
         for form in ("partial", "each", "flat")
     },
     "a moving average as the state of an optimizer": Loop(average_as_state),
+    "declared masters of no optimizer": Loop(declared_masters, methods=WEIGHTS_STAY),
     "a second thread evaluates and saves": Loop(second_thread, methods=tuple(METHODS)[:-1]),
 }
 
