@@ -193,7 +193,7 @@ class LocalModel(AveragedModel):
         if self.num_steps >= self.equal_steps.start and not self.world.changes:
             self.equal_steps.before_round(self.num_steps, self.averager.transport)
         if self.num_steps >= self.lost_corrections.start:
-            self.lost_corrections.before_round()
+            self.lost_corrections.before_round(followed=masters.followed)
         is_current = self.is_seen_current or self.buffer.is_current()
         is_leaving = travelling.frozen_at is not None and travelling.must_leave(engine)
         if is_leaving or travelling.is_first or not is_current:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ _FIRST, _FACTOR = 8, 4  # a look begins at this step, and then at so many times 
 _NUM_LOOKS = 8  # rounds of a look, and more while corrections are taken back
 _NUM_ROUNDS = 3  # whose corrections were taken back, as trials have shown
 _NUM_PROBES = 6  # parameters that are looked at
+_MIN_ELEMENTS = 8  # of such a parameter: few may come back to their values by chance
 _SMALL = 0.25  # of the correction of a round, for the change over a round and a step that has taken it back
 
 
@@ -45,7 +47,7 @@ class LostCorrections(Stepped):
         is_looking: whether one is under way.
     """
 
-    order = 2  # after `Debias`: samples are of estimates
+    order = -1  # a trial ends before other members note what the step has left
 
     def __init__(self, buffer: FlatBuffer, *, name: str) -> None:
         self._buffer, self._name = buffer, name
@@ -65,15 +67,18 @@ class LostCorrections(Stepped):
         self._remove_handle()
         self.is_looking, self._probes = False, []
 
-    def before_round(self) -> None:
+    def before_round(self, *, followed: Collection[int] = ()) -> None:
         """Compare the parameters with the values of before the last round; at the step `start` and later.
+
+        Args:
+            followed: ids of the parameters whose copies get the corrections, so that none is lost.
 
         Raises:
             RuntimeError: the corrections of `_NUM_ROUNDS` rounds were taken back.
         """
         self._remove_handle()
         if not self.is_looking:
-            self._begin()
+            self._begin(followed)
             return
         with torch.no_grad():
             self._num_rounds += max(probe.compare() for probe in self._probes)
@@ -86,9 +91,16 @@ class LostCorrections(Stepped):
             self.close()
             self.start *= _FACTOR
 
-    def _begin(self) -> None:
-        fitting = [x for x in self._buffer.parameters if local_of(x).is_contiguous() and local_of(x).numel()]
+    def _begin(self, followed: Collection[int]) -> None:
+        fitting = [
+            x
+            for x in self._buffer.parameters
+            if local_of(x).is_contiguous() and local_of(x).numel() >= _MIN_ELEMENTS and id(x) not in followed
+        ]
         self._probes = [_Probe(x) for x in fitting[:: max(1, -(-len(fitting) // _NUM_PROBES))]]
+        if not self._probes:
+            self.start *= _FACTOR
+            return
         self._thread, self._stepper, self.is_looking = threading.get_ident(), "", True
         self._num_rounds = 0
         STEP_HOOKS.add(self)
@@ -139,6 +151,8 @@ class LostCorrections(Stepped):
         if threading.get_ident() != self._thread:
             return
         self._stepper = type(optimizer).__name__
+        for probe in self._probes:
+            probe.end_trial()
         if type(optimizer).__module__.startswith("torch.optim"):
             for probe in self._probes:
                 if holds_any(optimizer, [probe.parameter]):
@@ -183,6 +197,19 @@ class _Probe:
         if self.is_on_trial and self.after is not None and torch.equal(self.samples, self.after):
             self.samples.copy_(self.before)
             self._is_set_back = True
+
+    def end_trial(self) -> None:
+        """A step has ended: the samples get the correction at once if it has led away from the values before it."""
+        if not self._is_set_back or self.after is None:
+            return
+        correction = self.after - self.before
+        size = torch.linalg.vector_norm(correction.float())
+        change = torch.linalg.vector_norm((self.samples - self.before).float())
+        if bool(size > 0) and bool(change > _SMALL * size):
+            self._is_set_back = self.is_on_trial = False
+            self.is_honest = True
+            self._add(correction)
+            self.after = None
 
     def compare(self) -> bool:
         """A step may have come since the round; returns whether the round and a step have changed the samples."""

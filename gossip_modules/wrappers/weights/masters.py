@@ -155,6 +155,12 @@ class Masters:
             found.after_round()
 
     @property
+    def followed(self) -> set[int]:
+        """The ids of the parameters whose masters get the corrections."""
+        pairs = [pair for found in list(self._sets.values()) if found.is_proven for pair in found.pairs]
+        return {id(parameter) for _, parameter in (*self._declared, *pairs)}
+
+    @property
     def has_proven(self) -> bool:
         """Whether there are masters that were found."""
         return any(found.is_proven for found in list(self._sets.values()))
