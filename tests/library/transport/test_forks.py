@@ -9,6 +9,7 @@ import stat
 import sys
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from gossip_modules.dpwa.protocol import PeerConnection, listen
 from gossip_modules.transport.gloo import gloo_backend
 from gossip_modules.transport.uncaught_errors import leave, leave_at_error, stay
 from tests.harness.ranks import TIMEOUT, run_ranks
+from tests.harness.scripts import script_outputs
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the sockets of Gloo are found on Linux only")
@@ -81,6 +83,29 @@ def test_a_child_has_no_socket_of_a_group_and_all_others() -> None:
             return float(x.sum())
 
         assert run_ranks(2, add) == [6.0, 6.0], "the parent goes on"
+
+
+@pytest.mark.e2e
+@on_linux
+def test_a_started_program_has_no_socket_of_a_group_of_the_script(tmp_path: Path) -> None:
+    """`os.system` calls no function of a fork."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    assert script_outputs(script, 1) == ["0\n"]
+
+
+_SCRIPT = """
+import os, stat
+import torch, torch.distributed as dist
+from gossip_modules import AllReduceDataParallel
+
+dist.init_process_group("gloo")
+wrapper = AllReduceDataParallel(torch.nn.Linear(1, 1))
+found = [fd for fd in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}")]
+print(sum(stat.S_ISSOCK(os.fstat(fd).st_mode) and os.get_inheritable(fd) for fd in found))
+wrapper.close()
+dist.destroy_process_group()
+"""
 
 
 def test_a_child_has_no_socket_of_a_worker_of_dpwa() -> None:
