@@ -230,7 +230,9 @@ class OverlapEngine(LockstepEngine):
         """
         if self.on_nonfinite == "raise":
             received, transport = flight.mixer.received, self.gossiper.transport
-            is_own = not is_finite(x) or (received is not None and all(map(is_finite, received)))
+            # If another process of the node has found them, all that this one has received is finite.
+            is_sent = not flight.is_finite and received is not None and all(map(is_finite, received))
+            is_own = is_sent or not is_finite(x)
             if not transport.is_elastic or not self.agree_finite(not is_own):
                 self._flight = None
                 self._refuse_nonfinite(flight.mixer, flight.t, is_own=is_own, is_here=not flight.is_finite)

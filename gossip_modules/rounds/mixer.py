@@ -172,7 +172,11 @@ class Mixer(ABC):
         """
 
     def meet_shards(self, sum_over_shards: Callable[[Tensor], object]) -> None:
-        """Take the function that adds up numbers of the processes that hold the model together; see `Vectors`."""
+        """Adopt `sum_over_shards`, which adds up numbers of the processes that hold the model together.
+
+        Args:
+            sum_over_shards: see `Vectors`.
+        """
 
     def shared(self, x: FlatVector) -> Sequence[Tensor]:
         """Return the tensors of a round beside the model x, for all processes of a node."""

@@ -335,7 +335,11 @@ class ProcessGroupTransport(PointToPoint):
             self.fail(error, doing, seconds, timeout=limit, note=note, blamed=blamed)
 
     def store(self, prefix: str) -> BoundedStore | None:
-        """The key-value store of the group, with keys of this transport alone; None: one rank, or no store."""
+        """Return the key-value store of the group, with keys of this transport alone; None: one rank, or no store.
+
+        Args:
+            prefix: the begin of all keys.
+        """
         number = self._use.number  # of the wrapper, the same on all ranks
         return store_of(self.group, f"{prefix}/{number}") if self.world_size > 1 else None
 

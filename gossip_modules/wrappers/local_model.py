@@ -191,7 +191,7 @@ class LocalModel(AveragedModel):
         if masters.is_looking:
             masters.look()
         if self.num_steps >= self.equal_steps.start and not self.world.changes:
-            self.equal_steps.before_round(self.num_steps, self.averager.transport)
+            self.equal_steps.before_round(self.num_steps, getattr(self.averager, "transport", None))
         if self.num_steps >= self.lost_corrections.start:
             self.lost_corrections.before_round(followed=masters.followed)
         is_current = self.is_seen_current or self.buffer.is_current()

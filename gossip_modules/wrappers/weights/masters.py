@@ -380,8 +380,9 @@ def _part(flat: Tensor, at: int, parameter: Tensor) -> Tensor:
 
 
 def _is_flat(x: Tensor) -> bool:
-    # The outer optimizers of this library step flat vectors too, without autograd.
-    return x.dim() == 1 and x.requires_grad and x.is_leaf
+    # The outer optimizers of this library step flat vectors too, without autograd. The elements of a sharded tensor are
+    # in several processes.
+    return x.dim() == 1 and x.requires_grad and x.is_leaf and local_of(x) is x
 
 
 def _distance(master: Tensor, parameter: Tensor) -> float:
