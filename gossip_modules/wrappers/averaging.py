@@ -373,13 +373,14 @@ class AveragingMixin(ABC):
             squared = torch.zeros(1, dtype=wide_dtype(vector.raw.device), device="cpu")
             for difference in mean.parameters:
                 squared += torch.linalg.vector_norm(difference, dtype=squared.dtype).cpu() ** 2
-            for x in map(local_of, self._find_differing_frozen().values()):
+            for name, x in self._find_differing_frozen().items():
                 if x.is_floating_point() or x.is_complex():
-                    own = FlatVector.pack([x], device=vector.raw.device)
+                    own = FlatVector.pack([local_of(x)], device=vector.raw.device)
                     mean = own.clone()
                     local.averager.mix(mean, 0)
                     (y,), (z,) = mean.segments, own.segments
-                    squared += torch.linalg.vector_norm(y.sub_(z), dtype=squared.dtype).cpu() ** 2
+                    num_holders = 1 if local.node is None else local.node.num_holders(name)
+                    squared += torch.linalg.vector_norm(y.sub_(z), dtype=squared.dtype).cpu() ** 2 / num_holders
             if local.node is not None:
                 local.node.sum_over_shards(squared)
             squared, transport = squared.to(vector.raw.device), local.averager.transport

@@ -132,6 +132,14 @@ class Node:
         """Inside, backward accumulates gradients that are not averaged over the processes."""
         return self.replica.no_sync()
 
+    def num_holders(self, name: str) -> int:
+        """Return the number of processes with the same elements of a tensor, whose squares `sum_over_shards` adds up.
+
+        Args:
+            name: the name of the tensor in the module.
+        """
+        return 1
+
     def count_once(self, vector: FlatVector) -> None:
         """Scale the vector, in place, so that a sum over shards of squares counts each element of the model once."""
 

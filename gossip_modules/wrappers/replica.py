@@ -76,10 +76,14 @@ class ShardedReplica(Node):
                 self.control.broadcast(on_cpu, source=0, what="sharing a tensor in the replica")
                 x.copy_(on_cpu)
 
+    def num_holders(self, name: str) -> int:
+        """See `Node`."""
+        return self._num_holders.get(name, 1)
+
     def count_once(self, vector: FlatVector) -> None:
         """See `Node`: each of the k processes with the same elements has them over the root of k."""
         for name, x in _named_places(vector):
-            if (num_holders := self._num_holders.get(name, 1)) > 1:
+            if (num_holders := self.num_holders(name)) > 1:
                 x.mul_(num_holders**-0.5)
 
     def sum_over_shards(self, x: Tensor) -> None:
