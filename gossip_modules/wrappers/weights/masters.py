@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -64,11 +65,12 @@ class Masters:
         """Whether this optimizer has masters, or tensors that may turn out to be some; it is about to step."""
         if threading.get_ident() != self._thread:
             return False
+        ours = {id(parameter) for parameter in self._buffer.parameters}
         if self._parameters is not self._buffer.parameters:
+            # Those of the vector before are alive until here, so that no new tensor has their ids.
             self._parameters = self._buffer.parameters
-            self._stepped.clear()
+            self._stepped &= ours
             self._sets.clear()
-        ours = {id(parameter) for parameter in self._parameters}
         held = [x for group in optimizer.param_groups for x in group["params"]]
         self._stepped.update(ours.intersection(map(id, held)))
         found = self._sets.get(optimizer)
@@ -95,6 +97,7 @@ class Masters:
         with torch.no_grad():
             open_sets = [found for found in list(self._sets.values()) if not found.is_proven and found.has_stepped]
             for found in open_sets:
+                found.leave(self._stepped)
                 found.compare()
             for found in open_sets:
                 found.pairs += _equal(found.left(), self._orphans())
@@ -206,6 +209,14 @@ class MasterSet:
         """Keep the change of the parameters until the next look, without a proof."""
         if not self.is_proven:
             self._held = [change_beyond(q, p) for q, p in self.pairs]
+
+    def leave(self, stepped: Collection[int]) -> None:
+        """Leave out the pairs whose parameter has turned out to be stepped itself; `stepped`: the ids of such ones."""
+        if any(id(p) in stepped for _, p in self.pairs):
+            stay = [id(p) not in stepped for _, p in self.pairs]
+            self.pairs = list(itertools.compress(self.pairs, stay))
+            self._held = list(itertools.compress(self._held, stay))
+            self._last = Samples(p for _, p in self.pairs)
 
     def compare(self) -> None:
         """Leave out the pairs that differ, and give the others the corrections of the last round."""
