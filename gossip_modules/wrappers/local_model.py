@@ -111,7 +111,7 @@ class LocalModel(AveragedModel):
         self.buffer = FlatBuffer(module, selection=selection, num_shards=num_shards)
         self.travelling = Travelling()
         self.own_weights = OwnWeights(self.buffer, self.add_again, self.turn)
-        self.copies = WeightCopies(self.buffer, name=name)
+        self.copies = WeightCopies(self.buffer, name=name, in_steps=when is RoundTime.STEP)
         self.equal_steps = EqualSteps(self.buffer, name=name)
         self.lost_corrections = LostCorrections(self.buffer, name=name)
         self.steps = OptimizerSteps(self.buffer, when, name=name, run=run)

@@ -82,6 +82,7 @@ class WeightCopies(Stepped):
     Args:
         buffer: has the parameters.
         name: the class of the wrapper, for messages.
+        in_steps: whether rounds run in the steps of an optimizer.
 
     Attributes:
         debias: the wrapper's, if it has one: optimizers keep copies of the numerators, which they step.
@@ -91,9 +92,9 @@ class WeightCopies(Stepped):
     order = -1  # before `Debias`: at the end of a step storage still holds what the optimizer has written
     sees_inner_steps = True  # the inner optimizer has state of its own
 
-    def __init__(self, buffer: FlatBuffer, *, name: str) -> None:
+    def __init__(self, buffer: FlatBuffer, *, name: str, in_steps: bool = False) -> None:
         self.debias: Debias | None = None
-        self._buffer, self._name = buffer, name
+        self._buffer, self._name, self._in_steps = buffer, name, in_steps
         self._told: set[str] = set()
         self._loaded: set[str] = set()  # names of copies, from a checkpoint
         super().__init__()
@@ -101,7 +102,7 @@ class WeightCopies(Stepped):
     def _hear(self) -> None:
         # By identity, as a class of optimizers may have no hash.
         self._watches: MutableMapping[Optimizer, _Watch] = WeakIdKeyDictionary()
-        self.masters = Masters(self._buffer)
+        self.masters = Masters(self._buffer, in_steps=self._in_steps)
         self.masters.is_known = _MASTERS in self._loaded
         super()._hear()
 
@@ -356,7 +357,7 @@ class WeightCopies(Stepped):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has optimizers of its own, of which nothing is known.
-        return {name: self.__dict__[name] for name in ("debias", "_buffer", "_name", "_told", "_loaded")}
+        return {name: self.__dict__[name] for name in ("debias", "_buffer", "_name", "_in_steps", "_told", "_loaded")}
 
 
 def _state_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:

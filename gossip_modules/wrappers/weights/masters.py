@@ -41,8 +41,12 @@ class Masters:
     both. Until then the correction of a round is held back during a step; both tensors get it afterwards, if they are
     equal again. So masters lose no correction, and other tensors are never written. The user may declare masters too.
 
+    Where rounds run in the steps of an optimizer, the tool has not written the parameters yet, and then writes over the
+    corrections. So tensors are compared before steps there, and masters are an error.
+
     Args:
         buffer: has the parameters.
+        in_steps: whether rounds run in the steps of an optimizer.
 
     Attributes:
         follows_rounds: whether `after_round` is to be called.
@@ -51,8 +55,8 @@ class Masters:
             have corrected the parameters before the first step.
     """
 
-    def __init__(self, buffer: FlatBuffer) -> None:
-        self._buffer = buffer
+    def __init__(self, buffer: FlatBuffer, *, in_steps: bool = False) -> None:
+        self._buffer, self._in_steps = buffer, in_steps
         self.is_looking = self.is_known = self.follows_rounds = False
         self._thread = threading.get_ident()
         self._parameters: Sequence[Tensor] = buffer.parameters  # for which the sets were found
@@ -85,11 +89,28 @@ class Masters:
         return found is not None and not found.is_given_up
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """The masters of this optimizer get the changes of the parameters."""
+        """The masters of this optimizer get the changes of the parameters.
+
+        Raises:
+            RuntimeError: there are masters, and rounds run in steps.
+        """
         found = self._sets.get(optimizer)
-        if found is not None:
-            found.before_step()
-            self.is_looking |= not found.is_proven
+        if found is None:
+            return
+        if self._in_steps:
+            self._refuse(optimizer, found)
+        found.before_step()
+        self.is_looking |= not (found.is_proven or self._in_steps)
+
+    def _refuse(self, optimizer: Optimizer, found: MasterSet) -> None:
+        if found.has_stepped and not found.is_proven:
+            self.look()
+        if self.has_proven:
+            raise RuntimeError(
+                f"got a {type(optimizer).__name__} of masters, which are written over parameters, with rounds='step': "
+                "the round after a step runs before they are written, so that its corrections are lost; expected "
+                "rounds='forward', or rounds='manual' with gossip_step() after the masters are written"
+            )
 
     def look(self) -> None:
         """Compare tensors with the parameters before a round, after steps."""
@@ -144,7 +165,7 @@ class Masters:
 
     def _find_followers(self) -> None:
         is_open = any(found.pairs and not found.is_proven for found in list(self._sets.values()))
-        self.follows_rounds = is_open or bool(self._declared)
+        self.follows_rounds = (is_open and not self._in_steps) or bool(self._declared)
 
     @torch.no_grad()
     def after_round(self) -> None:

@@ -517,6 +517,12 @@ LOOPS: dict[str, Loop] = {
         f"masters, {form}": Loop(partial(masters, form=form), methods=WEIGHTS_STAY)
         for form in ("partial", "each", "flat")
     },
+    "masters, partial, with rounds after steps": Loop(
+        partial(masters, form="partial"),
+        methods=("SGP", "LocalSGD", "DiLoCo"),
+        options={"rounds": "step"},
+        refused={"*": Refusal(RuntimeError, r"got a SGD of masters.* with rounds='step'.*rounds='forward'")},
+    ),
     "a moving average as the state of an optimizer": Loop(average_as_state),
     "declared masters of no optimizer": Loop(declared_masters, methods=WEIGHTS_STAY),
     "a second thread evaluates and saves": Loop(second_thread, methods=tuple(METHODS)[:-1]),
