@@ -325,6 +325,9 @@ class Generations:
                 step = 0
                 if participant.is_in_lockstep and not self._is_void(view):
                     step = self.limit = self.clock + MARGIN if self.active is not None else 0
+                    before = worker.roster.view
+                    if before is not None and not any(map(before.has, view.ids)):  # newcomers, after all members
+                        step = max(self.clock, 0)  # of the donor's copy
             texts = self._gather(view, "ready", json.dumps([step, participant.weight]), limits.CONNECT)
             pairs = map(json.loads, texts)
             ready = {member: (int(step), float(weight)) for member, (step, weight) in zip(view.ids, pairs, strict=True)}
