@@ -93,7 +93,7 @@ def foreign_arguments(
         tables: the tables of options; the first one with a name counts.
         passed_on_to: a function to which the keyword arguments are passed on: its arguments count as own ones.
         leading, trailing: an argument of a table that may stand before, or after, the positional ones of a constructor.
-        in_order: the arguments of a table that another library takes by position, after those of a constructor here.
+        in_order: the arguments of a table that another library takes by position, after the positional arguments here.
 
     Raises:
         ValueError: (call) an argument that is `Refused`.

@@ -13,7 +13,7 @@ writes in the folder RUN, one for each rank. Columns, each over the last two row
     distance       the consensus distance, as last measured
     age            seconds since the last row; "!" after four times the seconds between rows
 
-A malformed row is passed over; a line below the table says so once for each file.
+A malformed row is passed over; a line below the table names its file, once for each file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def last_rows(path: Path, on_malformed: Callable[[bytes], object] = lambda line:
 
     Args:
         path: the file.
-        on_malformed: called with each line that is no row, such as one that a killed process left unfinished.
+        on_malformed: called with each malformed line, such as an unfinished one of a killed process.
     """
     with path.open("rb") as file:
         size, length = file.seek(0, os.SEEK_END), _BLOCK
@@ -118,7 +118,7 @@ def table(folder: Path, now: float, told: set[Path] | None = None) -> Iterator[s
     Args:
         folder: of the run.
         now: the time.
-        told: files with a malformed row of which an earlier view has told; the ones of this view are added.
+        told: mutated: files with a malformed row that were named before; the ones of this view are added.
     """
     malformed: dict[Path, bytes] = {}
     found = {path: last_rows(path, partial(malformed.setdefault, path)) for path in folder.glob("metrics_*.jsonl")}

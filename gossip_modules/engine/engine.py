@@ -88,7 +88,7 @@ class Engine(ABC):
     def can_leave_out(self) -> bool:
         """Whether `state_dict()` may be called while a round is in flight.
 
-        The state and the model are then those of a run in which no rank has taken part in that round.
+        The state and the model are then the same as in a run where no rank has taken part in this round.
         """
         return False
 

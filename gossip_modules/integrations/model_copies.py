@@ -64,11 +64,11 @@ class ModelCopies:
     def averaged(self, tree: Mapping[str, Any], own: Mapping[str, Any], *, model: str = "") -> dict[str, Any]:
         """A tree that has the average over the ranks in place of each copy; collective, and the result is for rank 0.
 
-        Call it where nothing is in flight. Tensors without a mean, such as frozen ones, are those of rank 0.
+        Call it where nothing is in flight. Tensors without a mean, such as frozen ones, are taken from rank 0.
 
         Args:
             tree: the tree of this rank; not changed.
-            own: the state dict of this rank's own model. Tensors of it become those of `averaged_state_dict()`.
+            own: the state dict of this rank's own model. `averaged_state_dict()` takes the place of its tensors.
             model: the key of an entry that is a model whatever the names in it are; "" = none.
         """
         copies = dict(self._find(tree, ()))

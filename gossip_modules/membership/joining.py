@@ -212,7 +212,7 @@ class Joining:
         See [Note: state at entry]. Training with the others goes on without the store, so it is not waited for.
 
         Returns:
-            The step of the clock of the member; 0 if there is none.
+            The step of the clock of the member; 0 without a member.
         """
         worker, job, generations = self.worker, self.job, self.worker.generations
         while job.tracked:

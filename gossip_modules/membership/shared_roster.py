@@ -266,7 +266,7 @@ class SharedRoster:
         self._asked.set(self._key(f"{name}/{worker}"), value, what="meeting others")
 
     def first_of(self, name: str, workers: Sequence[int]) -> int | None:
-        """The first of these workers that has posted a value; None: there is none yet, or the store is away."""
+        """Return the first of these workers that has posted a value; None: no value is there, or the store is away."""
         with contextlib.suppress(ConnectionError, RuntimeError):
             missing = self.missing(name, workers)
             return next((worker for worker in workers if worker not in missing), None)

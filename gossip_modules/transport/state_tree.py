@@ -34,7 +34,7 @@ def encode(state: Any) -> tuple[Any, list[Tensor]]:
 
 
 def decode(header: Any, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> Any:
-    """The argument of `encode`; tensors: those of the header, by index."""
+    """The argument of `encode`; tensors: the tensors of the header, by index."""
     kind, value = header
     if kind == "tensor":
         return tensors[value]

@@ -423,8 +423,8 @@ class GossipWrapper(OldNames, AveragingMixin):
     def flush(self) -> None:
         """See `AveragingMixin`. Leaves the de-biased estimate in the parameters.
 
-        In another thread than that of training, or in a signal handler, while a step of training is under way,
-        corrections stay in flight: see [Note: One thread at a time] of `Turn`.
+        While a step of training is under way, corrections stay in flight in a signal handler and in each thread beside
+        the training thread: see [Note: One thread at a time] of `Turn`.
         """
         local = self._local
         with local.turn:
@@ -522,7 +522,7 @@ class GossipWrapper(OldNames, AveragingMixin):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.state_dict`, flushed and de-biased; gossip state is in its metadata.
 
-        Among several ranks the key "_extra_state" holds the rank: int64 [2]. In another thread than that of training,
+        Among several ranks the key "_extra_state" holds the rank: int64 [2]. In a thread beside the training thread,
         and in a signal handler inside a step, it has copies, without the round in flight. In a signal handler inside a
         round it has no state of gossip that can be loaded, and warns.
         """

@@ -36,7 +36,7 @@ class Print(NamedTuple):
     """The fingerprint of one parameter after a step.
 
     Attributes:
-        digest: of its samples, bit by bit; empty if there is none.
+        digest: a hash of the bits of its samples; empty without samples.
         changed: the samples that the step has changed, and whose gradients are not zero, one bit each.
         signs: the samples with a gradient above zero, one bit each.
     """
@@ -46,7 +46,7 @@ class Print(NamedTuple):
     signs: int
 
     def differs_in_gradients(self, other: Print) -> bool:
-        """Whether the step has changed enough samples of which many had gradients of opposite signs on two ranks."""
+        """Whether the step has changed enough samples, many with gradients of opposite signs on two ranks."""
         both = self.changed & other.changed
         num_opposite = ((self.signs ^ other.signs) & both).bit_count()
         return both.bit_count() >= _MIN_SAMPLES and num_opposite >= max(_MIN_OPPOSITE, both.bit_count() // 8)

@@ -292,7 +292,7 @@ class LocalModel(AveragedModel):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the model and the state of the engine are those of a moment between two changes."""
+        """Whether the model and the state of the engine belong together, as between two changes."""
         engine = self.engine
         if self.turn.is_in_step or (self.turn.is_in_change and not engine.is_waiting):
             return False

@@ -54,9 +54,9 @@ class OptimizerSteps(Stepped):
     loop that updates them by hand, each training forward outside `no_sync()` is a step. Where one does and hooks do not
     see its steps: see [Note: Steps that hooks do not see] of `UnseenSteps`.
 
-    [Note: Steps that are none] Tools step an optimizer to make its state: torch.distributed.checkpoint does, with
-    gradients of zero and a learning rate of 0. A step is none if it changes nothing and neither a training forward nor
-    a backward has come since the optimizer's last step. With one of these it is a step, also where it changes nothing:
+    [Note: Steps that do not count] Tools step an optimizer to make its state: torch.distributed.checkpoint does, with
+    gradients of zero and a learning rate of 0. A step does not count if it changes nothing and neither a training
+    forward nor a backward has come since the optimizer's last step. With one of these it counts, also without a change:
     at a learning rate of 0 in a warm-up, or where the gradients of one rank are zero, the other ranks wait for it.
 
     [Note: Steps that are left out] A rank may leave out a step alone, as with `GradScaler`. The other ranks wait for it
@@ -301,7 +301,7 @@ class OptimizerSteps(Stepped):
         return self._num_forwards, self._gradient.num_backwards
 
     def is_step(self, optimizer: Optimizer) -> bool:
-        """See `Stepped`, and [Note: Steps that are none]."""
+        """See `Stepped`, and [Note: Steps that do not count]."""
         self._is_inside = False
         before, self._before = self._before, None
         if before is None:

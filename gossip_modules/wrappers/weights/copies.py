@@ -189,8 +189,8 @@ class WeightCopies(Stepped):
     def _hold_back(self, optimizer: Optimizer, watch: _Watch) -> None:
         """Let the parameters be what state is a copy of, if it is one, during this step.
 
-        State that the loop has written since the last step, and not from the parameters as they are now, is none: the
-        weights before a perturbation, as sharpness-aware minimisation keeps them.
+        State that the loop has written since the last step, and not from the parameters as they are now, is no copy.
+        Sharpness-aware minimisation keeps the weights before a perturbation so.
         """
         watch.held = []
         for name in [name for name in watch.proofs if self._was_replaced(optimizer, watch, name)]:
@@ -202,7 +202,7 @@ class WeightCopies(Stepped):
                 local_of(parameter).copy_(local_of(copy))
 
     def _give_back(self, optimizer: Optimizer, watch: _Watch, names: Collection[str]) -> None:
-        """The parameters, and state of these names, which is equal to them again, get what was held back."""
+        """Add the changes that were held back to the parameters, and to state of these names that equals them again."""
         changes = {id(parameter): change for parameter, change in watch.held}
         for parameter, change in watch.held:
             add_(parameter, change)
@@ -215,7 +215,7 @@ class WeightCopies(Stepped):
         watch.held = []
 
     def _to_estimates(self, optimizer: Optimizer) -> None:
-        """State that an optimizer without changes of its own has copied from numerators becomes that of estimates."""
+        """Turn state that an optimizer has copied from numerators, without changes of its own, into estimates."""
         for name in self._names(optimizer):
             if self._is_copy(optimizer, name):
                 for _, copy in self._pairs(optimizer, name):

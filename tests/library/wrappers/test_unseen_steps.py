@@ -210,7 +210,7 @@ def test_closing_tells_nothing_of_steps_that_hooks_see(rounds: str) -> None:
     wrapper.close()
 
 
-# Steps that are none, and steps that change nothing and are some.
+# Steps that do not count, and steps that change nothing and count.
 
 
 @pytest.mark.parametrize("rounds", ["forward", "step"])
