@@ -250,6 +250,8 @@ class GossipWrapper(OldNames, AveragingMixin):
                 self._begin_step()
         finally:
             local.is_seen_current = False
+        if not (is_current or local.buffer.is_attached()):  # without a round now, as with rounds="step"
+            local.reattach()  # the next step is one of the tensors that the module has now
 
     def _begin_step(self) -> None:
         """Run the round at the begin of an optimizer step."""

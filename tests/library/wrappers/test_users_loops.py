@@ -378,6 +378,24 @@ def declared_masters(run: Run) -> None:
         run.model.zero_grad()
 
 
+def average_as_parameters(run: Run) -> None:
+    """Other `Parameter` objects stand in the module while it is evaluated and saved."""
+    optimizer, model = run.sgd(), run.model
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        optimizer.step()
+        if step % 3 == 1:
+            own = dict(model.module._parameters)
+            model.module._parameters.update({name: nn.Parameter(x.detach() / 2) for name, x in own.items()})
+            model.eval()
+            with torch.no_grad():
+                run.loss(step)
+            model.state_dict()
+            model.train()
+            model.module._parameters.update(own)
+
+
 def second_thread(run: Run) -> None:
     """Evaluation and saving in a thread of their own, while training goes on."""
     optimizer, model = run.sgd(), run.model
@@ -517,6 +535,10 @@ LOOPS: dict[str, Loop] = {
         f"masters, {form}": Loop(partial(masters, form=form), methods=WEIGHTS_STAY)
         for form in ("partial", "each", "flat")
     },
+    "an average swapped in as other parameters": Loop(average_as_parameters),
+    "an average swapped in as other parameters, with rounds after steps": Loop(
+        average_as_parameters, methods=("SGP", "SGP, weights that move"), options={"rounds": "step"}
+    ),
     "masters, partial, with rounds after steps": Loop(
         partial(masters, form="partial"),
         methods=("SGP", "LocalSGD", "DiLoCo"),
