@@ -87,7 +87,7 @@ class ParameterSamples:
             torch.index_select(segment, 0, places, out=out)
 
     def are_equal(self, values: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-        """For each parameter whether its elements are equal in both: bool [parameters], on the CPU.
+        """For each parameter whether its elements are equal in both, NaN to NaN: bool [parameters], on the CPU.
 
         Args:
             values: as `read` gave them.
@@ -95,7 +95,7 @@ class ParameterSamples:
         """
         if not others:
             return torch.zeros(self._num_parameters, dtype=torch.bool, device="cpu")
-        same = torch.cat([(x == y).cpu() for x, y in zip(values, others, strict=True)])
+        same = torch.cat([((x == y) | (x.isnan() & y.isnan())).cpu() for x, y in zip(values, others, strict=True)])
         num_equal = torch.ones(self._num_parameters, dtype=torch.int64, device="cpu")
         return num_equal.scatter_reduce_(0, self._owners, same.long(), "amin").bool()
 
