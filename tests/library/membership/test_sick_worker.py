@@ -48,7 +48,7 @@ def test_only_the_worker_with_nan_gets_an_error(name: str, options: dict[str, An
         is_sick, num_after = member.rank == SICK, 0
         try:
             for step in member.steps(1 << 30):
-                if is_sick and step == 5:
+                if is_sick and step >= 5:  # a late worker may leave out steps
                     with torch.no_grad():
                         model.weight.fill_(float("nan"))
                 wrapper(torch.ones(1, 4)).square().sum().backward()
