@@ -27,7 +27,6 @@ from benchmarks.pages.markdown import NOT_IN_HISTORY, fold, remarks, sources, ta
 from benchmarks.pages.membership import MEMBERSHIP
 from benchmarks.pages.records import RECORDS
 from benchmarks.pages.reproduction import reproduction_page
-from benchmarks.pages.second_moments import SECOND_MOMENTS
 from benchmarks.pages.setup import SETUP_PAGE
 from benchmarks.pages.studies import STUDIES
 from benchmarks.pages.training import TRAINING
@@ -39,7 +38,6 @@ __all__ = ["NOT_IN_HISTORY", "PAGES", "main", "page", "stale", "table"]
 PAGES: Mapping[str, Page] = {
     **STUDIES,
     **GAP,
-    **SECOND_MOMENTS,
     **FINISHED,
     **TRAINING,
     **WIRE,

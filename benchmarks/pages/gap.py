@@ -8,6 +8,7 @@ import pandas as pd
 
 from benchmarks.pages.base import Page
 from benchmarks.pages.markdown import table as as_table
+from benchmarks.pages.second_moments import SECOND_MOMENTS
 from benchmarks.record import DTYPES, RESULTS
 from visualization.loss_against_time import LINES, NUM_STEPS
 
@@ -216,6 +217,7 @@ after three times the steps 1.2 with 8 workers. No learning rate closes it: take
         render=tables,
         script="06779bc3:benchmarks/gap.py",
         summary=language,
+        parts=(SECOND_MOMENTS,),
         setup="""\
 This is [a study in the Lab](setup.md#studies-in-the-lab), but rates are those of whole trainings. A decoder of 120,000
 parameters learns the bytes of Python's standard library by AdamW with betas (0.9, 0.95) and weight decay 0.01, on eight

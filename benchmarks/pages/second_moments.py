@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pandas as pd
 
 from benchmarks.pages.base import Page
@@ -29,18 +27,17 @@ def laws(rows: pd.DataFrame) -> str:
     return table(shown, {"law": ("law", "s"), "ranks": ("ranks", "d"), **columns, **ends})
 
 
-SECOND_MOMENTS: Mapping[str, Page] = {
-    "second_moments": Page(
-        "Second moments of many ranks",
-        "second_moments.csv",
-        """\
+SECOND_MOMENTS = Page(
+    "Second moments of many ranks",
+    "second_moments.csv",
+    """\
 **With 64 ranks and a constant gradient of a tenth of the noise, a slower average takes the steps from 0.49 to 0.57 of
 those of all-reduce.** Its second moment is right, but half of its steps end at the bound, since the first moment has
 the noise of one rank. The second moment of a moving gradient is too low: 0.47 with a gradient of 0.3, where steps are
 0.98 in place of 0.87. [Decisions](../decisions/optimizers.md) says what follows for `GossipAdamW`.""",
-        measures=("gossip_modules/optim",),
-        render=laws,
-        setup="""\
+    measures=("gossip_modules/optim",),
+    render=laws,
+    setup="""\
 Cells have the second moment / the mean step along the gradient, each divided by that of AdamW under all-reduce with the
 same gradients. Heads have the root mean square of the gradient; a moving gradient is an Ornstein-Uhlenbeck process with
 a correlation over 30 steps. The last column is the share of steps at the bound of GossipAdamW. The noise of each rank
@@ -48,7 +45,4 @@ has the variance 1. Elements are float64, b1 = 0.9, b2 = 0.95, and figures are m
 
 A slower average has the decay 0.98 in place of b1, and its square is averaged with b4 in place of b2; the step still
 has m'. The last law leaves out the maximum of r, so that v' has a negative weight.""",
-        question="Is it as accurate?",
-        result="With 64 ranks a slower average takes the steps of GossipAdamW from 0.49 to 0.57 of all-reduce's.",
-    ),
-}
+)
