@@ -21,7 +21,7 @@ class Action(Enum):
 class Times(NamedTuple):
     """The steps `first`, `first + every`, `first + 2 * every`, ...
 
-    Args:
+    Attributes:
         first: the first step, counted from 0.
         every: the number of steps from one to the next, >= 1.
 

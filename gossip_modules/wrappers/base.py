@@ -540,7 +540,8 @@ class GossipWrapper(OldNames, AveragingMixin):
 
         Args:
             save: `state_dict` of `nn.Module`.
-            prefix, inside: see `mark`.
+            prefix: see `mark`.
+            inside: see `mark`.
             has_place: whether the state dict has the place of this rank.
         """
         local = self._local
