@@ -157,6 +157,8 @@ class StepHooks:  # one for the process: STEP_HOOKS
         _call(calls.before, optimizer)
         if calls.enter or calls.leave:
             self._place(optimizer)
+        elif len(running) == 1 and _PLACE in optimizer._optimizer_step_pre_hooks:  # no longer needed
+            del optimizer._optimizer_step_pre_hooks[_PLACE], optimizer._optimizer_step_post_hooks[_PLACE]
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None or not calls.reenter:
             return None

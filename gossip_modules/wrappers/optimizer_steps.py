@@ -291,14 +291,10 @@ class OptimizerSteps(Stepped):
         self._is_watched = self._is_inside = True
         self._num_at_step = self._num_forwards
         self._gradient.choose(self._buffer.parameters)
-        is_doubtful = self._last_of.get(id(optimizer), self._last) == self._now
+        now = self._num_forwards, self._gradient.num_backwards
+        is_doubtful = self._last_of.get(id(optimizer), self._last) == now
         if is_doubtful and torch._C._current_graph_task_id() == -1 and not self._buffer.is_captured():
             self._before = Samples(self._buffer.parameters)
-
-    @property
-    def _now(self) -> tuple[int, int]:
-        """The training forwards and the backwards so far."""
-        return self._num_forwards, self._gradient.num_backwards
 
     def is_step(self, optimizer: Optimizer) -> bool:
         """See `Stepped`, and [Note: Steps that do not count]."""
@@ -317,7 +313,7 @@ class OptimizerSteps(Stepped):
             RuntimeError: the second step of one optimizer without a round, or after forwards in eval mode; once. Or a
                 step inside a backward with `RoundTime.STEP`.
         """
-        self._last = self._last_of[id(optimizer)] = self._now
+        self._last = self._last_of[id(optimizer)] = self._num_forwards, self._gradient.num_backwards
         self._unseen.note_step()
         if self.when is not RoundTime.MANUAL and self._buffer.is_captured():
             self._unseen.warn_of_capture(optimizer)
