@@ -6,8 +6,8 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,29 +16,17 @@ from ..flat.buffer import FlatBuffer
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
-from ..profiling import span
 from ..transport.base import Transport
-from ..transport.threads import CallThread
 from .agreed_delay import AgreedDelay
 from .algorithm import Algorithm
 from .driver import Driver
+from .flights import Flight, Flights
 from .loaded import check_layout
 from .mixer import Mixer
 from .optimizer_watch import OptimizerWatch
 from .periodic import Fragment, Periodic, check_names, cut
 from .runs import layout_of, places_of, tensors_beyond
 from .vector import SentVector, Vector
-
-
-class TravellingRound(NamedTuple):
-    """A round in the gossip thread: its fragment, the step at which it is due, and the future of its first reply.
-
-    The result of the future is the number that `AgreedDelay.agree` returned.
-    """
-
-    fragment: int
-    due: int
-    future: Future[float]
 
 
 class Rounds(Mixer):
@@ -49,9 +37,8 @@ class Rounds(Mixer):
     no fragment begins one, plain gossip mixes the whole model.
 
     A round with a delay begins on the training thread. The gossip thread answers its first request. The round ends on
-    the training thread at the step when it is due, which waits for the reply. The gossip thread answers one round after
-    the other, in the order of the steps, which is equal on all ranks. Meanwhile the gossip thread owns the vector that
-    is mixed, and the training thread owns the rest of the memory, so no lock is needed.
+    the training thread at the step when it is due, which waits for the reply; see `Flights`. Meanwhile the gossip
+    thread owns the vector that is mixed, and the training thread owns the rest of the memory.
 
     [Note: Memory of the host] With anchor_device="cpu" the algorithm gets a copy of the model in host memory. So its
     memory is there too, and rounds are computed there; the result is copied back. Both copies run in the current stream
@@ -80,9 +67,7 @@ class Rounds(Mixer):
         self._buffer: FlatBuffer | None = None  # knows the places of the tensors in the vector
         self._fragments: list[Fragment] = []
         self._layout: FlatLayout | None = None  # of the vector that the fragments are cut from
-        self._flights: list[TravellingRound] = []  # in the order in which they began
-        self._thread: CallThread | None = None
-        self._stream: torch.Stream | None = None
+        self._flights = Flights()
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`."""
@@ -198,8 +183,8 @@ class Rounds(Mixer):
             if is_new or not (driver.stamps.has_tried and driver.has_begun):
                 with self._part(p, x) as part:
                     has_changed |= driver.begin(part, k, is_due=p in starting)
-        while self._flights and self._flights[0].due <= k:
-            self._arrive(x)
+        while (flight := self._flights.oldest) is not None and flight.is_due(k):
+            self._land(flight, x)
             has_changed = True
         return has_changed
 
@@ -252,57 +237,41 @@ class Rounds(Mixer):
         with self._part(p, x) as part:
             job = self.drivers[p].depart(part, t, self.k, keeps_sent=self._times.keeps_sent)
         # Vectors in host memory are sent through the GPU if messages are, and not in the stream of training.
-        device = x.raw.device if self._times.anchor_device is None else self.transport.device
-        if device.type != "cpu":
-            if self._stream is None or self._stream.device != device:
-                self._stream = torch.Stream(device)
-            self._stream.wait_stream(
-                torch.accelerator.current_stream(device)
-            )  # the vector is written before it is sent
-        stream = None if device.type == "cpu" else self._stream
+        self._flights.follow_training(x.raw.device if self._times.anchor_device is None else self.transport.device)
         agreed, begun = self._agreed, self.k
         delay = self._times.delay if agreed is None else agreed.at(begun)
         assert isinstance(delay, int), "an agreed delay is a number too"
         due = begun + delay
 
         def run() -> float:
-            on_stream = stream or contextlib.nullcontext()
-            with torch.no_grad(), on_stream, span("gossip.round", f"t={t}"):
-                job()
-                return 0.0 if agreed is None else agreed.agree(self.transport, begun=begun, due=due)
+            job()
+            return 0.0 if agreed is None else agreed.agree(self.transport, begun=begun, due=due)
 
-        if self._thread is None:
-            self._thread = CallThread(f"gossip-{self.transport.rank}")
-        self._flights.append(TravellingRound(p, due, self._thread.submit(run)))
+        describe = partial(self._describe_round, p)
+        self._flights.begin(Flight(begun, due, due, t, run, describe, fragment=p), self.transport)
 
-    def _arrive(self, x: FlatVector) -> None:
-        """Wait for the oldest round in the gossip thread, and end it."""
-        assert self._times is not None, "only periodic algorithms have a delay"
-        assert self._thread is not None, "the thread runs all rounds in flight"
-        fragment, due, future = self._flights[0]
+    def _describe_round(self, fragment: int) -> str:
         names, rank = self.transport.names, self.transport.rank
+        peers = [names[i] for i in self.sources if i != rank]
+        return f"rank {names[rank]}: a round of fragment {fragment} with ranks {peers}"
 
-        def what() -> str:
-            peers = [names[i] for i in self.sources if i != rank]
-            return f"rank {names[rank]}: a round of fragment {fragment} with ranks {peers}"
-
+    def _land(self, flight: Flight, x: FlatVector) -> None:
+        """Wait for a round in the gossip thread, and end it."""
+        assert self._times is not None, "only periodic algorithms have a delay"
         try:
-            with span("gossip.wait"):
-                agreed = self._thread.result(future, what=what, timeout=self.transport.timeout)
+            agreed = self._flights.wait(flight, self.transport)
         except Exception:  # an error of the round; an interrupt leaves the round in flight
             self._give_up()
             raise
-        self._flights.pop(0)
+        self._flights.end(flight)
         if self._agreed is not None:
-            self._agreed.land(due, agreed)
-        if self._stream is not None:  # the vector has arrived before it is read
-            torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
-        with self._part(fragment, x) as part:
-            self.drivers[fragment].arrive(part, kept=self._times.kept)
+            self._agreed.land(flight.last, agreed)
+        with self._part(flight.fragment, x) as part:
+            self.drivers[flight.fragment].arrive(part, kept=self._times.kept)
 
     def _give_up(self) -> None:
         """Cancel all rounds in flight."""
-        self._flights.clear()
+        self._flights.cancel()
         for driver in self.drivers:
             driver.close_round()
 
@@ -314,8 +283,8 @@ class Rounds(Mixer):
     def flush(self, x: FlatVector) -> bool:
         """See `Mixer`."""
         has_changed = bool(self._flights)
-        while self._flights:
-            self._arrive(x)
+        while (flight := self._flights.oldest) is not None:
+            self._land(flight, x)
         return has_changed
 
     # Fragments.
@@ -460,16 +429,14 @@ class Rounds(Mixer):
 
     def close(self) -> None:
         """See `Mixer`; keeps the state. Rounds in the thread may end by themselves, as other ranks wait for them."""
-        if self._thread is not None:
-            self._thread.close()
-            self._thread = None
+        self._flights.close()
         self._give_up()
         if (watch := self.drivers[0].watch) is not None:
             watch.close()
 
     def __getstate__(self) -> dict[str, Any]:
         assert all(driver.open_round is None for driver in self.drivers), "flush() before copying: a round is in flight"
-        return {**self.__dict__, "_thread": None, "_stream": None, "_whole": None}
+        return {**self.__dict__, "_whole": None}
 
 
 def _without_places(state: Mapping[str, Any]) -> dict[str, Any]:
