@@ -11,10 +11,10 @@ from torch import nn
 from ..flat.buffer import FlatBuffer
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
+from ..loop.copies import WeightCopies
 from ..old_calls import foreign_arguments
 from ..wrappers.averaging import AveragedModel, AveragingMixin
 from ..wrappers.composition import check_inside, hold, let_go
-from ..wrappers.weights.copies import WeightCopies
 from .average_on_demand import AverageOnDemand
 from .config import CURVE_ARGUMENTS, PairwiseConfig
 from .engine import PairwiseEngine

@@ -19,6 +19,7 @@ from ..flat.nonfinite import FiniteCheck, check_policy
 from ..flat.selection import Selection
 from ..flat.sharded import is_gathered
 from ..flat.vector import FlatVector
+from ..loop.gradient_watch import weakly
 from ..membership.background_log import log
 from ..membership.membership import Membership
 from ..old_calls import ForeignArguments, Refused, foreign_arguments
@@ -33,7 +34,6 @@ from .base import GossipWrapper
 from .checkpoint import Checkpoint
 from .composition import check_inside, check_whole, hold, let_go
 from .gradient_group import NamedReplica, leaving_alone
-from .gradient_watch import weakly
 from .other_names import ALL_REDUCE_ARGUMENTS, DDP_ARGUMENTS, OldNames
 from .participant import Participant, check_links
 from .state import check_prefix

@@ -17,14 +17,14 @@ from ..flat.kept_buffers import KeptBuffers
 from ..flat.selection import Selection
 from ..flat.sharded import gathered, local_of
 from ..flat.vector import FlatVector
+from ..loop.copies import WeightCopies
+from ..loop.masters import declared_pairs
 from ..old_calls import levels_to_user
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.process_group import ProcessGroupTransport, calling
 from .frozen import find_differing, frozen_parameters
 from .state import Place
-from .weights.copies import WeightCopies
-from .weights.masters import declared_pairs
 
 if TYPE_CHECKING:
     from typing_extensions import Self

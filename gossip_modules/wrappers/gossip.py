@@ -22,6 +22,7 @@ from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
 from ..flat.sharded import meshes_of
+from ..loop.debias import Debias
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
 from ..old_calls import foreign_arguments
@@ -35,7 +36,6 @@ from .arguments import GraphLike, Links, MixingLike, as_schedule, as_timeout, as
 from .base import GossipWrapper
 from .choices import AlgorithmLike, Choices, as_algorithm, wire_limit
 from .composition import check_sharding
-from .debias import Debias
 from .node import MemberNode, Node, check_node_size, count_nodes, make_node, meet_node
 from .other_names import DDP_ARGUMENTS, SGP_ARGUMENTS
 from .participant import Participant, check_elastic

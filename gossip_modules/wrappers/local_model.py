@@ -12,27 +12,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..engine.engine import Engine, LockstepEngine
+from ..engine.engine import MAX_KEPT, Engine, LockstepEngine
 from ..flat.aliases import has_memory
 from ..flat.buffer import FlatBuffer
 from ..flat.former_layout import FormerLayout
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
+from ..loop.copies import WeightCopies
+from ..loop.debias import Debias
+from ..loop.equal_steps import EqualSteps
+from ..loop.lost_corrections import LostCorrections
+from ..loop.optimizer_steps import OptimizerSteps, RoundTime
+from ..loop.own import OwnWeights
+from ..loop.turn import Turn, is_in_signal_handler
 from ..old_calls import levels_to_user
 from ..profiling import Span
 from ..transport.change_board import first_difference
 from .averaging import AveragedModel
 from .composition import check_outside
-from .debias import Debias
-from .equal_steps import EqualSteps
 from .node import Node
-from .optimizer_steps import OptimizerSteps, RoundTime
 from .state import Place
 from .travelling import Travelling
-from .turn import Turn, is_in_signal_handler
-from .weights.copies import WeightCopies
-from .weights.lost_corrections import LostCorrections
-from .weights.own import OwnWeights
 from .world import ModelWorld
 
 
@@ -110,7 +110,7 @@ class LocalModel(AveragedModel):
         self.description: dict[str, str] = {}
         self.buffer = FlatBuffer(module, selection=selection, num_shards=num_shards)
         self.travelling = Travelling()
-        self.own_weights = OwnWeights(self.buffer, self.add_again, self.turn)
+        self.own_weights = OwnWeights(self.buffer, self.add_again, self.turn, max_flushes=MAX_KEPT)
         self.copies = WeightCopies(self.buffer, name=name, in_steps=when is RoundTime.STEP)
         self.equal_steps = EqualSteps(self.buffer, name=name)
         self.lost_corrections = LostCorrections(self.buffer, name=name)

@@ -32,6 +32,7 @@ _WRAPPERS = {
     "old_calls",
     "consensus_control",
     "engine",
+    "loop",
     "membership",
     "wrappers",
     "rounds",
@@ -56,6 +57,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "gossiper": {"rounds", "old_calls"},
         "optim": set(),
         "sparta": {"graph_manager", "compression"},
+        "loop": {"flat", "transport", "old_calls"},
         "rounds": {*_LOCKSTEP, "registry", "old_calls"},
         "algorithms": {
             "devices",

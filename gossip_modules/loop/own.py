@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...engine.engine import MAX_KEPT
-from ...flat.buffer import FlatBuffer
-from ...flat.samples import ParameterSamples
-from ...flat.step_hooks import STEP_HOOKS, Stepped
-from ..turn import Turn
+from ..flat.buffer import FlatBuffer
+from ..flat.step_hooks import STEP_HOOKS, Stepped
+from .samples import ParameterSamples
+from .turn import Turn
 
 
 class _Level(NamedTuple):
@@ -53,6 +52,7 @@ class OwnWeights(Stepped):
         add_again: adds the corrections of the flushes after the first ones again. Its arguments are the number of
             flushes, and the push-sum weight at which the next correction was added.
         turn: another thread that flushes finds the samples and the parameters of one moment.
+        max_flushes: the flushes that `add_again` tells apart; all later ones count as one.
 
     Attributes:
         num_flushes: the flushes since the last round that have added corrections.
@@ -61,8 +61,10 @@ class OwnWeights(Stepped):
 
     is_step_open = False
 
-    def __init__(self, buffer: FlatBuffer, add_again: Callable[[int, Tensor], None], turn: Turn) -> None:
-        self._buffer, self._turn = buffer, turn
+    def __init__(
+        self, buffer: FlatBuffer, add_again: Callable[[int, Tensor], None], turn: Turn, *, max_flushes: int
+    ) -> None:
+        self._buffer, self._turn, self._max_flushes = buffer, turn, max_flushes
         self.bind(add_again)
         self._start()
 
@@ -169,7 +171,7 @@ class OwnWeights(Stepped):
 
     def flushed(self) -> None:
         """Corrections were added to the weights that stand in the parameters, outside of a round."""
-        self.num_flushes = min(self.num_flushes + 1, MAX_KEPT)
+        self.num_flushes = min(self.num_flushes + 1, self._max_flushes)
         samples, vector = self._samples, self._buffer.vector
         if samples is None:
             return
@@ -192,7 +194,7 @@ class OwnWeights(Stepped):
             self.note()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_buffer": self._buffer, "_turn": self._turn}
+        return {"_buffer": self._buffer, "_turn": self._turn, "_max_flushes": self._max_flushes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

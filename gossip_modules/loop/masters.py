@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...flat.buffer import FlatBuffer
-from ...flat.samples import Samples, sample
-from ...flat.sharded import local_of
-from ...flat.step_hooks import STEP_HOOKS
+from ..flat.buffer import FlatBuffer
+from ..flat.sharded import local_of
+from ..flat.step_hooks import STEP_HOOKS
+from .samples import Samples, sample
 
 NUM_PROOFS = 2  # steps, before and after which a copy equals its parameter, and which change both
 _NUM_LOOKS = 8  # after so many steps without an equal tensor an optimizer is looked at no more

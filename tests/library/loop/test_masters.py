@@ -16,7 +16,7 @@ from gossip_modules import DiLoCo
 from tests.harness.problems import loss_of, mlp
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
-from tests.library.wrappers.weights.optimizers import LEARNING_RATE, MastersIn, PartialMasterSGD, SteppedMasters
+from tests.library.loop.optimizers import LEARNING_RATE, MastersIn, PartialMasterSGD, SteppedMasters
 from tests.library.wrappers.wrapping import irregular, wrap
 
 NUM_STEPS = 12  # more than those after which a warning would say that nothing trains the model

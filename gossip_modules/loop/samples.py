@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .layout import FlatLayout
-from .sharded import local_of
-from .vector import FlatVector
+from ..flat.layout import FlatLayout
+from ..flat.sharded import local_of
+from ..flat.vector import FlatVector
 
 _SAMPLE = 64  # elements of a tensor that are compared
 _SAMPLE_OF_MANY = 8  # elements of each parameter of a vector

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...flat.buffer import FlatBuffer
-from ...flat.samples import Samples, sample
-from ...flat.sharded import local_of
-from ...flat.step_hooks import Stepped, holds_any
-from ...old_calls import levels_to_user
-from ..debias import Debias, Form
+from ..flat.buffer import FlatBuffer
+from ..flat.sharded import local_of
+from ..flat.step_hooks import Stepped, holds_any
+from ..old_calls import levels_to_user
+from .debias import Debias, Form
 from .masters import NUM_PROOFS, Masters, add_, change_beyond, correct_, is_rounded
+from .samples import Samples, sample
 
 _MASTERS = "param_groups"  # in place of a name of state: the tensors that the optimizer steps
 _NUM_LOOKS = 32  # the steps that move the parameters and after which state is compared with them

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import BilatGossipDataParallel, GossipDataParallel, gossip
-from gossip_modules.wrappers.turn import Turn, is_in_signal_handler
+from gossip_modules.loop.turn import Turn, is_in_signal_handler
 from tests.harness.problems import loss_of, mlp
 from tests.harness.progress import engine_of, local_of, weight_of
 from tests.harness.ranks import run_ranks, solo_group

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...flat.buffer import FlatBuffer
-from ...flat.samples import sample
-from ...flat.sharded import local_of
-from ...flat.step_hooks import STEP_HOOKS, Stepped, holds_any
+from ..flat.buffer import FlatBuffer
+from ..flat.sharded import local_of
+from ..flat.step_hooks import STEP_HOOKS, Stepped, holds_any
+from .samples import sample
 
 _FIRST, _FACTOR = 8, 4  # a look begins at this step, and then at so many times the last one
 _NUM_LOOKS = 8  # rounds of a look, and more while corrections are taken back

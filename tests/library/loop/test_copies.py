@@ -16,7 +16,7 @@ from gossip_modules import DiLoCo
 from tests.harness.problems import fill_, loss_of, mlp
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
-from tests.library.wrappers.weights.optimizers import (
+from tests.library.loop.optimizers import (
     LEARNING_RATE,
     Lookahead,
     Make,

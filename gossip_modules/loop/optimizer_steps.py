@@ -14,10 +14,10 @@ import torch
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.samples import Samples
 from ..flat.step_hooks import Stepped, existing_optimizers, holds_any, num_running
 from ..old_calls import levels_to_user
 from .gradient_watch import UnsyncedSteps, WatchedGradient
+from .samples import Samples
 from .unseen_steps import UnseenSteps
 
 _MANY_STEPS = 100  # without a round, under RoundTime.MANUAL

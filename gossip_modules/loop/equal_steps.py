@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.samples import sample
 from ..flat.sharded import local_of
 from ..flat.step_hooks import STEP_HOOKS, Stepped, holds_any
 from ..transport.process_group import ProcessGroupTransport
 from ..transport.stores import BoundedStore
+from .samples import sample
 
 _FIRST, _FACTOR = 3, 4  # comparisons begin at this step, and then at so many times the last one
 _NUM_STEPS = 5  # of one comparison

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..flat.buffer import FlatBuffer
-from ..flat.samples import Samples
 from ..flat.transformed import not_compiled
+from .samples import Samples
 
 
 class WatchedGradient:

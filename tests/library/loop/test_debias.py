@@ -16,9 +16,9 @@ from torch.optim import optimizer as torch_optimizer
 
 from gossip_modules.flat.buffer import FlatBuffer
 from gossip_modules.flat.step_hooks import STEP_HOOKS
-from gossip_modules.wrappers.debias import Debias, Form
+from gossip_modules.loop.debias import Debias, Form
+from gossip_modules.loop.turn import Turn
 from gossip_modules.wrappers.gossip import GossipDataParallel
-from gossip_modules.wrappers.turn import Turn
 from tests.harness.cases import each_once
 from tests.harness.problems import loss_of, mlp, sgd, train_step
 from tests.harness.progress import local_of

@@ -1,1 +1,0 @@
-"""Weights beside the parameters: swapped ones, copies in optimizers, masters."""
