@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..flat.nonfinite import FiniteCheck
 from ..flat.vector import FlatVector
+from ..worlds.all_or_none import MayBeLost, all_or_none
 from .engine import Engine
 
 
@@ -24,11 +25,10 @@ class GradientEngine(Engine):
         g <- mean_j g_j over the workers of the generation
         if a worker dies in it:  drop g               # on every worker, so that no optimizer steps
 
-    [Note: lost steps] After the all-reduce, a barrier confirms that all workers have the mean, so the mean takes
-    effect on all workers or on none. Without it every worker drops its gradients. An optimizer leaves out parameters
-    without gradients, so the models stay equal. The next step waits for the next generation. Only if a worker dies
-    during the confirmation, some of the others may have stepped. So the workers compare their numbers of averages when
-    a generation begins.
+    [Note: lost steps] The mean takes effect on all workers or on none: [Note: all or none]. In the second case every
+    worker drops its gradients. An optimizer leaves out parameters without gradients, so the models stay equal. The next
+    step waits for the next generation. If a worker dies during the confirmation, some of the others may have stepped.
+    So the workers compare their numbers of averages when a generation begins.
 
     Args:
         transport: the transport of the first generation.
@@ -72,14 +72,13 @@ class GradientEngine(Engine):
         if self.is_cut_off:
             return False
         is_written = False
-        try:
+        with MayBeLost(self.transport) as sharing:
             if self._is_first:
                 is_written = self._make_equal(x)
                 self._is_first = False
             for buffers in x.buffers:
                 self.transport.broadcast(buffers, source=0, what="sharing buffers")
-        except (ConnectionError, TimeoutError):
-            self.is_cut_off = True
+        self.is_cut_off = sharing.has_lost
         return is_written
 
     def _make_equal(self, x: FlatVector) -> bool:
@@ -119,18 +118,15 @@ class GradientEngine(Engine):
             raise ValueError(
                 "got a sparse gradient with a membership, expected dense ones; pass sparse=False to the nn.Embedding"
             )
-        try:
-            if self.is_cut_off:
-                raise ConnectionError("a worker of this generation has failed before")
-            has_gradient = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            message = FlatVector.pack([*gradients, has_gradient])
-            for x in message.segments:
-                self.transport.all_reduce(x.div_(n), what=f"averaging gradients of step {self.step - 1}")
-            what = f"the end of the average of step {self.step - 1}"
-            self.transport.barrier(what=what)
-        except (ConnectionError, TimeoutError):
-            self.is_cut_off = True
+        has_gradient = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        message, what = FlatVector.pack([*gradients, has_gradient]), f"averaging gradients of step {self.step - 1}"
+        if not self.is_cut_off:
+            with MayBeLost(self.transport) as average, all_or_none(self.transport, what=what):
+                for x in message.segments:
+                    self.transport.all_reduce(x.div_(n), what=what)
+            self.is_cut_off = average.has_lost
+        if self.is_cut_off:
             self.stats.num_skipped += 1
             for parameter in parameters:
                 parameter.grad = None

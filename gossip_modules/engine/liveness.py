@@ -21,6 +21,7 @@ from ..transport.deadline import Deadline
 from ..transport.exchange import SHUTDOWN, LinkClosedError, PointToPoint
 from ..transport.listener import SHUTDOWN_TIMEOUT, Listener, Message
 from ..transport.uncaught_errors import leave_at_error, stay
+from ..worlds.all_or_none import LOST
 from .background import Background
 
 _INTERVAL = 0.25  # seconds between two checks of the waits; less with a short timeout
@@ -206,7 +207,7 @@ class Liveness:
 
     def post(self, peer: int, message: ControlMessage) -> None:
         """Send to a peer, unless its last message was sent. Waits until the last message of the same kind has gone."""
-        with contextlib.suppress(ConnectionError, TimeoutError, LinkClosedError):  # the listening thread reports it
+        with contextlib.suppress(*LOST, LinkClosedError):  # the listening thread reports it
             if (last := self._posted.get((peer, message.kind))) is not None:
                 last.wait()
             with self._lock:
@@ -236,7 +237,7 @@ class Liveness:
         """Wait until the last messages have been received, at most for so long."""
         deadline = Deadline(limit)
         for pending in [pending for pending in self._last.values() if pending is not None]:
-            with contextlib.suppress(ConnectionError, TimeoutError):  # the peer has ended, or will notice by itself
+            with contextlib.suppress(*LOST):  # the peer has ended, or will notice by itself
                 pending.wait(deadline.left_for_gloo)
 
     def let_go(self) -> None:
@@ -393,7 +394,7 @@ class Liveness:
         self._waits[thread] = waiting
         try:
             yield
-        except (ConnectionError, TimeoutError) as error:
+        except LOST as error:
             wait([self.failed], _KNOWN_WITHIN)  # for a FAILED message that names the cause
             self.leave(error)
             if activity is not Activity.TRAINING:
@@ -415,7 +416,7 @@ class Liveness:
             passed, before = min(now - before, interval + _PAUSE), now
             for waiting in list(self._waits.values()):
                 waiting.seconds += passed
-                with contextlib.suppress(ConnectionError, TimeoutError):  # kept for the threads that wait
+                with contextlib.suppress(*LOST):  # kept for the threads that wait
                     self._check(waiting)
 
     def _check(self, waiting: _BoundedWait) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from ..flat.sharded import with_shards
 from ..transport.deadline import Deadline
 from ..transport.waits import Waits
+from ..worlds.all_or_none import LOST
 from . import donor, limits
 from .background_log import log
 from .links import alone
@@ -386,7 +387,7 @@ def rejoin(membership: Any, deadline: Deadline) -> Change:
         worker.say(Roster.leave, old.id, why="an error ended its training")
     try:
         Joining(worker).join(deadline)
-    except (TimeoutError, ConnectionError) as error:
+    except LOST as error:
         if worker.is_over:
             raise
         log.warning(

@@ -18,6 +18,7 @@ from ..transport.exchange import LATE, LinkClosedError, PointToPoint, fail
 from ..transport.gloo import CPU, as_group
 from ..transport.process_group import PROBE_TAG, ProcessGroupTransport
 from ..transport.waits import Waits
+from ..worlds.all_or_none import LOST
 from .addresses import Exchange, connect_groups
 
 _BREAK = timedelta(milliseconds=1)
@@ -59,7 +60,7 @@ class Vote:
     def _sum(self, transport: ProcessGroupTransport, x: Tensor, *, what: str) -> None:
         try:
             transport.all_reduce(x, what=f"{what} in a replica")
-        except (ConnectionError, TimeoutError) as error:
+        except LOST as error:
             if not self.why:
                 raise
             raise ConnectionError(f"{self.why}: {error}") from error
@@ -274,7 +275,7 @@ class LinkTransport(PointToPoint):
         with self.as_one_collective():
             try:
                 yield self._whole
-            except (ConnectionError, TimeoutError):
+            except LOST:
                 self._break_whole()
                 raise
 

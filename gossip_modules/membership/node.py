@@ -14,13 +14,14 @@ from ..transport.agreement import broadcast_state
 from ..transport.deadline import Deadline
 from ..transport.process_group import ProcessGroupTransport
 from ..transport.state_tree import copied, encode
+from ..worlds.all_or_none import LOST
 from .joining import JobFullError, LeftWhileJoiningError
 from .membership import Membership
 from .view import Change, View, parsed
 
 PATIENCE = 5  # times the timeout of the membership: the first process waits for other workers while the others wait
 NEWS = "what has changed in the membership"
-_KINDS = (ValueError, TypeError, FloatingPointError, TimeoutError, ConnectionError, JobFullError, LeftWhileJoiningError)
+_KINDS = (ValueError, TypeError, FloatingPointError, *LOST, JobFullError, LeftWhileJoiningError)
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -86,13 +87,17 @@ class NodeProcesses:
         changes = self.membership.job.untold
         return changes[-1] if changes else None
 
-    def share(self, x: Tensor, act: Callable[[], object], *, what: str) -> None:
-        """x <- its value in the first process after it has acted; on all. Raises as `as_one`."""
+    def do(self, act: Callable[[], object]) -> None:
+        """Have the first process act; all return, or raise its error, when it has acted. Raises as `as_one`."""
 
         def message() -> None:
             act()
 
         self._call(message)
+
+    def share(self, x: Tensor, act: Callable[[], object], *, what: str) -> None:
+        """x <- its value in the first process after it has acted; on all. Raises as `as_one`."""
+        self.do(act)
         self.data.broadcast(x, source=0, what=what)
 
     def run(self, act: Callable[[], bool], engine: Any) -> bool:
@@ -114,7 +119,7 @@ class NodeProcesses:
             failed, result, *progress = numbers.tolist()
             if failed:
                 text = broadcast_state(self.control, described(error), source=0, what="why a round has failed")
-        except (TimeoutError, ConnectionError) as failure:
+        except LOST as failure:
             raise (error or failure) from failure
         if not self.leads:
             engine.follow(progress)
@@ -148,7 +153,7 @@ class NodeProcesses:
                     break
                 self._obey(message)
                 message = None
-        except (TimeoutError, ConnectionError) as failure:
+        except LOST as failure:
             raise self._named(error or failure) from failure
         if message is not None and "error" in message:
             raise self._named(error or self._error_of(message))
@@ -268,6 +273,10 @@ class NodeCollectives:
         """See `Transport`: the sum over all nodes."""
         membership = self._node.membership
         self._node.share(x, lambda: membership.transport.all_reduce(x, what=what), what=what)
+
+    def barrier(self, *, what: str) -> None:
+        """See `Transport`: among all nodes."""
+        self._node.do(lambda: self._node.membership.transport.barrier(what=what))
 
 
 def described(error: Exception | None) -> dict[str, str]:

@@ -12,6 +12,7 @@ import torch
 from ..transport.agreement import broadcast_state
 from ..transport.deadline import Deadline
 from ..transport.process_group import ProcessGroupTransport
+from ..worlds.all_or_none import LOST
 from . import limits
 from .background_log import log
 from .joining import Joining
@@ -115,7 +116,7 @@ class ReplicaProcesses(NodeProcesses):
             self._tell(has_message=True)
             broadcast_state(self.control, {"act": name, "argument": argument}, source=0, what=NEWS)
             result, error = self._as_all(act, name)
-        except (TimeoutError, ConnectionError):  # another process has failed, which the heartbeats show a bit later
+        except LOST:  # another process has failed, which the heartbeats show a bit later
             self.membership.end_liveness()
             raise
         if error is not None:

@@ -15,6 +15,7 @@ from ..flat.nonfinite import is_finite
 from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport
+from ..worlds.all_or_none import MayBeLost
 from .algorithm import Algorithm
 from .loaded import check_layout
 from .memory import Memory
@@ -421,15 +422,12 @@ class Driver:
         return replies
 
     def _gather(self, message: Message, v: Vectors) -> Any:
-        try:
+        with MayBeLost(self.transport):
             received = self.messages.gather(message)
-        except (ConnectionError, TimeoutError):
-            if self._is_elastic:
-                return RoundLost
-            raise
-        self.own_buffer_weight *= 1 / self.transport.world_size
-        self._set_weight(v)
-        return received
+            self.own_buffer_weight *= 1 / self.transport.world_size
+            self._set_weight(v)
+            return received
+        return RoundLost
 
     def _gather_numbers(self, numbers: Sequence[float]) -> Any:
         """Return the numbers of all ranks; before the vector is sent, whose end confirms that no rank has failed."""
@@ -437,13 +435,10 @@ class Driver:
             return None
         everyone = torch.empty(self.transport.world_size, len(numbers), dtype=torch.float64, device="cpu")
         mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        try:
+        with MayBeLost(self.transport):
             self.transport.all_gather(everyone, mine, what=f"numbers of all ranks for {self.algorithm}")
-        except (ConnectionError, TimeoutError):
-            if self._is_elastic:
-                return RoundLost
-            raise
-        return everyone
+            return everyone
+        return RoundLost
 
     def _set_weight(self, v: Vectors) -> None:
         """Set the push-sum weight to one after an exact average over all ranks."""

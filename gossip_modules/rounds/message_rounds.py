@@ -14,6 +14,7 @@ from ..compression.compressor import Compressor
 from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Pending, Transport
+from ..worlds.all_or_none import all_or_none
 from .memory import Memory
 from .messages import Message, MessageBuffer, Received, warn_of_little
 from .push_pull import Neighbours
@@ -318,17 +319,15 @@ class MessageRounds(Mail):
     def gather(self, message: Message) -> Received:
         """Send a message to all ranks and return the messages of all ranks; see `Gather`.
 
-        On an elastic transport a barrier confirms that all ranks have the messages, as in `GlobalAverage`.
-
-        The buffers become their mean over all ranks.
+        All ranks get the messages or none does: [Note: all or none]. The buffers become their mean over all ranks.
         """
         message.fill_others(self._buffers)
         mine, n = message.buffer.raw, self.transport.world_size
         everyone = mine.new_empty(n * mine.numel())
-        if mine.numel():
-            self.transport.all_gather(everyone, mine, what=f"messages of round {self._t}")
-        if self._is_elastic:
-            self.transport.barrier(what=f"end of the messages of round {self._t}")
+        what = f"messages of round {self._t}"
+        with all_or_none(self.transport, what=what):
+            if mine.numel():
+                self.transport.all_gather(everyone, mine, what=what)
         received = [message.reply_in(MessageBuffer(message.buffer.sizes, raw)) for raw in everyone.view(n, -1)]
         for k, own in enumerate(self._buffers):
             total = torch.zeros_like(own, dtype=wide(own.dtype))

@@ -14,6 +14,7 @@ from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport
 from ..transport.deadline import Deadline
+from ..worlds.all_or_none import MayBeLost, all_or_none
 
 _T = TypeVar("_T", Tensor, FlatVector)
 
@@ -319,17 +320,14 @@ class Mixer(ABC):
 class GlobalAverage(Mixer):
     """x_i <- mean_j x_j exactly, by an all-reduce: W = J. The push-sum weight becomes one.
 
-    [Note: confirmed averages] With `may_fail` training goes on if a rank of an elastic transport fails during the
-    average: the other ranks keep their vectors. After the all-reduce, a barrier confirms that all ranks have the
-    result. A rank without this confirmation restores its vector. So the average takes effect on all ranks or on none,
-    unless a rank dies during the confirmation. Then some ranks may have averaged, and the next average makes all equal
-    again.
+    The average takes effect on all ranks or on none: [Note: all or none]. With `may_fail` training goes on if a rank of
+    an elastic transport fails during the average: [Note: a lost rank ends the exchange].
 
     Args:
         transport: the transport over the ranks.
         sums_weights: whether the push-sum weights may have another sum than the world size, because rounds were left
             out. The mean of x is then divided by the mean of the weights.
-        may_fail: see [Note: confirmed averages].
+        may_fail: whether training goes on after an average that a lost rank has ended, instead of an error.
 
     Attributes:
         has_failed: whether the last average took no effect, with `may_fail`.
@@ -355,19 +353,21 @@ class GlobalAverage(Mixer):
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`. On an elastic transport s is copied, and restored if the all-reduce fails; see `restores`."""
-        is_elastic, self.has_failed = self.transport.is_elastic, False
-        before = s.clone() if is_elastic and self.restores else None
-        try:
-            with self.transport.within(Deadline(self.transport.timeout)):
-                self._sum(s)
-                if is_elastic and self._may_fail:
-                    self.transport.barrier(what=f"end of the global average in round {self._round}")
-        except BaseException as error:
-            if before is not None:
-                s.copy_(before)
-            self.has_failed = is_elastic and self._may_fail and isinstance(error, ConnectionError | TimeoutError)
-            if not self.has_failed:
-                raise
+        self.has_failed = False
+        if not self._may_fail:
+            self._sum_on_all(s)
+            return
+        with MayBeLost(self.transport) as average:
+            self._sum_on_all(s)
+        self.has_failed = average.has_lost
+
+    def _sum_on_all(self, s: FlatVector) -> None:
+        what = f"the global average in round {self._round}"
+        with (
+            self.transport.within(Deadline(self.transport.timeout)),
+            all_or_none(self.transport, what=what, restores=s if self.restores else None),
+        ):
+            self._sum(s)
 
     def _sum(self, s: FlatVector) -> None:
         for x in s.segments:

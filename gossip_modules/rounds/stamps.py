@@ -6,6 +6,7 @@ import torch
 
 from ..transport.agreement import broadcast_state
 from ..transport.base import Transport
+from ..worlds.all_or_none import MayBeLost
 from .memory import Memory
 
 
@@ -68,7 +69,7 @@ class Stamps:
         self.has_tried, self.is_agreed = True, False
         mine = torch.tensor([self.taken, self.lost], device="cpu")
         everyone = mine.new_empty(transport.world_size * 2)
-        try:
+        with MayBeLost(transport):
             transport.all_gather(everyone, mine, what="the last rounds of all workers")
             taken, lost = everyone.view(-1, 2).unbind(1)
             newest, source = int(taken.max()), int(taken.argmax())
@@ -79,6 +80,5 @@ class Stamps:
                 if is_behind:
                     memory.take(state)
             self.taken, self.lost, self.is_agreed = newest, int(lost.max()), True
-        except (ConnectionError, TimeoutError):
-            return False  # the next generation runs it
-        return is_behind
+            return is_behind
+        return False  # the next generation runs it

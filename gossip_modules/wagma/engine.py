@@ -18,6 +18,7 @@ from ..flat.vector import FlatVector
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..profiling import span
 from ..rounds.mixer import GlobalAverage
+from ..worlds.all_or_none import MayBeLost
 from .group_average import GroupAverage
 from .group_result import LentModel
 from .pace import RelativePace
@@ -74,10 +75,10 @@ class WaitAvoidingEngine(Engine):
 
     Without a link to the dead rank, a rank cannot tell an incomplete sum from a late one. So the rest do not complete a
     round: all abandon it. A rank with a complete average keeps it; the next average over all ranks makes them equal. If
-    that average is cut short, all go back to their models from before it ([Note: confirmed averages] of
-    `GlobalAverage`). A rank behind the others at the next generation leaves out the steps up to its first one. A rank
-    that stands still in a living process also ends a generation, after the timeout; the membership gets its number.
-    Only an error of this rank itself is raised.
+    that average is cut short, all go back to their models from before it ([Note: all or none]). A rank behind the
+    others at the next generation leaves out the steps up to its first one. A rank that stands still in a living process
+    also ends a generation, after the timeout; the membership gets its number. Only an error of this rank itself is
+    raised.
 
     All methods belong to the training thread. State shared with other threads is in `worker`, under `worker.state`.
 
@@ -120,10 +121,7 @@ class WaitAvoidingEngine(Engine):
         self.worker = WaitAvoidingWorker(average, x, stats=self.stats, **options)
         self._pace, self._links, self._alone_since = RelativePace(), transport, 0.0
         whole.watch = self.together
-        # The errors of peers that end a generation. A fixed world has no other one, so they are raised.
-        self._endings: tuple[type[Exception], ...] = ()
         if transport.is_elastic:
-            self._endings = ConnectionError, TimeoutError
             self.worker.liveness.on_late = transport.loses
 
     def rebind(self, weights: ButterflyGroups, transport: Any, x: FlatVector) -> None:
@@ -153,7 +151,7 @@ class WaitAvoidingEngine(Engine):
     def is_cut_off(self) -> bool:  # type: ignore[override]
         """Whether a rank of this generation has left it, died or gone on, and another generation is to follow."""
         liveness = self.worker.liveness
-        return bool(self._endings) and (liveness.has_failed or bool(liveness.closed))
+        return bool(self._links.is_elastic) and (liveness.has_failed or bool(liveness.closed))
 
     @property
     def has_peers(self) -> bool:
@@ -172,7 +170,7 @@ class WaitAvoidingEngine(Engine):
 
     def flush(self, x: FlatVector) -> bool:
         """See `Engine`; an average without a failed rank is abandoned."""
-        with contextlib.suppress(*self._endings), self.worker.state:
+        with MayBeLost(self._links), self.worker.state:
             try:
                 return self._apply_in_flight(x)
             except Exception:  # of the average, which is lost; an interrupt instead leaves it in flight
@@ -191,10 +189,9 @@ class WaitAvoidingEngine(Engine):
             is_written = self.flush(x)
             self._ask_for_a_generation()
         else:
-            try:
-                with self.worker.liveness.operation():
-                    is_written = self._run_round(x)
-            except self._endings:
+            with MayBeLost(self._links) as attempt, self.worker.liveness.operation():
+                is_written = self._run_round(x)
+            if attempt.has_lost:
                 is_written, self._round_in_flight = True, None  # maybe one average of two was complete
         self.t = max(self.t, t + 1)
         self._num_skipped_steps += self.t - t - 1
@@ -295,7 +292,7 @@ class WaitAvoidingEngine(Engine):
     def close(self, *, error: BaseException | None = None) -> None:
         """See `Engine`; does not settle. After an `error` in the code of this rank, the rank leaves at once."""
         self.is_closed = True
-        with contextlib.suppress(*self._endings):
+        with MayBeLost(self._links):
             self.worker.close(error=error)
         t = self._round_in_flight
         if t is not None and self.worker.num_done <= t:

@@ -16,6 +16,7 @@ from ..flat.slots import Slot
 from ..flat.vector import FlatVector
 from ..transport.agreement import broadcast_state, check_agreement
 from ..transport.change_board import REMEDY, digest_of
+from ..worlds.all_or_none import MayBeLost
 
 _MAX_AGREED = 1000  # choices that are remembered
 
@@ -110,11 +111,8 @@ class Travelling:
             local.reattach()
         if not local.buffer.is_trained():
             return
-        try:
+        with MayBeLost(local.transport):
             self._change(local, may_leave=may_leave)
-        except (TimeoutError, ConnectionError):
-            if not local.transport.is_elastic:
-                raise
 
     def _change(self, local: Any, *, may_leave: bool) -> None:
         buffer = local.buffer
@@ -212,9 +210,6 @@ class Travelling:
         vector.push_sum_weight.copy_(local.buffer.vector.push_sum_weight)
         vector.multiply_by_weight_()
         averager.mix(vector, t)
-        if averager.transport.is_elastic:  # as in `GlobalAverage`: it takes effect on all ranks or on none
-            what = f"end of the average of frozen tensors after {t}"
-            averager.transport.all_reduce(torch.zeros(1, device="cpu"), what=what)
         vector.unpack_to(tensors)
         torch.autograd.graph.increment_version([slot.tensor for slot in leaving])
 

@@ -24,6 +24,7 @@ _LOCKSTEP = {
         "compression",
         "transport",
         "schedule",
+        "worlds",
     ),
 }
 _WRAPPERS = {
@@ -50,6 +51,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "graph_manager": {"checks", "old_calls"},
         "compression": {"checks", "devices"},
         "transport": {"devices"},
+        "worlds": {"devices", "flat", "transport"},
         "matcha": {"graph_manager", "transport", "old_calls", "devices"},
         "mixing_manager": {"graph_manager", "matcha", "old_calls"},
         "consensus_control": {"mixing_manager"},
@@ -71,6 +73,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         },
         "engine": {
             *("devices", "profiling", "rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
+            "worlds",
         },
         "version": set(),
         "extend": {*_WRAPPERS, "algorithms"} - {"consensus_control", "membership"},

@@ -1,0 +1,1 @@
+"""The world of a model: the other processes of its training, and the laws of exchanges with them."""
