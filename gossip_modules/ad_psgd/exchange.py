@@ -62,8 +62,8 @@ class BilateralAverage:
         transport: a Gloo transport that carries nothing else but collectives of the same ranks.
         peers: the ranks with which this one exchanges in some round.
         stats: mutated: the number of exchanges whose correction was skipped.
-        on_nonfinite: the reaction to a correction that is not finite: "raise" an error at both ranks, "skip" it at
-            both ranks, or "spread": do not check. Over an elastic transport only the rank with such a model raises.
+        on_nonfinite: the reaction to a correction that is not finite: "raise" an error at both ranks, or "spread": do
+            not check. Over an elastic transport only the rank with such a model raises.
 
     Attributes:
         liveness: the control messages and the failures of this rank.
@@ -221,11 +221,10 @@ class BilateralAverage:
             add_(theirs, own, alpha=-1.0)  # y_j - y_i
         if self.on_nonfinite != "spread" and not is_finite(received):
             names, is_own = self.transport.names, not is_finite(sent)
-            if self.on_nonfinite == "raise" and (is_own or not self.transport.is_elastic):
+            if is_own or not self.transport.is_elastic:
                 refuse(names[self.transport.rank], what, senders=() if is_own else [names[peer]])
-            if not is_own:
-                log_left_out(names[self.transport.rank], what, [names[peer]])
-            self._stats.num_skipped += 1  # at both ranks: the difference that is not finite is the same at both
+            log_left_out(names[self.transport.rank], what, [names[peer]])
+            self._stats.num_skipped += 1
             return
         self._release_y()  # [Note: three vectors]
         self.shared.deliver(received, alpha=weight, step=step)  # y_i <- y_i + w (y_j - y_i)

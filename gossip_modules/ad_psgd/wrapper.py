@@ -81,8 +81,8 @@ class BilatGossipDataParallel(GossipWrapper):
         continuous_momentum: A2CiD2, see [Note: continuous momentum]. This takes one more vector beside the model, and
             needs pairs with equal weights.
         on_nonfinite: the reaction to infinities or NaN in the difference of two models. "raise": FloatingPointError at
-            both of them, "skip": leave it out at both, and count it in `comm_stats()`, "spread": do not look. With
-            "raise", `settle()` and `close()` also look at the rank's own model, changed since its last exchange.
+            both of them, "spread": do not look. With "raise", `settle()` and `close()` also look at the rank's own
+            model, changed since its last exchange.
         init_sync: whether training starts from the parameters and buffers of rank 0; with a membership it always does.
         gossip_buffers: whether pairs average running statistics (BatchNorm) too, or each keeps its own; a sequence of
             names or patterns = those floating-point buffers in their place; see `Selection`.

@@ -16,9 +16,6 @@ class OuterMethod(Periodic):
     The anchor is the model from which the ranks last started. A round mixes the *drift* phi - x over ranks, and an
     outer optimizer uses it as the gradient of the anchor. Write your method as `round`.
 
-    If the model of a rank is not finite and on_nonfinite="skip", the rank returns to the anchor. It loses its steps
-    since the last round and sends a drift of zero.
-
     The arguments are the arguments of `Periodic`.
     """
 

@@ -48,15 +48,14 @@ class PairwiseWorker(AveragingMixin):
         """The communication of this worker so far; local and cheap.
 
         Returns:
-            As `GossipWrapper.comm_stats`, where num_rounds counts merges and num_skipped merges left out because the
-            own model was not finite, and: bytes_received, num_fetches (requests), num_failed_fetches (refused, timed
-            out, broken off), num_refused_models (another shape, infinities or NaN in the model or its loss, too far
-            from ours, or failed TLS), num_refused_losses (own losses, not finite and so not published),
-            num_refused_connections (without a request in time, without trusted TLS, or too many), num_garbage_messages,
-            num_unread_replies (the reader left or was too slow), num_models_sent, clock; and by the names of
-            `Membership.stats`: live (this worker, and peers without a failed last request), joins (added peers, and
-            peers with an answer again), deaths (failed requests to live peers, also before their first answer),
-            deadline (of a request, in seconds).
+            As `GossipWrapper.comm_stats`, where num_rounds counts merges, and: bytes_received, num_fetches (requests),
+            num_failed_fetches (refused, timed out, broken off), num_refused_models (another shape, infinities or NaN in
+            the model or its loss, too far from ours, or failed TLS), num_refused_losses (own losses, not finite and so
+            not published), num_refused_connections (without a request in time, without trusted TLS, or too many),
+            num_garbage_messages, num_unread_replies (the reader left or was too slow), num_models_sent, clock;
+            and by the names of `Membership.stats`: live (this worker, and peers without a failed last request), joins
+            (added peers, and peers with an answer again), deaths (failed requests to live peers, also before their
+            first answer), deadline (of a request, in seconds).
         """
         statistics = self._engine.statistics()
         return {**statistics, **super().comm_stats()}

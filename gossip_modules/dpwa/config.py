@@ -66,9 +66,7 @@ class PairwiseConfig:
         timeout: the time limit of one round, for all peers together; a number means seconds.
         seed: the seed of the choice of peers. The name is part of it, so workers with one seed make different choices.
         on_nonfinite: the reaction to infinities or NaN in the own model at the end of a fetch: "raise" an error;
-            "skip": merge nothing into it, unless the peer's model replaces it completely (f = 1), count the skip in
-            `num_skipped` and warn once; "spread": merge it anyway. A peer's model with infinities or NaN is always
-            refused.
+            "spread": merge it anyway. A peer's model with infinities or NaN is always refused.
         max_distance: the largest root mean square distance of a peer's model from the own one, in units of the own root
             mean square, or of 1 if that is smaller; models further away are refused. Training never comes near
             the default.

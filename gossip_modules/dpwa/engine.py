@@ -26,9 +26,7 @@ from .protocol import Counts, ModelShape
 from .server import ModelServer
 
 _CONNECTIONS_PER_PEER = 2  # above MIN_CONNECTIONS, for each peer that is known: one to fetch and one to probe
-_REMEDY = (
-    "lower the learning rate, clip gradients, or go back to a checkpoint; on_nonfinite='skip' trains on without merging"
-)
+_REMEDY = "lower the learning rate, clip gradients, or go back to a checkpoint"
 
 
 class PairwiseEngine(Engine):
@@ -210,8 +208,7 @@ class PairwiseEngine(Engine):
         if not self.fetcher.is_under_way:
             return False
         fetched = self._await()
-        is_diverged = not self.fetcher.is_own_finite
-        if is_diverged and self.config.on_nonfinite == "raise":
+        if self.config.on_nonfinite == "raise" and not self.fetcher.is_own_finite:
             raise FloatingPointError(f"{self._divergence(fetched)}; {_REMEDY}")
         if fetched is None:
             return False
@@ -219,11 +216,6 @@ class PairwiseEngine(Engine):
         if (self.rule.needs_loss and own.loss is None) or (self.rule.needs_peer_loss and peer.loss is None):
             return False  # one of the two workers has only just begun
         factor = self.rule.factor(own, peer)
-        if is_diverged and self.config.on_nonfinite == "skip" and factor != 1.0:
-            self.stats.num_skipped += 1
-            if self.stats.num_skipped == 1:
-                warnings.warn(f"{self._divergence(fetched)}; merges are left out from now on; {_REMEDY}", stacklevel=2)
-            return False
         with span("gossip.merge"):
             if factor == 1.0:  # a copy: 0 * x would keep infinities and NaN of x
                 x.raw.copy_(self.fetcher.arrived.raw)

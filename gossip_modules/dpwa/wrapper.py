@@ -56,7 +56,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         timeout: the limit of one round, in seconds or as a timedelta, for all peers tried in it. Training does
             not wait for it.
         seed: the seed of the choice of peers; each worker's choices are its own.
-        on_nonfinite: "raise", "skip" or "spread": the reaction to infinities or NaN in the own model. See
+        on_nonfinite: "raise" or "spread": the reaction to infinities or NaN in the own model. See
             `PairwiseConfig`.
         max_distance: from the own model; a peer's model further away is refused. See `PairwiseConfig`.
         average_timeout: the timeout of `averaged()`, `average_()` and `consensus_distance()`, for all ranks together;

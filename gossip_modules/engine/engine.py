@@ -15,7 +15,7 @@ from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..profiling import Span
-from ..rounds.mixer import GlobalAverage, Mixer, NonfiniteRound
+from ..rounds.mixer import GlobalAverage, Mixer
 from ..schedule import Action, Schedule
 from ..transport.base import Transport
 from ..transport.state_tree import copied
@@ -251,22 +251,17 @@ class LockstepEngine(Engine):
         gossiper: the mixer, bound to its peers.
         schedule: a `Schedule` of steps with gossip or averages; or a `ConsensusControl`: a decision by the distance
             between the models.
-        on_nonfinite: "raise" raises FloatingPointError if a round would mix infinities or NaN into a model, "skip"
-            leaves such a round out, "spread" does not check.
+        on_nonfinite: "raise" raises FloatingPointError if a round would mix infinities or NaN into a model, "spread"
+            does not check.
 
     Raises:
-        ValueError: `on_nonfinite` has another value; it is "skip", but messages change the state of the mixer; the
-            mixer keeps models of peers, and the schedule has exact averages; or see `ConsensusControl`.
+        ValueError: `on_nonfinite` has another value; the mixer keeps models of peers, and the schedule has exact
+            averages; or see `ConsensusControl`.
     """
 
     def __init__(self, gossiper: Mixer, schedule: Schedule | ConsensusControl, *, on_nonfinite: str = "raise") -> None:
         super().__init__()
         self.on_nonfinite = check_policy(on_nonfinite)
-        if on_nonfinite == "skip" and not (gossiper.is_skippable or gossiper.can_recover):
-            raise ValueError(
-                f"got on_nonfinite='skip' with {gossiper}, expected 'raise' or 'spread': every message changes its "
-                "state, so no round can be left out"
-            )
         control = schedule if isinstance(schedule, ConsensusControl) else None
         if gossiper.keeps_models and schedule.average_every and control is None:
             raise ValueError(
@@ -277,15 +272,13 @@ class LockstepEngine(Engine):
         self.schedule = schedule
         self.choice: dict[str, Any] | None = None  # that this engine was made from: see [Note: overlap="auto"]
         self._is_warm_up = False  # whether the last round was an average after which the algorithm begins
-        # The mean of the weights changes if a rank leaves out messages of peers, which have given weight away, or if a
-        # rank dies, or joins with half the weight of another rank.
-        loses_weight = on_nonfinite == "skip" or gossiper.transport.is_elastic
-        sums_weights = loses_weight and gossiper.is_weighted
+        # The mean of the weights changes if a rank dies, or joins with half the weight of another rank.
+        sums_weights = gossiper.transport.is_elastic and gossiper.is_weighted
         self.averager = GlobalAverage(gossiper.transport, sums_weights=sums_weights)
         self._scheduled_average = GlobalAverage(gossiper.transport, sums_weights=sums_weights, may_fail=True)
         self._control = None if control is None else ControlledMixer(gossiper, self.averager, control)
         # Returns whether the numbers are finite on all processes of a node, given whether they are on this process.
-        # The result is equal on all, so that all raise or leave out the round together.
+        # The result is equal on all, so that all raise together.
         self.agree_finite: Callable[[bool], bool] = bool
         # A tensor <- its values in the first process of a node, so that all its processes choose alike.
         self.take_first: Callable[[Tensor], object] = id
@@ -418,13 +411,6 @@ class LockstepEngine(Engine):
         runs = action is not Action.GOSSIP or self.gossiper.is_plain or self.gossiper.is_due(step)
         return action if runs else Action.SKIP
 
-    def _recover(self, mixer: Mixer | None, x: FlatVector) -> None:
-        """Let the algorithm replace x by a finite model, if x is about to be sent and is not finite."""
-        is_sent = mixer is not None or self.gossiper.has_news
-        if is_sent and self.gossiper.can_recover and not self.agree_finite(is_finite(x)):
-            self.gossiper.recover(x)
-            self.stats.num_skipped += 1
-
     def _limit_of(self, mixer: Mixer, t: int) -> dict[str, Any]:
         """Return the arguments of `CallThread.result` for round t: the timeout and the description for the error."""
         transport = self.gossiper.transport
@@ -446,20 +432,18 @@ class SyncEngine(LockstepEngine):
 
     If the model of a rank is not finite, the rank raises before it sends the model; on a GPU without a membership it
     raises one round later.
-    With on_nonfinite="skip" each rank checks the correction; this takes a copy of the model.
     """
 
     def __init__(self, gossiper: Mixer, schedule: Schedule | ConsensusControl, *, on_nonfinite: str = "raise") -> None:
         super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
         # With a membership a round waits for the GPU anyway, and no other worker is to get values that are not finite.
         self._is_finite: Callable[[FlatVector], bool] = is_finite if gossiper.transport.is_elastic else FiniteCheck()
-        if on_nonfinite == "skip" and not gossiper.can_recover:
-            gossiper.refuse_nonfinite(self._agree_finite)
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine`."""
         start, step, mixer = time.perf_counter(), self.step, self._next_mixer()
-        self._look(mixer, x)
+        if self.on_nonfinite == "raise" and (mixer is not None or self.gossiper.has_news):
+            self._check_finite(mixer or self.gossiper, x)
         has_changed = False if self.gossiper.is_plain else self.gossiper.begin(x, step)
         if mixer is self._scheduled_average:  # no round may be in flight during an average over all ranks
             has_changed |= self.gossiper.flush(x)
@@ -468,12 +452,9 @@ class SyncEngine(LockstepEngine):
                 self.stats.wait_seconds += time.perf_counter() - start
             return has_changed
         with Span("gossip.round", [f"t={self.t}"]):
-            if self.on_nonfinite == "skip" and not self.gossiper.can_recover:
-                self._mix_if_finite(mixer, x)
-            else:
-                mixer.start(x, self.t)
-                self.t += 1
-                mixer.finish(x)
+            mixer.start(x, self.t)
+            self.t += 1
+            mixer.finish(x)
             if mixer is self._scheduled_average and not self._scheduled_average.has_failed:
                 self.gossiper.end_average()
                 if self._is_warm_up:
@@ -483,28 +464,8 @@ class SyncEngine(LockstepEngine):
         self.gossiper.transport.traffic.mixed(0)
         return True
 
-    def _look(self, mixer: Mixer | None, x: FlatVector) -> None:
-        """Raise or recover x if it is not finite and is about to be sent; called before anything has changed."""
+    def _check_finite(self, mixer: Mixer, x: FlatVector) -> None:
+        """Raise FloatingPointError if x, which is about to be sent, is not finite; nothing has changed yet."""
         is_rare = self.gossiper.can_recover  # rounds are rare, so that the check may wait for the GPU
-        if self.on_nonfinite == "raise" and (mixer is not None or self.gossiper.has_news):
-            if not self.agree_finite(is_finite(x) if is_rare else self._is_finite(x)):
-                self._refuse_nonfinite(mixer or self.gossiper, self.t, is_own=True)
-        elif self.on_nonfinite == "skip" and is_rare:
-            self._recover(mixer, x)
-
-    def _mix_if_finite(self, mixer: Mixer, x: FlatVector) -> None:
-        """x <- x + c, if the correction c is finite."""
-        correction = x.clone()
-        mixer.start(correction, self.t)
-        self.t += 1
-        try:
-            alpha = mixer.difference(correction)
-            if not self._agree_finite(is_finite(correction)):
-                raise NonfiniteRound
-        except NonfiniteRound:
-            self.stats.num_skipped += 1
-        else:
-            x.add_(correction, alpha=alpha)
-
-    def _agree_finite(self, is_finite: bool) -> bool:
-        return self.agree_finite(is_finite)  # read at each call, since a node replaces it
+        if not self.agree_finite(is_finite(x) if is_rare else self._is_finite(x)):
+            self._refuse_nonfinite(mixer, self.t, is_own=True)

@@ -217,7 +217,6 @@ class MeasuringEngine(SyncEngine):
             plain = getattr(mixer, "plain", mixer)
             assert isinstance(plain, PushPull), "the wrapper refuses a narrow wire for others"
             plain.narrow(getattr(torch, choice.wire_dtype))
-        mixer.refuse_nonfinite(None)
         assert isinstance(self.schedule, Schedule), "the wrapper refuses a control"
         engine: LockstepEngine
         if choice.overlap:

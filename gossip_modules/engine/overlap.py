@@ -121,9 +121,7 @@ class OverlapEngine(LockstepEngine):
         """See `Engine`."""
         flight, alpha, staleness, has_changed = self._flight, None, 0, False
         if flight is None:
-            if self.on_nonfinite == "skip":
-                self._recover(None, x)
-            elif self.gossiper.has_news:
+            if self.gossiper.has_news:
                 self._check_finite(self.gossiper, x)
             has_changed = self.gossiper.begin(x, self.step)
         self._flushed_alpha = None
@@ -134,8 +132,6 @@ class OverlapEngine(LockstepEngine):
         mixer = self._next_mixer()
         if mixer is not None:
             self._check_finite(mixer, x)
-            if self.on_nonfinite == "skip":
-                self._recover(mixer, x)
         if alpha is not None:
             self._convert_buffers(x, alpha)
         if mixer is not None and x.raw.device.type == "cpu" and len(mixer.chunks(x)) > 1:
@@ -224,20 +220,19 @@ class OverlapEngine(LockstepEngine):
         return alpha
 
     def _leave_out(self, flight: _Flight, x: FlatVector) -> None:
-        """Handle a correction with infinities or NaN: raise, or set it to zero.
+        """Raise an error because the correction has infinities or NaN.
 
-        In a membership only the worker that has sent them raises, and the others go on without this round.
+        In a membership only the worker that has sent them raises. The others set the correction to zero.
         """
-        if self.on_nonfinite == "raise":
-            received, transport = flight.mixer.received, self.gossiper.transport
-            # If another process of the node has found them, all that this one has received is finite.
-            is_sent = not flight.is_finite and received is not None and all(map(is_finite, received))
-            is_own = is_sent or not is_finite(x)
-            if not transport.is_elastic or not self.agree_finite(not is_own):
-                self._flight = None
-                self._refuse_nonfinite(flight.mixer, flight.t, is_own=is_own, is_here=not flight.is_finite)
-            senders = [transport.names[i] for i in flight.mixer.sources if i != transport.rank]
-            log_left_out(transport.names[transport.rank], f"round {flight.t}", senders)
+        received, transport = flight.mixer.received, self.gossiper.transport
+        # If another process of the node has found them, all that this one has received is finite.
+        is_sent = not flight.is_finite and received is not None and all(map(is_finite, received))
+        is_own = is_sent or not is_finite(x)
+        if not transport.is_elastic or not self.agree_finite(not is_own):
+            self._flight = None
+            self._refuse_nonfinite(flight.mixer, flight.t, is_own=is_own, is_here=not flight.is_finite)
+        senders = [transport.names[i] for i in flight.mixer.sources if i != transport.rank]
+        log_left_out(transport.names[transport.rank], f"round {flight.t}", senders)
         assert self._snapshot is not None
         self._snapshot.raw.zero_()
         self._snapshot.push_sum_weight.zero_()

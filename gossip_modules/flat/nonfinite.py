@@ -14,15 +14,19 @@ from ..devices import host_zeros
 from .vector import FlatVector, in_chunks
 
 _log = logging.getLogger("gossip_modules.nonfinite")
-POLICIES = ("raise", "skip", "spread")
+POLICIES = ("raise", "spread")
 
 
 def check_policy(on_nonfinite: str) -> str:
     """Return the policy; raise ValueError for an unknown one."""
     if on_nonfinite not in POLICIES:
-        raise ValueError(
-            f"got on_nonfinite={on_nonfinite!r}, expected one of {POLICIES}: an error, a round left out, or no check"
+        remedy = (
+            ": a membership leaves a worker with infinities or NaN out of the rounds of all others, and a GradScaler, "
+            "or a check of the loss, leaves out a bad batch"
+            if on_nonfinite == "skip"
+            else ", an error or no check"
         )
+        raise ValueError(f"got on_nonfinite={on_nonfinite!r}, expected 'raise' or 'spread'{remedy}")
     return on_nonfinite
 
 
@@ -40,7 +44,7 @@ def refuse(rank: int, what: str, *, senders: Sequence[int] = (), is_here: bool =
     raise FloatingPointError(
         f"rank {rank}: in {what} {whose} infinities or NaN, expected finite parameters and buffers, since gossip hands "
         "them to all ranks; this model was not changed by it. Go on from a checkpoint with a smaller learning rate, "
-        "clipped gradients or a GradScaler; on_nonfinite='skip' leaves such rounds out"
+        "clipped gradients or a GradScaler"
     )
 
 

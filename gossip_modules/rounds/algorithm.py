@@ -178,16 +178,16 @@ class Algorithm(ABC):
 
     @property
     def can_recover(self) -> bool:
-        """Whether the class overrides `recover`, which makes a model finite. No round is left out then."""
+        """Whether the class overrides `recover`, so that a worker can return to a model in the memory."""
         return type(self).recover is not Algorithm.recover
 
     def begin(self, v: Vectors, m: Memory) -> None:
         """Declare the vectors that start as copies of the model v.x, in `m`; called once, when training begins."""
 
     def recover(self, v: Vectors, m: Memory) -> None:
-        """Replace v.x, which has infinities or NaN, by a finite model, such as one in `m`.
+        """Replace v.x by the model in `m` from which all ranks last started.
 
-        Drivers call it if on_nonfinite="skip".
+        Drivers call it for a worker that joins between two rounds, and if the memory comes from another rank.
         """
 
     def inner_rate(self, optimizer: Optimizer) -> float:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..flat.nonfinite import is_finite
 from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport
@@ -21,7 +20,7 @@ from .loaded import check_layout
 from .memory import Memory
 from .message_rounds import MessageRounds
 from .messages import Message, Received
-from .mixer import GlobalAverage, Mixer, NonfiniteRound
+from .mixer import GlobalAverage, Mixer
 from .optimizer_watch import OptimizerWatch
 from .requests import (
     Average,
@@ -58,10 +57,9 @@ class Driver:
     Attributes:
         memory: the memory of the algorithm for this vector.
         watch: the watch on the optimizers of the model, if the algorithm needs their steps.
-        agree_finite: see `Mixer.refuse_nonfinite`; None: replies are not checked.
         sum_over_shards: see `Vectors`.
         has_begun: whether `Algorithm.begin` was called.
-        has_failed: whether the last round took no effect, because a worker died or a reply was not finite.
+        has_failed: whether the last round took no effect, because a worker died.
         alpha: the factor of the correction that the mixer has computed for the whole vector in the last round; None:
             the algorithm has written the vector.
         own_buffer_weight: see `Mixer`.
@@ -76,7 +74,6 @@ class Driver:
         )
         self.stamps = Stamps()
         self.watch: OptimizerWatch | None = None
-        self.agree_finite: Callable[[bool], bool] | None = None
         self.sum_over_shards: Callable[[Tensor], object] = id
         self.has_begun = self.has_failed = False
         self.alpha: float | None = None
@@ -141,9 +138,7 @@ class Driver:
             self.algorithm.begin(self._vectors(Vector.of(x), 0), self.memory)
             self._buffers, self.has_begun = [b.clone() for b in x.buffers], True
         if self._has_joined:
-            self._has_joined, has_changed = False, self.algorithm.can_recover
-            if has_changed:
-                self.recover(x)
+            self._has_joined, has_changed = False, self._recover(x)
         if not stamps.has_tried:
             stamps.go_back(k)
             has_changed |= self._agree(x)
@@ -172,23 +167,19 @@ class Driver:
         vector.unpack_to(tensors)
         return True
 
-    def recover(self, x: FlatVector) -> None:
-        """See `Mixer`; buffers that are not finite get their values after the last round."""
+    def _recover(self, x: FlatVector) -> bool:
+        """Return to the model in the memory, x <- the anchor, if there is one; returns whether x was written."""
+        if not self.algorithm.can_recover:
+            return False
         self.algorithm.recover(self._vectors(Vector.of(x), 0), self.memory)
         if self.plain.is_weighted:
             for part in x.parameters:
                 part.mul_(x.push_sum_weight[0])
-        for own, kept in zip(x.buffers, self._buffers, strict=True):
-            own.copy_(torch.where(own.isfinite(), own, kept.to(own)))
-        if self.open_round is not None and (sent := self.open_round.v.sent) is not None:
-            sent.set_(Vector.of(x))  # the steps of the delay are lost, so that none are carried
+        return True
 
     def _agree(self, x: FlatVector) -> bool:
         """Take the newest memory of all ranks; returns whether x was written."""
-        if not self.stamps.agree(self.memory, self.transport, who=self.algorithm):
-            return False
-        self.algorithm.recover(self._vectors(Vector.of(x), 0), self.memory)
-        return self.algorithm.can_recover
+        return self.stamps.agree(self.memory, self.transport, who=self.algorithm) and self._recover(x)
 
     def _vectors(self, x: Vector, t: int) -> Vectors:
         self.memory.fit(x, who=self.algorithm)
@@ -304,17 +295,10 @@ class Driver:
         """Return the reply to a request of the round."""
         assert self.open_round is not None, "a round is open"
         try:
-            reply = self._reply_to(request, self.open_round.v)
-            agree = self.agree_finite if isinstance(request, Mix | Average | Inner) else None
-            if agree is not None and not agree(is_finite(request.x.whole)):  # type: ignore[union-attr]
-                raise NonfiniteRound
-        except BaseException as error:
+            return self._reply_to(request, self.open_round.v)
+        except BaseException:
             self.close_round()
-            if isinstance(error, NonfiniteRound):  # training goes on without this round
-                self.has_failed = True
-                self._after_round()
             raise
-        return reply
 
     def close_round(self) -> None:
         """Cancel the round that is open; model and memory are then as before the round."""

@@ -19,10 +19,6 @@ from ..worlds.all_or_none import MayBeLost, all_or_none
 _T = TypeVar("_T", Tensor, FlatVector)
 
 
-class NonfiniteRound(Exception):
-    """A round ended without effect: see `Mixer.refuse_nonfinite`."""
-
-
 class Mixer(ABC):
     """The interface of engines to rounds: s <- W(t) s, in two halves, so that other work can run between them.
 
@@ -109,7 +105,7 @@ class Mixer(ABC):
     """Whether the next `begin` exchanges messages with other ranks, so that x must be finite."""
 
     can_recover: bool = False
-    """Whether `recover` makes a model finite. No round is left out then."""
+    """Whether the algorithm has an anchor to return to: see `Algorithm.recover`. Its rounds are rare."""
 
     def begin(self, x: FlatVector, k: int = 0) -> bool:
         """Prepare a round at a safe point; the first call is at the beginning of training.
@@ -122,9 +118,6 @@ class Mixer(ABC):
             Whether x was written.
         """
         return False
-
-    def recover(self, x: FlatVector) -> None:
-        """x <- a finite model in place of one with infinities or NaN, if the mixer `can_recover`."""
 
     @property
     def is_in_flight(self) -> bool:
@@ -163,14 +156,6 @@ class Mixer(ABC):
             f"got count_tokens() with {self}, which gives all ranks equal weights, expected an algorithm that counts "
             "tokens, such as DiLoCo(weighted_by='tokens'); leave the call out"
         )
-
-    def refuse_nonfinite(self, agree: Callable[[bool], bool] | None) -> None:
-        """Make rounds raise `NonfiniteRound`, without any effect, if a reply has infinities or NaN.
-
-        Args:
-            agree: returns whether the reply is finite on all processes of a node, given whether it is finite on this
-                one; None: replies are not checked.
-        """
 
     def meet_shards(self, sum_over_shards: Callable[[Tensor], object]) -> None:
         """Adopt `sum_over_shards`, which adds up numbers of the processes that hold the model together.

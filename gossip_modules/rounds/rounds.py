@@ -140,11 +140,6 @@ class Rounds(Mixer):
         for driver in self.drivers:
             driver.memory.count_tokens(num_tokens)
 
-    def refuse_nonfinite(self, agree: Callable[[bool], bool] | None) -> None:
-        """See `Mixer`."""
-        for driver in self.drivers if self._times is None else ():
-            driver.agree_finite = agree
-
     def meet_shards(self, sum_over_shards: Callable[[Tensor], object]) -> None:
         """See `Mixer`."""
         for driver in self.drivers:
@@ -187,12 +182,6 @@ class Rounds(Mixer):
             self._land(flight, x)
             has_changed = True
         return has_changed
-
-    def recover(self, x: FlatVector) -> None:
-        """See `Mixer`; recovers all fragments, since one that is not finite makes all gradients not finite."""
-        for p, driver in enumerate(self.drivers):
-            with self._part(p, x) as part:
-                driver.recover(part)
 
     def start(self, s: FlatVector, t: int) -> None:
         """See `Mixer`; the round itself runs in `finish` or `difference`."""

@@ -88,7 +88,7 @@ class WaitAvoidingEngine(Engine):
         x: the parameters.
         sync_period: the number of rounds from one global average to the next; 0 = never.
         overlap: whether the average of the group is applied one step later instead of being waited for.
-        on_nonfinite: see `WaitAvoidingWorker`; at global averages "skip" keeps x.
+        on_nonfinite: see `WaitAvoidingWorker`.
     """
 
     is_asynchronous = True
@@ -418,12 +418,8 @@ class WaitAvoidingEngine(Engine):
         start = time.perf_counter()
         if self.on_nonfinite == "raise" and not is_finite(x):
             refuse(worker.transport.names[worker.transport.rank], f"round {t}")
-        before = x.clone() if self.on_nonfinite == "skip" else None
         with span("gossip.average", f"t={t}"):
             self._averager.mix(x, t)
-        if before is not None and not is_finite(x):
-            x.copy_(before)
-            self.stats.num_skipped += 1
         self.stats.wait_seconds += time.perf_counter() - start
         with worker.state:
             worker.publish(x, t=t)

@@ -16,7 +16,7 @@ import torch
 from ..engine.engine import EngineStats
 from ..engine.liveness import Activity, ControlMessage, Liveness
 from ..engine.snapshots import SnapshotPool
-from ..flat.nonfinite import check_policy, is_finite
+from ..flat.nonfinite import check_policy
 from ..flat.vector import FlatVector
 from ..profiling import span
 from ..transport import threads
@@ -78,8 +78,8 @@ class WaitAvoidingWorker:
         x: the parameters; published as the model of round -1.
         sync_period: the number of rounds from one global average to the next; 0 = never.
         stats: mutated: one round per group average, with the number of rounds since y was published.
-        on_nonfinite: "raise" an error on the rank with an infinite or NaN y, before other ranks get it; "skip": take y
-            itself in place of an average with infinities or NaN; "spread": do not check.
+        on_nonfinite: "raise" an error on the rank with an infinite or NaN y, before other ranks get it; "spread": do
+            not check.
 
     Attributes:
         published: the latest is y, the contribution of this rank, with the round of its publication.
@@ -288,12 +288,7 @@ class WaitAvoidingWorker:
             self.average.start(y.vector, t, None if lent is None else lent.fill)
             self.average.finish_to(average)
         self.transport.traffic.mixed(staleness)
-        is_skipped = self.on_nonfinite == "skip" and not is_finite(average)
         with self.state:
-            if is_skipped:
-                self.published.latest.wait()
-                average.raw.copy_(self.published.latest.vector.raw)
-                self._stats.num_skipped += 1
             self.published.release(y)
             self.result.put(average if lent is None else None)
             self.num_done = t + 1

@@ -97,9 +97,7 @@ class GroupAverageDataParallel(GossipWrapper):
             for any number of workers, see [Note: generations of WAGMA] of `WaitAvoidingEngine`. `close()` does not
             wait.
         on_nonfinite: the reaction to infinities or NaN in the model. "raise": FloatingPointError at the rank with it,
-            before others get it; for them the rank has left. "skip": leave out averages with infinities or NaN, and
-            count them in `comm_stats()`; it costs a copy of the model at averages over all ranks. "spread": do not
-            look.
+            before others get it; for them the rank has left. "spread": do not look.
 
     Raises:
         ValueError: invalid arguments, or ranks with different models or options.

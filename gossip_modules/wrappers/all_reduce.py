@@ -128,7 +128,7 @@ class AllReduceDataParallel(OldNames, DistributedDataParallel, AveragingMixin):
                 "got a module of fully_shard to wrap in AllReduceDataParallel, expected a whole one: fully_shard "
                 "averages gradients itself; leave the wrapper out, or shard over a mesh of two dimensions (HSDP)"
             )
-        _check_policy(on_nonfinite)
+        check_policy(on_nonfinite)
         device = next((parameter.device for parameter in module.parameters()), CPU)  # DDP refuses a module of none
         mesh, group = ddp_options.get("device_mesh"), ddp_options.get("process_group")
         check_process_group(group)
@@ -245,7 +245,7 @@ class ElasticAllReduce(GossipWrapper):
     ) -> None:
         process_group = group_of(process_group, device_mesh)
         check_links(membership, group=process_group, init_sync=True, timeout=as_timeout(timeout))
-        _check_policy(on_nonfinite)
+        check_policy(on_nonfinite)
         check_flags(broadcast_buffers=broadcast_buffers)
         # As DistributedDataParallel, which averages gradients in both modes.
         super().__init__(module, selection=Selection(broadcast_buffers, ignore), gossip_in_eval_mode=True)
@@ -308,11 +308,3 @@ def _watched(world_size: int, rank: int) -> set[int]:
     """The watched ranks, at distances 1, 2, 4, ...: several dead neighbours are all seen."""
     distances = [1 << k for k in range((world_size - 1).bit_length())]
     return {(rank + sign * distance) % world_size for distance in distances for sign in (-1, 1)} - {rank}
-
-
-def _check_policy(on_nonfinite: str) -> None:
-    if check_policy(on_nonfinite) == "skip":
-        raise ValueError(
-            "got on_nonfinite='skip' for AllReduceDataParallel, expected 'raise' or 'spread': a gradient of one "
-            "rank is in the average of all; let a GradScaler skip such steps"
-        )

@@ -123,8 +123,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
             `gossip_step()` only.
         on_nonfinite: the reaction to infinities and NaN. Gossip would spread them to all ranks in a few rounds.
             "raise": FloatingPointError at the rank with them, before others get them (with overlap, also at their
-            receivers, before they are applied). "skip": leave out such rounds, and count them in `comm_stats()`;
-            without overlap this costs a copy of the model. Not for compressed algorithms. "spread": do not look.
+            receivers, before they are applied). "spread": do not look.
         find_unused_parameters: as for DistributedDataParallel; for `nprocs_per_node > 1`.
         timeout: the limit of every wait; a number = seconds. A `Membership` has its own.
         membership: a `Membership`, where workers may die and join: `graph` and `mixing` are functions of the size then.

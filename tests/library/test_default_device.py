@@ -74,7 +74,7 @@ FAMILIES: dict[str, tuple[Make, Callable[[], dict[str, Any]]]] = {
     "overlapped": (GossipDataParallel, lambda: {"overlap": True, "max_staleness": 1}),
     "D-PSGD, narrow": (GossipDataParallel, lambda: {"push_sum": False, "wire_dtype": torch.bfloat16}),
     "controlled": (GossipDataParallel, lambda: {"schedule": ConsensusControl(target=0.5)}),
-    "Gossip-PGA": (GossipDataParallel, lambda: {"schedule": Schedule(average_every=2), "on_nonfinite": "skip"}),
+    "Gossip-PGA": (GossipDataParallel, lambda: {"schedule": Schedule(average_every=2)}),
     "CHOCO": (GossipDataParallel, lambda: {"algorithm": Choco(TopK(0.5), step_size=0.3)}),
     "RelaySGD": (GossipDataParallel, lambda: {"algorithm": RelaySGD()}),
     "PowerGossip": (GossipDataParallel, lambda: {"algorithm": PowerGossip()}),

@@ -166,7 +166,6 @@ def test_sums_of_a_narrow_model_are_float32_and_other_tensors_start_anew() -> No
             {"graph": RingGraph(1), "schedule": Schedule(average_every=2)},
             r"got .* with RelaySGD\(\), expected average_",
         ),
-        ({"graph": RingGraph(1), "on_nonfinite": "skip"}, r"got on_nonfinite='skip' with RelaySGD\(\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:

@@ -182,7 +182,7 @@ def test_all_ranks_measure_and_choose_alike_and_one_logs(caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO, "gossip_modules.overlap")
 
     def body(group: dist.ProcessGroup) -> tuple[OverlapChoice | None, bool, OverlapChoice | None]:
-        run = Run(group, overlap="auto", max_staleness=1, wire_dtype="auto", on_nonfinite="skip").train(NUM_ROUNDS + 2)
+        run = Run(group, overlap="auto", max_staleness=1, wire_dtype="auto").train(NUM_ROUNDS + 2)
         twin = copy.deepcopy(run.model)
         return run.model.overlap_choice, math.isfinite(sum(x.sum() for x in run.bits())), twin.overlap_choice
 

@@ -131,7 +131,6 @@ COLUMNS: Mapping[str, Callable[[Arguments], Arguments]] = {
     "every 2nd step": lambda own: schedule_of(own, gossip_every=2),
     "average every 4th round": lambda own: schedule_of(own, average_every=4),
     "consensus control": control_of,
-    "skip non-finite": lambda own: {"on_nonfinite": "skip"},
     "+ PowerGossip": lambda own: {"algorithm": PowerGossip()},
     "+ CHOCO": lambda own: {"algorithm": choco()},
     "+ D2": lambda own: {"algorithm": D2()},

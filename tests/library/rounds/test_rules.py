@@ -330,7 +330,6 @@ def test_gossip_in_place_follows_rules_too_and_infinities_are_noticed() -> None:
     ("options", "message"),
     [
         ({"overlap": True}, "got overlap=True with D2.*: it needs the result of a round before the next step"),
-        ({"on_nonfinite": "skip"}, "got on_nonfinite='skip' with D2.*, expected 'raise' or 'spread'"),
         ({"algorithm": QGDSGDm(), "schedule": 2}, "got schedule=.* with QGDSGDm.*, expected a round after every step"),
     ],
 )

@@ -176,8 +176,3 @@ def test_parameters_that_are_not_finite_are_noticed() -> None:
     assert first == second  # all ranks at the same step
     assert first[0] == 1
     assert sorted(first[1:]) == list(range(1, num_parameters + 1))  # each is looked at in turn
-
-
-def test_a_round_cannot_be_left_out() -> None:
-    with pytest.raises(ValueError, match=r"got on_nonfinite='skip' for AllReduceDataParallel.*GradScaler"):
-        AllReduceDataParallel(nn.Linear(1, 1), on_nonfinite="skip")
