@@ -15,6 +15,7 @@ PACKAGE = "gossip_modules"
 
 _LOCKSTEP = {
     *(
+        "state",
         "devices",
         "profiling",
         "flat",
@@ -42,11 +43,12 @@ _WRAPPERS = {
 # What a package, or a module beside the packages, may import besides itself.
 MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
     PACKAGE: {
+        "state": set(),
         "schedule": set(),
         "checks": set(),
         "devices": set(),
         "profiling": set(),
-        "flat": {"devices"},
+        "flat": {"devices", "state"},
         "old_calls": set(),
         "graph_manager": {"checks", "old_calls"},
         "compression": {"checks", "devices"},
@@ -73,7 +75,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         },
         "engine": {
             *("devices", "profiling", "rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
-            "worlds",
+            *("state", "worlds"),
         },
         "version": set(),
         "extend": {*_WRAPPERS, "algorithms"} - {"consensus_control", "membership"},
