@@ -38,9 +38,9 @@ class Flight:
     begun: int
     first: int
     last: int
-    t: int
-    job: Callable[[], float]
-    describe: Callable[[], str]
+    t: int = 0
+    job: Callable[[], float] = float
+    describe: Callable[[], str] = str
     fragment: int = 0
     future: Future[float] = field(default_factory=Future)
     is_submitted: bool = False
@@ -48,12 +48,6 @@ class Flight:
     def is_due(self, k: int) -> bool:
         """Whether the round ends after k optimizer steps: at the latest at `last`, or earlier if it is complete."""
         return k >= self.last or (k >= self.first and self.future.done())
-
-    def landed(self, result: float) -> Flight:
-        """Return this flight with a result from a checkpoint."""
-        self.future.set_result(result)
-        self.is_submitted = True
-        return self
 
 
 class Flights:
@@ -124,8 +118,10 @@ class Flights:
             torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
         return result
 
-    def resume(self, flight: Flight) -> None:
-        """Note a flight of a checkpoint, whose result is there."""
+    def note(self, flight: Flight, result: float = 0.0) -> None:
+        """Note a flight whose communication has ended with this result, such as a flight of a checkpoint."""
+        flight.future.set_result(result)
+        flight.is_submitted = True
         self._flights.append(flight)
 
     def end(self, flight: Flight) -> None:

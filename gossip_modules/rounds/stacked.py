@@ -15,6 +15,7 @@ from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..schedule import Action
 from .algorithm import Algorithm
+from .flights import Flight, Flights
 from .memory import Memory
 from .periodic import Periodic
 from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors, next_request
@@ -104,8 +105,8 @@ class Stacked:
         self.memories = [Memory(repr(mixing)) for _ in self._mails]
         self._answered: list[Answered] = []
         self._has_begun = False
-        self._late: tuple[Tensor, Tensor | None] | None = None
-        self._flights: list[tuple[int, int]] = []  # the steps at which rounds of fragments are due, and the fragments
+        self._flights = Flights()
+        self._correction: tuple[Tensor, Tensor | None] | None = None  # of the overlapped round, for models and weights
         self._open: StackedRound | None = None
 
         self.fragments: list[Stacked] = []
@@ -140,10 +141,10 @@ class Stacked:
         if k and self.algorithm.counts_tokens:
             for memory in (memory for part in (self, *self.fragments) for memory in part.memories):
                 memory.count_tokens(1)  # ranks read batches of one size
+        self._land_until(x, k)
         if self.fragments:
             self._step_fragments(x, k, action, sgd)
             return self._answered
-        self._arrive(x)
         if action is Action.SKIP or (action is Action.GOSSIP and not self.algorithm.is_due(k)):
             return []
         weights = self.weights
@@ -155,13 +156,13 @@ class Stacked:
         self.t += 1
         if self.overlap:
             change = None if self.weights is None or weights is None else self.weights - weights
-            self._late, self.weights = (models.parts[0], change), weights
+            self._correction, self.weights = (models.parts[0], change), weights
+            self._flights.note(Flight(k, k + 1, k + 1))
         return self._answered
 
     @torch.no_grad()
     def settle(self, x: Tensor) -> None:
         """End all rounds in flight, and apply them to the models x."""
-        self._arrive(x)
         self._land_until(x, None)
 
     def estimates(self, x: Tensor) -> Tensor:
@@ -184,13 +185,21 @@ class Stacked:
             for v, memory in zip(self._vectors(Vector([x]), None), self.memories, strict=True):
                 self.algorithm.begin(v, memory)
 
-    def _arrive(self, x: Tensor) -> None:
-        """Add the correction of the overlapped round that is in flight."""
-        late, self._late = self._late, None
-        if late is not None:
-            x += late[0]
-            if self.weights is not None and late[1] is not None:
-                self.weights = self.weights + late[1]
+    def _land_until(self, x: Tensor, k: int | None) -> None:
+        """End the rounds in flight that are due after k steps; None: all."""
+        while (flight := self._flights.oldest) is not None and (k is None or flight.is_due(k)):
+            self._flights.end(flight)
+            if self.fragments:
+                self.fragments[flight.fragment].land(Vector([self._columns(x)[flight.fragment]]))
+            else:
+                self._add_correction(x)
+
+    def _add_correction(self, x: Tensor) -> None:
+        assert self._correction is not None, "an overlapped round leaves its correction"
+        (correction, change), self._correction = self._correction, None
+        x += correction
+        if self.weights is not None and change is not None:
+            self.weights = self.weights + change
 
     def _average_all(self, models: Vector, x: Tensor, action: Action) -> None:
         """Average the models in place of a round, after which the algorithm may begin.
@@ -211,7 +220,6 @@ class Stacked:
     def _step_fragments(self, x: Tensor, k: int, action: Action, sgd: SGDStep | None) -> None:
         algorithm, columns = self.times, self._columns(x)
         assert algorithm is not None, "fragments are settings of periodic algorithms"
-        self._land_until(x, k)
         if action in (Action.AVERAGE, Action.WARM_UP):
             self._land_until(x, None)
             self._average_all(Vector([x]), x, action)
@@ -223,17 +231,12 @@ class Stacked:
             fragment.launch(Vector([columns[p]]), k, sgd)
             self.sent_bytes += fragment.sent_bytes - before
             if algorithm.delay:
-                self._flights.append((k + int(algorithm.delay), p))
+                due = k + int(algorithm.delay)
+                self._flights.note(Flight(k, due, due, fragment=p))
                 if algorithm.keeps_sent:
                     fragment.keep_sent()
             else:
                 fragment.land(Vector([columns[p]]))
-
-    def _land_until(self, x: Tensor, k: int | None) -> None:
-        """End the rounds of fragments that are due after k steps; None: all."""
-        while self._flights and (k is None or self._flights[0][0] <= k):
-            _, p = self._flights.pop(0)
-            self.fragments[p].land(Vector([self._columns(x)[p]]))
 
     def _columns(self, x: Tensor) -> list[Tensor]:
         """Return views of the columns of each fragment."""
