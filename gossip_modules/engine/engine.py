@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, NoReturn
 
@@ -210,6 +210,17 @@ class Engine(ABC):
                 "or load the model alone: module.load_state_dict"
             )
 
+    def saved_flights(self) -> list[dict[str, Any]] | None:
+        """Wait for the rounds in flight, and return them for a checkpoint; they stay in flight.
+
+        Returns:
+            Plain values and tensors that share memory; None: a `flush` must come before the checkpoint.
+        """
+        return None if self.is_in_flight else []
+
+    def resume_flights(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with rounds of `saved_flights()`, after `load_state_dict`."""
+
     def reset(self) -> None:
         """Drop all state. No round may be in flight."""
         self.t = 0
@@ -353,6 +364,14 @@ class LockstepEngine(Engine):
     def flush(self, x: FlatVector) -> bool:
         """See `Engine`."""
         return self.gossiper.flush(x)
+
+    def saved_flights(self) -> list[dict[str, Any]] | None:
+        """See `Engine`."""
+        return self.gossiper.saved_flights()
+
+    def resume_flights(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """See `Engine`."""
+        self.gossiper.resume_flights(saved)
 
     def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
         """See `Engine`: a copy of `state_dict()` without links to peers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +37,7 @@ from .requests import (
     Vectors,
     next_request,
 )
+from .saved_round import can_be_saved, reopen, saved_round
 from .stamps import Stamps
 from .vector import SentVector, Vector
 
@@ -79,6 +81,7 @@ class Driver:
         self.alpha: float | None = None
         self.own_buffer_weight = 1.0
         self.open_round: OpenRound | None = None
+        self._saved_round: Mapping[str, Any] | None = None  # of a checkpoint, until the round goes on
         self._buffers: list[Tensor] = []  # of the model, mixed; after a round their last values
         self._has_checked_step = False
         self._is_torn = False  # whether a round failed while it was applying messages
@@ -233,6 +236,8 @@ class Driver:
             x: the present model, mutated.
             kept: the weight of its own buffers: b <- kept b + (1 - kept) mixed b.
         """
+        if self._saved_round is not None:
+            self._reopen(x, self._saved_round)
         opened, vector = self.open_round, Vector.of(x)
         if opened is not None and opened.request is not None:
             sent, opened.v.x = opened.v.x, vector
@@ -248,6 +253,45 @@ class Driver:
                 for mixed, own, b in zip(self._buffers, vector.buffers, before.buffers, strict=True):
                     mixed.add_(own).sub_(b)
         self._end_round(vector, kept)
+
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether `saved_round` describes the round that has departed, if there is one."""
+        return not self.memory.units.kept and can_be_saved(self.open_round)
+
+    def saved_round(self) -> Mapping[str, Any]:
+        """The round that has departed, and whose reply is there: [Note: Rounds in a checkpoint]; shares memory."""
+        if self._saved_round is not None or self.open_round is None or self.has_failed:
+            return self._saved_round or {}
+        return {
+            **saved_round(self.open_round, self.memory),
+            "buffers": self._buffers,
+            "own_buffer_weight": self.own_buffer_weight,
+            "alpha": self.alpha,
+        }
+
+    def resume_round(self, saved: Mapping[str, Any]) -> None:
+        """Go on with a round of `saved_round` when it arrives."""
+        self._saved_round = copy.deepcopy(saved) if saved else None
+
+    def _reopen(self, x: FlatVector, saved: Mapping[str, Any]) -> None:
+        """Open the saved round: see [Note: Rounds in a checkpoint]."""
+        memory, self._saved_round = self.memory, None
+        memory.fit(Vector.of(x))
+        kept = copy.deepcopy(memory.state_dict())
+        memory.numbers = dict(saved["numbers"])
+        self._buffers = [b.clone() for b in x.buffers]
+        v = self._vectors(Vector.of(x.clone()), saved["t"])
+        v.inner_rate, v.sent = saved["inner_rate"], None if saved["sent"] is None else v.x
+        generator = self.algorithm.round(v, memory, saved["k"])
+        self.open_round = OpenRound(v, saved["k"], saved["averages"], generator)
+        self.go_on(None)
+        memory.overwrite(kept)
+        reopen(self.open_round, saved, memory, x)
+        self._buffers, self.own_buffer_weight, self.alpha = (
+            saved[n] for n in ("buffers", "own_buffer_weight", "alpha")
+        )
+        self.has_failed = False
 
     def begin_round(self, x: Vector, t: int, k: int) -> None:
         """Run a round up to its first request; no round is open if the ranks cannot agree on one memory."""
@@ -269,7 +313,8 @@ class Driver:
         v = self._vectors(x, t)
         if self.watch is not None:
             self.watch.before_round(v, self.memory)
-        self.open_round = OpenRound(v, k, averages, self.algorithm.round(v, self.memory, k))
+        numbers = dict(self.memory.numbers)
+        self.open_round = OpenRound(v, k, averages, self.algorithm.round(v, self.memory, k), numbers)
         self.go_on(None)
         self._check_vectors(self.memory)
 
@@ -306,6 +351,7 @@ class Driver:
             self.open_round.generator.close()
             self.memory.put_back()
             self.open_round = None
+        self._saved_round = None
 
     def _run_to_end(self) -> None:
         while self.open_round is not None and self.open_round.request is not None:
@@ -472,6 +518,7 @@ class Driver:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a state that `check` does not refuse; an empty state resets."""
+        self.close_round()
         self.has_begun = self._is_torn = self._is_cut_off = False
         self.stamps.taken, self.stamps.lost = state.get("stamps", (0, 0))
         memory = state.get("memory", {})

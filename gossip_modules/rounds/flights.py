@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -65,6 +65,9 @@ class Flights:
 
     def __len__(self) -> int:
         return len(self._flights)
+
+    def __iter__(self) -> Iterator[Flight]:
+        return iter(tuple(self._flights))
 
     @property
     def oldest(self) -> Flight | None:

@@ -238,6 +238,11 @@ class Memory:
                 self._scratch[name] = Vector.of(FlatVector.zeros(layout, x.flat.raw.device))
         return self._scratch[name]
 
+    @property
+    def scratches(self) -> Mapping[str, Vector]:
+        """The vectors of `scratch` so far, by name."""
+        return self._scratch
+
     # For drivers.
 
     def fit(self, x: Vector, *, who: object = None) -> None:
@@ -490,6 +495,15 @@ class Memory:
         self.numbers = dict(state.get("numbers", {}))
         if "inner" in state:
             self.inner.load_state_dict(state["inner"])
+
+    def overwrite(self, state: Mapping[str, Any]) -> None:
+        """Give the entries the values of `state`, a state of `state_dict()` with the present layout, in place."""
+        for name, parts in state.get("vectors", {}).items():
+            self.vector(name, **state["policies"][name]).set_(Vector(parts))
+        for name, optimizer in state.get("optimizers", {}).items():
+            if name in self.optimizers:
+                self.optimizers[name].load_state_dict(optimizer)
+        self.numbers = dict(state.get("numbers", {}))
 
     def parts_of(self, name: str) -> Sequence[Tensor]:
         """Return the parts of the vector with this name, empty if there is no such vector; shares memory."""

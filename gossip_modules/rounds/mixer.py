@@ -132,6 +132,17 @@ class Mixer(ABC):
         """
         return False
 
+    def saved_flights(self) -> list[dict[str, Any]] | None:
+        """Wait for the mixer's own rounds in flight, and return them for a checkpoint; they stay in flight.
+
+        Returns:
+            Plain values and tensors that share memory; None: a `flush` must come before the checkpoint.
+        """
+        return []
+
+    def resume_flights(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with rounds of `saved_flights()`, after `load_state_dict`."""
+
     def is_due(self, k: int) -> bool:
         """Whether a round runs after k optimizer steps; equal on all ranks."""
         return True

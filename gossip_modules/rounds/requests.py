@@ -229,6 +229,7 @@ class OpenRound:
         k: the number of optimizer steps before the round.
         averages: whether the round averages exactly over all ranks.
         generator: the round.
+        numbers: the numbers of the memory when the round began.
         request: the request to answer next; None: the round has ended.
         reply: the reply to the first request of a round that has departed.
     """
@@ -237,6 +238,7 @@ class OpenRound:
     k: int
     averages: bool
     generator: Round
+    numbers: Mapping[str, float] = field(default_factory=dict)
     request: Request | None = None
     reply: Any = None
 

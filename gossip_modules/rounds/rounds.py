@@ -369,6 +369,24 @@ class Rounds(Mixer):
         state = self._state(states if len(states) == 1 else list(map(_without_places, states)))
         return state if self._agreed is None else {**state, **self._agreed.state_dict()}
 
+    def saved_flights(self) -> list[dict[str, Any]] | None:
+        """See `Mixer` and [Note: Rounds in a checkpoint]."""
+        if self._flights and (self.transport.is_elastic or not all(driver.can_be_saved for driver in self.drivers)):
+            return None
+        saved = []
+        for flight in self._flights:
+            agreed = self._flights.wait(flight, self.transport)
+            place = {"fragment": flight.fragment, "begun": flight.begun, "due": flight.last, "t": flight.t}
+            saved.append({**place, "agreed": agreed, "round": self.drivers[flight.fragment].saved_round()})
+        return saved
+
+    def resume_flights(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """See `Mixer`."""
+        for each in saved:
+            flight = Flight(each["begun"], each["due"], each["due"], each["t"], fragment=each["fragment"])
+            self._flights.note(flight, each["agreed"])
+            self.drivers[flight.fragment].resume_round(each["round"])
+
     def state_for_newcomer(self) -> dict[str, Any]:
         """See `Mixer`."""
         return self._state([driver.state_for_newcomer() for driver in self.drivers])
@@ -394,6 +412,7 @@ class Rounds(Mixer):
             )
         for driver, part in zip(self.drivers, states, strict=True):
             driver.check(part)
+        self._give_up()
         for driver, part in zip(self.drivers, states, strict=True):
             driver.load(part)
         if self._agreed is not None:
@@ -407,6 +426,7 @@ class Rounds(Mixer):
         """See `Mixer`."""
         if self._agreed is not None:
             self._agreed.reset()
+        self._give_up()
         for driver in self.drivers:
             driver.load({})
 

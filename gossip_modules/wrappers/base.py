@@ -548,7 +548,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         with local.turn:
             is_flushed = local.may_flush
             if is_flushed:
-                self.flush()
+                local.prepare_to_save()
             elif not local.is_whole:
                 warnings.warn(
                     f"got state_dict() of a {type(self).__name__} inside a gossip round or an optimizer step, as in "

@@ -280,6 +280,18 @@ class LocalModel(AveragedModel):
                     self.reattach()
                 self.apply_in_flight()
 
+    def prepare_to_save(self) -> None:
+        """Apply the rounds in flight that a checkpoint cannot contain to the tensors that the module has now."""
+        if self.is_closed:
+            return
+        with self.turn:
+            if not self.buffer.is_attached():
+                self.reattach()
+            if self.former is not None or self.engine.saved_flights() is None:
+                self.apply_in_flight()
+            elif not self.is_held:
+                self.own_weights.recover()
+
     @property
     def may_flush(self) -> bool:
         """Whether a call may apply corrections and change the form of the weights: [Note: One thread at a time]."""
@@ -444,9 +456,14 @@ class LocalModel(AveragedModel):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of this rank, the state of the engine, and the position in the loop; nothing is in flight."""
+        """The place of this rank, the state of the engine, the rounds in flight, and the position in the loop."""
         place = {} if self.place is None else dict(zip(("rank", "world_size"), self.place, strict=True))
         parts = {**self.steps.state_dict(), **self.copies.state_dict(), **self.travelling.saved(self)}
+        flights = (
+            self.engine.saved_flights() if self.may_flush and self.former is None else None
+        )  # which waits for them
+        if flights:
+            parts["flights"] = flights
         return {**parts, "engine": self.engine.state_dict(), **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -455,6 +472,8 @@ class LocalModel(AveragedModel):
             self.steps.load_state_dict(state)
             self.travelling.load_saved(self, state)
             self.engine.load_state_dict(state["engine"])
+            if not self.world.changes:
+                self.engine.resume_flights(state.get("flights", ()))
             if self.engine.successor is not None:
                 self._succeed(self.engine.successor)
         else:
