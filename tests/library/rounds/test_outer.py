@@ -75,6 +75,7 @@ def test_a_checkpoint_or_a_copy_goes_on_to_the_bit(outer: OuterMethod) -> None:
         wrapper, optimizer = wrap(model, group, outer), sgd(model)
         for step in range(6):
             train_step(wrapper, optimizer, rank, step)
+        wrapper.flush()  # as copies do; for rounds in flight see test_rounds_in_checkpoints.py
         file = io.BytesIO()
         torch.save({"model": wrapper.state_dict(), "optimizer": optimizer.state_dict()}, file)
         twin = copy.deepcopy(wrapper)
