@@ -157,6 +157,10 @@ class OverlapEngine(LockstepEngine):
         self.stats.record(self._staleness_of(flight))
         return True
 
+    def saved_flights(self) -> list[dict[str, Any]] | None:
+        """See `Engine`."""
+        return None if self._flight is not None else super().saved_flights()
+
     def add_again(self, x: FlatVector, *, after: int = 0) -> bool:
         """See `Engine`: the correction of the only flush is in the snapshot until the next round."""
         if after or self._snapshot is None or self._flushed_alpha is None or self._snapshot.layout != x.layout:
