@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Literal
 
@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from ..compression.compressor import Compressor
 from ..registry import Paper
 from ..rounds import SGD, Average, MakeOptimizer, Memory, Round, Vector, Vectors, described_with, is_number, step
-from .error_feedback import compressed_average, total_weight
+from .error_feedback import compressed_average
+from .late_steps import decide, keeps_steps
 from .outer_method import OuterMethod
-
-COUNTS = ("tokens", "steps")  # since the last outer step, in `Memory.numbers`
+from .token_weights import TokenCount, total_weight
 
 
 @dataclass(frozen=True)
@@ -165,36 +165,46 @@ class DiLoCo(OuterMethod):
         """See `Algorithm`."""
         phi = self.anchor(m)
         drift = m.scratch().sum_(phi, v.x, alpha=-1)
-        counted = {name: m.numbers.get(name, 0) for name in COUNTS} if self.counts_tokens else {}
-        weight = self._weight(v, counted) if counted else None
-        if counted and not counted["steps"] and drift.norm() > 0:
+        yield from self.average(v, m, drift)
+        self.outer_step(v, m, phi, drift)
+        self.arrive(v, phi, carries=self.arrival != "adaptive" or keeps_steps(m))
+
+    def average(self, v: Vectors, m: Memory, drift: Vector) -> Round:
+        """drift <- the mean drift of all ranks, with the weights and the compressor of this algorithm.
+
+        Args:
+            v: see `round`.
+            m: see `round`.
+            drift: the drift of this rank; written.
+        """
+        count = TokenCount.of(m) if self.counts_tokens else None
+        weight = None if count is None else count.weight(v)
+        if count is not None and not count.steps and drift.norm() > 0:
             warnings.warn(
                 f"{type(self).__name__}: got steps and no call of count_tokens() on this rank since its last outer "
                 "step, expected a call for each step: its steps have no weight; if this is meant, call "
                 "`model.count_tokens(0)`",
                 stacklevel=2,
             )
-        if self.compressor is not None:
-            yield from compressed_average(v, m, drift, self.compressor, self.error_decay, weight=weight)
+        if self.compressor is None:
+            yield from self._exact_average(v, m, drift, weight)
         else:
-            if m.has("error"):  # from a checkpoint of a run with a compressor; it is sent once, now
-                drift.add_(m.vector("error", join="zero"))
-            if weight is not None:
-                drift.mul_(weight)
-            norms = (drift.norm(),) if self.arrival == "adaptive" else ()
-            numbers = yield Average(drift, norms if weight is None else (weight, *norms))
-            if norms and v.sent is not None:  # else there are no steps to carry
-                squares = torch.cat([numbers[:, -1], numbers.new_tensor([v.num_ranks * drift.norm()])]).square()
-                v.sum_over_shards(squares)
-                *_, norm = (sizes := squares.sqrt()).tolist()
-                m.numbers["carries"] = self._carries(m, norm, sizes[:-1])
-            if weight is not None:
-                drift.mul_(v.num_ranks / total_weight(numbers))
-            m.forget("error")
-        for name, count in counted.items():  # tokens that were counted during a delay stay
-            m.numbers[name] = max(m.numbers.get(name, 0) - count, 0)  # `recover` has set them to zero, maybe
-        self.outer_step(v, m, phi, drift)
-        self.arrive(v, phi, carries=self.arrival != "adaptive" or m.numbers.get("carries", 1.0) > 0)
+            yield from compressed_average(v, m, drift, self.compressor, self.error_decay, weight=weight)
+        if count is not None:
+            count.take_from(m)
+
+    def _exact_average(self, v: Vectors, m: Memory, drift: Vector, weight: float | None) -> Round:
+        if m.has("error"):  # from a checkpoint of a run with a compressor; it is sent once, now
+            drift.add_(m.vector("error", join="zero"))
+        if weight is not None:
+            drift.mul_(weight)
+        norms = (drift.norm(),) if self.arrival == "adaptive" else ()
+        numbers = yield Average(drift, norms if weight is None else (weight, *norms))
+        if norms and v.sent is not None:  # without a delay there are no steps to keep
+            decide(v, m, drift, numbers[:, -1])
+        if weight is not None:
+            drift.mul_(v.num_ranks / total_weight(numbers))
+        m.forget("error")
 
     def outer_step(self, v: Vectors, m: Memory, phi: Vector, drift: Vector) -> None:
         """phi <- a step of the outer optimizer along the mean drift.
@@ -211,39 +221,4 @@ class DiLoCo(OuterMethod):
         """See `Algorithm`."""
         super().recover(v, m)
         if self.counts_tokens:
-            m.numbers |= dict.fromkeys(COUNTS, 0)
-
-    @staticmethod
-    def _weight(v: Vectors, counted: Mapping[str, float]) -> float:
-        """The weight of this rank.
-
-        Args:
-            v: see `round`.
-            counted: the tokens and the steps since the last outer step.
-
-        Raises:
-            ValueError: processes that hold one model together have counted different numbers.
-        """
-        weight = counted["tokens"] ** 2 / max(counted["steps"], 1)
-        sums = torch.tensor([1, weight, weight**2], dtype=torch.float64, device="cpu")
-        v.sum_over_shards(sums)
-        num_shards, total, squared = sums.tolist()
-        if num_shards * squared - total**2 > 1e-9 * total**2:
-            raise ValueError(
-                f"got {int(counted['tokens'])} tokens in {int(counted['steps'])} steps on this process, and other "
-                "numbers on the other processes that hold the model together with it, expected equal numbers: the "
-                "shards of one model have one weight; pass the sum over these processes to count_tokens(), on each"
-            )
-        return weight
-
-    def _carries(self, m: Memory, norm: float, norms: Tensor) -> float:
-        """Whether late models keep their steps, 1 or 0.
-
-        Args:
-            m: the memory, which has the last decision.
-            norm: the norm of the sum of the drifts.
-            norms: the norm of each drift, float64 [n].
-        """
-        own, pairs = float(norms.square().sum()), float(norms.sum() ** 2 - norms.square().sum())
-        cosine = (norm**2 - own) / pairs if pairs > 0 else 1.0
-        return float(cosine >= 0.6) if not 0.4 <= cosine < 0.6 else m.numbers.get("carries", 1.0)
+            TokenCount.reset(m)

@@ -1,11 +1,10 @@
-"""The mean of compressed messages, to which ranks add the entries that earlier messages left out; weights of ranks."""
+"""The mean of compressed messages, to which ranks add the entries that earlier messages left out."""
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from ..compression.compressor import Compressor
 from ..rounds import Gather, Memory, Round, Vector, Vectors
+from .token_weights import total_weight
 
 
 def compressed_average(
@@ -32,17 +31,3 @@ def compressed_average(
         return
     for share, (_, message) in zip(shares.tolist(), received, strict=True):
         message.add_to(x, alpha=share)
-
-
-def total_weight(numbers: Tensor) -> float:
-    """The sum of the weights of all ranks, which are the first of their numbers, float64 [n, k].
-
-    Raises:
-        ValueError: all weights are zero.
-    """
-    if not (total := float(numbers[:, 0].sum())) > 0:
-        raise ValueError(
-            "got weighted_by='tokens' and no tokens on any rank since the last outer step, expected a count; call "
-            "`model.count_tokens(batch.numel())` in each step"
-        )
-    return total

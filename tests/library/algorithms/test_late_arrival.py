@@ -22,10 +22,13 @@ from gossip_modules import (
     StreamingDiLoCo,
     TopK,
 )
+from gossip_modules.algorithms.late_steps import decide
 from gossip_modules.compression import QSGD
 from gossip_modules.extend import OuterMethod
 from gossip_modules.graph_manager import CompleteGraph
 from gossip_modules.mixing_manager import UniformMixing
+from gossip_modules.rounds import Memory, Vector, Vectors
+from gossip_modules.rounds.requests import Mail
 from tests.harness.quadratics import START, Point, descended, plain_sgd, solve, train_rows
 from tests.harness.ranks import run_ranks
 
@@ -97,12 +100,12 @@ def test_adaptive_arrival_follows_the_cosine_of_drifts() -> None:
     [(0.7, 0.0, 1.0), (0.5, 0.0, 0.0), (0.5, 1.0, 1.0), (0.3, 1.0, 0.0), (0.6, 0.0, 1.0)],
 )
 def test_adaptive_arrival_keeps_its_choice_between_the_limits(cosine: float, before: float, expected: float) -> None:
-    class Memory:
-        numbers = {"carries": before}  # noqa: RUF012
-
     norms = torch.tensor([2.0, 1.0], dtype=torch.float64)
     total = (4 + 1 + 2 * 2 * (cosine + 1e-12)) ** 0.5
-    assert DiLoCo(delay=1, arrival="adaptive")._carries(Memory(), total, norms) == expected  # type: ignore[arg-type]
+    mean, memory = Vector([torch.tensor([total / 2], dtype=torch.float64)]), Memory()
+    memory.numbers["carries"] = before
+    decide(Vectors(mean, Mail(), t=0, rank=0, num_ranks=2), memory, mean, norms)
+    assert memory.numbers["carries"] == expected
 
 
 PLAIN: dict[str, Any] = {"lr": 1.0, "momentum": 0.0}
