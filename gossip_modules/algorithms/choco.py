@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import cache
 from typing import Any, ClassVar
+
+from torch import Tensor
 
 from ..compression.compressor import Compressor, checked_compressor
 from ..mixing_manager.base import MixingManager
 from ..mixing_manager.spectra import checked_step_size
 from ..registry import Paper
 from ..rounds import Algorithm, Exchange, Memory, Round, Share, Vector, Vectors
+from ..rounds.messages import Message
 
 
 @dataclass(frozen=True)
@@ -129,27 +134,38 @@ class LinkChoco(Choco):
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
-        scratch = m.scratch("difference")
-        begun: dict[str, Any] = {}  # the public copy x̂ of links that begin in this round
-
-        def begin() -> dict[str, Any]:
-            return {"own": begun.setdefault("own", m.zeros()), "theirs": m.zeros()}
-
-        links = {j: m.link(j, begin) for j in v.peers}
-        own = {id(link["own"]): Vector(link["own"]) for link in links.values()}
-        q = {
-            key: v.encode(self.compressor, scratch.sum_(v.x, public, alpha=-1), key=number)
-            for number, (key, public) in enumerate(own.items())
-        }
-        received = yield Exchange({j: q[id(link["own"])] for j, link in links.items()})
-        for key in {id(links[j]["own"]): None for j in received}:
-            q[key].add_to(own[key])
+        scratch, zeros = m.scratch("difference"), cache(m.zeros)  # links that begin together share their x̂_ij
+        links = {j: m.link(j, lambda: {"own": zeros(), "theirs": m.zeros()}) for j in v.peers}
+        copies = public_copies(links)
+        q: dict[int, Message] = {}
+        for number, (public, peers) in enumerate(copies):
+            q_ij = v.encode(self.compressor, scratch.sum_(v.x, public, alpha=-1), key=number)
+            q |= dict.fromkeys(peers, q_ij)
+        received = yield Exchange({j: q[j] for j in links})
+        for public, peers in copies:
+            if not received.keys().isdisjoint(peers):
+                q[peers[0]].add_to(public)
         with v.x.adding() as x:
-            for j, q_j in received.items():
-                public, theirs = own[id(links[j]["own"])], Vector(links[j]["theirs"])
-                q_j.add_to(theirs)
-                x.add_(scratch.sum_(theirs, public, alpha=-1), alpha=self.step_size * v.weight_of(j))
+            for j, q_ji in received.items():
+                own, theirs = Vector(links[j]["own"]), Vector(links[j]["theirs"])
+                q_ji.add_to(theirs)
+                x.add_(scratch.sum_(theirs, own, alpha=-1), alpha=self.step_size * v.weight_of(j))
 
     def for_membership(self) -> LinkChoco:
         """See `Algorithm`."""
         return self
+
+
+def public_copies(links: Mapping[int, Mapping[str, Any]]) -> list[tuple[Vector, list[int]]]:
+    """Return each public copy x̂_ij of this rank once, with the peers j that have it.
+
+    Args:
+        links: the states of the links, by peer. Links that began together have one list of tensors as "own".
+    """
+    copies: list[tuple[list[Tensor], list[int]]] = []
+    for j, link in links.items():
+        peers = next((peers for own, peers in copies if own is link["own"]), None)
+        if peers is None:
+            copies.append((link["own"], peers := []))
+        peers.append(j)
+    return [(Vector(own), peers) for own, peers in copies]

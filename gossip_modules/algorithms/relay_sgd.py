@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..graph_manager import DoubleBinaryTreeGraph
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.base import MixingManager
 from ..registry import Paper
-from ..rounds import Algorithm, Exchange, Memory, MessageBuffer, Round, Vectors, wide
+from ..rounds import Algorithm, Exchange, Memory, MessageBuffer, Round, Vector, Vectors, wide
 
 
 @dataclass(frozen=True)
@@ -82,79 +82,114 @@ class RelaySGD(Algorithm):
         """See `Algorithm`."""
         n, relay = v.num_ranks, m.cached("relay", lambda: Relay(v))
         links = {j: m.link(j, partial(relay.zeros, j), generation="reset") for j in v.peers}
-        received = {j: relay.fields(j, link["received"]) for j, link in links.items()}
-        messages = {j: v.message(relay.sizes(j), key=j) for j in v.peers}
-        for tree, neighbours in enumerate(relay.neighbours):
-            for j in messages.keys() & neighbours:  # without peers that are lost
-                others = [relay.of(received[k], k, tree) for k in neighbours if k != j and k in received]
-                for m_ij, x, *m_ki in zip(
-                    relay.of(messages[j].fields, j, tree), relay.shares(v, tree), *others, strict=True
-                ):
-                    m_ij.copy_(x)  # the last one is the count, c_ij <- 1
-                    for message in m_ki:
-                        m_ij.add_(message)
+        before = {j: relay.fields(j, link["received"]) for j, link in links.items()}
+        messages = {j: v.message(relay.sizes(j), key=j) for j in links}
+        for tree in relay.trees:
+            for j in links.keys() & tree.neighbours:  # without peers that are lost
+                m_ij = tree.sums_in(messages[j].fields, j).copy_(tree.own(v.x))
+                for other in tree.neighbours:
+                    if other != j and other in before:
+                        m_ij.add_(tree.sums_in(before[other], other))
         replies = yield Exchange(messages)
-        for tree, neighbours in enumerate(relay.neighbours):
-            m_ji = [relay.of(replies[j].fields, j, tree) for j in neighbours if j in replies]
-            own = n - sum(fields[-1][0] for fields in m_ji)
-            for index, x in enumerate(relay.shares(v, tree)[:-1]):
+        for tree in relay.trees:
+            received = [tree.sums_in(replies[j].fields, j) for j in tree.neighbours if j in replies]
+            own = n - sum(m_ji.num_models[0] for m_ji in received)
+            for index, x in enumerate(tree.own(v.x).shares):
                 total = x.to(wide(x.dtype)).mul_(own)  # x itself if it is wide
-                for fields in m_ji:
-                    total.add_(fields[index])
+                for m_ji in received:
+                    total.add_(m_ji.shares[index])
                 x.copy_(total.div_(n))
         for j, reply in replies.items():
             links[j]["received"] = reply.raw
 
 
+class Sums(NamedTuple):
+    """A sum of models, of the share that one tree relays.
+
+    Attributes:
+        shares: the sum, for each part of a vector; float32 or wider in messages.
+        num_models: their number, of a wide dtype [1].
+    """
+
+    shares: Sequence[Tensor]
+    num_models: Tensor
+
+    def copy_(self, other: Sums) -> Sums:
+        """self <- other."""
+        for own, x in zip((*self.shares, self.num_models), (*other.shares, other.num_models), strict=True):
+            own.copy_(x)
+        return self
+
+    def add_(self, other: Sums) -> Sums:
+        """self <- self + other."""
+        for own, x in zip((*self.shares, self.num_models), (*other.shares, other.num_models), strict=True):
+            own.add_(x)
+        return self
+
+
+class Tree(NamedTuple):
+    """One of the trees, with the share of the model that it relays.
+
+    Attributes:
+        neighbours: the neighbours of this rank in the tree, in ascending order.
+        places: the first element and the end of its share of each part of a vector.
+        one: the count of one model, [1].
+        sizes: the dtype and the number of elements of its fields in a message: the shares of a sum, and the count.
+        first_fields: the index of its first field in a message, by neighbour.
+    """
+
+    neighbours: list[int]
+    places: list[tuple[int, int]]
+    one: Tensor
+    sizes: list[tuple[torch.dtype, int]]
+    first_fields: dict[int, int]
+
+    def own(self, x: Vector) -> Sums:
+        """Return one model as a sum; shares memory with x."""
+        return Sums([part[first:last] for part, (first, last) in zip(x.parts, self.places, strict=True)], self.one)
+
+    def sums_in(self, fields: Sequence[Tensor], peer: int) -> Sums:
+        """Return the sum of this tree in the fields of a message to or from a neighbour; shares memory."""
+        first = self.first_fields[peer]
+        *shares, num_models = fields[first : first + len(self.sizes)]
+        return Sums(shares, num_models)
+
+
 class Relay:
-    """The shares of the model that each tree relays, with their counts.
+    """The trees through which a rank relays sums, and the layout of its messages.
 
     Args:
         v: the round, with the rank, the graph and the model.
 
     Attributes:
-        neighbours: the neighbours of this rank in each tree.
+        trees: the trees, each with its share of the model. Buffers, which are at the end of the parts, have none.
     """
 
     def __init__(self, v: Vectors) -> None:
-        trees = trees_of(v.mixing.graph)
-        self.neighbours = [
-            sorted({j for link in tree for j in link if v.rank in link and j != v.rank}) for tree in trees
-        ]
         assert v.x.flat is not None, "only the model is relayed"
-        self._numels = [segment.numel for segment in v.x.flat.layout.segments]
-        self._one = torch.ones(1, dtype=wide_dtype(v.x.device), device=v.x.device)
-        self._sizes = [[(wide(x.dtype), x.numel()) for x in self.shares(v, tree)] for tree in range(len(trees))]
-
-    def shares(self, v: Vectors, tree: int) -> list[Tensor]:
-        """Return the elements of each part that this tree relays, as views, and the count of one model."""
-        return [*(x[first:last] for x, (first, last) in zip(v.x.parts, self._places(tree), strict=True)), self._one]
+        trees, segments, device = trees_of(v.mixing.graph), v.x.flat.layout.segments, v.x.device
+        self.trees: list[Tree] = []
+        self._device = device
+        for index, links in enumerate(trees):
+            neighbours = sorted({j for link in links for j in link if v.rank in link and j != v.rank})
+            places = [(s.numel * index // len(trees), s.numel * (index + 1) // len(trees)) for s in segments]
+            shares = [part[first:last] for part, (first, last) in zip(v.x.parts, places, strict=True)]
+            sizes = [(wide(share.dtype), share.numel()) for share in shares]
+            one = torch.ones(1, dtype=wide_dtype(device), device=device)
+            first_fields = {j: len(self.sizes(j)) for j in neighbours}
+            self.trees.append(Tree(neighbours, places, one, [*sizes, (one.dtype, 1)], first_fields))
 
     def sizes(self, peer: int) -> list[tuple[torch.dtype, int]]:
         """Return the sizes of the fields of a message to this peer, for each tree in which it is a neighbour."""
-        return [size for tree in self._trees(peer) for size in self._sizes[tree]]
+        return [size for tree in self.trees if peer in tree.neighbours for size in tree.sizes]
 
     def zeros(self, peer: int) -> dict[str, Any]:
         """Return the state of a link before its first message, as bytes, since its fields have several dtypes."""
-        return {"received": MessageBuffer(self.sizes(peer), self._one.device).raw}
+        return {"received": MessageBuffer(self.sizes(peer), self._device).raw}
 
     def fields(self, peer: int, message: Tensor) -> Sequence[Tensor]:
         """Return the fields of a message from this peer; they share memory with its bytes."""
         return MessageBuffer(self.sizes(peer), message).fields
-
-    def of(self, fields: Sequence[Tensor], peer: int, tree: int) -> Sequence[Tensor]:
-        """Return the fields of a message that belong to this tree; the last field is the count, float64 [1]."""
-        size = len(self._sizes[tree])
-        first = self._trees(peer).index(tree) * size
-        return fields[first : first + size]
-
-    def _places(self, tree: int) -> list[tuple[int, int]]:
-        """Return the first element and the end of this tree's share of each segment, with buffers at the end."""
-        num_trees = len(self.neighbours)
-        return [(n * tree // num_trees, n * (tree + 1) // num_trees) for n in self._numels]
-
-    def _trees(self, peer: int) -> list[int]:
-        return [tree for tree, neighbours in enumerate(self.neighbours) if peer in neighbours]
 
 
 def trees_of(graph: GraphManager) -> Sequence[Sequence[tuple[int, int]]]:

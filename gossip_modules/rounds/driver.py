@@ -403,7 +403,7 @@ class Driver:
             case Inner(x, generator):
                 return self._run_inner(x, generator, v.t)
             case Share(message):
-                replies = self._exchange(dict.fromkeys(self.messages.peers, message), {})
+                replies = self._exchange(dict.fromkeys(self.messages.find_peers(), message), {})
                 return self.messages.row_of(message, replies)
             case Exchange(messages, checksums):
                 return self._exchange(messages, checksums)

@@ -196,9 +196,12 @@ class MessageRounds(Mail):
         self._device, self._weight = flat.raw.device, flat.push_sum_weight
         self._others = tuple((b.dtype, b.numel()) for b in buffers)
 
-    @property
-    def peers(self) -> Sequence[int]:
-        """The live peers of the round. The first access in a round compares links: see [Note: links anew]."""
+    def find_peers(self) -> Sequence[int]:
+        """Return the live peers of the round.
+
+        The first call in a round with new peers exchanges headers with them, which compare links: see
+        [Note: links anew].
+        """
         if not self._is_planned:
             self.row.begin(self._t, self._weight)
             self._peers, self._is_planned = tuple(j for j in self.row.in_peers if j not in self._lost), True

@@ -114,8 +114,7 @@ class Mail:
 
     mixing: MixingManager | None = None
 
-    @property
-    def peers(self) -> Sequence[int]:
+    def find_peers(self) -> Sequence[int]:
         raise NotImplementedError("an algorithm that looks at the peers of a rank declares takes_rows = False")
 
     def weight_of(self, peer: int) -> float:
@@ -212,8 +211,8 @@ class Vectors:
 
     @property
     def peers(self) -> Sequence[int]:
-        """The live peers of this round, for `Exchange`."""
-        return self.mail.peers
+        """The live peers of this round, for `Exchange`; see `MessageRounds.find_peers`."""
+        return self.mail.find_peers()
 
     def weight_of(self, peer: int) -> float:
         """Return W_ij(t), the weight that this rank gives to the message of a peer."""

@@ -256,8 +256,7 @@ class RowMail(Mail):
         self._device = device
         self._weights = MixingWeights(1.0, {}) if self.mixing is None else self.mixing.weights(self.rank, t)
 
-    @property
-    def peers(self) -> Sequence[int]:
+    def find_peers(self) -> Sequence[int]:
         """See `Mail`."""
         return tuple(self._weights.inp)
 
