@@ -19,6 +19,7 @@ from ..rounds.mixer import GlobalAverage, Mixer
 from ..schedule import Action, Schedule
 from ..transport.base import Transport
 from ..transport.state_tree import copied
+from ..worlds.world import ALONE, ModelWorld
 from .controlled import ControlledMixer
 
 MAX_KEPT = 4  # corrections of flushes that `add_again` tells apart
@@ -264,14 +265,23 @@ class LockstepEngine(Engine):
             between the models.
         on_nonfinite: "raise" raises FloatingPointError if a round would mix infinities or NaN into a model, "spread"
             does not check.
+        world: the processes that decide about rounds together.
 
     Raises:
         ValueError: `on_nonfinite` has another value; the mixer keeps models of peers, and the schedule has exact
             averages; or see `ConsensusControl`.
     """
 
-    def __init__(self, gossiper: Mixer, schedule: Schedule | ConsensusControl, *, on_nonfinite: str = "raise") -> None:
+    def __init__(
+        self,
+        gossiper: Mixer,
+        schedule: Schedule | ConsensusControl,
+        *,
+        on_nonfinite: str = "raise",
+        world: ModelWorld = ALONE,
+    ) -> None:
         super().__init__()
+        self.world, self._is_alone = world, world.sharers is None
         self.on_nonfinite = check_policy(on_nonfinite)
         control = schedule if isinstance(schedule, ConsensusControl) else None
         if gossiper.keeps_models and schedule.average_every and control is None:
@@ -288,11 +298,6 @@ class LockstepEngine(Engine):
         self.averager = GlobalAverage(gossiper.transport, sums_weights=sums_weights)
         self._scheduled_average = GlobalAverage(gossiper.transport, sums_weights=sums_weights, may_fail=True)
         self._control = None if control is None else ControlledMixer(gossiper, self.averager, control)
-        # Returns whether the numbers are finite on all processes of a node, given whether they are on this process.
-        # The result is equal on all, so that all raise together.
-        self.agree_finite: Callable[[bool], bool] = bool
-        # A tensor <- its values in the first process of a node, so that all its processes choose alike.
-        self.take_first: Callable[[Tensor], object] = id
 
     @property
     def state_name(self) -> str:
@@ -453,8 +458,15 @@ class SyncEngine(LockstepEngine):
     raises one round later.
     """
 
-    def __init__(self, gossiper: Mixer, schedule: Schedule | ConsensusControl, *, on_nonfinite: str = "raise") -> None:
-        super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
+    def __init__(
+        self,
+        gossiper: Mixer,
+        schedule: Schedule | ConsensusControl,
+        *,
+        on_nonfinite: str = "raise",
+        world: ModelWorld = ALONE,
+    ) -> None:
+        super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite, world=world)
         # With a membership a round waits for the GPU anyway, and no other worker is to get values that are not finite.
         self._is_finite: Callable[[FlatVector], bool] = is_finite if gossiper.transport.is_elastic else FiniteCheck()
 
@@ -486,5 +498,6 @@ class SyncEngine(LockstepEngine):
     def _check_finite(self, mixer: Mixer, x: FlatVector) -> None:
         """Raise FloatingPointError if x, which is about to be sent, is not finite; nothing has changed yet."""
         is_rare = self.gossiper.can_recover  # rounds are rare, so that the check may wait for the GPU
-        if not self.agree_finite(is_finite(x) if is_rare else self._is_finite(x)):
+        looks_well = is_finite(x) if is_rare else self._is_finite(x)
+        if not (looks_well if self._is_alone else self.world.agree(looks_well)):
             self._refuse_nonfinite(mixer, self.t, is_own=True)

@@ -26,7 +26,7 @@ class FollowingEngine(LockstepEngine):
     """
 
     def __init__(self, engine: LockstepEngine) -> None:
-        super().__init__(engine.gossiper, engine.schedule, on_nonfinite=engine.on_nonfinite)
+        super().__init__(engine.gossiper, engine.schedule, on_nonfinite=engine.on_nonfinite, world=engine.world)
         self._engine, self._followed = engine, engine.state_name
         self.adds_again = engine.adds_again
         self._is_in_flight = False

@@ -18,6 +18,7 @@ from ..flat.vector import FlatVector
 from ..rounds.mixer import Mixer
 from ..rounds.push_pull import PushPull
 from ..schedule import Schedule
+from ..worlds.world import ALONE, ModelWorld
 from .engine import LockstepEngine, SyncEngine
 from .overlap import OverlapEngine
 
@@ -139,15 +140,22 @@ class MeasuringEngine(SyncEngine):
     built with the chosen settings and resumed here.
 
     Args:
-        gossiper, schedule, on_nonfinite: see `SyncEngine`.
+        gossiper, schedule, on_nonfinite, world: see `SyncEngine`.
         limits: the settings to choose from.
         is_eager: see `OverlapEngine`.
     """
 
     def __init__(
-        self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str, limits: OverlapLimits, is_eager: bool = True
+        self,
+        gossiper: Mixer,
+        schedule: Schedule,
+        *,
+        on_nonfinite: str,
+        limits: OverlapLimits,
+        is_eager: bool = True,
+        world: ModelWorld = ALONE,
     ) -> None:
-        super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
+        super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite, world=world)
         if gossiper.keeps_models:
             raise ValueError(
                 f"got overlap='auto' with {gossiper}, expected overlap=False: it replaces the model by an average of "
@@ -184,8 +192,8 @@ class MeasuringEngine(SyncEngine):
         start = time.perf_counter()  # all ranks are here
         self._gather([0.0])
         latency = self._gather([time.perf_counter() - start]).min()
-        self.take_first(measured)
-        self.take_first(latency)
+        self.world.first(measured)
+        self.world.first(latency)
         limits = replace(
             self.limits, has_wide_messages=self._has_wide_messages(x), gossip_every=self.schedule.gossip_every
         )
@@ -221,11 +229,10 @@ class MeasuringEngine(SyncEngine):
         engine: LockstepEngine
         if choice.overlap:
             own: dict[str, Any] = {"max_staleness": choice.max_staleness, "is_eager": self._is_eager}
-            engine = OverlapEngine(mixer, self.schedule, **own, on_nonfinite=policy)
+            engine = OverlapEngine(mixer, self.schedule, **own, on_nonfinite=policy, world=self.world)
         else:
-            engine = SyncEngine(mixer, self.schedule, on_nonfinite=policy)
+            engine = SyncEngine(mixer, self.schedule, on_nonfinite=policy, world=self.world)
         engine.t, engine.step, engine.stats, engine.choice = self.t, self.step, self.stats, asdict(choice)
-        engine.agree_finite = self.agree_finite
         return engine
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from ..profiling import span
 from ..rounds.mixer import Mixer
 from ..schedule import Action, Schedule
 from ..transport.threads import CallThread
+from ..worlds.world import ALONE, ModelWorld
 from .engine import LockstepEngine
 
 _ROUNDING = 16  # units in the last place
@@ -76,6 +77,7 @@ class OverlapEngine(LockstepEngine):
             so that the processes of a node agree.
         on_nonfinite: see `LockstepEngine`; the gossip thread checks the correction before it is applied. If messages
             change the state of peers, "raise" checks x before each round and each exact average, as `SyncEngine` does.
+        world: see `LockstepEngine`.
     """
 
     adds_again = True
@@ -88,6 +90,7 @@ class OverlapEngine(LockstepEngine):
         max_staleness: int = 0,
         is_eager: bool = True,
         on_nonfinite: str = "raise",
+        world: ModelWorld = ALONE,
     ) -> None:
         if gossiper.keeps_models:
             raise ValueError(
@@ -96,7 +99,7 @@ class OverlapEngine(LockstepEngine):
             )
         if not gossiper.has_own_times:
             schedule = replace(schedule, gossip_every=max(schedule.gossip_every, max_staleness + 1))
-        super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite)
+        super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite, world=world)
         self.max_staleness = max_staleness
         self.is_eager = is_eager
         self._snapshot: FlatVector | None = None
@@ -217,7 +220,7 @@ class OverlapEngine(LockstepEngine):
             torch.accelerator.current_stream(x.raw.device).wait_stream(self._stream)  # c is written before it is added
         assert self._snapshot is not None
         flight.mixer.leave_out_late(self._snapshot, alpha)
-        if self.on_nonfinite != "spread" and not self.agree_finite(flight.is_finite):
+        if self.on_nonfinite != "spread" and not self.world.agree(flight.is_finite):
             self._leave_out(flight, x)
         if flight.mixer is self._scheduled_average and not self._scheduled_average.has_failed:
             self.gossiper.end_average()
@@ -232,7 +235,7 @@ class OverlapEngine(LockstepEngine):
         # If another process of the node has found them, all that this one has received is finite.
         is_sent = not flight.is_finite and received is not None and all(map(is_finite, received))
         is_own = is_sent or not is_finite(x)
-        if not transport.is_elastic or not self.agree_finite(not is_own):
+        if not transport.is_elastic or not self.world.agree(not is_own):
             self._flight = None
             self._refuse_nonfinite(flight.mixer, flight.t, is_own=is_own, is_here=not flight.is_finite)
         senders = [transport.names[i] for i in flight.mixer.sources if i != transport.rank]
@@ -249,7 +252,7 @@ class OverlapEngine(LockstepEngine):
         A round that has arrived is then still in flight and not applied, so you can repair x and repeat the step.
         """
         looks = self.on_nonfinite == "raise" and not self.gossiper.is_skippable  # also before exact averages
-        if looks and not self.agree_finite(self._is_finite(x)):
+        if looks and not self.world.agree(self._is_finite(x)):
             self._refuse_nonfinite(mixer, self.t, is_own=True)
 
     def _convert_buffers(self, x: FlatVector, alpha: float) -> None:

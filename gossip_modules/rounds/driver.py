@@ -16,6 +16,7 @@ from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport
 from ..worlds.all_or_none import MayBeLost
+from ..worlds.world import ALONE, ModelWorld
 from .algorithm import Algorithm
 from .loaded import check_layout
 from .memory import Memory
@@ -59,7 +60,6 @@ class Driver:
     Attributes:
         memory: the memory of the algorithm for this vector.
         watch: the watch on the optimizers of the model, if the algorithm needs their steps.
-        sum_over_shards: see `Vectors`.
         has_begun: whether `Algorithm.begin` was called.
         has_failed: whether the last round took no effect, because a worker died.
         alpha: the factor of the correction that the mixer has computed for the whole vector in the last round; None:
@@ -76,7 +76,6 @@ class Driver:
         )
         self.stamps = Stamps()
         self.watch: OptimizerWatch | None = None
-        self.sum_over_shards: Callable[[Tensor], object] = id
         self.has_begun = self.has_failed = False
         self.alpha: float | None = None
         self.own_buffer_weight = 1.0
@@ -88,9 +87,10 @@ class Driver:
         self._is_cut_off = False  # whether a round failed while messages were in transfer
         self._has_joined = False  # whether the model is the donor's, from within a window of outer steps
 
-    def bind(self, mixing: MixingManager, transport: Transport) -> None:
+    def bind(self, mixing: MixingManager, transport: Transport, world: ModelWorld = ALONE) -> None:
         """See `Mixer`."""
         self.mixing, self.transport, self._is_elastic = mixing, transport, transport.is_elastic
+        self.world = world
         self.messages.bind(mixing, transport)
         self.memory.weights = repr(mixing)
         self.averager = GlobalAverage(transport, may_fail=True)
@@ -189,7 +189,9 @@ class Driver:
         assert x.flat is not None, "rounds mix flat vectors"
         self.messages.begin_round(x.flat, t, self._buffers)
         rank, num_ranks = self.transport.rank, self.transport.world_size
-        return Vectors(x, self.messages, t=t, rank=rank, num_ranks=num_ranks, sum_over_shards=self.sum_over_shards)
+        return Vectors(
+            x, self.messages, t=t, rank=rank, num_ranks=num_ranks, sum_over_shards=self.world.sum_over_processes
+        )
 
     # A round.
 

@@ -15,6 +15,7 @@ from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport
 from ..transport.deadline import Deadline
 from ..worlds.all_or_none import MayBeLost, all_or_none
+from ..worlds.world import ALONE, ModelWorld
 
 _T = TypeVar("_T", Tensor, FlatVector)
 
@@ -28,12 +29,13 @@ class Mixer(ABC):
 
     _is_bound: bool = False
 
-    def bind(self, mixing: MixingManager, transport: Transport) -> None:
+    def bind(self, mixing: MixingManager, transport: Transport, world: ModelWorld = ALONE) -> None:
         """Set the weights and the transport. The wrapper, or the user, calls it once.
 
         Args:
             mixing: the weights, over the graph of the ranks.
             transport: the transport over the ranks.
+            world: adds up numbers of the processes that hold the model together.
 
         Raises:
             ValueError: the weights do not suit this mixer, their graph has another number of ranks than the transport,
@@ -167,13 +169,6 @@ class Mixer(ABC):
             f"got count_tokens() with {self}, which gives all ranks equal weights, expected an algorithm that counts "
             "tokens, such as DiLoCo(weighted_by='tokens'); leave the call out"
         )
-
-    def meet_shards(self, sum_over_shards: Callable[[Tensor], object]) -> None:
-        """Adopt `sum_over_shards`, which adds up numbers of the processes that hold the model together.
-
-        Args:
-            sum_over_shards: see `Vectors`.
-        """
 
     def shared(self, x: FlatVector) -> Sequence[Tensor]:
         """Return the tensors of a round beside the model x, for all processes of a node."""

@@ -17,6 +17,7 @@ from ..mixing_manager.base import MixingManager, MixingWeights, knows_period
 from ..old_calls import GOSSIPER_ARGUMENTS, foreign_arguments
 from ..transport.base import Pending, Transport
 from ..transport.exchange import Messages
+from ..worlds.world import ALONE, ModelWorld
 from .mixer import Mixer
 
 _MAX_PREPARED = 64  # sets of peers
@@ -68,7 +69,7 @@ class PushPull(Mixer):
         self._pending: Pending | None = None
         self._forget_messages()
 
-    def bind(self, mixing: MixingManager, transport: Transport) -> None:
+    def bind(self, mixing: MixingManager, transport: Transport, world: ModelWorld = ALONE) -> None:
         """See `Mixer`."""
         super().bind(mixing, transport)
         self._row = Neighbours(mixing, transport, sends_shares=self.sends_shares)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport
+from ..worlds.world import ALONE, ModelWorld
 from .agreed_delay import AgreedDelay
 from .algorithm import Algorithm
 from .driver import Driver
@@ -74,7 +75,7 @@ class Rounds(Mixer):
         self.plain.check(mixing)
         self.algorithm.check(mixing)
 
-    def bind(self, mixing: MixingManager, transport: Transport) -> None:
+    def bind(self, mixing: MixingManager, transport: Transport, world: ModelWorld = ALONE) -> None:
         """See `Mixer`."""
         super().bind(mixing, transport)
         self.plain.bind(mixing, transport)
@@ -86,7 +87,7 @@ class Rounds(Mixer):
                 "die have measured no round together; pass delay=1, for example"
             )
         for driver in self.drivers:
-            driver.bind(mixing, transport)
+            driver.bind(mixing, transport, world)
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `Mixer`. The weights for all numbers of workers were checked when the model was wrapped."""
@@ -139,11 +140,6 @@ class Rounds(Mixer):
             super().count_tokens(num_tokens)
         for driver in self.drivers:
             driver.memory.count_tokens(num_tokens)
-
-    def meet_shards(self, sum_over_shards: Callable[[Tensor], object]) -> None:
-        """See `Mixer`."""
-        for driver in self.drivers:
-            driver.sum_over_shards = sum_over_shards
 
     def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
         """See `Mixer`; also reads the places of the tensors of the model.

@@ -23,7 +23,9 @@ from ..old_calls import levels_to_user
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.process_group import ProcessGroupTransport, calling
+from ..worlds.world import ALONE, ModelWorld
 from .frozen import find_differing, frozen_parameters
+from .node import Node
 from .state import Place
 
 if TYPE_CHECKING:
@@ -37,14 +39,16 @@ class AveragedModel(ABC):
         buffer: has the vector, if the tensors of the module are views of one.
         averager: the exact average over the ranks.
         copies: the copies of the parameters, in the state of optimizers.
-        node: the processes of this model, if there are several: a `Node`.
+        node: the processes of this model, if there are several.
+        world: the other processes of the training.
         is_averaged: whether the parameters are the average, inside `averaged()`.
     """
 
     buffer: FlatBuffer
     averager: GlobalAverage
     copies: WeightCopies | None = None
-    node: Any = None
+    node: Node | None = None
+    world: ModelWorld = ALONE
     is_averaged = False
 
     @property
@@ -381,8 +385,8 @@ class AveragingMixin(ABC):
                     (y,), (z,) = mean.segments, own.segments
                     num_holders = 1 if local.node is None else local.node.num_holders(name)
                     squared += torch.linalg.vector_norm(y.sub_(z), dtype=squared.dtype).cpu() ** 2 / num_holders
-            if local.node is not None:
-                local.node.sum_over_shards(squared)
+            if local.node is not None and local.node.is_sharded:
+                local.world.sum_over_processes(squared)
             squared, transport = squared.to(vector.raw.device), local.averager.transport
             transport.all_reduce(squared, what="the squares of all ranks")
         self._last_consensus_distance = float(squared.item() / transport.world_size) ** 0.5

@@ -180,7 +180,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         self._local.transport = links.connect(device, ranks=ranks, deadline=deadline)
         if is_sharded:
             try:
-                self._local.node = make_replica(self.module, links)
+                self._local.share_with(make_replica(self.module, links))
             except BaseException:
                 self._local.transport.close()
                 raise

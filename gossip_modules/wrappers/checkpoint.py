@@ -88,8 +88,8 @@ class Checkpoint:
         average, optimizers = self._common_state([each.state_dict() for each in self._optimizers])
         place, own = self._local.state_place, self._own_state()
         model = {name: copied(own[self._prefix + name], saved) for name in average} if place is not None else {}
-        if self._shard is not None:  # the processes that hold one replica
-            self._local.node.share_buffers([x for x in model.values() if isinstance(x, Tensor) and not is_cut(x)])
+        if (node := self._local.node) is not None and self._shard is not None:  # the processes that hold one replica
+            node.share_buffers([x for x in model.values() if isinstance(x, Tensor) and not is_cut(x)])
         gossip = copied(getattr(own, "_metadata", {}).get("", {}).get(KEY), saved)
         world: dict[str, Any] = {"num_ranks": 0 if place is None else place[1], "shards": self._shards}
         world |= {"fingerprint": fingerprint(average), "shapes": fingerprint(average, has_numbers=False)}

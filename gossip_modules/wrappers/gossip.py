@@ -201,8 +201,9 @@ class GossipDataParallel(GossipWrapper, Joinable):
         is_sharded = membership is not None and self._local.buffer.is_sharded
         try:
             if g > 1 or is_sharded:
-                self._local.node = self._make_node(links, g, find_unused_parameters=find_unused_parameters)
-                self._local.node.has_codes = is_sharded and chosen.algorithm is not None
+                node = self._make_node(links, g, find_unused_parameters=find_unused_parameters)
+                node.has_codes = is_sharded and chosen.algorithm is not None
+                self._local.share_with(node)
             self._begin(mixer, mixing, chosen.schedule)
         except BaseException:
             if self._local.node is not None:
@@ -283,7 +284,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
     def _begin(self, mixer: Mixer, mixing: MixingManager, schedule: Schedule | ConsensusControl) -> None:
         """Be ready for the first step."""
         local, node = self._local, self._local.node
-        mixer.bind(mixing, local.transport)
+        mixer.bind(mixing, local.transport, local.world)
         mixer.watch_optimizer(local.buffer, is_whole=node is None or node.is_whole)
         local.debias = local.copies.debias = Debias(local.buffer, is_needed=mixer.is_weighted, turn=local.turn)
         local.debias.bind(local.reattach)
@@ -297,14 +298,16 @@ class GossipDataParallel(GossipWrapper, Joinable):
     def _make_engine(self, mixer: Mixer, schedule: Schedule | ConsensusControl) -> LockstepEngine:
         """When rounds run."""
         policy, is_eager = self._on_nonfinite, self._local.node is None or self._local.node.is_eager
+        world = self._local.world
         if not self._overlap:
-            return SyncEngine(mixer, schedule, on_nonfinite=policy)
+            return SyncEngine(mixer, schedule, on_nonfinite=policy, world=world)
         late = self._max_staleness
         if self._overlap == "auto":
             assert isinstance(schedule, Schedule), "`check_auto` refuses a control"
             limits = OverlapLimits(late, self._wire_limit)
-            return MeasuringEngine(mixer, schedule, on_nonfinite=policy, limits=limits, is_eager=is_eager)
-        return OverlapEngine(mixer, schedule, max_staleness=late, is_eager=is_eager, on_nonfinite=policy)
+            return MeasuringEngine(mixer, schedule, on_nonfinite=policy, limits=limits, is_eager=is_eager, world=world)
+        options: dict[str, Any] = {"is_eager": is_eager, "on_nonfinite": policy, "world": world}
+        return OverlapEngine(mixer, schedule, max_staleness=late, **options)
 
     @property
     def overlap(self) -> bool | str:

@@ -28,12 +28,12 @@ from ..loop.turn import Turn, is_in_signal_handler
 from ..old_calls import levels_to_user
 from ..profiling import Span
 from ..transport.change_board import first_difference
+from ..worlds.world import ModelWorld
 from .averaging import AveragedModel
 from .composition import check_outside
 from .node import Node
 from .state import Place
 from .travelling import Travelling
-from .world import ModelWorld
 
 
 class LocalModel(AveragedModel):
@@ -85,7 +85,6 @@ class LocalModel(AveragedModel):
     copies: WeightCopies
     transport: Any = None
     debias: Debias | None = None
-    node: Node | None = None
     place: Place = None
     who: str = ""
     around: Callable[[], nn.Module | None]
@@ -131,6 +130,12 @@ class LocalModel(AveragedModel):
         self.steps.start()
         if self.steps.when is not RoundTime.FORWARD:
             self.engine.set_out(self.vector)
+
+    def share_with(self, node: Node) -> None:
+        """Hold this model together with the processes of the node."""
+        self.node = node
+        if not self.world.changes:  # else the membership has them, too
+            self.world = ModelWorld(node.control)
 
     # See `AveragedModel`.
 

@@ -97,9 +97,7 @@ class Node:
         return sum(connection.num_bytes_sent for connection in {self.transport, self.control})
 
     def engine_of(self, engine: LockstepEngine) -> LockstepEngine:
-        """The engine of this process, made of one for a rank without a node. The node takes its decisions as one."""
-        engine.agree_finite, engine.take_first = self._agree, self._take_first
-        engine.gossiper.meet_shards(self.sum_over_processes)
+        """The engine of this process, made of one for a rank without a node."""
         return engine
 
     def averager(self, engine: LockstepEngine) -> GlobalAverage:
@@ -134,7 +132,7 @@ class Node:
         return self.replica.no_sync()
 
     def num_holders(self, name: str) -> int:
-        """Return the number of processes with the same elements of a tensor, whose squares `sum_over_shards` adds up.
+        """Return the number of processes with the same elements of a tensor.
 
         Args:
             name: the name of the tensor in the module.
@@ -144,29 +142,10 @@ class Node:
     def count_once(self, vector: FlatVector) -> None:
         """Scale the vector, in place, so that a sum over shards of squares counts each element of the model once."""
 
-    def sum_over_shards(self, x: Tensor) -> None:
-        """x, of the vector of this process <- its sum over the model, in place; here that vector is the whole model."""
-
-    def sum_over_processes(self, x: Tensor) -> None:
-        """x, in CPU memory, <- its sum over the processes of the node, in place."""
-        total = x.to(self.control.device)
-        self.control.all_reduce(total, what="a sum over the processes of the node")
-        x.copy_(total)
-
     def close(self) -> None:
         """Give back the groups inside the node."""
         self.transport.close()
         self.control.close()
-
-    def _take_first(self, x: Tensor) -> None:
-        """x, in CPU memory, <- its values in the first process, in place."""
-        self.control.broadcast(x, source=0, what="the measurements of the node")
-
-    def _agree(self, is_finite: bool) -> bool:
-        """Whether it is so in all processes of the node."""
-        num_infinite = torch.tensor([0.0 if is_finite else 1.0], device=self.control.device)
-        self.control.all_reduce(num_infinite, what="whether the model of the node is finite")
-        return num_infinite.item() == 0.0
 
 
 class MemberNode(Node):

@@ -17,9 +17,10 @@ from ..membership.links import LinkTransport, alone
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
 from ..transport.agreement import broadcast_tensors
+from ..transport.base import Transport
 from ..transport.process_group import DEFAULT_TIMEOUT
+from ..worlds.world import ModelWorld
 from .local_model import LocalModel
-from .world import ModelWorld
 
 _KEPT_SIZES = 64
 _CHECKED_SIZES = 16  # worlds of so many workers at least must have a graph
@@ -78,6 +79,7 @@ class Participant(ModelWorld):
                 f"got rounds={local.steps.when.value!r} with a membership, expected 'forward': a worker that joins "
                 "takes the state of training before its first forward; leave rounds out"
             )
+        super().__init__()
         self.local, self.membership = local, membership
         self.weight = 1.0
         self.choose = functools.lru_cache(maxsize=_KEPT_SIZES)(choose)  # MATCHA plans each graph, which takes a while
@@ -109,6 +111,12 @@ class Participant(ModelWorld):
                 ) from error
 
     # See `ModelWorld`.
+
+    @property
+    def sharers(self) -> Transport | None:
+        """See `ModelWorld`: the processes that gossip shards of a model. The first process of a node gossips alone."""
+        node = self.membership.node
+        return None if node is None or node.vote is None else node.control
 
     def at_step(self) -> bool:
         """See `ModelWorld`."""

@@ -86,10 +86,6 @@ class ShardedReplica(Node):
             if (num_holders := self.num_holders(name)) > 1:
                 x.mul_(num_holders**-0.5)
 
-    def sum_over_shards(self, x: Tensor) -> None:
-        """See `Node`."""
-        self.sum_over_processes(x)
-
 
 def _named_places(vector: FlatVector) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the place of each tensor in the vector; shares memory."""

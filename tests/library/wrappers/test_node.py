@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gossip_modules import DiLoCo, GossipDataParallel, Schedule
 from gossip_modules.extend import ProcessGroupTransport
 from gossip_modules.graph_manager import GraphManager, NetworkXGraph, NPeerDynamicDirectedExponentialGraph
+from gossip_modules.worlds.world import ModelWorld
 from gossip_modules.wrappers.node import Node
 from tests.harness.problems import adamw, batch, loss_of, mlp, numerator, sgd, train_step
 from tests.harness.processes import run_processes
@@ -132,7 +133,7 @@ def test_what_the_processes_of_a_node_tell_each_other_is_counted() -> None:
         for control in (node.transport, other):
             node.control = control
             before = node.num_bytes_sent
-            assert not node._agree(group.rank() == 0)
+            assert not ModelWorld(control).agree(group.rank() == 0)
             assert node.num_bytes_sent == before + 4  # 2 (g - 1) / g of a float32
         node.close()
 
