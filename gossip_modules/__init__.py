@@ -4,20 +4,15 @@ All graphs are in `gossip_modules.graph_manager`, weights in `.mixing_manager`, 
 classes for your own methods in `.extend`, dpwa in `.dpwa`, and the MPI backend in `.mpi`.
 """
 
-import importlib
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import compression as compression
-from . import dpwa as dpwa
 from . import extend as extend
+from . import extras as _extras
 from . import graph_manager as graph_manager
-from . import matcha as matcha
-from . import methods as methods
 from . import mixing_manager as mixing_manager
-from . import mpi as mpi
 from . import simple_distributed as simple_distributed
-from .ad_psgd.wrapper import BilatGossipDataParallel
 from .algorithms.choco import Choco
 from .algorithms.d2 import D2
 from .algorithms.d_psgd import DPSGD
@@ -43,9 +38,7 @@ from .algorithms.streaming_diloco import StreamingDiLoCo
 from .compression.quantizer import QSGD, SignNorm
 from .compression.sparsifier import RandomK, TopK
 from .consensus_control import ConsensusControl
-from .dpwa.wrapper import PairwiseDataParallel
 from .graph_manager import RingGraph
-from .matcha.graph import MatchaGraph
 from .membership.membership import Membership
 from .metrics import MetricsLogger
 from .optim.accum_adam import AccumAdam
@@ -56,10 +49,19 @@ from .schedule import Schedule
 from .transport.connect import connect
 from .transport.stores import Progress, job_store
 from .version import __version__ as __version__
-from .wagma.wrapper import GroupAverageDataParallel
 from .wrappers.all_reduce import AllReduceDataParallel
 from .wrappers.composable import gossip
 from .wrappers.gossip import GossipDataParallel
+
+if TYPE_CHECKING:  # extras, which are imported where a program asks for them
+    from . import dpwa as dpwa
+    from . import matcha as matcha
+    from . import methods as methods
+    from . import mpi as mpi
+    from .ad_psgd.wrapper import BilatGossipDataParallel
+    from .dpwa.wrapper import PairwiseDataParallel
+    from .matcha.graph import MatchaGraph
+    from .wagma.wrapper import GroupAverageDataParallel
 
 __all__ = [
     "D2",
@@ -181,8 +183,15 @@ _MOVED = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in _extras.NAMES or name in _extras.EXTRAS:
+        found = globals()[name] = _extras.load(_extras.place_of(name))
+        return found
     if name not in _MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = f"{__name__}.{_MOVED[name]}"
     warnings.warn(f"{__name__}.{name} is now {module}.{name}; the old name will go", DeprecationWarning, stacklevel=2)
-    return getattr(importlib.import_module(module), name)
+    return _extras.load(f"{_MOVED[name]}:{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_extras.NAMES, *_extras.EXTRAS})

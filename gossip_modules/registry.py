@@ -1,19 +1,20 @@
 """METHODS: the table of training methods, each with its names, paper, class, wrapper and simulation.
 
-`gossip_modules.methods` fills it with the methods of this library. It is the source of `--algorithm` and `--recipe` of
-the training scripts, the names for `GossipDataParallel(algorithm=...)`, the rows of the simulator and the tables of the
-documentation.
+The first look at it enters those of this library, from `gossip_modules.methods`. It is the source of `--algorithm` and
+`--recipe` of the training scripts, the names for `GossipDataParallel(algorithm=...)`, the rows of the Lab and the
+tables of the documentation.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+
+from .extras import PACKAGE, MissingExtra, load
 
 StepSizes: TypeAlias = Mapping[str, float]
 """Step sizes of consensus by the text of a compressor, such as "TopK(0.01)"."""
@@ -48,7 +49,7 @@ class Method:
         name: the short name, a single word in lower case: `--recipe NAME`.
         title: the name in tables and pictures.
         summary: one sentence about what the method does.
-        algorithm: the class of the algorithm; `file` is its file.
+        algorithm: the class of the algorithm; or its place, such as "dpwa.engine:PairwiseEngine", if it is in an extra.
         make: the dataclass of the settings: an `Algorithm`, or the arguments of the wrapper.
         text: the text of Python behind `--recipe NAME`: a call of `call`, its first name.
         wrap: wraps a model, given (module, `Chosen`, `WrapperOptions`, `Context`).
@@ -69,7 +70,7 @@ class Method:
     name: str
     title: str
     summary: str
-    algorithm: type[Any]
+    algorithm: type[Any] | str
     make: type[Any]
     text: str
     wrap: Callable[..., Any]
@@ -132,13 +133,39 @@ class Method:
     @property
     def file(self) -> str:
         """The file of the algorithm: below the folder of the library, as gossip_modules/algorithms/choco.py."""
-        path = Path(str(sys.modules[self.algorithm.__module__].__file__)).resolve()
-        root = Path(__file__).resolve().parents[1]
+        if isinstance(self.algorithm, str):
+            return f"{PACKAGE}/{self.algorithm.partition(':')[0].replace('.', '/')}.py"
+        path, root = Path(inspect.getfile(self.algorithm)).resolve(), Path(__file__).resolve().parents[1]
         return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
 _METHODS: dict[str, Method] = {}
-METHODS: Mapping[str, Method] = _METHODS
+
+
+class _Methods(Mapping[str, Method]):
+    """All methods that are registered when it is read; without `gossip_modules.methods` there may be none."""
+
+    def __getitem__(self, name: str) -> Method:
+        return _entered()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_entered())
+
+    def __len__(self) -> int:
+        return len(_entered())
+
+
+def _entered() -> dict[str, Method]:
+    """The table, with the methods of this library if its package of methods is installed."""
+    try:
+        load("methods")
+    except MissingExtra as error:
+        if error.extra != "methods":
+            raise
+    return _METHODS
+
+
+METHODS: Mapping[str, Method] = _Methods()
 """All registered methods by name, in the order in which they were registered."""
 
 
@@ -164,6 +191,7 @@ def _names() -> dict[str, Method]:
 
 def name_of(text: str) -> str:
     """Return the short name of a method, given a name such as "allreduce"; `text` itself for unknown names."""
+    _entered()
     return _names()[text].name if text in _names() else text
 
 
@@ -172,7 +200,9 @@ def named(text: str) -> Method:
 
     Raises:
         ValueError: no method has that name; the error has the names that `algorithm=` takes, and the nearest one.
+        ImportError: `gossip_modules.methods`, which knows the names, is not installed.
     """
+    load("methods")
     by_name = _names()
     if text.lower() not in by_name:
         names = [name for name, method in _METHODS.items() if method.is_complete]

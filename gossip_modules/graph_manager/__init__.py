@@ -3,16 +3,22 @@
 The random graph of MATCHA, which is planned from one of these, is `gossip_modules.MatchaGraph` in the package `matcha`.
 """
 
-import importlib
 from typing import Any
 
+from ..extras import load
 from .base import GraphManager, WeightedGraph
 from .base_graph import BaseGraph
 from .butterfly_groups import ButterflyGroups
 from .matchings import select_graph
 from .named_graphs import default_graph, named_graph
 from .networkx_graphs import ChainGraph, DoubleBinaryTreeGraph, NetworkXGraph, networkx_graph
-from .random_graphs import EquiDynGraph, EquiStaticGraph, RandomGraph, RandomMatchingGraph, RandomPushGraph
+from .random_graphs import (
+    EquiDynGraph,
+    EquiStaticGraph,
+    RandomGraph,
+    RandomMatchingGraph,
+    RandomPushGraph,
+)
 from .shift_graphs import (
     CompleteGraph,
     DynamicBipartiteCompleteGraph,
@@ -61,11 +67,11 @@ __all__ = [
     "select_graph",
 ]
 
-_ABOVE = {"FixedProcessor": "..matcha", "MatchaProcessor": "..matcha"}
-"""Names that MATCHA's code has in this module, with the module of a package above that has them here."""
+_ABOVE = {"FixedProcessor": "matcha.graph", "MatchaProcessor": "matcha.graph"}
+"""Names that MATCHA's code has in this module, with their modules here."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _ABOVE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_ABOVE[name], __name__), name)
+    return load(f"{_ABOVE[name]}:{name}")

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..checks import checked_integer, checked_seed
 from .base import GraphManager, LazyRow, WeightedGraph
+from .matchings import Matching
 from .shift_graphs import ShiftGraph
 
 _MAX_KEPT_RANKS = 2**13  # up to here a matching is drawn for all ranks at once and kept; beyond it, for one rank only
@@ -79,6 +80,27 @@ class RandomGraph(GraphManager):
     @property
     def _last_num_peers(self) -> int:
         return [*self._segments.values()][-1]
+
+
+class ActivatedGraph(RandomGraph):
+    """A graph whose rounds use some of fixed matchings at random: W(t) = I - alpha sum_j B_j(t) L_j.
+
+    Attributes:
+        matchings: the links of each matching.
+        probabilities: the probability of each matching in a round.
+        is_periodic: whether a round uses all matchings or none.
+        alpha: the weight of a link that was planned for these probabilities.
+    """
+
+    is_symmetric = True
+    matchings: tuple[Matching, ...]
+    probabilities: tuple[float, ...]
+    is_periodic: bool
+    alpha: float
+
+    @abstractmethod
+    def active(self, t: int) -> list[bool]:
+        """B_j of round `t`: whether each matching is used. The list is kept for the next query: do not change it."""
 
 
 class RandomMatchingGraph(RandomGraph, WeightedGraph):

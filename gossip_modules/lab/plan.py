@@ -20,11 +20,11 @@ from ..compression.compressor import Cast
 from ..compression.quantizer import QSGD, SignNorm
 from ..compression.sparsifier import ChunkTopK, RandomK, TopK
 from ..consensus_control import ConsensusControl
+from ..extras import load, place_of
 from ..graph_manager import RingGraph, networkx_graph
 from ..graph_manager.base import GraphManager
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..graph_manager.named_graphs import NAMES, named_graph
-from ..matcha.graph import MatchaGraph
 from ..methods.chosen import Chosen, read_algorithm, read_compressor
 from ..methods.graphs import pairs
 from ..methods.wrapping import chosen_of
@@ -443,7 +443,8 @@ class PlanRun:
                 "matrices; take dpsgd"
             )
         base = networkx_graph(self.graph(is_undirected=True, is_static=True))
-        return default_mixing(MatchaGraph(base, budget=self.made.budget, seed=self.setting.seed), push_sum=False)
+        graph = load(place_of("MatchaGraph"))(base, budget=self.made.budget, seed=self.setting.seed)
+        return default_mixing(graph, push_sum=False)
 
     def all_reduce(self) -> Running:
         """Return AllReduce SGD, which averages gradients in buckets, or models if there is nothing to learn."""

@@ -13,8 +13,15 @@ from ..graph_manager.matchings import (
     predefined_matchings,
     select_graph,
 )
+from ..mixing_manager.laplacians import (
+    MixingWeight,
+    contraction,
+    dpsgd_weight,
+    laplacian,
+    mixing_weight,
+    periodic_dpsgd_weight,
+)
 from .graph import FixedProcessor, MatchaGraph, MatchaProcessor
-from .laplacians import MixingWeight, contraction, dpsgd_weight, laplacian, mixing_weight, periodic_dpsgd_weight
 from .planning import ActivationPlan, activation_probabilities, joint_probabilities, matching_costs
 
 __all__ = [

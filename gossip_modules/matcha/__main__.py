@@ -27,7 +27,7 @@ import networkx as nx
 import numpy as np
 
 from ..graph_manager.matchings import Edge, Matching, matchings_of, predefined_matchings, world_size
-from .laplacians import dpsgd_weight, mixing_weight, periodic_dpsgd_weight
+from ..mixing_manager.laplacians import dpsgd_weight, mixing_weight, periodic_dpsgd_weight
 from .planning import ActivationPlan, activation_probabilities, budget_limit, joint_probabilities, matching_costs
 
 JOINT = "MATCHA, p and alpha jointly"

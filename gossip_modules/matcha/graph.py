@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graph_manager.matchings import Edge, Matching, as_matchings, matchings_of, world_size
-from ..graph_manager.random_graphs import RandomGraph, random_bits, unit_interval
+from ..graph_manager.random_graphs import ActivatedGraph, random_bits, unit_interval
+from ..mixing_manager.laplacians import as_probabilities, dpsgd_weight, mixing_weight, periodic_dpsgd_weight
 from ..old_calls import MATCHA_ARGUMENTS, foreign_arguments
-from .laplacians import as_probabilities, dpsgd_weight, mixing_weight, periodic_dpsgd_weight
 from .planning import ActivationPlan, best_connected, budget_limit, matching_costs, smallest_rho
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 _SAME_RHO = 1e-6  # machines that round differently agree on rho to this
 
 
-class MatchaGraph(RandomGraph):
+class MatchaGraph(ActivatedGraph):
     """MATCHA: round t uses matching j of the base graph with probability p_j, so links that matter are used more often.
 
     Before training, on every rank (the file of each step is on the right):
 
         M_1, ..., M_m = the matchings of the base graph                      graph_manager/matchings.py
         p = argmax_p lambda_2(sum_j p_j L_j)  within the budget              matcha/planning.py
-        alpha = argmin_alpha || E[W^T W] - J ||_2                            matcha/laplacians.py
+        alpha = argmin_alpha || E[W^T W] - J ||_2                            mixing_manager/laplacians.py
 
     Round t, after the local SGD step; L_j is the Laplacian of M_j:
 
@@ -77,8 +77,6 @@ class MatchaGraph(RandomGraph):
     >>> [graph.out_peers(0, t) for t in range(5)]
     [(3,), (1,), (1, 3), (1,), (3,)]
     """
-
-    is_symmetric = True
 
     @foreign_arguments(MATCHA_ARGUMENTS, in_order=("commBudget", "rank", "size", "iterations", "issubgraph"))
     def __init__(

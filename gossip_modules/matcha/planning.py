@@ -11,8 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graph_manager.matchings import Edge, Matching, as_matchings, link_costs, world_size
+from ..mixing_manager.laplacians import (
+    MAX_WHOLE,
+    NUM_NEW,
+    extended,
+    mixing_weight,
+    second_moment,
+    top_vectors,
+    weighted_laplacian,
+)
 from .barrier import Halfspaces, MatrixInequality, minimize
-from .laplacians import MAX_WHOLE, NUM_NEW, extended, mixing_weight, second_moment, top_vectors, weighted_laplacian
 
 Array = npt.NDArray[np.float64]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..ad_psgd.exchange import BilateralAverage
-from ..ad_psgd.momentum import ContinuousMomentum
 from ..algorithms.choco import Choco
 from ..algorithms.d2 import D2
 from ..algorithms.d_psgd import DPSGD
@@ -29,14 +27,9 @@ from ..algorithms.slowmo import SlowMo
 from ..algorithms.sparse_loco import SparseLoCo
 from ..algorithms.sparta import Sparta
 from ..algorithms.streaming_diloco import StreamingDiLoCo
-from ..dpwa.config import DEFAULT_INTERPOLATION
-from ..dpwa.engine import PairwiseEngine
-from ..dpwa.interpolation import Interpolation
 from ..engine.overlap import OverlapEngine
-from ..matcha.graph import MatchaGraph
 from ..registry import Method, Paper, StepSizes
 from ..rounds.push_pull import PushSum
-from ..wagma.engine import WaitAvoidingEngine
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .graphs import pairs, static
 from .options import WRAPPER_OPTIONS
@@ -140,12 +133,12 @@ class Dpwa:
     """dpwa: the arguments of `PairwiseDataParallel`.
 
     Args:
-        interpolation: see `PairwiseDataParallel`.
+        interpolation: see `PairwiseDataParallel`; None: the default there.
         divergence_threshold: see `PairwiseDataParallel`.
         fetch_probability: see `PairwiseDataParallel`.
     """
 
-    interpolation: Interpolation = DEFAULT_INTERPOLATION
+    interpolation: Any = None
     divergence_threshold: float = 0.0
     fetch_probability: float = 1.0
 
@@ -221,7 +214,7 @@ BUILT_IN: tuple[Method, ...] = (
         "matcha",
         "MATCHA",
         "averages with the peers of random matchings of a graph, its important links more often",
-        MatchaGraph,
+        "matcha.graph:MatchaGraph",
         make=MATCHA,
         text="MATCHA()",
         wrap=wrap_matcha,
@@ -258,7 +251,7 @@ BUILT_IN: tuple[Method, ...] = (
         "adpsgd",
         "AD-PSGD",
         "averages pairs of models while both ranks go on training",
-        BilateralAverage,
+        "ad_psgd.exchange:BilateralAverage",
         make=ADPSGD,
         text="ADPSGD()",
         wrap=wrap_bilateral,
@@ -277,7 +270,7 @@ BUILT_IN: tuple[Method, ...] = (
         "a2cid2",
         "A2CiD2",
         "is AD-PSGD with a continuous momentum, which makes ranks on sparse graphs agree sooner",
-        ContinuousMomentum,
+        "ad_psgd.momentum:ContinuousMomentum",
         make=A2CiD2,
         fixed={"continuous_momentum": True},
         text="A2CiD2()",
@@ -297,7 +290,7 @@ BUILT_IN: tuple[Method, ...] = (
         "wagma",
         "WAGMA-SGD",
         "averages changing groups of ranks, and late ranks contribute their previous model",
-        WaitAvoidingEngine,
+        "wagma.engine:WaitAvoidingEngine",
         make=WAGMA,
         text="WAGMA()",
         wrap=wrap_group_average,
@@ -315,7 +308,7 @@ BUILT_IN: tuple[Method, ...] = (
         "dpwa",
         "dpwa",
         "pulls the model of a random peer, and goes part of the way towards it",
-        PairwiseEngine,
+        "dpwa.engine:PairwiseEngine",
         make=Dpwa,
         text="Dpwa()",
         wrap=wrap_pairwise,

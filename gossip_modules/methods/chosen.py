@@ -9,7 +9,7 @@ from typing import Any
 
 from ..compression import QSGD, Cast, ChunkTopK, Compressor, RandomK, SignNorm, TopK, TwoBit
 from ..consensus_control import ConsensusControl
-from ..dpwa.interpolation import ClockInterpolation, ConstantInterpolation, LossInterpolation
+from ..extras import MissingExtra, load
 from ..graph_manager import named_graphs
 from ..registry import METHODS, Method, name_of
 from ..rounds.algorithm import Algorithm, Over
@@ -21,10 +21,8 @@ COMPRESSORS: Mapping[str, Callable[..., Compressor]] = {
     kind.__name__: kind for kind in (SignNorm, TopK, RandomK, QSGD, Cast, ChunkTopK, TwoBit)
 }
 """The compressors that a text may name, by class."""
-INTERPOLATIONS: Mapping[str, Callable[..., Any]] = {
-    kind.__name__: kind for kind in (ConstantInterpolation, ClockInterpolation, LossInterpolation)
-}
-"""The ways of dpwa to merge, by class."""
+INTERPOLATIONS = ("ConstantInterpolation", "ClockInterpolation", "LossInterpolation")
+"""The classes of dpwa that a text may name: ways to merge."""
 SCHEDULES: Mapping[str, Callable[..., Schedule | ConsensusControl]] = {
     kind.__name__: kind for kind in (Schedule, ConsensusControl)
 }
@@ -94,12 +92,20 @@ def read_algorithm(text: str, *, option: str = "algorithm", seed: int | None = N
     names: dict[str, Callable[..., Any]] = {
         name: method.make for method in METHODS.values() for name in (method.call, method.name)
     }
-    made = read(text, {**names, **COMPRESSORS, **INTERPOLATIONS}, option=option, seed=seed)
+    made = read(text, {**names, **COMPRESSORS, **_interpolations()}, option=option, seed=seed)
     kind = type(made.parts[0] if isinstance(made, Algorithm) else made)
     chosen = next((method for method in METHODS.values() if method.make is kind), None)
     if chosen is None:
         raise ValueError(f"got {option}={text!r}, expected an algorithm; pass {made!r} to one, as in --recipe choco")
     return Chosen(chosen, made)
+
+
+def _interpolations() -> Mapping[str, Callable[..., Any]]:
+    """The ways of dpwa to merge, by class; none if dpwa is not installed."""
+    try:
+        return {name: load(f"dpwa.interpolation:{name}") for name in INTERPOLATIONS}
+    except MissingExtra:
+        return {}
 
 
 def read_compressor(text: str, *, seed: int | None = None) -> Compressor:

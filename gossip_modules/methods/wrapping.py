@@ -10,30 +10,22 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..ad_psgd.wrapper import BilatGossipDataParallel
 from ..consensus_control import ConsensusControl
-from ..dpwa.wrapper import PairwiseDataParallel
+from ..extras import load, place_of
 from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import named_graph
-from ..matcha.graph import MatchaGraph
 from ..registry import METHODS, Method, enter
 from ..rounds.algorithm import Algorithm
 from ..schedule import Schedule
-from ..wagma.wrapper import GroupAverageDataParallel
 from ..wrappers.all_reduce import AllReduceDataParallel
+from ..wrappers.base import GossipWrapper
 from ..wrappers.gossip import GossipDataParallel
 from .chosen import Chosen, read_algorithm, read_graph, read_schedule
 from .graphs import base_graph, make_graph, pairs, peers_by_round, static
 from .options import WRAPPER_OPTIONS, Context, WrapperOptions, unused_options, without_unused
 
-Wrapper: TypeAlias = (
-    GossipDataParallel
-    | AllReduceDataParallel
-    | BilatGossipDataParallel
-    | GroupAverageDataParallel
-    | PairwiseDataParallel
-)
-"""What wraps a model in a run."""
+Wrapper: TypeAlias = GossipWrapper | AllReduceDataParallel
+"""A wrapper of a model in a run."""
 
 WIRE_DTYPES: Mapping[str, torch.dtype | None] = {
     "none": None,
@@ -194,13 +186,16 @@ def schedule_of(options: WrapperOptions) -> Schedule | ConsensusControl:
 
 def wrap_matcha(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
     """MATCHA: matchings of a base graph, each by its own coin; by a plan, or planned here."""
-    settings = chosen.made
+    settings, kind = chosen.made, load(place_of("MatchaGraph"))
 
     def graph(world_size: int) -> GraphManager:
+        made: GraphManager
         if settings.plan:
-            return MatchaGraph.from_plan(settings.plan, seed=context.seed, world_size=world_size)
-        base = base_graph(options.graph, num_nodes=world_size)
-        return MatchaGraph(base, budget=settings.budget, seed=context.seed)
+            made = kind.from_plan(settings.plan, seed=context.seed, world_size=world_size)
+        else:
+            base = base_graph(options.graph, num_nodes=world_size)
+            made = kind(base, budget=settings.budget, seed=context.seed)
+        return made
 
     return _gossip(module, {"graph": graph, "push_sum": False}, options, context)
 
@@ -209,37 +204,40 @@ def wrap_bilateral(module: nn.Module, chosen: Chosen, options: WrapperOptions, c
     """AD-PSGD: pairs average while both go on training."""
     graph = _graph_of(chosen, options, context)
     run: dict[str, Any] = {"timeout": context.timeout, "membership": context.membership}
-    return BilatGossipDataParallel(module, graph=graph, **run, **chosen.arguments)
+    wrapper: Wrapper = load(place_of("BilatGossipDataParallel"))(module, graph=graph, **run, **chosen.arguments)
+    return wrapper
 
 
 def wrap_group_average(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
     """WAGMA-SGD: changing groups average without waiting for late members."""
-    arguments = {**chosen.arguments, "overlap": options.overlap}
-    return GroupAverageDataParallel(module, **arguments, timeout=context.timeout, membership=context.membership)
+    run: dict[str, Any] = {"overlap": options.overlap, "timeout": context.timeout, "membership": context.membership}
+    wrapper: Wrapper = load(place_of("GroupAverageDataParallel"))(module, **chosen.arguments, **run)
+    return wrapper
 
 
 def wrap_pairwise(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:
     """dpwa: each rank pulls the model of another; they tell each other here under which address they serve theirs."""
     own, host = _worker(context.rank), context.own_host()
-    wrappers: list[PairwiseDataParallel] = []
+    wrappers: list[Any] = []
 
     def serve() -> str:
-        wrapper = PairwiseDataParallel(
+        wrapper = load(place_of("PairwiseDataParallel"))(
             module,
             name=own,
             peers={own: f"tcp://{host}:*"},
-            **chosen.arguments,
+            **{name: value for name, value in chosen.arguments.items() if value is not None},
             seed=context.seed,
             average_timeout=context.timeout,
             init_from_peers=False,  # all have made the same model
         )
         wrappers.append(wrapper)
-        return wrapper.address
+        return str(wrapper.address)
 
     for rank, address in enumerate(context.on_every_rank(serve)):
         if rank != context.rank:
             wrappers[0].add_peer(_worker(rank), address)
-    return wrappers[0]
+    wrapped: Wrapper = wrappers[0]
+    return wrapped
 
 
 def _worker(rank: int) -> str:

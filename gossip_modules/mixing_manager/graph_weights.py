@@ -9,7 +9,7 @@ import numpy as np
 
 from ..graph_manager import GraphManager, WeightedGraph
 from ..graph_manager.matchings import Edge
-from ..matcha import MatchaGraph, contraction, dpsgd_weight, laplacian
+from ..graph_manager.random_graphs import ActivatedGraph
 from .base import (
     DoublyStochasticMixing,
     MetropolisHastingsMixing,
@@ -18,6 +18,7 @@ from .base import (
     SymmetricMixing,
     UniformMixing,
 )
+from .laplacians import contraction, dpsgd_weight, laplacian
 
 
 class GraphMixing(DoublyStochasticMixing):
@@ -104,7 +105,7 @@ class LaplacianMixing(SymmetricMixing):
 
 
 def _default_alpha(graph: GraphManager) -> float:
-    if isinstance(graph, MatchaGraph):
+    if isinstance(graph, ActivatedGraph):
         return graph.alpha
     if graph.is_dynamic:
         raise ValueError(
@@ -118,22 +119,22 @@ def _default_alpha(graph: GraphManager) -> float:
 
 
 def _links(graph: GraphManager) -> list[Edge]:
-    """Return all links of a static graph, or of the matchings that a `MatchaGraph` activates at all."""
-    if isinstance(graph, MatchaGraph):
+    """Return all links of a static graph, or of the matchings that an `ActivatedGraph` uses at all."""
+    if isinstance(graph, ActivatedGraph):
         used = (m for m, p in zip(graph.matchings, graph.probabilities, strict=True) if p > 0)
         return [link for matching in used for link in matching]
     return [(i, j) for i in range(graph.world_size) for j in graph.out_peers(i, 0) if i < j]
 
 
 def _check_contracts(graph: GraphManager, alpha: float) -> None:
-    if isinstance(graph, MatchaGraph) and graph.is_dynamic and not graph.is_periodic:
+    if isinstance(graph, ActivatedGraph) and graph.is_dynamic and not graph.is_periodic:
         rho = contraction(graph.matchings, graph.probabilities, alpha=alpha)
         if rho >= 1:
             raise ValueError(
                 f"LaplacianMixing: got alpha={alpha} on {graph!r}, where the distance from the average grows by the "
                 f"factor rho={rho:.6g}, expected a factor below 1. Leave alpha out to have the best, {graph.alpha}."
             )
-    elif graph.world_size > 1 and (isinstance(graph, MatchaGraph) or not graph.is_dynamic):
+    elif graph.world_size > 1 and (isinstance(graph, ActivatedGraph) or not graph.is_dynamic):
         most = 2 / float(np.linalg.eigvalsh(laplacian(_links(graph), graph.world_size))[-1])
         if alpha >= most * (1 - 1e-12):
             raise ValueError(
@@ -151,6 +152,6 @@ def default_mixing(graph: GraphManager, *, push_sum: bool) -> MixingManager:
     """
     if isinstance(graph, WeightedGraph):
         return GraphMixing(graph)
-    if isinstance(graph, MatchaGraph):
+    if isinstance(graph, ActivatedGraph):
         return LaplacianMixing(graph)
     return MetropolisHastingsMixing(graph) if not push_sum and graph.is_symmetric else UniformMixing(graph)

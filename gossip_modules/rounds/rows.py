@@ -14,7 +14,7 @@ from torch import Tensor
 from ..compression.compressor import Code, Compressor
 from ..flat.layout import align
 from ..graph_manager import MirroredGraph, ShiftGraph
-from ..matcha.graph import MatchaGraph
+from ..graph_manager.random_graphs import ActivatedGraph
 from ..mixing_manager import LaplacianMixing
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager, MixingWeights, UniformMixing
 from .messages import Message, MessageBuffer, Received
@@ -81,9 +81,9 @@ def column(weights: Array, like: Tensor | None = None) -> Tensor:
 class StackedMixing:
     """The rounds of a mixing manager for all ranks at once; equal to its `weights`, as tests check.
 
-    It never stores n x n numbers. On a `ShiftGraph` a round is an addition of vectors, on a `MatchaGraph` a selection
-    of stored matchings. Other graphs are evaluated rank by rank, once for each distinct round. The last rounds are
-    kept.
+    It never stores n x n numbers. On a `ShiftGraph` a round is an addition of vectors, on an `ActivatedGraph` a
+    selection of stored matchings. Other graphs are evaluated rank by rank, once for each distinct round. The last
+    rounds are kept.
 
     Args:
         mixing: the weights with their graph.
@@ -104,8 +104,8 @@ class StackedMixing:
         return self._made(t % self.mixing.period if self.mixing.period else self.graph.canonical_round(t))
 
     def _make(self, t: int) -> Rows:
-        if isinstance(self.graph, MatchaGraph) and isinstance(self.mixing, LaplacianMixing):
-            return self._matcha_round(self.graph, self.mixing.alpha, t)
+        if isinstance(self.graph, ActivatedGraph) and isinstance(self.mixing, LaplacianMixing):
+            return self._activated_round(self.graph, self.mixing.alpha, t)
         if isinstance(self.graph, ShiftGraph) and isinstance(self.mixing, UniformMixing | MetropolisHastingsMixing):
             peers = shifted_peers(self.graph, t)
             weight = 1 / (1 + peers.shape[1])
@@ -118,15 +118,15 @@ class StackedMixing:
             weights[rank, : len(row.inp)] = list(row.inp.values())
         return Rows.of(np.array([row.own for row in rows]), peers, weights)
 
-    def _matcha_round(self, graph: MatchaGraph, alpha: float, t: int) -> Rows:
+    def _activated_round(self, graph: ActivatedGraph, alpha: float, t: int) -> Rows:
         peers = self._partners[:, graph.active(t)]
         weights = np.where(peers == self._ranks[:, None], 0.0, alpha)
         return Rows.of(1 - weights.sum(1), peers, weights)
 
     @cached_property
     def _partners(self) -> Indices:
-        """The partner of each rank in each matching of a `MatchaGraph`, or the rank itself: int64 [n, matchings]."""
-        assert isinstance(self.graph, MatchaGraph), "only MATCHA's graph has matchings"
+        """The partner of each rank in each matching, or the rank itself: int64 [n, matchings]."""
+        assert isinstance(self.graph, ActivatedGraph), "no other graph has matchings"
         partners = np.repeat(self._ranks[:, None], len(self.graph.matchings), axis=1)
         for index, matching in enumerate(self.graph.matchings):
             u, v = np.array(matching, dtype=np.int64).reshape(-1, 2).T

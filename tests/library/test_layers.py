@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from gossip_modules.extras import EXTRAS, NAMES
+
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.py").exists())
 PACKAGE = "gossip_modules"
 
@@ -21,7 +23,6 @@ _LOCKSTEP = {
         "flat",
         "graph_manager",
         "mixing_manager",
-        "matcha",
         "compression",
         "transport",
         "schedule",
@@ -47,15 +48,16 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "schedule": set(),
         "checks": set(),
         "devices": set(),
+        "extras": set(),
         "profiling": set(),
         "flat": {"devices", "state"},
         "old_calls": set(),
-        "graph_manager": {"checks", "old_calls"},
+        "graph_manager": {"checks", "old_calls", "extras"},
         "compression": {"checks", "devices"},
         "transport": {"devices"},
         "worlds": {"devices", "flat", "transport"},
-        "matcha": {"graph_manager", "transport", "old_calls", "devices"},
-        "mixing_manager": {"graph_manager", "matcha", "old_calls"},
+        "matcha": {"graph_manager", "mixing_manager", "transport", "old_calls", "devices"},
+        "mixing_manager": {"graph_manager", "old_calls"},
         "consensus_control": {"mixing_manager"},
         "mpi": {"transport", "devices"},
         "gossiper": {"rounds", "old_calls"},
@@ -78,6 +80,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
             *("state", "worlds"),
         },
         "version": set(),
+        "compat": set(),
         "extend": {*_WRAPPERS, "algorithms"} - {"consensus_control", "membership"},
         "membership": {*_LOCKSTEP, "version"},
         "wrappers": _WRAPPERS - {"wrappers"},
@@ -87,13 +90,13 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "checkpoints": {"wrappers"},
         "metrics": {"wrappers"},
         "watch": set(),
-        "registry": set(),
+        "registry": {"extras"},
         "doctor": {"devices", "graph_manager", "lab", "matcha", "registry", "transport"},
         "lab": {
             *("flat", "graph_manager", "mixing_manager", "compression", "schedule", "consensus_control"),
-            *("algorithms", "rounds", "registry", "matcha", "methods", "wrappers"),
+            *("algorithms", "extras", "rounds", "registry", "methods", "wrappers"),
         },
-        "methods": {*_WRAPPERS, "algorithms", "sparta", "ad_psgd", "wagma", "dpwa", "registry"},
+        "methods": {*_WRAPPERS, "algorithms", "extras", "registry"},
         "testing": {"membership", "transport"},
         "integrations": {"flat", "registry", "transport", "wrappers"},
         # Modules with the names that other systems gave to them.
@@ -123,8 +126,14 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
 }
 # typing_extensions comes with torch; annotations may use it.
 DEPENDENCIES = {"torch", "numpy", "networkx", "typing_extensions"}
+# Modules beside the packages that nothing imports: a command, and names of other libraries.
+ABOVE = {"ar_distributed", "communicator", "distributed", "doctor", "gossiper", "simple_distributed"}
+# The extras that an extra may import: all others it reaches by name.
+EXTRAS_OF_EXTRAS = {"lab": {"methods"}}
+# The only files that may import a module by its name; `metrics` and `doctor` import packages of others.
+BY_NAME = {"extras", "metrics", "doctor", "lab"}
 # Who may import what is not installed with the library; nothing that `import gossip_modules` runs imports these.
-EXTRAS = {
+FOREIGN = {
     "yaml": {"dpwa"},
     "mpi4py": {"mpi"},
     **{host: {"integrations"} for host in ("accelerate", "lightning", "transformers")},
@@ -215,7 +224,7 @@ def violations(root: Path) -> list[str]:
 def _foreign(room: str, names: set[str]) -> list[str]:
     known = {PACKAGE, *DEPENDENCIES, *sys.stdlib_module_names}
     roots = sorted({name.split(".")[0] for name in names} - known)
-    return [root for root in roots if room not in EXTRAS.get(root, ())]
+    return [root for root in roots if room not in FOREIGN.get(root, ())]
 
 
 def forbidden_imports(folder: Path, forbidden: set[str]) -> list[str]:
@@ -243,6 +252,24 @@ def test_imports_point_down(package: str) -> None:
     assert (ROOT / package / "__init__.py").exists()
     assert violations(ROOT / package) == []
     graphlib.TopologicalSorter(MAY_IMPORT[package]).prepare()
+
+
+@pytest.mark.parametrize("room", sorted(MAY_IMPORT[PACKAGE].keys() - ABOVE))
+def test_no_package_imports_an_extra(room: str) -> None:
+    """Only `load` of `extras` leads to one, by its name."""
+    assert MAY_IMPORT[PACKAGE][room] & EXTRAS.keys() <= EXTRAS_OF_EXTRAS.get(room, set())
+    assert MAY_IMPORT[PACKAGE][room] & ABOVE == set()
+
+
+def test_extras_are_packages() -> None:
+    assert [extra for extra in EXTRAS if not (ROOT / PACKAGE / extra / "__init__.py").exists()] == []
+    assert {place.partition(".")[0] for place in NAMES.values()} <= EXTRAS.keys()
+
+
+def test_one_module_imports_by_name() -> None:
+    paths = [path for path in (ROOT / PACKAGE).rglob("*.py") if "importlib" in path.read_text(encoding="utf-8")]
+    rooms = {path.relative_to(ROOT / PACKAGE).with_suffix("").parts[0] for path in paths}
+    assert rooms == BY_NAME
 
 
 def test_no_two_classes_have_one_name() -> None:

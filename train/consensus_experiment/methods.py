@@ -86,7 +86,7 @@ def variants() -> dict[str, Variant]:
     others = [
         name
         for name, method in METHODS.items()
-        if issubclass(method.algorithm, Algorithm) and "gossip_every" in method.options and name not in seen
+        if issubclass(method.make, Algorithm) and "gossip_every" in method.options and name not in seen
     ]
     return {**named, **{name: Variant(name, is_tuned=True) for name in others}}
 

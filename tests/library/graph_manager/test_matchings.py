@@ -23,7 +23,7 @@ from gossip_modules.graph_manager.matchings import (
     predefined_matchings,
     world_size,
 )
-from gossip_modules.matcha.laplacians import dpsgd_weight
+from gossip_modules.mixing_manager.laplacians import dpsgd_weight
 
 
 def graphs() -> Iterator[nx.Graph]:

@@ -26,7 +26,7 @@ from gossip_modules.matcha import graph as module
 from gossip_modules.matcha import joint_probabilities
 from gossip_modules.matcha.__main__ import main as write_plan
 from gossip_modules.matcha.graph import MatchaGraph
-from gossip_modules.matcha.laplacians import dpsgd_weight, mixing_weight, periodic_dpsgd_weight
+from gossip_modules.mixing_manager.laplacians import dpsgd_weight, mixing_weight, periodic_dpsgd_weight
 from tests.harness.ranks import run_ranks
 
 ROUNDS = (*range(40), 10**6, 2**40)

@@ -11,7 +11,7 @@ import pytest
 from gossip_modules.graph_manager.matchings import Matching, decompose, predefined_matchings
 from gossip_modules.matcha import activation_probabilities, joint_probabilities, matching_costs
 from gossip_modules.matcha import planning as module
-from gossip_modules.matcha.laplacians import contraction, mixing_weight
+from gossip_modules.mixing_manager.laplacians import contraction, mixing_weight
 
 
 @pytest.mark.parametrize(("budget", "rho"), [(0.5, 0.633), (0.8, 0.577), (1.0, 0.577)])

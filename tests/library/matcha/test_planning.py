@@ -14,7 +14,7 @@ from gossip_modules.graph_manager import select_graph
 from gossip_modules.graph_manager.matchings import Edge, Matching, decompose, graph_edges, predefined_matchings
 from gossip_modules.matcha import activation_probabilities, matching_costs
 from gossip_modules.matcha import planning as module
-from gossip_modules.matcha.laplacians import mixing_weight, periodic_dpsgd_weight, weighted_laplacian
+from gossip_modules.mixing_manager.laplacians import mixing_weight, periodic_dpsgd_weight, weighted_laplacian
 
 Array = npt.NDArray[np.float64]
 # Graph 0, found with a convex programming package: budget; p; lambda_2, alpha, rho; rho of equal p and of one coin.

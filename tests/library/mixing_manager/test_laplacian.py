@@ -20,8 +20,8 @@ from gossip_modules.graph_manager import (
 from gossip_modules.graph_manager.base import GraphManager
 from gossip_modules.graph_manager.matchings import predefined_matchings
 from gossip_modules.matcha.graph import MatchaGraph
-from gossip_modules.matcha.laplacians import contraction, dpsgd_weight, laplacian
 from gossip_modules.mixing_manager import LaplacianMixing, graph_weights
+from gossip_modules.mixing_manager.laplacians import contraction, dpsgd_weight, laplacian
 
 MATCHA = MatchaGraph(predefined_matchings(0), budget=0.5, seed=1)
 MIXINGS = {

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gossip_modules as gm
+from gossip_modules.extras import place_of
 from gossip_modules.matcha.__main__ import main as write_plan
 from gossip_modules.methods import METHODS, Context, wrap
 from gossip_modules.methods.graphs import base_graph, make_graph
@@ -245,7 +246,7 @@ def test_options_without_effect_are_named_and_have_none(wrapped: Callable[..., d
 
 def said_to(monkeypatch: pytest.MonkeyPatch, wrapper: str, **options: Any) -> dict[str, Any]:
     """What a recipe says to that wrapper on rank 1 of 4."""
-    monkeypatch.setattr(f"{WRAP}.{wrapper}", lambda module, **arguments: arguments)
+    monkeypatch.setattr(f"gossip_modules.{place_of(wrapper).replace(':', '.')}", lambda module, **arguments: arguments)
     config = Config(**options)
     world = SimpleNamespace(rank=1, size=4, backend="gloo", on_every_rank=None)
     task = SimpleNamespace(steps_per_epoch=10, example_inputs=None)
@@ -297,7 +298,7 @@ def test_workers_of_dpwa_learn_the_addresses_of_all_others(
         def add_peer(self, name: str, address: str) -> None:
             self.peers[name] = address
 
-    monkeypatch.setattr(f"{WRAP}.PairwiseDataParallel", Worker)
+    monkeypatch.setattr("gossip_modules.dpwa.wrapper.PairwiseDataParallel", Worker)
     text = f"Dpwa({options}divergence_threshold=0.3, fetch_probability=0.9)"
 
     def wrap_on(member: Any) -> Any:
@@ -309,7 +310,7 @@ def test_workers_of_dpwa_learn_the_addresses_of_all_others(
     names = [f"rank_{rank:04d}" for rank in range(3)]
     for name, worker in zip(names, workers, strict=True):
         assert worker.peers == {other: f"tcp://127.0.0.1:{other[-1]}" for other in names if other != name}
-        assert worker.arguments["interpolation"] == interpolation
+        assert worker.arguments.get("interpolation", gm.dpwa.ConstantInterpolation(0.5)) == interpolation
         assert (worker.arguments["divergence_threshold"], worker.arguments["fetch_probability"]) == (0.3, 0.9)
 
 

@@ -13,8 +13,8 @@ import pytest
 from gossip_modules.graph_manager import select_graph
 from gossip_modules.graph_manager.matchings import Matching, decompose, predefined_matchings
 from gossip_modules.matcha import activation_probabilities
-from gossip_modules.matcha import laplacians as module
-from gossip_modules.matcha.laplacians import (
+from gossip_modules.mixing_manager import laplacians as module
+from gossip_modules.mixing_manager.laplacians import (
     contraction,
     dpsgd_weight,
     laplacian,

@@ -1,0 +1,53 @@
+"""The extras: the library imports and trains without any one of them, and says which one is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gossip_modules as gm
+from gossip_modules.extras import EXTRAS, NAMES, MissingExtra, load
+
+LIBRARY = Path(gm.__file__).parent
+
+
+def test_the_library_trains_without_any_one_extra(tmp_path: Path) -> None:
+    folders = [tmp_path / extra for extra in EXTRAS]
+    for folder in folders:
+        copy = folder / LIBRARY.name
+        copy.mkdir(parents=True)
+        for path in LIBRARY.iterdir():
+            if path.name not in (folder.name, "__pycache__"):
+                (copy / path.name).symlink_to(path)
+    command = [sys.executable, str(Path(__file__).with_name("missing_extra.py")), *map(str, folders)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, cwd=tmp_path, env=environment)
+    found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert found == dict.fromkeys(EXTRAS, "ok"), done.stderr
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gossip_modules.dpwa", None)
+    got = r"^got gossip_modules.dpwa.PairwiseDataParallel, which is in gossip_modules.dpwa \(dpwa\)"
+    with pytest.raises(MissingExtra, match=rf"{got}, expected .*; install all packages: pip install") as caught:
+        load("dpwa:PairwiseDataParallel")
+    assert caught.value.extra == "dpwa"
+
+
+def test_another_missing_module_is_not_taken_for_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gossip_modules.engine.nothing", None)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        load("engine.nothing")
+    assert not isinstance(caught.value, MissingExtra)
+
+
+def test_names_of_extras_are_names_of_the_library() -> None:
+    assert {*NAMES, *EXTRAS} <= {*dir(gm)}
+    assert {*NAMES} <= {*gm.__all__}
+    assert gm.PairwiseDataParallel is gm.dpwa.PairwiseDataParallel
+    with pytest.raises(AttributeError, match=r"module 'gossip_modules' has no attribute 'Nothing'"):
+        _ = gm.Nothing
