@@ -438,7 +438,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         """
         limit, start = self._local.transport.timeout, time.monotonic()
         if self._others is None and dist.get_backend() == "gloo":
-            self._others = connect(dist.group.WORLD, timeout=limit)  # which finds out who fails
+            self._others = connect(dist.group.WORLD, timeout=limit)  # to find out which rank fails
         try:
             work = Join.notify_join_context(self)
             if work is not None:

@@ -32,7 +32,7 @@ def test_generations_of_other_members_are_counted() -> None:
     assert checks.disagreements({**same, 2: [line(1, members=(1, 0))]}) == 1
 
 
-def test_weights_are_summed_where_nobody_comes_or_goes() -> None:
+def test_weights_are_summed_while_the_workers_stay_the_same() -> None:
     calm = {0: [line(0, weight=0.5), line(1, weight=1.25)], 1: [line(0, weight=1.5), line(1, weight=0.85)]}
     assert checks.largest_drift(calm) == pytest.approx(0.05)
     for other in (line(1, changes=1), line(1, generation=2), line(5)):
@@ -63,7 +63,7 @@ def test_growth_is_from_the_first_generation_to_the_last_steps_with_as_many_work
     assert str(checks.growth([], "threads", end_steps=4)) == "(nan, nan)"
 
 
-def test_what_did_not_hold_is_named() -> None:
+def test_failed_claims_are_named() -> None:
     good = {"method": "SGP", "failed": 0, "hung": 0, "not_monotone": 0, "disagreements": 0, "weight_drift": 1e-7}
     good |= {"accuracy": 90.0, "undisturbed_accuracy": 90.4}
     good |= {f"{name}_{when}": 50.0 for name in ("threads", "descriptors", "megabytes") for when in ("early", "late")}

@@ -45,7 +45,7 @@ TIMEOUT = 5.0
         ("Connection closed by peer [127.0.0.1]:25253", set()),
     ],
 )
-def test_whom_an_error_names(text: str, expected: set[int]) -> None:
+def test_ranks_named_by_an_error(text: str, expected: set[int]) -> None:
     assert accused(text, rank=0) == expected
 
 
@@ -179,7 +179,7 @@ def test_nothing_deviates() -> None:
         ({"fault": "stop-short"}, "ConnectionError: rank 2 has died"),
     ],
 )
-def test_what_deviates(values: dict[str, Any], expected: str) -> None:
+def test_deviations(values: dict[str, Any], expected: str) -> None:
     found = deviations(pd.DataFrame(cell(values)))
     assert len(found) == 1
     assert re.search(rf"^SGP, .*, survivor 0: .*{expected}", found[0]), found

@@ -76,7 +76,7 @@ def test_data_has_a_hash_or_the_page_says_that_it_has_none(tmp_path: Path) -> No
 # What has changed since.
 
 
-def test_pages_say_how_many_commits_have_changed_what_their_rows_measure() -> None:
+def test_pages_say_how_many_commits_have_changed_the_measured_code() -> None:
     review = json.loads(REVIEW.read_text(encoding="utf-8"))
     for page in pages.PAGES.values():
         for own in page.measurements():

@@ -195,6 +195,6 @@ def test_the_log_follows_the_rules() -> None:
     assert 0 < TARGET_BITS < 8
 
 
-def test_a_track_that_nobody_finishes_has_a_sentence() -> None:
+def test_a_track_without_a_finished_run_has_a_sentence() -> None:
     rows = pd.DataFrame({"track": ["deaths"], "submission": ["sgp"], "seconds": [np.nan]})
     assert headline(rows) == f"First to {TARGET_BITS:g} bits per byte: on `deaths` none of 1."

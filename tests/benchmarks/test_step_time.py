@@ -34,7 +34,7 @@ def test_methods_have_standards_and_models_run() -> None:
         assert module(inputs).isfinite().all()
 
 
-def test_what_is_no_commit_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_commit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"got 'no such commit', expected a commit of .* with gossip_modules"):
         extract("no such commit", tmp_path)
 

@@ -105,7 +105,7 @@ def test_goodput_by_hand() -> None:
     assert goodput.goodput(10, 50.0, pause) == 0.0
 
 
-def test_goodput_is_that_of_a_training_in_the_lab_whose_workers_die_and_join() -> None:
+def test_goodput_equals_a_training_in_the_lab_with_deaths_and_joins() -> None:
     task = LabTask(utilisation.Weights, utilisation.weighted_sum, lambda *_: torch.zeros(()), None)
     setting = Setting(4, None, Compute(0.1), Network("100 Gbit/s, 0 ms", memory_byte_s=1e15))
     events: list[Kill | Join] = [Kill(step=50, worker=3, seconds=0.75), Join(step=60, seconds=0.25)]

@@ -58,17 +58,17 @@ def launch(cluster: Path, *arguments: str, element: str = "0", **variables: str)
 
 
 @pytest.mark.parametrize("status", [0, 2])
-def test_what_has_ended_well_or_was_called_wrongly_is_not_run_again(cluster: Path, status: int) -> None:
+def test_a_command_that_succeeds_or_is_called_wrongly_is_not_run_again(cluster: Path, status: int) -> None:
     assert restart(cluster, f"echo ran; exit {status}") == (status, "ran\n", "")
 
 
-def test_what_fails_is_run_again_until_it_succeeds(cluster: Path) -> None:
+def test_a_command_that_fails_is_run_again_until_it_succeeds(cluster: Path) -> None:
     status, out, err = restart(cluster, f"{COUNT}; echo run $n; exit $((n < 2 ? 9 : 0))")
     assert (status, out) == (0, "run 0\nrun 1\nrun 2\n")
     assert err.count("restart.sh: status 9, again in 0 s: bash -c") == 2
 
 
-def test_what_fails_in_a_row_is_given_up(cluster: Path) -> None:
+def test_a_command_that_fails_in_a_row_is_given_up(cluster: Path) -> None:
     status, out, err = restart(cluster, "echo ran; exit 9", MAX_FAILURES="3")
     assert (status, out) == (9, "ran\n" * 3)
     assert "restart.sh: status 9, 3 failures in a row: given up: bash -c" in err
@@ -85,7 +85,7 @@ def test_a_command_that_ran_for_long_begins_a_new_row(cluster: Path) -> None:
     assert restart(cluster, f"{COUNT}; exit $((n < 4 ? 9 : 0))", **variables)[0] == 0
 
 
-def test_what_cannot_begin_yet_is_run_again_and_not_counted(cluster: Path) -> None:
+def test_a_command_that_cannot_begin_yet_is_run_again_and_not_counted(cluster: Path) -> None:
     status, _, err = restart(cluster, f"{COUNT}; exit $((n < 4 ? 75 : 0))", MAX_FAILURES="2")
     assert status == 0
     assert err.count("status 75, again in 0 s") == 4
@@ -113,7 +113,7 @@ def test_a_signal_ends_a_pause(cluster: Path) -> None:
     assert finish(process)[0] == 9
 
 
-def test_who_does_not_end_after_a_signal_is_killed(cluster: Path) -> None:
+def test_a_process_that_does_not_end_after_a_signal_is_killed(cluster: Path) -> None:
     command = f"{WAITS}; trap '' TERM; waits; echo up; while :; do sleep 0.01; done"
     process = start(cluster, str(RESTART), "bash", "-c", command, GRACE_SECONDS="0")
     assert process.stdout is not None
@@ -122,7 +122,7 @@ def test_who_does_not_end_after_a_signal_is_killed(cluster: Path) -> None:
     assert finish(process)[0] == 128 + signal.SIGKILL
 
 
-def test_restart_says_what_is_missing(cluster: Path) -> None:
+def test_restart_without_a_command_is_an_error(cluster: Path) -> None:
     status, _, err = finish(start(cluster, str(RESTART)))
     assert (status, "got no command, expected one to run" in err) == (2, True)
 
@@ -164,7 +164,7 @@ def test_others_serve_nothing(cluster: Path, element: str, variables: dict[str, 
         ({"SLURM_JOB_NUM_NODES": "4"}, "got 4 nodes, expected 1 .*submit with --nodes=1 --array=0-3"),
     ],
 )
-def test_launch_says_what_is_missing(cluster: Path, variables: dict[str, str], message: str) -> None:
+def test_launch_names_missing_variables(cluster: Path, variables: dict[str, str], message: str) -> None:
     status, out, err = finish(launch(cluster, FAKE_SRUN="echo started", **variables))
     assert status != 0
     assert re.search(message, err)

@@ -146,7 +146,7 @@ def test_a_node_that_loses_a_process_falls_and_comes_back_as_one(job: Job) -> No
     until(first, r"with 2 workers .* joined")
 
 
-def test_fine_tuning_sends_what_is_trained() -> None:
+def test_fine_tuning_sends_the_trained_tensors() -> None:
     first, second = outputs("fine_tuning.py", 2)
     lines = re.findall(r"loss ([\d.]+), (\d+) trained parameters, (\d+) bytes per step", first)
     (frozen_loss, *frozen), (unfrozen_loss, *unfrozen) = lines

@@ -55,7 +55,7 @@ def lose_a_peer(rank: int, overlap: bool, how: int, average_every: int) -> None:
     optimizer = sgd(wrapper)
     for step in range(1000):
         if step == ROUND:
-            # So that nobody is late for a reason of its own, and the round before is over.
+            # So that no rank is late for a reason of its own, and the round before is over.
             wrapper.flush()
             dist.barrier()
             start_clock()
@@ -82,7 +82,7 @@ def test_a_killed_peer_is_named_by_its_neighbours(overlap: bool) -> None:
         assert outcomes[rank].seconds < SECONDS[signal.SIGKILL]
         pattern = rf"^ConnectionError: rank {rank}: round {ROUND}: .*(from|to) rank {VICTIM}\b.* failed after \d+\.\d s"
         assert re.search(pattern, outcomes[rank].error), outcomes[rank].error
-    # The rank opposite hears of it from those who ended first, and blames who was first.
+    # The rank opposite hears of it from the ranks that ended first, and blames the first one.
     assert re.search(rf"^ConnectionError: rank 3: .*rank {VICTIM} is gone \(seen by", outcomes[3].error), outcomes[
         3
     ].error
@@ -128,7 +128,7 @@ def average_alone(rank: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.e2e
-def test_who_calls_a_collective_alone_is_told_who_did_not() -> None:
+def test_a_rank_that_calls_a_collective_alone_gets_the_names_of_the_others() -> None:
     outcomes, timeout = run_processes(NUM_RANKS, average_alone, expect_result=False), SECONDS[signal.SIGSTOP]
     assert all(outcome.seconds < timeout + 3 for outcome in outcomes)
     assert all(outcome.exit_code == 1 for outcome in outcomes)

@@ -29,7 +29,7 @@ def forwards(model: nn.Module, count: int) -> None:
         model(torch.ones(2, 3, device="cuda"))
 
 
-def test_what_peers_see_is_what_was_published_whatever_training_writes_after_it() -> None:
+def test_peers_see_the_published_model_while_training_writes_its_own() -> None:
     x = FlatVector.over(torch.zeros(NUM_ELEMENTS, device="cuda"))
     shared = SharedModel(x)
     for k in range(NUM_ROUNDS):

@@ -22,7 +22,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_script_prints_what_stands_below_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_prints_the_output_below_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     script, output = EXAMPLES[name]
     exec(compile(script, name, "exec", dont_inherit=True), {"__name__": "__main__"})
     assert capsys.readouterr().out == output

@@ -144,7 +144,7 @@ def test_launch_hands_interface_and_cores_to_the_step(cluster: Path) -> None:
         ({"VENV": "nowhere"}, "got no nowhere/bin/torchrun in .*make it with 'make venv', or name"),
     ],
 )
-def test_launch_says_what_is_missing(cluster: Path, variables: dict[str, str], message: str) -> None:
+def test_launch_names_missing_variables(cluster: Path, variables: dict[str, str], message: str) -> None:
     status, out, err = run_launch(cluster, FAKE_SRUN="echo started", **variables)
     assert status != 0
     assert re.search(message, err)
@@ -225,7 +225,7 @@ def submit(cluster: Path, script: str, *arguments: str, **variables: str) -> tup
 @pytest.mark.parametrize(
     "recipe", ["ar", "dpsgd", "sgp", "osgp", "matcha", "choco", "powergossip", "adpsgd", "wagma", "dpwa"]
 )
-def test_submit_scripts_ask_for_what_the_trainer_understands(cluster: Path, recipe: str) -> None:
+def test_submit_scripts_pass_options_of_the_trainer(cluster: Path, recipe: str) -> None:
     variables = {"DATA_DIR": "/data/image net", "GPUS_PER_NODE": "4", "NUM_NODES": "16"}
     options, arguments = submit(cluster, f"submit_{recipe}.sh", "--seed", "7", **variables)
     assert options == ["train/gossip_sgd.py", f"--job-name=imagenet-{recipe}", "--nodes=16", "--gpus-per-node=4"]
@@ -237,7 +237,7 @@ def test_submit_scripts_ask_for_what_the_trainer_understands(cluster: Path, reci
 
 
 @pytest.mark.parametrize(("model", "num_batches"), [("base", 1), ("big", 16)])
-def test_submit_transformer_asks_for_what_the_trainer_understands(cluster: Path, model: str, num_batches: int) -> None:
+def test_submit_transformer_passes_options_of_the_trainer(cluster: Path, model: str, num_batches: int) -> None:
     variables = {"DATA_DIR": "/data/wmt 16", "MODEL": model}
     options, arguments = submit(cluster, "submit_transformer.sh", "sgp", "--seed", "7", **variables)
     name = f"--job-name=transformer-{model}-sgp"
@@ -249,7 +249,7 @@ def test_submit_transformer_asks_for_what_the_trainer_understands(cluster: Path,
 
 
 @pytest.mark.parametrize("model", ["gpt2", "gpt2-medium", "gpt2-large"])
-def test_submit_language_model_asks_for_what_the_trainer_understands(cluster: Path, model: str) -> None:
+def test_submit_language_model_passes_options_of_the_trainer(cluster: Path, model: str) -> None:
     variables = {"DATA_DIR": "/data/some text", "MODEL": model}
     options, arguments = submit(cluster, "submit_language_model.sh", "sgp", "--seed", "7", **variables)
     assert options == ["train/language_model.py", f"--job-name={model}-sgp", "--nodes=8", "--gpus-per-node=1"]
@@ -278,7 +278,7 @@ def test_submit_language_model_asks_for_what_the_trainer_understands(cluster: Pa
         ),
     ],
 )
-def test_submit_scripts_say_what_is_missing(
+def test_submit_scripts_name_missing_options(
     cluster: Path, script: str, arguments: list[str], variables: dict[str, str], message: str
 ) -> None:
     env = environment(cluster / "bin", **variables)

@@ -70,7 +70,7 @@ def test_the_script_of_the_quickstart_begins_as_the_page_shows(tmp_path: Path) -
 @pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", ["plain.py", *UNDER_TORCHRUN])
-def test_a_script_prints_what_the_page_shows(name: str, tmp_path: Path) -> None:
+def test_a_script_prints_the_output_of_the_page(name: str, tmp_path: Path) -> None:
     check_script(name, tmp_path)
 
 

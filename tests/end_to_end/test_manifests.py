@@ -201,7 +201,7 @@ def test_the_loop_of_ray_train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 # The image.
 
 
-def test_the_image_has_what_its_command_needs() -> None:
+def test_the_image_has_the_needs_of_its_command() -> None:
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
     assert [word for word, _ in lines] == ["ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "CMD"]

@@ -70,7 +70,7 @@ def test_every_registered_method_has_a_page() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_page_says_what_the_registry_says(name: str) -> None:
+def test_a_page_agrees_with_the_registry(name: str) -> None:
     method, page = METHODS[name], " ".join(PAGES[name].split())
     assert page.startswith(f"# {method.title} ")
     assert f"`{method.file}`" in page

@@ -106,7 +106,7 @@ def test_make_venv_installs_again_after_a_pin_changed(make_venv: tuple[Path, dic
     assert "apt-get" not in (folder / "log").read_text(encoding="utf-8")
 
 
-def test_make_venv_says_what_to_do_when_it_may_not_install(make_venv: tuple[Path, dict[str, str]]) -> None:
+def test_make_venv_names_the_remedy_when_it_may_not_install(make_venv: tuple[Path, dict[str, str]]) -> None:
     folder, env = make_venv
     write_executable(folder / "bin" / "id", "#!/bin/sh\necho 1000\n")
     result = run_make_venv(folder, env)

@@ -104,7 +104,7 @@ def test_choco_refuses_links_that_change() -> None:
         ChocoCommunicator(0, 4, topology(FixedProcessor, 0, 1.0), 1, 0.1)
 
 
-def test_what_it_refuses() -> None:
+def test_refused_arguments() -> None:
     communicator = centralizedCommunicator(0, 1, process_group=solo_group())
     model: Any = nn.Linear(2, 1)
     communicator.close()  # before there is anything

@@ -65,7 +65,7 @@ def test_an_old_name_works_and_warns() -> None:
         Client(1, wait=3.0, timeout=2.0)  # type: ignore[call-arg]
 
 
-def test_a_refused_argument_says_what_takes_its_place() -> None:
+def test_a_refused_argument_names_its_replacement() -> None:
     with pytest.raises(ValueError, match=r"^got mesh='x+\.\.\.x+', expected none: there is no mesh; pass group=$"):
         Client(1, mesh="x" * 1000)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"^got wait=1, expected none: call connect\(\) again$"):
@@ -145,7 +145,7 @@ def test_the_table_has_all_arguments_of_the_installed_torch() -> None:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_what_changes_nothing_is_accepted_with_one_warning_each(name: str) -> None:
+def test_arguments_without_effect_are_accepted_with_one_warning_each(name: str) -> None:
     options = dict(IGNORED)
     if name in ("SGP", "SGP without overlap", "gossip()"):
         del options["find_unused_parameters"]  # it has that of its own, for nodes
@@ -163,7 +163,7 @@ def test_what_changes_nothing_is_accepted_with_one_warning_each(name: str) -> No
 
 @pytest.mark.parametrize("option", REFUSED)
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_what_has_another_place_is_refused_with_the_remedy(name: str, option: str) -> None:
+def test_arguments_with_another_place_are_refused_with_the_remedy(name: str, option: str) -> None:
     value, remedy = REFUSED[option]
     module = nn.Linear(2, 1)
     with pytest.raises(ValueError, match=rf"^got {option}=.*, expected none: .*{remedy}"):
@@ -188,7 +188,7 @@ def test_dpwa_has_no_group() -> None:
             pairwise(nn.Linear(2, 1), **option)
 
 
-def test_all_reduce_takes_what_ddp_takes() -> None:
+def test_all_reduce_takes_the_arguments_of_ddp() -> None:
     model = with_group(gm.AllReduceDataParallel)(nn.Linear(2, 1), gradient_as_bucket_view=True, static_graph=True)
     assert model.gradient_as_bucket_view
     assert model.static_graph

@@ -51,7 +51,7 @@ print("trained")
 """
 
 
-def test_the_package_imports_and_a_process_trains_without_what_only_linux_has() -> None:
+def test_the_package_imports_and_a_process_trains_without_features_of_linux() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=55
     )

@@ -100,14 +100,14 @@ def test_main_of_powergossip(tmp_path: Path) -> None:
         ("sgp", r"^got 'sgp' to train, expected a configuration of a task, or options by name"),
     ],
 )
-def test_what_cannot_be_run(config: Any, message: str) -> None:
+def test_calls_that_cannot_run(config: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         train.run(config)
     assert "\n" not in str(caught.value)
     assert not dist.is_initialized()
 
 
-def test_main_refuses_what_another_launch_would_be() -> None:
+def test_main_refuses_the_options_of_another_launch() -> None:
     train.config["n_workers"] = 4
     with pytest.raises(UsageError, match=r"^got n_workers=4 in rank 0 of 1 processes, expected 1; start torchrun"):
         train.main()

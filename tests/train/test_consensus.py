@@ -40,7 +40,7 @@ def test_matrices_are_functions_of_the_seed_and_differ_between_workers(name: str
     assert not torch.equal(first[0], first[1])
 
 
-def test_what_the_matrices_are() -> None:
+def test_the_matrices() -> None:
     def make(name: str) -> list[torch.Tensor]:
         return make_matrices(name, num_workers=3, seed=2, data_dir=Path("nowhere"))
 

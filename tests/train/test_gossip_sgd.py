@@ -383,7 +383,7 @@ def diverge_and_resume(rank: int, folder: str) -> list[str]:
 
 
 @pytest.mark.e2e
-def test_what_ends_a_run_and_what_a_finished_one_still_does(tmp_path: Path) -> None:
+def test_ends_of_a_run_and_actions_of_a_finished_one(tmp_path: Path) -> None:
     for outcome in run_processes(2, diverge_and_resume, str(tmp_path)):
         diverged, taken, again, *refused = outcome.result
         assert re.search(r"rank 0: got a loss of (nan|inf) by step .*training has diverged; lower --lr", diverged)

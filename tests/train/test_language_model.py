@@ -156,7 +156,7 @@ def test_the_script_trains_and_leaves_a_model_that_loads(tmp_path: Path, text: s
 
 @pytest.mark.soak
 @pytest.mark.e2e
-def test_what_a_user_can_mend_is_one_line_and_exit_code_2(tmp_path: Path, text: str) -> None:
+def test_an_error_of_the_user_is_one_line_and_exit_code_2(tmp_path: Path, text: str) -> None:
     (tmp_path / "empty").mkdir()
     (Path(text) / "train.png").write_bytes(b"\x89PNG\0")
     for options, message in (

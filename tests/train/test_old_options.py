@@ -98,7 +98,7 @@ def test_every_option(name: str, action: Action) -> None:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_what_has_one_name_is_no_old_option(name: str) -> None:
+def test_an_option_with_one_name_is_no_old_option(name: str) -> None:
     assert name in {option.name for option in fields(Config)}
     assert name not in OPTIONS
 
@@ -209,7 +209,7 @@ def test_a_script_without_the_option_says_so() -> None:
         read("--warmup True", TranslationConfig)
 
 
-def test_what_stands_after_two_dashes_is_left_alone() -> None:
+def test_arguments_after_two_dashes_are_left_alone() -> None:
     defaults = {option.name: option.default for option in fields(Config)}
     with pytest.warns(UserWarning, match="--bs 8 is now --batch-size 8"):
         assert translated(["--bs", "8", "--", "--bs", "9"], defaults) == ["--batch-size", "8", "--", "--bs", "9"]
@@ -325,7 +325,7 @@ def test_options_of_version_0_1_that_cannot_be(line: str, message: str) -> None:
         ),
     ],
 )
-def test_a_checkpoint_of_version_0_1_says_what_its_run_was(manifest: dict[str, Any], texts: dict[str, str]) -> None:
+def test_a_checkpoint_of_version_0_1_describes_its_run(manifest: dict[str, Any], texts: dict[str, str]) -> None:
     assert texts_of_old_options(manifest) == texts
 
 

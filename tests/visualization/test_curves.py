@@ -99,7 +99,7 @@ def test_runs_side_by_side_with_one_that_has_no_distance(tmp_path: Path, figures
     assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["ar", "sgp"]
 
 
-def test_runs_that_go_on_are_drawn_and_what_is_broken_is_a_warning(tmp_path: Path, figures: list[Figure]) -> None:
+def test_running_runs_are_drawn_and_broken_ones_are_a_warning(tmp_path: Path, figures: list[Figure]) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "summary.json").unlink()
     path = folder / "rank_0001.csv"

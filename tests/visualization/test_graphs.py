@@ -69,7 +69,7 @@ def test_rounds_to_consensus_are_the_first_that_suffice(name: str) -> None:
     assert rounds_to_consensus(rounds, error=1e-3) == len(errors)
 
 
-def test_spectra_of_a_base_graph_count_what_ranks_send() -> None:
+def test_spectra_of_a_base_graph_count_sent_messages() -> None:
     """Of three ranks two send in each of the three rounds; of six, four in three rounds and six in one."""
     table = measure(Spectra(("base",), (3, 6)))
     assert table[["gap", "rounds", "messages"]].to_numpy().tolist() == [[1, 3, 2], [1, 4, pytest.approx(3)]]

@@ -130,7 +130,7 @@ def test_members_and_slowest_steps_are_drawn(tmp_path: Path) -> None:
     assert set(np.asarray(drawn["deadline for a silent worker"].get_ydata())) == {1500}
 
 
-def test_the_report_tells_who_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_names_workers_and_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("visualization.report._image", lambda figure, description: f"<img alt='{description}'>")
     folder = write(write_run(tmp_path / "run", num_ranks=3))
     (folder / "rank_0001.csv").rename(folder / "rank_0003.csv")  # who died has left no table

@@ -31,7 +31,7 @@ TEXT_FIGURES = {"consensus", "nll_steps", "bleu_steps", "bleu_bytes"}
     ("metrics", "wanted", "expected"),
     [(None, FIGURES, IMAGE_FIGURES), (TEXT_METRICS, [name for name in FIGURES if "loss" not in name], TEXT_FIGURES)],
 )
-def test_what_runs_have_data_for_is_drawn(
+def test_columns_with_data_are_drawn(
     metrics: dict[str, list[float | None]] | None,
     wanted: Sequence[str],
     expected: set[str],

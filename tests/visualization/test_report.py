@@ -74,7 +74,7 @@ def test_a_report_is_one_file_with_everything_in_it(tmp_path: Path, capsys: pyte
         assert cell in page.texts
 
 
-def test_the_report_says_when_by_what_and_with_which_command(tmp_path: Path) -> None:
+def test_the_report_has_date_version_and_command(tmp_path: Path) -> None:
     run, problems = read_run(write_run(tmp_path / "run"))
     assert run is not None
     made = {"date": "2026-11-22T20:00:00+00:00", "command": "python -m train.gossip_sgd", "torch": "2.14.1"}
@@ -158,7 +158,7 @@ def test_problems_are_in_the_report_and_on_the_terminal(tmp_path: Path, capsys: 
     assert list((tmp_path / "none").iterdir()) == []
 
 
-def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
+def test_runs_that_cannot_be_drawn_are_named(tmp_path: Path) -> None:
     for recipe, reason in (("ar", "there is no graph"), ("matcha", "The options name no graph that can be drawn")):
         run, problems = read_run(write_run(tmp_path / recipe, recipe=recipe))
         assert run is not None

@@ -35,7 +35,7 @@ def test_a_run_is_all_its_ranks(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(read, expected.astype(float))
 
 
-def test_what_training_writes_is_read(tmp_path: Path) -> None:
+def test_files_of_a_training_are_read(tmp_path: Path) -> None:
     logs = [RunLog(tmp_path, rank=rank) for rank in (1, 2)]
     validation = Validation({"nll": 1.5}, {"nll": 1.0, "bleu": 30.0}, consensus_distance=0.5, bytes_sent=8.0)
     stats = dict.fromkeys(("wait_seconds", "bytes_sent", "num_rounds", "mean_staleness", "max_staleness"), 1.0)
@@ -256,7 +256,7 @@ RANK_1 = "rank_0001.csv"
         ),
     ],
 )
-def test_what_is_broken_is_named_and_the_rest_is_kept(
+def test_broken_files_are_named_and_the_rest_is_kept(
     tmp_path: Path, breakage: Callable[[Path], object], message: str, num_rows: dict[int, int]
 ) -> None:
     folder = write_run(tmp_path / "run")

@@ -79,6 +79,6 @@ def _look_into(folder: Path, rank: int) -> list[tuple[int, _OnRank]]:
         try:
             manifest = files.read_manifest()
             found.append((step, _OnRank("", True, manifest.get("world_size"), manifest.get("score"))))
-        except (ValueError, OSError) as error:  # kept for the one who asks for this step
+        except (ValueError, OSError) as error:  # kept for the caller that asks for this step
             found.append((step, _OnRank(str(error), files.manifest_path.is_file())))
     return found

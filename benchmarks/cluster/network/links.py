@@ -116,7 +116,7 @@ class EmulatedNetwork:
             lines = ["link set lo up"]
             for interface, network in NETWORKS.items():
                 lines += [f"address add {_address(network, rank)}/24 dev {interface}", f"link set {interface} up"]
-                # Nobody asks who is where: on a busy machine the answers come too late for n^2 first connections.
+                # No ARP: on a busy machine its answers come too late for n^2 first connections.
                 lines += [
                     f"neighbour add {_address(network, other)} lladdr {_hardware_address(network, other)} "
                     f"dev {interface} nud permanent"

@@ -294,7 +294,7 @@ def test_command_line() -> None:
         ("shutil.which", lambda tool: None, "got no ip and no tc, expected iproute2: install it"),
     ],
 )
-def test_what_is_missing_is_said_in_one_line(
+def test_missing_tools_are_named_in_one_line(
     name: str,
     stand_in: Callable[..., Any],
     expected: str,
@@ -325,7 +325,7 @@ def test_a_command_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         namespaces.run("sleep", "30")
 
 
-def test_whose_namespaces_are_left_over() -> None:
+def test_namespaces_of_ended_processes_are_left_over() -> None:
     mine = f"{namespaces.owner_prefix(0)}3"
     process, start = mine.split("-")[1:3]
     reused = f"gossip-{process}-{int(start) + 1}-0-3"
@@ -340,7 +340,7 @@ def test_bytes_sent_by_the_shaped_interface() -> None:
         bytes_sent("lo: 1")
 
 
-def test_ports_of_trials_are_those_that_nobody_is_given() -> None:
+def test_ports_of_trials_are_given_to_no_other_trial() -> None:
     ports = {
         Place(0, [], [], dist.HashStore(), number, timedelta(seconds=1)).port for number in [*range(20_000), 10**6]
     }

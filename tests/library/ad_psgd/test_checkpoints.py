@@ -94,7 +94,7 @@ def load(wrapper: BilatGossipDataParallel, optimizer: torch.optim.Optimizer, fil
 
 
 @pytest.mark.filterwarnings("ignore:the state dict holds no gossip state")  # on both threads, who share the filters
-def test_what_is_loaded_does_not_meet_what_was_published_before() -> None:
+def test_a_loaded_model_does_not_mix_with_the_one_published_before() -> None:
     """Also in the middle of a run: the next exchange is with the loaded model, not with the old one."""
     meeting = Meeting(2)
 

@@ -133,7 +133,7 @@ def test_an_error_of_the_listener_is_raised_in_training() -> None:
     run_ranks(2, body)
 
 
-def test_an_error_of_the_listener_that_nobody_has_seen_is_raised_on_close() -> None:
+def test_an_unseen_error_of_the_listener_is_raised_on_close() -> None:
     def body(group: dist.ProcessGroup) -> None:
         wrapper = wrap(mlp(group.rank()), group)
         if group.rank() == 0:
@@ -176,7 +176,7 @@ def test_an_interrupted_flush_loses_nothing() -> None:
     torch.testing.assert_close(first, -second, rtol=0, atol=1e-13)
 
 
-def test_a_passive_rank_that_closes_while_it_answers_says_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_passive_rank_that_closes_while_it_answers_names_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gossip_modules.ad_psgd.engine.SHUTDOWN_TIMEOUT", timedelta(milliseconds=100))
     is_answering, is_over = threading.Event(), threading.Event()
 
@@ -291,7 +291,7 @@ def error_of(call: Callable[[], object]) -> BaseException:
     raise AssertionError("no error")
 
 
-# Every two of what ranks do, who dies and the graph occur together.
+# Each pair of an action of the ranks, a dying rank and a graph occurs together.
 @pytest.mark.parametrize(
     ("doing", "victim", "graph"),
     [
@@ -335,7 +335,7 @@ def test_all_name_a_rank_that_has_died_at_once(
     run_ranks(4, body)
 
 
-def test_an_exchange_has_the_timeout_and_all_name_who_does_not_answer() -> None:
+def test_an_exchange_has_the_timeout_and_all_name_the_silent_rank() -> None:
     """Rank 0 has stopped in the middle of an exchange; the others hear of it from rank 1, or 3.
 
     The timeout is 300 s where none is given, which is more than this test has.
@@ -464,7 +464,7 @@ def test_a_passive_rank_that_stops_is_named_by_all() -> None:
 
 @pytest.mark.soak
 @pytest.mark.e2e
-def test_an_active_rank_that_stops_between_exchanges_is_missed_by_nobody() -> None:
+def test_an_active_rank_that_stops_between_exchanges_is_not_missed() -> None:
     outcomes = outcomes_of(1, signal.SIGSTOP)
     for rank in (0, 2, 3):
         assert (outcomes[rank].result, outcomes[rank].exit_code) == (MISSED_NOBODY, 0), outcomes[rank]

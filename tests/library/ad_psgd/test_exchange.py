@@ -99,7 +99,7 @@ def test_the_weight_of_the_active_rank_is_sent_exactly() -> None:
     assert run_ranks(2, body) == [1 / 3, 1 - 1 / 3]
 
 
-def test_corrections_are_added_to_what_the_model_has_become() -> None:
+def test_corrections_are_added_to_the_present_model() -> None:
     """The sum is kept although both ends take steps between snapshot and delivery."""
 
     def body(group: dist.ProcessGroup) -> float:

@@ -144,7 +144,7 @@ def check(body: Averaging, events: list[Any], backend: Literal["threads", "proce
     ],
     ids=["the first of three dies", "two of four die and one joins"],
 )
-def test_what_nobody_has_taken_along_is_kept(
+def test_the_sum_of_the_living_models_is_kept(
     events: list[Any], body: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sum of the models of those who live is what it was, less what the dead held, and what a newcomer brings."""
@@ -305,13 +305,13 @@ def test_one_exchange_at_most_is_waited_for_where_a_generation_begins() -> None:
         ({"membership": 4}, r"got membership=4, expected a Membership; pass Membership\('host:port', min_workers="),
     ],
 )
-def test_what_does_not_go_with_a_membership_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_fit_a_membership_are_refused(options: dict[str, Any], message: str) -> None:
     membership = Membership(dist.HashStore(), min_workers=2, timeout=SECONDS)
     with pytest.raises(ValueError, match=message):
         BilatGossipDataParallel(nn.Linear(4, 1), **{"membership": membership, **options})
 
 
-def test_who_is_alone_trains_and_its_steps_have_no_turn() -> None:
+def test_a_worker_alone_trains_and_its_steps_have_no_turn() -> None:
     membership = Membership(dist.HashStore(), min_workers=1, timeout=SECONDS)
     model = BilatGossipDataParallel(nn.Linear(4, 1), membership=membership, graph=DynamicBipartiteCompleteGraph)
     for step in membership.steps(2):

@@ -110,7 +110,7 @@ def test_all_dtypes_of_a_model() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_buffers_are_averaged_with_what_is_there_when_mail_is_applied(dtype: torch.dtype) -> None:
+def test_buffers_are_averaged_with_their_values_when_mail_is_applied(dtype: torch.dtype) -> None:
     """b <- (b / 2 + 8 / 2) * 3 / 4 + 2 / 4 for the b of that moment; parameters get w times the correction."""
     module = nn.BatchNorm1d(3).to(dtype)
     x = FlatBuffer(module).vector

@@ -210,7 +210,7 @@ def test_a_peer_that_trains_on_while_this_one_is_averaged_changes_nothing() -> N
     torch.testing.assert_close(ends, averages, rtol=0, atol=1e-14)
 
 
-def test_average_is_not_undone_by_what_peers_had_published_before() -> None:
+def test_average_is_not_undone_by_models_that_peers_had_published_before() -> None:
     meeting = Meeting(2)
 
     def body(group: dist.ProcessGroup) -> Tensor:

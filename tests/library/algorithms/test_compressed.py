@@ -61,7 +61,7 @@ def test_every_class_is_in_the_contract() -> None:
 
 
 @cases("star", "MATCHA", of=ANY_MEMORY)
-def test_difference_is_finish_minus_what_was_sent(name: str, graph: str) -> None:
+def test_difference_is_finish_minus_the_sent_vector(name: str, graph: str) -> None:
     """The law: s + alpha * difference(s) = finish(s), over rounds; and s is only read between start and then."""
 
     def body(group: dist.ProcessGroup) -> None:

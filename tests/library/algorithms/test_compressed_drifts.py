@@ -107,7 +107,7 @@ def test_compressed_drifts_are_their_law(outer: DiLoCo) -> None:
     assert num_bytes == num_outer_steps * (NUM_RANKS - 1) * -(-size // 8) * 8
 
 
-def test_any_outer_optimizer_steps_on_what_has_come() -> None:
+def test_any_outer_optimizer_steps_on_the_received_messages() -> None:
     """Adam on the mean of the messages; here with what was left out, by hand."""
     found, _ = train(DiLoCo(3, optimizer=lambda p: torch.optim.Adam(p, lr=0.05), compressor=FOUR_BITS))
     phi, x = START.clone(), START.expand(NUM_RANKS, -1)

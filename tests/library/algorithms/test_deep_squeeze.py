@@ -43,7 +43,7 @@ def test_an_exact_code_is_plain_gossip(graph: str) -> None:
 
 
 @pytest.mark.parametrize("compressor", [TopK(0.1), SignNorm(8)], ids=str)
-def test_what_is_not_sent_is_kept(compressor: Compressor) -> None:
+def test_the_unsent_rest_is_kept(compressor: Compressor) -> None:
     """error(T) + sum of all messages = sum of all x that were to be sent."""
 
     def body(group: dist.ProcessGroup) -> None:

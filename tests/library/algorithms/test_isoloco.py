@@ -108,7 +108,7 @@ def test_a_model_without_matrices_is_diloco() -> None:
     torch.testing.assert_close(found, solve(lambda: {"algorithm": DiLoCo(5, **RATES)}), rtol=0, atol=0)
 
 
-def test_what_cuts_matrices_is_refused() -> None:
+def test_fragments_that_cut_matrices_are_refused() -> None:
     with pytest.raises(ValueError, match=r"IsoLoCo: got fragments=2, whose equal runs cut matrices, expected 1 or a"):
         IsoLoCo(fragments=2)
     with pytest.raises(ValueError, match="got orthogonalize='both', expected 'drift' or 'step'"):

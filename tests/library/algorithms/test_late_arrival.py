@@ -188,7 +188,7 @@ def test_rows_arrive_late_as_ranks_do(arrival: str) -> None:
         (lambda: DiLoCo(arrival="adaptive", compressor=QSGD(4)), "got arrival='adaptive' with compressor=QSGD"),
     ],
 )
-def test_what_does_not_fit_is_refused(make: Any, message: str) -> None:
+def test_options_that_do_not_fit_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

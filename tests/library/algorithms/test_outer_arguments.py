@@ -43,7 +43,7 @@ def test_rates_are_numbers(method: Any, value: object) -> None:
         (SparseLoCo, {"decay": "0.9"}, "SparseLoCo: got decay='0.9', expected 0 <= decay <= 1"),
     ],
 )
-def test_others_are_what_they_say(method: Any, options: dict[str, Any], message: str) -> None:
+def test_arguments_of_outer_methods_are_checked(method: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         method(**options)
 

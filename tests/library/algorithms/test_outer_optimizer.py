@@ -41,7 +41,7 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_an_optimizer_counts_in_its_groups_goes_on_and_its_rates_are_the_constructors() -> None:
+def test_counts_in_the_groups_of_an_optimizer_go_on_and_its_rates_are_the_constructors() -> None:
     first = trained(DiLoCo(2, optimizer=lambda parameters: Counting(parameters, lr=0.1)), num_steps=5)
     assert optimizer_of(first).param_groups[0]["count"] == 2
     second = trained(DiLoCo(2, optimizer=lambda parameters: Counting(parameters, lr=0.3)), num_steps=0)
@@ -121,7 +121,7 @@ def needs_matrices() -> None:
     ],
 )
 @pytest.mark.parametrize("method", [DiLoCo, GASLoC])
-def test_what_cannot_step_the_anchor_is_refused_when_the_model_is_wrapped(
+def test_an_optimizer_that_cannot_step_the_anchor_is_refused_when_the_model_is_wrapped(
     method: type[DiLoCo | GASLoC], make: Callable[[Sequence[Tensor]], Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as caught:

@@ -168,7 +168,7 @@ def test_sums_of_a_narrow_model_are_float32_and_other_tensors_start_anew() -> No
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     if options["graph"].world_size > 1:
         with pytest.raises(ValueError, match=message):
             RelaySGD().check(MetropolisHastingsMixing(options["graph"]))

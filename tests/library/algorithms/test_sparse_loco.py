@@ -124,6 +124,6 @@ def test_without_loss_and_memory_it_is_diloco_without_momentum() -> None:
         (lambda: SparseLoCo(compressor=None), "SparseLoCo: got compressor=None, expected a Compressor; pass e.g."),  # type: ignore[arg-type]
     ],
 )
-def test_what_is_out_of_range_is_refused(make: Callable[[], object], message: str) -> None:
+def test_arguments_out_of_range_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -196,7 +196,7 @@ def test_each_fragment_meets_every_matrix_of_a_graph(fragments: int) -> None:
     ],
     ids=["diloco", "streaming", "eager", "sparse", "localsgd", "in-host-memory", "compressed", "compressed-eager"],
 )
-def test_memory_is_what_the_pages_say(outer: OuterMethod, num_models: int) -> None:
+def test_memory_is_as_the_pages_say(outer: OuterMethod, num_models: int) -> None:
     """Copies of the model that the engine keeps: tensors that share memory count once."""
     model = nn.Linear(64, 64)
     wrapper = GossipDataParallel(model, process_group=solo_group(), algorithm=outer)
@@ -243,7 +243,7 @@ def test_equal_runs_have_each_element_once(make: Callable[[], nn.Module], num_fr
         (lambda: EagerDiLoCo(0), "EagerDiLoCo: got sync_every=0"),
     ],
 )
-def test_what_is_out_of_range_is_refused(make: Callable[[], object], message: str) -> None:
+def test_arguments_out_of_range_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -103,7 +103,7 @@ def test_fragments_keep_their_own_counts_when_a_layer_is_frozen() -> None:
     assert counts(True) == expected
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_options_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="got weighted_by='steps', expected 'tokens', or None for equal weights"):
         DiLoCo(weighted_by="steps")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"got weighted_by='tokens' and no tokens on any rank .* `model.count_tokens"):

@@ -80,7 +80,7 @@ def test_all_rows_at_once_are_the_messages_one_by_one(name: str, dtype: torch.dt
 
 @pytest.mark.parametrize("d", [64, 1000])
 @pytest.mark.parametrize("name", CASES)
-def test_error_is_what_the_paper_says(name: str, d: int) -> None:
+def test_error_is_as_in_the_paper(name: str, d: int) -> None:
     """On average, within 4 standard errors; on vectors that are dense, of few large entries, and of one."""
     compressor, num_rounds = CASES[name].make(), 1
     if CASES[name].is_random:
@@ -195,7 +195,7 @@ def test_scale_does_not_matter(name: str, scale: float) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("random")])
-def test_what_is_not_finite_shows(name: str, bad: float, device: str) -> None:
+def test_values_that_are_not_finite_show(name: str, bad: float, device: str) -> None:
     x = vector(70_000)
     x[1234] = bad
     assert not decompressed(CASES[name].make(), x.to(device))[1234].isfinite()
@@ -210,7 +210,7 @@ def test_what_is_not_finite_shows(name: str, bad: float, device: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_finite_stays_so(name: str, dtype: torch.dtype, size: float, device: str) -> None:
+def test_finite_values_stay_finite(name: str, dtype: torch.dtype, size: float, device: str) -> None:
     """Where squares, sums or scales leave float32 or float64: no infinity, no NaN, no wrong sign."""
     x = torch.full((4000,), size, dtype=dtype, device=device)
     x[::2].mul_(-1)

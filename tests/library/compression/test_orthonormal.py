@@ -66,7 +66,7 @@ BAD: dict[str, Tensor] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_left_open_is_filled(name: str) -> None:
+def test_dependent_and_infinite_columns_are_replaced(name: str) -> None:
     columns = BAD[name]
     basis = orthonormalize(columns, fallback_like(columns))
     assert_orthonormal(basis)

@@ -34,7 +34,7 @@ def test_the_bound_is_exact(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("place", [0, SCRATCH_NUMEL, NUMEL - 1])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [*DTYPES[:4], torch.float8_e5m2], ids=str)  # float8_e4m3fn has no infinity
-def test_what_is_not_finite_is_told_from_what_is(dtype: torch.dtype, bad: float, place: int) -> None:
+def test_models_that_are_not_finite_are_told_from_finite_ones(dtype: torch.dtype, bad: float, place: int) -> None:
     good, sick = vector_of(1.0, dtype), vector_of(1.0, dtype)
     sick.segments[0][place] = bad
     for own in (good, sick, None):

@@ -33,7 +33,7 @@ RULES = [
         (ClockInterpolation(), Standing(30.0), Standing(10.0), 10 / 40),
         (ClockInterpolation(), Standing(0.0), Standing(7.0), 1.0),  # a worker that starts late takes the peer's model
         (ClockInterpolation(), Standing(7.0), Standing(0.0), 0.0),
-        (LossInterpolation(), Standing(0, 3.0), Standing(0, 1.0), 3 / 4),  # who is worse takes more
+        (LossInterpolation(), Standing(0, 3.0), Standing(0, 1.0), 3 / 4),  # the worse one takes more
         (LossInterpolation(), Standing(0, 1.0), Standing(0, 3.0), 1 / 4),
         (DivergenceThreshold(ConstantInterpolation(0.5), 0.2), Standing(0, 0.05), Standing(), 0.5 * 0.05 / 0.2),
         (DivergenceThreshold(ConstantInterpolation(0.5), 0.2), Standing(0, 0.2), Standing(), 0.5),
@@ -75,7 +75,7 @@ def test_every_factor_is_between_zero_and_one(data: st.DataObject) -> None:
     assert 0.0 <= rule.factor(own, peer) <= 1.0
 
 
-def test_who_needs_a_loss() -> None:
+def test_interpolations_that_need_a_loss() -> None:
     assert [rule.needs_loss for rule in RULES] == [False, False, True, True, True]
     assert [rule.needs_peer_loss for rule in RULES] == [False, False, True, False, True]
 

@@ -40,7 +40,7 @@ MESSAGE = MessageHeader(MessageKind.MODEL, SHAPE, Standing(12.5, 0.25))
     loss=st.none() | st.floats(allow_nan=False),
     num_bytes=st.integers(0, 2**64 - 1),
 )
-def test_what_is_packed_is_parsed(kind: MessageKind, clock: float, loss: float | None, num_bytes: int) -> None:
+def test_a_packed_message_is_parsed(kind: MessageKind, clock: float, loss: float | None, num_bytes: int) -> None:
     message = MessageHeader(kind, SHAPE._replace(num_bytes=num_bytes), Standing(clock, loss))
     data = message.pack()
     assert len(data) == HEADER_BYTES == 56
@@ -98,7 +98,7 @@ def test_a_changed_byte_takes_no_memory_and_is_judged(place: int, value: int) ->
         (MAGIC + b"\x02\x01\x04" + MESSAGE.pack()[7:], "flags 0x4"),
     ],
 )
-def test_what_is_no_message_says_why(data: bytes, error: str) -> None:
+def test_an_invalid_message_raises_an_error_with_the_reason(data: bytes, error: str) -> None:
     with pytest.raises(MessageError, match=error):
         MessageHeader.parse(data)
 

@@ -155,7 +155,7 @@ def test_state_continues_recoveries() -> None:
     assert ["b"] in [x for x, _ in rounds]
 
 
-def test_nobody_is_left() -> None:
+def test_no_peer_is_left() -> None:
     scores = PeerScores(["a"], seed="none")
     assert scores.choose({"a"}) is None
     scores.remove("a")
@@ -192,7 +192,7 @@ def test_peers_come_and_go_while_others_choose() -> None:
     assert errors == []
 
 
-def test_who_lives_has_not_failed_last() -> None:
+def test_a_living_peer_has_not_failed_last() -> None:
     scores = PeerScores(["a", "b"], seed="live")
     assert tuple(scores.statistics().values()) == (3, 0, 0)
     for _ in range(2):  # it dies once

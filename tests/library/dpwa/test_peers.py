@@ -59,7 +59,7 @@ def test_a_silent_peer_leaves_time_for_another_in_the_same_round(workers: contex
         assert scores_of(first) == {"b": 1000, "silent": 900}
 
 
-def test_nobody_there_is_no_error(workers: contextlib.ExitStack) -> None:
+def test_peers_that_are_gone_are_no_error(workers: contextlib.ExitStack) -> None:
     a = filled(1.0)
     worker = averager(workers, "a", a, peers={f"dead{i}": REFUSED for i in range(3)}, init_from_peers=True)
     for _ in range(20):

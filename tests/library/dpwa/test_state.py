@@ -94,7 +94,7 @@ def test_a_state_without_gossip_withdraws_too(workers: contextlib.ExitStack) -> 
     assert not asker.update_wait()
 
 
-def test_what_was_under_way_is_not_merged_into_what_is_loaded(workers: contextlib.ExitStack) -> None:
+def test_a_fetch_under_way_is_not_merged_into_a_loaded_model(workers: contextlib.ExitStack) -> None:
     a = filled(0.0)
     worker = averager(workers, "a", a)
     introduce(("a", worker), ("b", averager(workers, "b", filled(8.0))))

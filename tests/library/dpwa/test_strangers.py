@@ -92,7 +92,7 @@ def test_garbage_is_counted() -> None:
             assert answer(stranger).kind is MessageKind.EMPTY
 
 
-def test_what_follows_a_request_is_not_read() -> None:
+def test_bytes_after_a_request_are_not_read() -> None:
     with serving(X) as served:
         served.publish(X, Standing())
         before = resident_bytes()
@@ -165,7 +165,7 @@ def test_a_reply_that_is_read_slowly_ends_with_the_round(monkeypatch: pytest.Mon
         wait_for(lambda: served.count("num_unread_replies") == 1)
 
 
-def test_clients_that_do_not_read_keep_nobody_without_a_model() -> None:
+def test_clients_that_do_not_read_do_not_keep_others_waiting() -> None:
     x, inbox = vector_of(0.0, LONG), vector_of(0.0, LONG)
     with serving(x, round_seconds=3600.0) as served, contextlib.ExitStack() as strangers:
         for i in range(MAX_SNAPSHOTS):

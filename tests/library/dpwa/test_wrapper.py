@@ -182,7 +182,7 @@ def test_a_forward_does_not_wait_for_a_fetch(workers: contextlib.ExitStack) -> N
         assert worker.comm_stats()["num_failed_fetches"] == 1
 
 
-def test_eval_merges_what_is_under_way(workers: contextlib.ExitStack) -> None:
+def test_eval_merges_the_fetch_under_way(workers: contextlib.ExitStack) -> None:
     a = filled(0.0)
     worker = wrap(workers, "a", a)
     introduce(("a", worker), ("b", wrap(workers, "b", filled(8.0))))

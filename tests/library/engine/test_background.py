@@ -91,7 +91,7 @@ class Connection:
             self.explain(ConnectionError(str(error)))
 
 
-def test_what_the_frames_of_an_error_hold_is_freed_when_it_is_forgotten() -> None:
+def test_objects_in_the_frames_of_an_error_are_freed_when_it_is_forgotten() -> None:
     background, connection = Background(), Connection()
     held = weakref.ref(connection)
     background.start("gossip-test", connection.fail)

@@ -301,7 +301,7 @@ def test_ranks_must_cut_alike() -> None:
 
 
 @pytest.mark.parametrize("make", [PushPull, PushSum])
-def test_what_is_filled_is_what_is_sent(make: type[PushPull]) -> None:
+def test_the_filled_chunks_are_sent(make: type[PushPull]) -> None:
     """Each chunk is filled once and in order."""
 
     def body(group: dist.ProcessGroup) -> None:

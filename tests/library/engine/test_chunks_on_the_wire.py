@@ -113,7 +113,7 @@ def test_wait_goes_on_where_arrivals_were_left() -> None:
 
 @pytest.mark.parametrize("is_dead", [False, True])
 @pytest.mark.parametrize("is_iterated", [False, True])
-def test_who_breaks_off_in_mid_vector_is_named(is_dead: bool, is_iterated: bool) -> None:
+def test_a_rank_that_breaks_off_in_mid_vector_is_named(is_dead: bool, is_iterated: bool) -> None:
     """Of three chunks the first comes: rank 1 then dies, or says nothing more for longer than the timeout."""
     timeout = timedelta(seconds=20 if is_dead else SECONDS)
 

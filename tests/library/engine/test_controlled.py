@@ -267,7 +267,7 @@ def test_one_rank_and_checkpoints_of_plain_schedules() -> None:
         ({"overlap": True, "max_staleness": 20}, "got max_interval=16 and gossip_every=21, expected no less"),
     ],
 )
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrap(mlp(), solo_group(), **{"schedule": ConsensusControl(1.0), **options})
 

@@ -346,7 +346,7 @@ def test_close_is_idempotent_and_ends_the_thread() -> None:
     SyncEngine(*scripted()[:1], Schedule()).close()
 
 
-def test_a_wrapper_raises_what_its_thread_met_and_closes() -> None:
+def test_a_wrapper_raises_the_error_of_its_thread_and_closes() -> None:
     """End to end: the peer hangs up while a round is under way."""
 
     def body(group: dist.ProcessGroup) -> None:

@@ -216,7 +216,7 @@ def test_all_ranks_measure_and_choose_alike_and_one_logs(caplog: pytest.LogCaptu
         ({"membership": "host:1"}, "got overlap='auto' with a membership, expected True or False: a worker that joins"),
     ],
 )
-def test_what_cannot_choose_is_refused_with_a_remedy(options: dict[str, Any], expected: str) -> None:
+def test_methods_that_cannot_choose_are_refused_with_a_remedy(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         gm.GossipDataParallel(nn.Linear(2, 2), process_group=solo_group(), **{"overlap": "auto", **options})
 

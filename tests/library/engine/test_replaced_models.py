@@ -137,7 +137,7 @@ def test_training_goes_on_from_weights_that_are_loaded(name: str) -> None:
     run_ranks(NUM_RANKS, body)
 
 
-def test_what_averaged_lends_is_no_new_model() -> None:
+def test_the_model_inside_averaged_is_no_new_model() -> None:
     """Nothing starts anew, not even by `average_` inside."""
 
     def body(group: dist.ProcessGroup, *, looks: bool) -> Tensor:

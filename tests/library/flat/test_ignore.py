@@ -93,7 +93,7 @@ NAMES = ["own.weight", "own.bias", "scale", "frozen", "norm.running_mean", "norm
 
 
 @pytest.mark.parametrize(("name", "how"), each_once(list(WRAPPERS), list(LISTS)))
-def test_what_is_ignored_is_as_without_gossip(name: str, how: str) -> None:
+def test_ignored_tensors_are_as_without_gossip(name: str, how: str) -> None:
     """At the start, in rounds, in averages and in the averaged state dict; what it learns it learns alone."""
     make, options = WRAPPERS[name]
     steps = 4
@@ -203,7 +203,7 @@ def test_all_reduce_refuses_an_entry_that_matches_nothing() -> None:
     run_ranks(1, body)
 
 
-def test_dpwa_merges_what_is_not_ignored() -> None:
+def test_dpwa_merges_all_but_ignored_tensors() -> None:
     with contextlib.ExitStack() as workers:
         modules = [Personal(rank) for rank in range(2)]
         nn.init.constant_(modules[1].get_parameter("shared.weight"), 5.0)
@@ -266,7 +266,7 @@ def in_a_node(rank: int) -> list[float]:
 
 
 @pytest.mark.e2e
-def test_in_a_node_what_is_ignored_is_of_each_process() -> None:
+def test_in_a_node_each_process_has_its_own_ignored_tensors() -> None:
     outcomes = run_processes(4, in_a_node)
     assert not any(outcome.error for outcome in outcomes)
     results = [outcome.result for outcome in outcomes]

@@ -66,7 +66,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize(("make", "averaged", "copied"), KINDS.values(), ids=KINDS)
-def test_the_kind_of_a_buffer_says_what_becomes_of_it(
+def test_the_kind_of_a_buffer_determines_its_rule(
     make: Callable[[], nn.Module], averaged: list[str], copied: list[str]
 ) -> None:
     module, selection = make(), Selection()
@@ -121,7 +121,7 @@ def test_ignored_buffers_are_neither_averaged_nor_copied() -> None:
     ]
 
 
-def test_what_data_parallel_is_told_to_leave_alone_is_left_alone() -> None:
+def test_tensors_that_data_parallel_ignores_are_left_alone() -> None:
     module = Tree()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         module, [".head.bias", "tied.weight", "gone", "body.1.running_var"]

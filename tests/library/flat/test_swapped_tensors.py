@@ -31,7 +31,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_what_was_kept_for_one_layer_is_not_applied_to_another(options: dict[str, Any]) -> None:
+def test_a_correction_of_one_layer_is_not_applied_to_another(options: dict[str, Any]) -> None:
     def body(group: dist.ProcessGroup) -> float:
         model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         for layer, value in zip(model, (0.1, 0.9), strict=True):

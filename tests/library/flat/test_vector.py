@@ -220,7 +220,7 @@ def test_over_shares_memory_with_any_shape() -> None:
 
 
 @pytest.mark.parametrize("x", [torch.ones(2, 3).t(), torch.ones(3, dtype=torch.int64)])
-def test_over_names_what_cannot_be_shared(x: Tensor) -> None:
+def test_over_names_tensors_that_cannot_be_shared(x: Tensor) -> None:
     with pytest.raises(ValueError, match=r"got a tensor of .* with strides .*, expected a contiguous .*; pass x"):
         FlatVector.over(x)
 

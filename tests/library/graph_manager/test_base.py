@@ -163,7 +163,7 @@ def test_period_is_the_least_after_which_peers_repeat(graphs: list[GraphManager]
 
 
 @EVERY_GRAPH
-def test_predicates_say_what_the_rounds_show(graphs: list[GraphManager]) -> None:
+def test_predicates_agree_with_the_rounds(graphs: list[GraphManager]) -> None:
     for graph in graphs:
         n = graph.world_size
         is_regular, is_symmetric = True, True

@@ -149,7 +149,7 @@ def test_graphs_that_cannot_gossip_are_refused(graph: nx.Graph, message: str) ->
         ([[(0, 1), (2, 3)]], "got a graph in 2 pieces"),
     ],
 )
-def test_what_is_no_matching_is_refused(matchings: list[list[tuple[int, int]]], message: str) -> None:
+def test_edges_that_are_no_matching_are_refused(matchings: list[list[tuple[int, int]]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         as_matchings(matchings)
 

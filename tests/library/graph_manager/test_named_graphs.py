@@ -142,7 +142,7 @@ def test_trees_have_all_neighbours() -> None:
     assert graph.out_peers(0, 0) == graph.phone_book(0)
 
 
-def test_what_is_no_graph_is_named() -> None:
+def test_values_that_are_no_graph_are_named() -> None:
     with pytest.raises(ValueError, match=r"got graph='star', expected one of exponential, .*, double-binary-tree;"):
         named_graph("star", 4)
     with pytest.raises(ValueError, match="got peers_per_itr=4, expected 1 to 3"):

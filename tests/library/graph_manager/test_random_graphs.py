@@ -326,7 +326,7 @@ def test_the_static_exponential_graph_contracts_as_in_the_paper(n: int) -> None:
         (lambda: RandomPushGraph(6).in_peers(0, -1), "got round t=-1, expected t >= 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(make: Callable[[], object], message: str) -> None:
+def test_options_that_do_not_fit_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

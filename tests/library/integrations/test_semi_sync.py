@@ -101,7 +101,7 @@ def test_rounds_are_optimizer_steps(name: str) -> None:
 
 
 @pytest.mark.e2e
-def test_a_mesh_says_who_the_replicas_are() -> None:
+def test_a_mesh_names_the_replicas() -> None:
     run_processes(2, with_mesh)
 
 

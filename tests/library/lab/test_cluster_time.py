@@ -97,7 +97,7 @@ OUTSIDE = {
 """The cells that the guide names."""
 
 
-def test_steps_take_what_was_measured_within_10_percent_where_the_guide_says_so() -> None:
+def test_steps_take_the_measured_time_within_10_percent_where_the_guide_claims_it() -> None:
     found = [cell for name in ("default_cells.csv", "loss_cells.csv", "straggler_cells.csv") for cell in ratios(name)]
     assert sum(cell[2] < 10 for cell in found) == 52
     outside = {cell[:4]: round(float(cell[4]), 2) for cell in found if abs(cell[4] - 1) > LIMIT}

@@ -139,7 +139,7 @@ def test_advice_names_methods_that_were_simulated_by_another_optimizer() -> None
     assert [line.endswith("by SGD, not MuonAdamW") for line in table[1:]] == [True, False]
 
 
-def test_advice_says_what_to_change_where_nothing_works() -> None:
+def test_advice_names_a_change_where_nothing_works() -> None:
     far = [prediction("sgp", error=0.5, seconds=9.0), prediction("moniqua", error=math.nan, seconds=1.0)]
     advice = advise(far, CLUSTER)
     assert advice.best is None
@@ -176,7 +176,7 @@ def test_advice_counts_the_compute_of_stragglers() -> None:
     assert "Its step has 0.460 s of compute" in advise([prediction("sgp", error=0.3, seconds=9.0)], slow).sentences[1]
 
 
-def test_advice_names_what_bounds_a_step() -> None:
+def test_advice_names_the_bound_of_a_step() -> None:
     fast = replace(CLUSTER, network=Network("100 Tbit/s, 0 s", memory_byte_s=1e13))
     chosen = simulate("sgp", fast, digits(), target=0.5)
     assert "compute bounds it" in advise([chosen], fast).sentences[1]

@@ -204,7 +204,7 @@ def test_doubly_stochastic_methods_keep_the_mean(name: str) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 5, 8])
-def test_ad_psgd_keeps_the_sum_with_what_is_in_flight(n: int) -> None:
+def test_ad_psgd_keeps_the_sum_with_messages_in_flight(n: int) -> None:
     method = made("adpsgd", replace(CLUSTER, world_size=n, compute=UNEVEN))
     assert isinstance(method.driver, Bilateral)
     x = start(n)

@@ -88,7 +88,7 @@ def clock_starts(clock: Clock, mixing: gm.mixing_manager.MixingManager | None, s
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 @pytest.mark.parametrize("name", ["npeer-exponential 1", "ring 2", "undirected", "directed", "bipartite-complete 1"])
 @pytest.mark.parametrize("n", [4, 5, 6])
-def test_rounds_take_what_an_event_loop_says(n: int, name: str, overlap: bool) -> None:
+def test_rounds_take_the_time_of_an_event_loop(n: int, name: str, overlap: bool) -> None:
     links = Network("2 Gbit/s, 3 ms", slow_share=0.3, slow_factor=4, seed=n)
     network, message = WorkerLinks(links, workers(n)), MessageCost(1.5e7, encode_seconds=0.01, decode_seconds=0.02)
     mixing = default_mixing(graphs(n)[name], push_sum=True)
@@ -101,7 +101,7 @@ def test_rounds_take_what_an_event_loop_says(n: int, name: str, overlap: bool) -
 
 @pytest.mark.parametrize("n", [4, 5, 6])
 @pytest.mark.parametrize("megabytes", [0.5, 30, 60])
-def test_buckets_take_what_an_event_loop_says(n: int, megabytes: float) -> None:
+def test_buckets_take_the_time_of_an_event_loop(n: int, megabytes: float) -> None:
     network, size = WorkerLinks(Network("2 Gbit/s, 3 ms"), workers(n)), megabytes * 1e6
     got = clock_starts(BucketClock(UNEVEN, network, MessageCost(size)), None, 10)
     begun = 0.0
@@ -132,7 +132,7 @@ def test_periodic_averages_wait_for_the_slowest_and_no_other_step_does() -> None
 
 
 @pytest.mark.parametrize("n", [4, 5, 6])
-def test_wait_avoiding_groups_take_what_an_event_loop_says(n: int) -> None:
+def test_wait_avoiding_groups_take_the_time_of_an_event_loop(n: int) -> None:
     links, message, period = WorkerLinks(Network(LinkSpec(4e9, 0.001)), workers(n)), MessageCost(1e7), 4
     network = links
     groups = Groups(UNEVEN, links, message, ButterflyGroups(n), sync_period=period)
@@ -190,12 +190,12 @@ MEASURED = {"ar": 0.791, "sgp": 0.5495, "dpsgd": 0.550, "osgp": 0.401}
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_steps_take_what_was_measured_within_15_percent(name: str) -> None:
+def test_steps_take_the_measured_time_within_15_percent(name: str) -> None:
     prediction = simulate(name, CLUSTER, digits(), target=1e-9, max_steps=40)
     assert prediction.step_seconds == pytest.approx(MEASURED[name], rel=0.15)
 
 
-def test_an_all_reduce_and_an_exchange_take_what_was_measured() -> None:
+def test_an_all_reduce_and_an_exchange_take_the_measured_time() -> None:
     network = LINKS.on(workers(8))
     assert network.all_reduce_seconds(44.7e6) == pytest.approx(0.650, rel=0.15)
     assert network.wire_seconds(44.7e6) == pytest.approx(0.374, rel=0.01)

@@ -54,7 +54,7 @@ def test_the_fastest_that_agrees_is_found(method: str, graph: str, options: str)
     assert recipe_options(found.plan, CLUSTER) == options
 
 
-def test_what_is_said_is_what_was_simulated() -> None:
+def test_the_text_agrees_with_the_simulation() -> None:
     setting = replace(CLUSTER, world_size=5)
     found = tune("dpsgd", setting, Consensus(), target=1e-6)
     assert found.has_reached

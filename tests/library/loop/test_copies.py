@@ -74,7 +74,7 @@ def test_float32_masters_of_a_bfloat16_model_train_as_a_float32_model_does(make:
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01)
 
 
-def test_a_round_leaves_a_master_what_rounding_has_left_out_of_the_parameter() -> None:
+def test_a_round_leaves_the_rounding_error_of_the_parameter_in_its_master() -> None:
     module = nn.Linear(3, 3)
     fill_(module, 0).bfloat16()
     wrapper = wrap(module, solo_group())

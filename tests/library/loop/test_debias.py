@@ -195,7 +195,7 @@ def test_steps_of_the_estimate_are_no_longer_than_the_rate_where_that_is_limited
     torch.testing.assert_close(flatten(module), weight * (before - length))
 
 
-def test_a_limited_step_that_raises_leaves_the_estimate_to_who_asks_for_it() -> None:
+def test_a_limited_step_that_raises_leaves_the_estimate_to_the_next_caller() -> None:
     module = mlp()
     buffer = FlatBuffer(module)
     buffer.vector.push_sum_weight.fill_(2.0)

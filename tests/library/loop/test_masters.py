@@ -175,7 +175,7 @@ def test_copies_that_a_script_declares_train_as_the_parameters_do(options: Calla
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_copies_are_refused_with_what_is_wrong() -> None:
+def test_copies_are_refused_with_the_reason() -> None:
     module = mlp()
     wrapper = wrap(module, solo_group())
     p = next(module.parameters())

@@ -682,7 +682,7 @@ def test_a_step_of_a_membership_is_one_round_also_where_no_optimizer_steps(membe
     wrapper.close()
 
 
-def test_a_trained_module_is_copied_and_saved_as_if_nobody_watched_its_gradients(tmp_path: Path) -> None:
+def test_a_trained_module_is_copied_and_saved_as_without_a_watch_on_its_gradients(tmp_path: Path) -> None:
     wrapper = wrap(mlp(), solo_group())
     train_step(wrapper, sgd(wrapper), 0, 0)
     torch.save(wrapper.module, tmp_path / "module.pt")

@@ -69,7 +69,7 @@ def test_peers_are_those_of_the_active_matchings(name: str) -> None:
 
 
 @EVERY_GRAPH
-def test_predicates_say_what_the_rounds_show(name: str) -> None:
+def test_predicates_agree_with_the_rounds(name: str) -> None:
     graph = made(name)
     seen = [edges(graph, t) for t in range(200)]
     degrees = [{graph.out_degree(rank, t) for rank in range(graph.world_size)} for t in range(200)]

@@ -37,7 +37,7 @@ def test_never_above_the_two_stages_and_a_local_optimum(index: int, budget: floa
         assert contraction(matchings, q, alpha=alpha * generator.uniform(0.98, 1.02)) >= rho - 2e-5
 
 
-def test_what_is_of_no_use_is_not_bought() -> None:
+def test_a_larger_budget_buys_no_useless_links() -> None:
     cheap, dear = joint_probabilities(predefined_matchings(0), 0.6), joint_probabilities(predefined_matchings(0), 1.0)
     assert dear.probabilities.sum() == pytest.approx(cheap.probabilities.sum(), abs=1e-3)
 

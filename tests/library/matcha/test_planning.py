@@ -224,7 +224,7 @@ def test_small_budgets_scale_the_plan(budget: float) -> None:
     assert mixing_weight(matchings, p).rho < 1
 
 
-def test_what_double_precision_cannot_tell_is_refused() -> None:
+def test_problems_beyond_double_precision_are_refused() -> None:
     graph, costs = path(20, 1e15)
     with pytest.raises(ValueError, match=r"got a budget of .* expected numbers whose best plan .* larger budget"):
         activation_probabilities(decompose(graph, costs=costs), 1e-15, costs=costs)

@@ -37,7 +37,7 @@ def test_the_fixed_one_uses_all_matchings_or_none() -> None:
     assert whole.alpha == pytest.approx(2 / (0.1177 + 6.4945), abs=1e-4)
 
 
-def test_what_they_refuse() -> None:
+def test_refused_arguments() -> None:
     with pytest.raises(ValueError, match=r"got size=4 for a graph of 8 ranks, expected the same number; start 8"):
         MatchaProcessor(gm.graph_manager.select_graph(0), 0.5, 0, 4, 1)
     with pytest.raises(ValueError, match=r"got matchings as base_graph with issubgraph=False.*pass issubgraph=True"):

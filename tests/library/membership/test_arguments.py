@@ -90,7 +90,7 @@ def test_the_timeout_of_the_membership_may_be_given_again() -> None:
     GossipDataParallel(model_of(), membership=membership, timeout=SECONDS, init_sync=True).close()
 
 
-def test_steps_and_callbacks_are_what_they_say() -> None:
+def test_steps_and_callbacks_are_checked() -> None:
     membership = Membership(dist.HashStore(), min_workers=1)
     for value in ("a", None, True, float("nan")):
         with pytest.raises(ValueError, match=r"got steps\(.*\), expected a number: the training steps"):

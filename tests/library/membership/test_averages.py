@@ -52,7 +52,7 @@ def within(transport: LinkTransport, engine: Any, s: FlatVector) -> None:
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["in place", "overlapped"])
 @pytest.mark.parametrize("die", [before, within])
-def test_who_lives_keeps_what_it_has_where_a_worker_dies(
+def test_living_workers_keep_their_models_where_a_worker_dies(
     die: Callable[[LinkTransport, Any, FlatVector], None], is_late: bool
 ) -> None:
     """Rank 2 of 4 ends in the second average; the third is not made either, and asks for another generation, once."""

@@ -105,7 +105,7 @@ def test_the_level_of_the_logger_counts(handler: Handler) -> None:
     assert handler.messages == [str(logging.INFO)]
 
 
-def test_messages_that_wait_are_bounded_and_what_was_dropped_is_told(
+def test_waiting_messages_are_bounded_and_dropped_ones_are_counted(
     handler: Handler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_log, "_MAX_WAITING", 5)
@@ -155,7 +155,7 @@ def _is_lock(expression: ast.expr) -> bool:
     return name.endswith(("lock", "_moved", "condition")) or name in ("state", "shared", "_starting")
 
 
-def test_nobody_writes_while_holding_a_lock() -> None:
+def test_no_thread_writes_while_it_holds_a_lock() -> None:
     found = []
     for path in _ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

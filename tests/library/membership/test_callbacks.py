@@ -60,7 +60,9 @@ def follow(member: Membership, wrapper: GossipDataParallel, caught: list[int], *
 
 @pytest.mark.parametrize("error", [OSError, FloatingPointError])
 @pytest.mark.parametrize("uses_steps", [True, False])
-def test_who_catches_the_error_of_a_callback_takes_that_step(uses_steps: bool, error: type[Exception]) -> None:
+def test_a_worker_that_catches_the_error_of_a_callback_takes_that_step(
+    uses_steps: bool, error: type[Exception]
+) -> None:
     """In members and in the worker that joins: all take the first step of the generation once, and together."""
     store = dist.HashStore()
     heard: dict[int, list[int]] = {}

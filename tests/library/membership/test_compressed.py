@@ -212,7 +212,7 @@ def test_choco_is_that_of_the_paper_on_every_link() -> None:
             torch.testing.assert_close(workers[k].seen[t], x[k], rtol=0, atol=1e-12)
 
 
-def test_while_nobody_goes_choco_is_the_same() -> None:
+def test_while_no_worker_leaves_choco_is_the_same() -> None:
     rounds = [rounds_of(make, STATIC["star"], 8, SMALL) for make in (top_choco, top_choco().for_membership)]
     for plain, elastic in zip(*rounds, strict=True):
         torch.testing.assert_close(elastic, plain, rtol=0, atol=1e-13)

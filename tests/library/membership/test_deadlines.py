@@ -122,7 +122,7 @@ def test_a_state_that_comes_piece_by_piece_may_take_longer_than_the_deadline(mon
 
 
 @pytest.mark.parametrize("who", ["another", "this"])
-def test_founders_that_have_all_come_are_told_what_was_late(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_founders_that_have_all_come_are_told_the_late_part(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not that too few have come."""
     form = Generations._form
     is_late: list[Membership] = []

@@ -43,7 +43,7 @@ def test_a_wrapper_that_is_lost_without_close_leaves_no_thread(monkeypatch: pyte
         assert_no_gossip_threads()
 
 
-def test_who_leaves_while_founders_are_awaited_takes_no_step() -> None:
+def test_a_worker_that_leaves_while_founders_are_awaited_takes_no_step() -> None:
     """The wait is in the constructor of the wrapper."""
     member = member_of(dist.HashStore(), min_workers=2)
     threading.Timer(0.1, member.leave).start()
@@ -55,7 +55,7 @@ def test_who_leaves_while_founders_are_awaited_takes_no_step() -> None:
 
 
 @pytest.mark.parametrize("place", ["donor", "state", "generation"])
-def test_who_leaves_at_the_door_takes_no_step(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_leaves_while_it_joins_takes_no_step(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for a donor that does not come, for the rest of the state, or for its first generation."""
     job = Job(dist.HashStore(), min_workers=1)
     (worker,) = job.start(1)

@@ -127,7 +127,7 @@ def test_a_founder_that_dies_before_the_beginning_is_waited_for_again(monkeypatc
     close(job.end())
 
 
-def test_matcha_goes_on_with_those_who_live_and_come() -> None:
+def test_matcha_goes_on_with_living_and_new_workers() -> None:
     planned: list[int] = []
 
     def graph(n: int) -> MatchaGraph:
@@ -179,7 +179,7 @@ def test_loopback_in_a_job_of_several_machines_is_warned_of(
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
-def test_what_a_worker_got_that_dies_before_it_joins_goes_back_to_its_donor(
+def test_the_weight_of_a_worker_that_dies_before_it_joins_goes_back_to_its_donor(
     monkeypatch: pytest.MonkeyPatch, is_loaded: bool
 ) -> None:
     """Half of its weight: where many die at the door, weights would fall without bound."""
@@ -211,7 +211,9 @@ def test_what_a_worker_got_that_dies_before_it_joins_goes_back_to_its_donor(
 
 
 @pytest.mark.parametrize("sign", [LifeSign.ENDED, LifeSign.SILENT])
-def test_who_vanishes_before_it_gets_the_state_is_forgotten(sign: LifeSign, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_vanishes_before_it_gets_the_state_is_forgotten(
+    sign: LifeSign, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else it would keep one of `max_workers` places, and be given the state again and again."""
     job = Job(dist.HashStore(), min_workers=2)
     workers = job.start(2)
@@ -241,7 +243,7 @@ def test_who_vanishes_before_it_gets_the_state_is_forgotten(sign: LifeSign, monk
     close(job.end())
 
 
-def test_who_dies_while_it_loads_the_state_is_forgotten() -> None:
+def test_a_worker_that_dies_while_it_loads_the_state_is_forgotten() -> None:
     job = Job(dist.HashStore(), min_workers=2)
     workers = job.start(2)
     job.until_live(workers)
@@ -257,7 +259,7 @@ def test_who_dies_while_it_loads_the_state_is_forgotten() -> None:
     close(job.end())
 
 
-def test_who_joins_is_not_thrown_out_by_a_donor_that_waited_for_it_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_member_is_not_removed_by_a_donor_that_waited_for_it_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the donors of earlier attempts say comes when it is a member."""
     monkeypatch.setattr(limits, "CONNECT", 1.0)
     job = Job(dist.HashStore(), min_workers=1)
@@ -294,7 +296,7 @@ def test_who_joins_is_not_thrown_out_by_a_donor_that_waited_for_it_before(monkey
     close(job.end())
 
 
-def test_who_cannot_be_asked_whether_it_lives_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_without_a_reachable_listener_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A firewall refuses its listener, and lets the links of gossip pass."""
     job = Job(dist.HashStore(), min_workers=1)
     workers = job.start(1)
@@ -392,7 +394,7 @@ def test_a_donor_whose_state_cannot_be_copied_trains_on(
     close(workers)
 
 
-def test_who_came_late_to_its_first_generation_stays_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_came_late_to_its_first_generation_stays_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """That it did not come to form the first one is read when that has begun."""
     monkeypatch.setattr(limits, "FORMING", 0.1)
     say, form = LocalWorker.say, Generations._form
@@ -428,7 +430,7 @@ def test_who_came_late_to_its_first_generation_stays_in_the_next(monkeypatch: py
     close(job.end())
 
 
-def test_who_is_alone_has_weight_one() -> None:
+def test_a_worker_alone_has_weight_one() -> None:
     member = member_of(dist.HashStore(), min_workers=1)
     wrapper = GossipDataParallel(nn.Linear(2, 1), membership=member)
     local_of(wrapper).buffer.vector.push_sum_weight.fill_(0.001)
@@ -440,7 +442,7 @@ def test_who_is_alone_has_weight_one() -> None:
     wrapper.close()
 
 
-def test_workers_agree_on_what_to_do_in_a_partition() -> None:
+def test_workers_agree_in_a_partition() -> None:
     job = Job(dist.HashStore(), min_workers=1)
     (worker,) = job.start(1)
     job.until_live([worker])
@@ -461,7 +463,7 @@ def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPat
     close(job.end())
 
 
-def test_who_is_closed_while_it_joins_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_closed_while_it_joins_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(dist.HashStore(), min_workers=1)
     (worker,) = job.start(1)
     job.until_live([worker])

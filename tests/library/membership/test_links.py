@@ -108,7 +108,7 @@ def rounds(
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["in place", "as a correction"])
-def test_push_sum_keeps_the_mass_of_those_who_live(late: bool) -> None:
+def test_push_sum_keeps_the_mass_of_living_workers(late: bool) -> None:
     """Rank 3 of 8 dies after round 0 with (2.5, 1): sums stay 25.5 and 7, and z goes to their ratio."""
     mixing = UniformMixing(NPeerDynamicDirectedExponentialGraph(8))
     x = torch.zeros(1, dtype=torch.float64)
@@ -140,7 +140,7 @@ def test_weights_do_not_run_dry(late: bool, chunk_bytes: int) -> None:
 
 @pytest.mark.parametrize("chunk_bytes", [256, 1 << 22], ids=["in chunks", "whole"])
 @pytest.mark.parametrize("late", [False, True], ids=["in place", "as a correction"])
-def test_symmetric_weights_keep_the_mean_of_those_who_live(late: bool, chunk_bytes: int) -> None:
+def test_symmetric_weights_keep_the_mean_of_living_workers(late: bool, chunk_bytes: int) -> None:
     """On a ring of 6 without rank 2, W_ii += W_i2: its second eigenvalue is .8727."""
     mixing = MetropolisHastingsMixing(RingGraph(6, peers_per_itr=2))
     x = torch.linspace(0, 1, 301, dtype=torch.float64)
@@ -159,7 +159,7 @@ def test_symmetric_weights_keep_the_mean_of_those_who_live(late: bool, chunk_byt
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["in place", "as a correction"])
-def test_matcha_keeps_the_mean_of_those_who_live(late: bool) -> None:
+def test_matcha_keeps_the_mean_of_living_workers(late: bool) -> None:
     """Rank 2 of 6 dies in the middle; links that are used in some rounds only give their weight back in these."""
     mixing = LaplacianMixing(MatchaGraph(nx.cycle_graph(6), budget=0.5, seed=3))
     x, alive = torch.linspace(0, 1, 7, dtype=torch.float64), [0, 1, 3, 4, 5]

@@ -25,7 +25,7 @@ def test_the_majority_goes_on(size: int, reports: list[tuple[int, int]], remaini
     assert set(ids(roster)) == set(remaining)
 
 
-def test_who_goes_for_what_it_said_of_another_is_told_so() -> None:
+def test_a_worker_that_is_left_out_for_its_accusation_is_told_the_reason() -> None:
     """Of two, the first one remains, though it may be the one that does not answer."""
     roster = job(2)
     apply(roster, report(1, 0))

@@ -37,7 +37,7 @@ def mass_of(x: FlatVector) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", GOSSIPERS)
-def test_what_survivors_and_the_dead_worker_hold_is_all_there_was(name: str, seed: int) -> None:
+def test_survivors_and_the_dead_worker_together_hold_the_whole_mass(name: str, seed: int) -> None:
     """One worker dies with a round in flight that is complete on all workers.
 
     A survivor that learns of the death before it applies the round takes its share back, and leaves out the message of

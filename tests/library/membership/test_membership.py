@@ -221,7 +221,7 @@ def close(workers: list[Worker]) -> None:
         pytest.param({"push_sum": False, "graph": lambda n: RingGraph(n, peers_per_itr=min(2, n - 1))}, id="D-PSGD"),
     ],
 )
-def test_workers_die_and_come_and_nobody_raises(options: dict[str, Any]) -> None:
+def test_workers_die_and_come_without_an_error(options: dict[str, Any]) -> None:
     """3 workers, then 4, then without the first, then 4 again."""
     job = Job(dist.HashStore(), min_workers=3, **options)
     founders = job.start(3)
@@ -265,7 +265,7 @@ def test_weights_and_the_store_stay_as_they_are_whoever_comes_and_goes() -> None
     assert job.store.num_keys() < 60  # type: ignore[union-attr] # 198 if none were deleted
 
 
-def test_a_worker_that_dies_at_the_door_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_while_it_joins_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the state, and does not come to form the generation."""
     monkeypatch.setattr(limits, "FORMING", 0.5)
     job = Job(dist.HashStore(), min_workers=2)
@@ -334,7 +334,7 @@ def test_all_but_one_may_die() -> None:
     close([last])
 
 
-def test_who_was_cut_off_joins_again_by_itself() -> None:
+def test_a_worker_that_was_cut_off_joins_again_by_itself() -> None:
     """Its heartbeats end while it stands still, as when a process is stopped; the others go on without it."""
     job = Job(dist.HashStore(), min_workers=3)
     workers = job.start(3)
@@ -396,7 +396,7 @@ def test_another_model_is_refused_and_the_job_goes_on() -> None:
     close(workers)
 
 
-def test_averages_are_of_those_who_live() -> None:
+def test_averages_are_over_living_workers() -> None:
     job = Job(dist.HashStore(), min_workers=3)
     workers = job.start(3)
     job.until_live(workers)
@@ -437,7 +437,7 @@ def test_founders_that_ask_for_more_workers_are_heeded(caplog: pytest.LogCapture
     with pytest.raises(TimeoutError, match="expected min_workers=3"):
         GossipDataParallel(model_of(), membership=other)
     job.until(lambda: "got min_workers=2, and 3 of another worker" in caplog.text, "the other one is told")
-    job.until_live([first, *job.start(1)])  # who has gone asks for nobody any more
+    job.until_live([first, *job.start(1)])  # a worker that has gone asks for no other any more
     close(job.end())
 
 
@@ -467,7 +467,7 @@ def test_a_membership_without_a_wrapper_has_no_place() -> None:
     membership.close()
 
 
-def test_one_line_of_the_log_says_who_has_gone_and_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_of_the_log_names_the_lost_worker_and_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(dist.HashStore(), min_workers=2)
     with caplog.at_level(logging.WARNING, logger="gossip_modules.membership"):
         workers = job.start(2)

@@ -405,7 +405,7 @@ def states_after(num_steps: int, **options: Any) -> list[tuple[dict[str, Any], d
     return nodes.run(body)
 
 
-def test_what_a_method_keeps_is_in_the_state_of_the_first_process_of_a_node() -> None:
+def test_the_memory_of_a_method_is_in_the_state_of_the_first_process_of_a_node() -> None:
     """The others have the model and the counters, from which no first process goes on."""
     (_, plain), (_, other_plain) = states_after(3, push_sum=False)
     assert plain == other_plain

@@ -153,7 +153,7 @@ def test_a_job_is_not_begun_anew_while_a_member_answers_in_the_log(monkeypatch: 
     close(job.end())
 
 
-def test_who_waits_at_the_door_when_the_last_dies_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joining_worker_begins_anew_when_the_last_member_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "QUERY", 0.1)
     store = dist.HashStore()
     (founder,) = Job(store, min_workers=1).start(1)
@@ -175,7 +175,7 @@ def test_who_waits_at_the_door_when_the_last_dies_begins_anew(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_nobody_is_taken_for_ended_who_lives(has_ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_living_worker_is_not_taken_for_ended(has_ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else those who gave a worker up and closed its connections do not count, and it is the majority."""
     job = Job(dist.HashStore(), min_workers=2)
     workers = job.start(2)

@@ -99,7 +99,7 @@ def test_the_first_generation_has_as_many_as_anybody_asked_for(counts: tuple[int
     assert forming(roster) == (0, 1, 2, 3)
 
 
-def test_who_leaves_before_the_beginning_asks_for_nobody() -> None:
+def test_a_worker_that_leaves_before_the_beginning_asks_for_no_other() -> None:
     roster = Roster()
     apply(roster, come(0, min_workers=4))
     for worker in (1, 2):
@@ -154,7 +154,7 @@ def test_a_weight_that_is_none_does_not_count(weight: float) -> None:
     assert (ids(roster), roster.view.growth) == ((0, 1, 3), 2.0)
 
 
-def test_who_was_accused_by_somebody_that_died_at_the_door_stays_away() -> None:
+def test_a_worker_accused_by_one_that_died_while_joining_stays_away() -> None:
     """Two workers have loaded; one sees the other die, and dies itself before a generation is formed."""
     roster = job(4)
     for worker in (8, 9):
@@ -170,7 +170,7 @@ def test_who_was_accused_by_somebody_that_died_at_the_door_stays_away() -> None:
     assert not roster.reports
 
 
-def test_who_leaves_at_the_door_is_no_obstacle_to_what_follows() -> None:
+def test_a_worker_that_leaves_while_it_joins_is_no_obstacle() -> None:
     roster = job(4)
     apply(roster, come(8))
     apply(roster, loaded(8, 0))
@@ -179,14 +179,14 @@ def test_who_leaves_at_the_door_is_no_obstacle_to_what_follows() -> None:
     assert forming(roster) == (0, 1, 2)
 
 
-def test_who_fails_while_a_generation_is_formed_is_left_out_of_the_next() -> None:
+def test_a_worker_that_fails_while_a_generation_is_formed_is_left_out_of_the_next() -> None:
     roster = job(5)
     apply(roster, report(0, 1))
     apply(roster, report(2, 3))
     assert ids(formed(roster)) == (0, 2, 4)
 
 
-def test_who_has_come_after_all_is_not_left_out_of_a_later_generation() -> None:
+def test_a_worker_that_came_late_is_not_left_out_of_a_later_generation() -> None:
     """That it did not come is read when the generation has formed, or a later one."""
     roster = job(4)
     apply(roster, come(9))
@@ -204,7 +204,7 @@ def test_who_has_come_after_all_is_not_left_out_of_a_later_generation() -> None:
     assert forming(roster) == (0, 1, 2)
 
 
-def test_who_has_come_after_all_is_accused_of_it_no_more() -> None:
+def test_a_worker_that_came_late_is_accused_of_it_no_more() -> None:
     """The accusation that would leave half of the four members, without the first, waits in the roster."""
     roster = job(4)
     apply(roster, report(0, 1))
@@ -219,7 +219,7 @@ def test_who_has_come_after_all_is_accused_of_it_no_more() -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_who_is_also_accused_of_silence_stays_accused(is_first: bool) -> None:
+def test_a_worker_that_is_also_accused_of_silence_stays_accused(is_first: bool) -> None:
     """What holds longer counts of two accusations by the same worker."""
     roster = job(4)
     for by, of in ((0, 1), (2, 0), (3, 1)):
@@ -234,7 +234,7 @@ def test_who_is_also_accused_of_silence_stays_accused(is_first: bool) -> None:
     assert not {0, 3} <= set(forming(roster))
 
 
-def test_a_worker_joins_with_what_a_donor_gives() -> None:
+def test_a_worker_joins_with_the_state_of_a_donor() -> None:
     roster = job(3)
     apply(roster, come(9))
     joiner = roster.joiners[9]
@@ -296,7 +296,7 @@ def restart(
     return methodcaller("restart", member(worker), **options, seen=seen)
 
 
-def test_a_job_that_nobody_lives_in_begins_anew_with_those_at_the_door() -> None:
+def test_a_job_without_living_members_begins_anew_with_its_joining_workers() -> None:
     roster = job(3)
     for worker in (10, 11):
         apply(roster, come(worker, min_workers=2))
@@ -435,7 +435,7 @@ def test_a_job_takes_as_many_workers_as_it_says() -> None:
 
 
 @pytest.mark.parametrize("description", [{"max_workers": "3"}, {**DESCRIPTION, "max_workers": "9"}])
-def test_a_roster_does_not_grow_with_those_who_are_refused(description: dict[str, str]) -> None:
+def test_a_roster_does_not_grow_with_refused_workers(description: dict[str, str]) -> None:
     """Spare workers are refused and started again for as long as the job runs."""
     roster = Roster()
     for worker in range(3):
@@ -447,7 +447,7 @@ def test_a_roster_does_not_grow_with_those_who_are_refused(description: dict[str
     assert len(roster.joiners) == 64
 
 
-def test_who_was_left_out_at_the_door_comes_again_without_what_it_was_accused_of() -> None:
+def test_a_worker_that_was_left_out_while_joining_comes_again_without_its_accusation() -> None:
     roster = job(4)
     for number in range(2):
         apply(roster, come(8))
@@ -461,7 +461,7 @@ def test_who_was_left_out_at_the_door_comes_again_without_what_it_was_accused_of
     assert ids(formed(roster)) == (0, 1, 2, 3, 8)
 
 
-def test_a_stale_snapshot_takes_the_job_from_nobody() -> None:
+def test_a_stale_snapshot_does_not_take_the_job_from_its_members() -> None:
     """Worker 3 was stopped, and is the first to find a store that came back empty; the others had gone on."""
     going_on = job(4)
     stale = going_on.dumps()

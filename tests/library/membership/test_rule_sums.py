@@ -78,7 +78,7 @@ class Worker(ScriptedWorker):
 
 
 @pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), GradientTracking()])
-def test_all_who_live_reach_the_optimum_of_the_mean_of_their_losses(rule: Algorithm) -> None:
+def test_living_workers_reach_the_optimum_of_the_mean_of_their_losses(rule: Algorithm) -> None:
     """Without a new beginning the mean would move for ever by what the dead one carried."""
     handed: queue.Queue[tuple[dict[str, Any], Tensor]] = queue.Queue()
 
@@ -174,7 +174,7 @@ def test_a_graph_that_does_not_suit_a_rule_is_refused() -> None:
 
 
 @pytest.mark.parametrize("rule", [QGDSGDm(), DecentLaM()])
-def test_a_worker_that_joins_takes_what_is_still_trained_where_less_is_trained_since_the_donor_gave(
+def test_a_joining_worker_takes_the_tensors_that_are_still_trained(
     rule: Algorithm,
 ) -> None:
     """As the others do when the layer is frozen; of a checkpoint too."""

@@ -49,7 +49,7 @@ def test_a_store_may_begin_again_at_its_port() -> None:
     assert serve(port).port == port
 
 
-def test_a_port_that_is_taken_and_a_host_of_nobody_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_and_an_unknown_host_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
     store = serve(0)
     with pytest.raises(RuntimeError, match=rf"got port {store.port} at 127.0.0.1, expected a free one: .*in use"):
         serve(store.port)
@@ -90,7 +90,7 @@ class Ended:
         pytest.param(["--host", "0.0.0.0"], "reply", ["127.0.0.1", "127.0.0.2"], id="all"),
     ],
 )
-def test_the_command_binds_what_it_writes(
+def test_the_command_binds_the_address_that_it_prints(
     options: list[str],
     name: str,
     reached: list[str],

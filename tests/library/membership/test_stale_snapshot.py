@@ -28,7 +28,7 @@ def tell(path: Path, server: dist.TCPStore) -> None:
     path.write_text(f"127.0.0.1:{server.port}")
 
 
-def test_who_was_stopped_does_not_take_the_job_when_the_store_comes_back(tmp_path: Path) -> None:
+def test_a_stopped_worker_does_not_take_the_job_when_the_store_comes_back(tmp_path: Path) -> None:
     """It puts there what it knew, and forms generations alone, before the others, who went on without it, look."""
     address, server = tmp_path / "address", serve()
     tell(address, server)
@@ -89,7 +89,9 @@ def test_a_worker_that_comes_to_an_empty_store_first_joins_the_job(tmp_path: Pat
 
 
 @pytest.mark.parametrize("place", ["a founder", "at the door", "with the state"])
-def test_who_waits_comes_again_when_the_store_comes_back_empty(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_worker_comes_again_when_the_store_comes_back_empty(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The snapshot that restores the store knows nothing of a worker that has no generation yet."""
     monkeypatch.setattr(shared_roster, "_RECONNECT_SECONDS", 0.05)
     server = serve()
@@ -206,7 +208,9 @@ def leave_out(job: Job, newcomer: Trainer, by: Trainer, may_read: threading.Even
 
 
 @pytest.mark.parametrize("is_read_at_once", [False, True])
-def test_who_was_left_out_at_the_door_comes_again(is_read_at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_was_left_out_while_joining_comes_again(
+    is_read_at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has the state of training, and does not come to form its first generation in time, as if it were stopped.
 
     The same donor may give to it again, also where that reads in one turn that it has gone and that it comes.
@@ -239,7 +243,7 @@ def test_who_was_left_out_at_the_door_comes_again(is_read_at_once: bool, monkeyp
     close(job.end())
 
 
-def test_who_is_left_out_at_the_door_for_ever_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_always_left_out_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     form, enter = Generations._form, Joining.enter
 
     def form_by(self: Generations, view: View) -> None:

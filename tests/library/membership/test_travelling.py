@@ -38,7 +38,7 @@ def step_of(wrapper: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> 
 
 @pytest.mark.filterwarnings("ignore:.*other tensors", "ignore:.*saves nothing", "ignore:.*dimension")
 @pytest.mark.parametrize("options", METHODS, ids=str)
-def test_what_is_frozen_is_averaged_exactly(options: dict[str, Any]) -> None:
+def test_frozen_tensors_are_averaged_exactly(options: dict[str, Any]) -> None:
     store = dist.HashStore()
 
     def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

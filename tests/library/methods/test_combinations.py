@@ -53,7 +53,7 @@ SAMPLE = ("sgp", "choco", "diloco", "d2")
 
 
 @pytest.mark.parametrize("row", [row if row in SAMPLE else pytest.param(row, marks=pytest.mark.soak) for row in ROWS])
-def test_a_method_with_each_feature_does_what_the_page_states(row: str) -> None:
+def test_a_method_with_each_feature_acts_as_the_page_states(row: str) -> None:
     found = {**measure_among_ranks(row), **measure_in_membership(row)}
     assert not failures(found)
     stated = found_on(PAGE)[row]
@@ -62,7 +62,7 @@ def test_a_method_with_each_feature_does_what_the_page_states(row: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.e2e
-def test_methods_with_nodes_of_two_do_what_the_page_states() -> None:
+def test_methods_with_nodes_of_two_act_as_the_page_states() -> None:
     found = measure_in_nodes()
     assert not {row: cells for row, cells in found.items() if failures(cells)}
     assert found == {row: {NODES: cells[NODES]} for row, cells in found_on(PAGE).items()}, REMEDY
@@ -95,7 +95,7 @@ GOOD = Trained(distance=0.5, alone=1.0, before=2.0, after=1.0)
         (["it does not work"] * 4, FAILS),
     ],
 )
-def test_a_cell_says_what_all_ranks_say(results: list[Trained | str], expected: str) -> None:
+def test_a_cell_has_the_result_of_all_ranks(results: list[Trained | str], expected: str) -> None:
     assert verdict(results).partition(": got")[0] == expected
 
 

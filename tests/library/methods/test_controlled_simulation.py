@@ -73,7 +73,7 @@ def test_steps_and_bytes_are_those_of_ranks_on_threads(name: str, overlap: bool)
     assert driver.rates == (rounds, averages)
 
 
-def test_a_step_under_control_takes_what_its_parts_take() -> None:
+def test_a_step_under_control_takes_the_time_of_its_parts() -> None:
     """All wait for the slowest in each part, as all gather what was measured."""
     n, network = 4, LINKS.on(workers(4))
     rounds = StackedMixing(default_mixing(RingGraph(n, peers_per_itr=2), push_sum=False))

@@ -47,7 +47,7 @@ def test_a_method_takes_a_membership_or_its_entry_says_why_not(name: str) -> Non
         ask(name)
 
 
-def test_the_guide_has_the_table_of_what_the_wrappers_say() -> None:
+def test_the_guide_has_the_table_of_the_wrappers() -> None:
     """Make it with `python -m gossip_modules.methods`."""
     table, guides = membership_table(), Path(__file__).parents[3] / "docs" / "guides"
     assert table in (guides / "elasticity.md").read_text(encoding="utf-8")

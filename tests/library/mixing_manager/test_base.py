@@ -106,7 +106,7 @@ def test_weights_are_on_the_edges_and_the_rows_of_the_matrix(n: int) -> None:
 
 
 @EVERY_SIZE
-def test_predicates_say_what_the_sums_show(n: int) -> None:
+def test_predicates_agree_with_the_sums(n: int) -> None:
     for mixing in mixings_of_size(n):
         ranks = ones(n)
         matrices = [mixing.matrix(t) for t in mixing.graph.distinct_rounds()]
@@ -118,7 +118,7 @@ def test_predicates_say_what_the_sums_show(n: int) -> None:
 
 
 @EVERY_SIZE
-def test_is_symmetric_says_what_the_matrices_show(n: int) -> None:
+def test_is_symmetric_agrees_with_the_matrices(n: int) -> None:
     for mixing in mixings_of_size(n):
         matrices = [mixing.matrix(t) for t in mixing.graph.distinct_rounds()]
         assert mixing.is_symmetric == all(torch.allclose(matrix, matrix.T, rtol=0, atol=1e-12) for matrix in matrices)

@@ -67,7 +67,7 @@ def test_second_moment_is_the_sum_over_all_outcomes() -> None:
 
 @pytest.mark.parametrize("index", range(6))
 @pytest.mark.parametrize("budget", [0.1, 0.5])
-def test_rho_is_what_drawn_rounds_show(index: int, budget: float) -> None:
+def test_rho_agrees_with_drawn_rounds(index: int, budget: float) -> None:
     matchings = predefined_matchings(index)
     p = activation_probabilities(matchings, budget)
     alpha, rho = mixing_weight(matchings, p)

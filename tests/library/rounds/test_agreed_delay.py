@@ -145,7 +145,7 @@ def test_all_ranks_apply_outer_steps_in_the_same_steps(monkeypatch: pytest.Monke
         (lambda: gm.DiLoCo(4, delay="auto"), {"overlap": True}, r"got overlap=True beside DiLoCo\(.*delay='auto'"),
     ],
 )
-def test_what_cannot_agree_is_refused_with_a_remedy(make: Any, options: dict[str, Any], expected: str) -> None:
+def test_methods_that_cannot_agree_are_refused_with_a_remedy(make: Any, options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         gm.GossipDataParallel(nn.Linear(2, 2), process_group=solo_group(), algorithm=make(), **options)
 

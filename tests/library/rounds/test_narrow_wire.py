@@ -35,7 +35,9 @@ NARROW: list[tuple[Callable[..., PushPull], MixingManager]] = [
 
 @pytest.mark.parametrize("wire_dtype", WIRES)
 @pytest.mark.parametrize(("make", "mixing"), NARROW, ids=str)
-def test_law_holds_of_what_was_sent(make: Callable[..., PushPull], mixing: MixingManager, wire_dtype: Any) -> None:
+def test_the_law_holds_for_the_sent_vector(
+    make: Callable[..., PushPull], mixing: MixingManager, wire_dtype: Any
+) -> None:
     """x + (W - I) round(x), weight included; `difference` is the same correction."""
 
     def body(group: dist.ProcessGroup) -> list[FlatVector]:

@@ -268,7 +268,7 @@ class _Sum(nn.Module):
         return torch.stack([part(x) for part in self.parts]).sum(0)
 
 
-def test_what_is_new_begins_at_the_average() -> None:
+def test_new_tensors_begin_at_the_average() -> None:
     def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         model: Any = mlp()
         model[0].requires_grad_(False)
@@ -324,7 +324,7 @@ def test_a_rank_that_is_not_finite_raises_before_it_sends_anything(outer: OuterM
     ],
     ids=["streaming", "two-in-one-step", "eager", "compressed"],
 )
-def test_who_takes_its_model_back_takes_the_step_again(outer: OuterMethod) -> None:
+def test_a_rank_that_takes_its_model_back_takes_the_step_again(outer: OuterMethod) -> None:
     """Where what a fragment would send is not finite, nothing that has come was applied and nothing was sent."""
 
     def body(group: dist.ProcessGroup, *, falls_ill: bool) -> tuple[Tensor, int]:
@@ -405,7 +405,7 @@ def test_gossip_in_place_takes_outer_steps_too() -> None:
         ({"algorithm": DiLoCo(), "graph": "ring"}, "got graph beside DiLoCo.*never gossips"),
     ],
 )
-def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GossipDataParallel(mlp(), process_group=solo_group(), **{"algorithm": DiLoCo(), **options})
 

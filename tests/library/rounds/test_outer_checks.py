@@ -48,7 +48,7 @@ NAMES = ["PowerGossip", "Sparta", "Choco"]
 
 @pytest.mark.parametrize("make_compressed", COMPRESSED, ids=NAMES)
 @pytest.mark.parametrize("outer", [GASLoC(4), GASLoC(4, momentum=0.1), NoLoCo(4), NoLoCo(4, momentum=0.0, pull=1.2)])
-def test_compressed_rounds_do_not_go_with_a_momentum_of_what_they_change(
+def test_compressed_rounds_do_not_go_with_a_momentum_of_their_changes(
     outer: OuterMethod, make_compressed: Callable[[], Algorithm]
 ) -> None:
     with pytest.raises(

@@ -327,7 +327,7 @@ def oracle(outer: OuterMethod, die: Callable[[Worker], None]) -> list[tuple[Tens
         pytest.param(lambda: SlowMo(H, momentum=0.7), within, (), id="SlowMo-within"),
     ],
 )
-def test_outer_steps_are_those_of_torch_optim_on_the_mean_drift_of_who_lives(
+def test_outer_steps_equal_torch_optim_on_the_mean_drift_of_living_workers(
     make: Callable[[], OuterMethod], die: Callable[[Worker], None], sick_at: tuple[int, ...]
 ) -> None:
     workers, expected = four_three_four(make, die, sick_at=sick_at), oracle(make(), die)

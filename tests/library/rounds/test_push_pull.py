@@ -51,7 +51,7 @@ def test_rounds_are_the_matrices(name: str, mixing: MixingManager) -> None:
     ],
     ids=str,
 )
-def test_difference_is_finish_minus_what_was_sent(make: Callable[[], PushPull], mixing: MixingManager) -> None:
+def test_difference_is_finish_minus_the_sent_vector(make: Callable[[], PushPull], mixing: MixingManager) -> None:
     """The law: s + alpha * difference(s) = W s, weight included; and s is only read between start and then."""
 
     def body(group: dist.ProcessGroup) -> None:

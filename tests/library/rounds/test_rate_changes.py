@@ -174,7 +174,7 @@ def test_each_parameter_is_scaled_by_its_own_rate() -> None:
     assert memory.state_dict()["rates"] == {"a": 0.4, "b": 0.8}
 
 
-def test_a_rate_of_zero_leaves_what_is_kept_for_later() -> None:
+def test_a_rate_of_zero_leaves_the_memory_for_later() -> None:
     memory, parts = kept({"a": 0.1, "b": 0.1})
     (c,) = memory.vector("c").parts
     for _ in range(2):

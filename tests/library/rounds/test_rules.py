@@ -243,7 +243,7 @@ def test_a_state_is_loaded_between_two_rounds_and_training_goes_on() -> None:
         torch.testing.assert_close(loaded, alone, rtol=0, atol=0)
 
 
-def test_what_is_carried_of_a_narrow_model_is_float32() -> None:
+def test_the_memory_of_a_narrow_model_is_float32() -> None:
     model = mlp().bfloat16()
     wrapper, optimizer = wrap(model, solo_group(), QGDSGDm()), sgd(model)
     for step in range(2):
@@ -333,7 +333,7 @@ def test_gossip_in_place_follows_rules_too_and_infinities_are_noticed() -> None:
         ({"algorithm": QGDSGDm(), "schedule": 2}, "got schedule=.* with QGDSGDm.*, expected a round after every step"),
     ],
 )
-def test_what_does_not_fit_to_the_mathematics_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_break_the_law_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GossipDataParallel(mlp(), process_group=solo_group(), **{"algorithm": D2(), **options})
 
@@ -370,7 +370,7 @@ def test_decentlam_steps_a_parameter_without_a_gradient_by_its_momentum() -> Non
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_an_average_starts_anew_what_rounds_have_kept(rule: Algorithm) -> None:
+def test_an_average_restarts_the_memory_of_rounds(rule: Algorithm) -> None:
     def body(group: dist.ProcessGroup) -> None:
         model = net(group.rank())
         wrapper, optimizer = wrap(model, group, rule), sgd(model)

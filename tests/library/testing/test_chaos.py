@@ -142,7 +142,7 @@ def test_the_store_is_killed_and_training_goes_on() -> None:
     assert Chaos([StoreKill(step=3, seconds=0.1)]).run(body, 1) == {0: True}
 
 
-def test_what_a_worker_raises_is_raised() -> None:
+def test_an_error_of_a_worker_is_raised() -> None:
     def body(worker: Worker) -> None:
         worker.membership(min_workers=1)
         raise KeyError("the cause")

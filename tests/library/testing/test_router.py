@@ -44,7 +44,7 @@ def test_packets_come_to_their_hosts(router: Router) -> None:
         assert c.recv(100) == packet(A, C, "for c")
 
 
-def test_packets_to_nobody_and_of_ipv6_are_dropped(router: Router) -> None:
+def test_packets_without_a_receiver_and_of_ipv6_are_dropped(router: Router) -> None:
     with host(router, A) as a, host(router, B) as b:
         a.send(packet(A, "10.77.1.9"))
         a.send(b"\x60" + packet(A, B)[1:])

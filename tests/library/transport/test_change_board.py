@@ -73,7 +73,7 @@ def test_a_rank_that_was_met_in_another_operation_is_there() -> None:
         other.board.check(is_there=True)
 
 
-def test_who_knows_nothing_of_it_hears_of_the_others() -> None:
+def test_a_rank_without_a_note_hears_of_the_others() -> None:
     one, other, third = ranks(3)
     one.step = 3
     one.announce("b")

@@ -12,7 +12,7 @@ from gossip_modules.transport.gloo import at_once
 from tests.library.transport.clock import Clock
 
 
-def test_waits_share_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_share_the_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock.begin(monkeypatch)
     deadline = Deadline(timedelta(seconds=8))
     assert (deadline.seconds, deadline.left, deadline.passed) == (8.0, 8.0, 0.0)

@@ -37,12 +37,12 @@ def test_a_rank_that_gave_up_waiting_is_not_to_blame() -> None:
     assert woken == Cause(frozenset(), "rank 1 gave up round 5 (rank 2 does not answer)")
 
 
-def test_without_notes_it_is_what_one_has_seen() -> None:
+def test_without_notes_the_own_observation_counts() -> None:
     cause = notes_of(dist.HashStore(), 0).explain({2: GONE, 1: SILENT}, members=MEMBERS)
     assert cause == Cause(frozenset({1, 2}), "rank 1 does not answer; rank 2 is gone")
 
 
-def test_where_nobody_knows_whom_all_wait_for_it_is_who_says_nothing() -> None:
+def test_where_all_ranks_wait_for_an_unknown_one_the_silent_rank_is_named() -> None:
     store = dist.HashStore()
     for rank in (0, 1, 3):
         notes_of(store, rank).leave({}, "a sum")
@@ -110,7 +110,7 @@ def test_describe() -> None:
     assert describe({3: GONE, 1: GONE, 2: "did not come"}) == "ranks 1, 3 are gone, rank 2 did not come"
 
 
-def test_who_is_blamed_by_others_alone_is_told_why() -> None:
+def test_a_rank_that_only_others_blame_is_told_the_reason() -> None:
     """Rank 0 does not know whom its all-reduce waits for; rank 1 was in averaged() and missed all others."""
     store = dist.HashStore()
     notes_of(store, 1).leave({0: "did not call averaged()", 2: "did not call averaged()"}, "averaged()")

@@ -178,7 +178,7 @@ def test_a_closed_peer_is_named_at_once(make: Make, is_send: bool) -> None:
 
 @every_transport
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather"])
-def test_a_collective_names_itself_and_who_is_missing(make: Make, name: str) -> None:
+def test_a_collective_names_itself_and_the_missing_ranks(make: Make, name: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
         if group.rank() == 1:
             return

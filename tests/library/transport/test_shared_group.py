@@ -128,7 +128,7 @@ def test_a_user_may_be_collected_while_another_one_joins() -> None:
     assert (shared.taken, shared.num_users) == ({0, 1}, 2)
 
 
-def test_a_copy_of_what_is_closed_is_closed() -> None:
+def test_a_copy_of_a_closed_group_is_closed() -> None:
     group = solo_group()
     closed = over(group)
     closed.close()
@@ -243,7 +243,7 @@ def close_before_the_other(rank: int) -> str:
 
 @pytest.mark.e2e
 @pytest.mark.skipif(not CAN_RELEASE, reason="this torch names new groups like released ones")
-def test_who_waits_for_a_rank_that_has_closed_is_told_so() -> None:
+def test_a_rank_that_waits_for_a_closed_one_gets_an_error() -> None:
     run_processes(2, close_before_the_other)
 
 

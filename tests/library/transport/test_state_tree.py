@@ -46,7 +46,7 @@ def travelled(state: Any) -> Any:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_containers_arrive_as_what_they_were(value: Any) -> None:
+def test_containers_arrive_with_their_types(value: Any) -> None:
     got = travelled({"of": [value]})["of"][0]
     assert (type(got), got) == (type(value), value)
     if isinstance(value, defaultdict):
@@ -75,7 +75,7 @@ def test_a_copy_is_one_of_tensors_in_any_container() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*quantize.*")  # torch means to drop these
-def test_what_would_arrive_as_something_else_is_refused(make: Callable[[], Any], message: str) -> None:
+def test_values_that_would_arrive_with_another_type_are_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message + r"\['mine'\], expected"):
         encode(copied({"mine": make()}))
 

@@ -103,7 +103,7 @@ def test_a_frozen_server_is_an_error_in_time_and_may_come_back(server: tuple[int
             assert time.monotonic() < deadline
 
 
-def test_who_has_more_time_waits_for_a_request_that_was_given_up(server: tuple[int, dist.TCPStore]) -> None:
+def test_a_caller_with_more_time_waits_for_a_request_that_was_given_up(server: tuple[int, dist.TCPStore]) -> None:
     """Notes of failures are given up early; a `Progress` that shares the thread is not in a hurry."""
     pid, plain = server
     hurried, patient = (BoundedStore(plain, timeout=timedelta(seconds=seconds)) for seconds in (0.1, 20))

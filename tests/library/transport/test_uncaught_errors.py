@@ -97,7 +97,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     return found
 
 
-def test_an_error_ends_what_its_thread_trains_and_the_hook_of_the_script_is_called(told: list[BaseException]) -> None:
+def test_an_error_ends_the_wrappers_of_its_thread_and_calls_the_hook_of_the_script(told: list[BaseException]) -> None:
     own, other = Held(), Held()
     leave_at_error(own)
     leave_at_error(other)

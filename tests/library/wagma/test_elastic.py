@@ -161,7 +161,7 @@ def test_all_are_equal_after_an_average_of_the_new_generation() -> None:
         assert all(torch.allclose(value, values[0], atol=1e-6) for value in values)
 
 
-def test_who_is_slow_comes_to_the_next_generation_with_the_others() -> None:
+def test_a_slow_rank_comes_to_the_next_generation_with_the_others() -> None:
     """Without averages over all ranks, which would bound by how much it is behind."""
     train = Train(3, lambda change: change.generation > 1, slow=(2,), sync_period=0)
     results = Chaos([Kill(20, 0)]).run(train, 3)
@@ -228,7 +228,7 @@ def test_a_round_that_lacks_a_rank_leaves_the_model_as_it_is(is_global: bool, mo
     assert lost == {0: set(), 1: set()}
 
 
-def test_the_membership_is_told_who_is_late() -> None:
+def test_the_membership_is_told_the_late_rank() -> None:
     """And not by those who only see that rounds have ended."""
 
     def body(transport: LinkTransport, barrier: Any) -> bool:
@@ -265,7 +265,7 @@ def test_a_rank_whose_membership_has_ended_has_no_peers_though_its_threads_do_no
 
 
 @pytest.mark.soak
-def test_who_stands_still_is_waited_for_until_the_timeout() -> None:
+def test_a_rank_that_stands_still_is_awaited_until_the_timeout() -> None:
     def body(transport: LinkTransport, barrier: Any) -> int:
         transport.whole.timeout = timedelta(seconds=5)
         x = FlatVector.over(torch.zeros(5))
@@ -305,7 +305,7 @@ def test_groups_exist_for_any_number_of_workers() -> None:
         ({"membership": 4}, r"got membership=4, expected a Membership; pass Membership\('host:port', min_workers="),
     ],
 )
-def test_what_does_not_fit_a_membership_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_fit_a_membership_are_refused(options: dict[str, Any], message: str) -> None:
     membership = Membership(dist.HashStore(), min_workers=1)
     with pytest.raises(ValueError, match=message):
         GroupAverageDataParallel(nn.Linear(2, 1), **{"membership": membership, **options})
@@ -360,7 +360,7 @@ def train_in_a_process(worker: Worker) -> dict[str, Any]:
         optimizer.zero_grad()
         model(torch.ones(2, 4)).pow(2).mean().backward()
         optimizer.step()
-        is_waiting = step >= 60 and membership.world_size < 3  # of two, the one that is stopped might be who goes on
+        is_waiting = step >= 60 and membership.world_size < 3  # of two, the stopped one might be the one that goes on
         time.sleep(0.2 if is_waiting and step < 150 else 0.01)
     deaths, joins = membership.num_deaths, membership.num_joins
     model.close()

@@ -354,7 +354,7 @@ def test_a_slow_rank_waits_for_a_global_average_that_is_near(comes: bool, monkey
     run_ranks(2, body)
 
 
-def test_a_slow_rank_skips_what_others_have_passed() -> None:
+def test_a_slow_rank_skips_the_rounds_that_others_have_passed() -> None:
     turn = threading.Barrier(2)
 
     def body(group: dist.ProcessGroup) -> list[int]:
@@ -380,7 +380,7 @@ def test_a_slow_rank_skips_what_others_have_passed() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 5])
-def test_ranks_that_settle_serve_those_who_train(n: int) -> None:
+def test_ranks_that_settle_serve_training_ranks(n: int) -> None:
     def body(group: dist.ProcessGroup) -> tuple[int, float]:
         rank = Rank(group, period=4)
         for _ in range(11 if group.rank() == 0 else 2):

@@ -21,7 +21,7 @@ from tests.harness.ranks import assert_no_gossip_threads, gossip_threads, run_ra
 from tests.library.wagma.workers import PATIENCE, Rank, be_on_time
 
 
-def test_a_resumed_rank_contributes_what_it_had_published(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_rank_contributes_its_published_model(monkeypatch: pytest.MonkeyPatch) -> None:
     be_on_time(monkeypatch, before=1)
     turn = threading.Barrier(2)
     states: dict[int, dict[str, Any]] = {}
@@ -285,7 +285,7 @@ def test_close_leaves_no_threads_behind_though_the_others_stay() -> None:
     assert_no_gossip_threads()
 
 
-def test_an_error_that_nobody_has_seen_is_raised_on_close() -> None:
+def test_an_unseen_error_is_raised_on_close() -> None:
     def body(group: dist.ProcessGroup) -> None:
         rank = Rank(group)
         rank.round()

@@ -44,7 +44,7 @@ def go_on(rank: Rank, *, settles: bool = False) -> NoReturn:
             rank.round()
 
 
-# Every two of the size, what ranks do and who dies occur together.
+# Each pair of a size, an action of the ranks and a dying rank occurs together.
 @pytest.mark.parametrize(
     ("n", "action", "victim"),
     [

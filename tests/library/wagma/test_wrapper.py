@@ -215,7 +215,7 @@ def test_equal_steps_and_close_end_together(n: int, period: int, num_steps: int,
     assert_no_gossip_threads()
 
 
-def test_close_serves_those_who_take_more_steps() -> None:
+def test_close_serves_ranks_that_take_more_steps() -> None:
     def body(group: dist.ProcessGroup) -> int:
         wrapper = wrap(group, sync_period=3)
         for _ in range(2 if group.rank() == 1 else 10):
@@ -228,7 +228,7 @@ def test_close_serves_those_who_take_more_steps() -> None:
     assert min(rounds) >= 10
 
 
-def test_who_goes_on_after_a_peer_has_closed_is_told() -> None:
+def test_a_rank_that_goes_on_after_a_peer_has_closed_is_told() -> None:
     closed = threading.Event()
 
     def body(group: dist.ProcessGroup) -> None:
@@ -275,7 +275,7 @@ def test_a_rank_whose_own_code_fails_is_named() -> None:
     assert_no_gossip_threads()
 
 
-def test_averaged_by_one_rank_alone_names_who_did_not_call() -> None:
+def test_averaged_by_one_rank_alone_names_the_others() -> None:
     failed = threading.Event()
 
     def body(group: dist.ProcessGroup) -> None:
@@ -380,7 +380,7 @@ def test_a_resumed_run_is_the_run(wait_avoiding: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.filterwarnings("ignore:the state dict holds no gossip state")  # on both threads, who share the filters
 @pytest.mark.parametrize("assign", [False, True])
-def test_a_plain_checkpoint_is_what_peers_get(assign: bool) -> None:
+def test_peers_get_the_model_of_a_plain_checkpoint(assign: bool) -> None:
     turn = threading.Barrier(2)
 
     def body(group: dist.ProcessGroup) -> None:

@@ -57,7 +57,7 @@ def test_a_mixing_is_a_class_or_a_function_of_the_graph(given: Any) -> None:
     )
 
 
-def test_numbers_and_classes_stand_for_what_they_make() -> None:
+def test_numbers_and_classes_stand_for_their_objects() -> None:
     assert as_schedule(10) == gm.Schedule(gossip_every=10)
     assert as_schedule(gm.Schedule(2, 3)) == gm.Schedule(2, 3)
     assert as_timeout(30) == timedelta(seconds=30)
@@ -286,7 +286,7 @@ def test_a_checkpoint_from_when_nine_ranks_had_a_ring_says_how_to_go_on_with_it(
         assert re.search(r'now it is DynamicBipartiteCompleteGraph.* to go on with the ring: graph="ring"$', message)
 
 
-def test_who_makes_the_warning_an_error_has_loaded_everything() -> None:
+def test_a_warning_that_is_an_error_comes_after_everything_is_loaded() -> None:
     def body(group: dist.ProcessGroup) -> tuple[float, int]:
         wrapper = gm.GossipDataParallel(nn.Linear(2, 1), process_group=group, push_sum=False)
         state = without_graph(wrapper.get_extra_state())

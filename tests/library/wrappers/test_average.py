@@ -187,7 +187,7 @@ def test_comm_stats_count_bytes_exactly() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"overlap": True, "max_staleness": 1}], ids=str)
-def test_comm_stats_tell_what_each_peer_has_cost(options: dict[str, Any]) -> None:
+def test_comm_stats_tell_the_cost_of_each_peer(options: dict[str, Any]) -> None:
     def body(group: dist.ProcessGroup) -> tuple[dict[str, float], float]:
         wrapper = wrap(mlp(group.rank()), group, graph=irregular(), **options)
         before = wrapper.comm_stats()["bytes_sent"]

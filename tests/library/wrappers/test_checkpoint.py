@@ -246,7 +246,7 @@ def test_a_checkpoint_in_memory_is_of_its_moment() -> None:
     run_ranks(2, body)
 
 
-def test_what_is_no_checkpoint_of_this_model_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     wrapper = GossipDataParallel(mlp(), process_group=solo_group())
     optimizer = sgd(wrapper)
     before = flatten(wrapper)
@@ -274,7 +274,7 @@ def test_what_is_no_checkpoint_of_this_model_is_refused(tmp_path: Path) -> None:
     other.close()
 
 
-def test_what_differs_by_right_is_of_rank_0_and_optimizers_without_a_mean_begin_anew(
+def test_tensors_of_each_rank_are_taken_from_rank_0_and_optimizers_without_a_mean_begin_anew(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Ignored and frozen tensors in the average; ranks of which one has not stepped yet."""

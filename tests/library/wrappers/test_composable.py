@@ -250,7 +250,7 @@ class Closing(nn.Linear):
         """A method of the user's own."""
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_options_that_cannot_work_are_refused() -> None:
     group = solo_group()
     with pytest.raises(ValueError, match=r"got a Closing that has close of its own.*use GossipDataParallel"):
         gossip(Closing(2, 1), process_group=group)

@@ -118,7 +118,7 @@ def test_all_reduce_keeps_its_module_and_its_names_as_the_others() -> None:
     in_one_process(body)
 
 
-def test_sharding_is_refused_with_what_is_possible() -> None:
+def test_sharding_is_refused_with_the_alternatives() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
     def body() -> None:
@@ -261,7 +261,7 @@ def test_the_warning_names_the_line_of_the_forward(wrap: Callable[..., Any]) -> 
     assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_a_wrapper_that_nobody_has_any_more_keeps_no_module() -> None:
+def test_an_unreachable_wrapper_keeps_no_module() -> None:
     """gossip() and its module refer to each other, so they wait for the garbage collector."""
     part = nn.Linear(3, 2)
     gc.disable()

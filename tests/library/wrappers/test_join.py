@@ -105,7 +105,7 @@ def throw_when_one_is_done(rank: int) -> list[tuple[str, float]]:
 
         with pytest.raises(RuntimeError) as caught:
             epoch(NUM_BATCHES[rank])
-        for step in range(2):  # who has ended the epoch goes on, in step with the others
+        for step in range(2):  # a rank that has ended the epoch goes on, in step with the others
             loss_of(model, rank, step).backward()
         results.append((str(caught.value), model.comm_stats()["num_rounds"]))
         model.close()

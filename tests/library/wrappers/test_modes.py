@@ -136,7 +136,7 @@ def look_at_gradients(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> N
 
 
 @pytest.mark.parametrize("between", [attack, evaluate_two_checkpoints, look_at_gradients])
-def test_what_looks_like_training_in_eval_mode_is_allowed(
+def test_evaluation_that_looks_like_training_is_allowed(
     between: Callable[[nn.Module, torch.optim.Optimizer], None],
 ) -> None:
     wrapper = wrap(net(), solo_group())

@@ -81,7 +81,9 @@ def raise_and_go_on(rank: int, *, is_sick: bool, **options: Any) -> None:
     if is_sick:
         last.copy_(saved)
     assert has_raised or not is_sick
-    for step in (3, 4, 5) if has_raised else (3,):  # who has not raised has waited for the rounds of who has
+    for step in (
+        (3, 4, 5) if has_raised else (3,)
+    ):  # ranks without an error have waited for the rounds of ranks with one
         loss_of(wrapper, rank, step)
     wrapper.flush()
     assert bool(flatten(wrapper.module).isfinite().all())
@@ -124,7 +126,7 @@ def body(rank: int, num_nodes: int) -> dict[str, Any]:
     return {"cases": cases, "gradient": gradient}
 
 
-def test_what_the_processes_of_a_node_tell_each_other_is_counted() -> None:
+def test_messages_between_the_processes_of_a_node_are_counted() -> None:
     """Over NCCL they have a second connection for it, in CPU memory."""
 
     def body(group: dist.ProcessGroup) -> None:

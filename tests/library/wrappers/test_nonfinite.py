@@ -99,7 +99,7 @@ def test_the_sick_rank_is_named_and_no_model_is_touched(options: dict[str, Any],
         ConsensusControl(0.3, is_relative=False, gossip_every=2),
     ],
 )
-def test_who_mends_its_model_takes_the_step_again(schedule: Schedule | ConsensusControl) -> None:
+def test_a_rank_that_mends_its_model_takes_the_step_again(schedule: Schedule | ConsensusControl) -> None:
     """What it does then is what the others do in the round in which they wait for it."""
 
     def body(group: dist.ProcessGroup, *, falls_ill: bool) -> tuple[Tensor, int]:

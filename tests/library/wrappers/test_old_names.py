@@ -18,7 +18,7 @@ WRAPPERS: list[Any] = [gm.GossipDataParallel, gm.BilatGossipDataParallel, gm.Gro
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_what_ddp_has_is_missing_with_a_remedy(wrapper: Any) -> None:
+def test_attributes_of_ddp_are_missing_with_a_remedy(wrapper: Any) -> None:
     model = wrapper(nn.Linear(2, 1), process_group=solo_group())
     for name in DDP_ATTRIBUTES.keys() - ({"join_hook"} if isinstance(model, Joinable) else set()):
         assert not hasattr(model, name)
@@ -47,7 +47,7 @@ def test_the_table_has_attributes_of_ddp() -> None:
     assert [name for name in DDP_ATTRIBUTES if not hasattr(ddp, name)] == []
 
 
-def test_what_only_the_module_has_is_named() -> None:
+def test_attributes_of_the_module_are_named() -> None:
     model = gm.GossipDataParallel(nn.Linear(2, 1), process_group=solo_group())
     with pytest.raises(AttributeError, match=r"no attribute 'in_features': .*; write model.module.in_features$"):
         _ = model.in_features

@@ -161,7 +161,7 @@ def test_load_state_dict_still_names_wrong_keys() -> None:
 
 
 @pytest.mark.parametrize("make", [GossipDataParallel, BilatGossipDataParallel, GroupAverageDataParallel, gossip])
-def test_pickling_is_told_what_to_save(make: Callable[..., Any]) -> None:
+def test_the_error_of_pickling_names_the_state_to_save(make: Callable[..., Any]) -> None:
     model = make(mlp(), process_group=solo_group())
     for pickle_ in (pickle.dumps, lambda x: torch.save(x, io.BytesIO())):
         with pytest.raises(

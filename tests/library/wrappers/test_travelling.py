@@ -218,7 +218,7 @@ def test_settling_with_other_tensors_on_one_rank_is_the_same_error() -> None:
 
 @STARTS_ANEW
 @ANY_METHOD
-def test_what_is_frozen_on_all_ranks_is_averaged_exactly(method: str) -> None:
+def test_tensors_that_are_frozen_on_all_ranks_are_averaged_exactly(method: str) -> None:
     def body(group: dist.ProcessGroup) -> tuple[list[Tensor], Tensor, Tensor]:
         trainer = Trainer(group, layers(), **METHODS[method]())
         trainer.step(5)
@@ -241,7 +241,7 @@ def test_what_is_frozen_on_all_ranks_is_averaged_exactly(method: str) -> None:
 @STARTS_ANEW
 @pytest.mark.parametrize("method", ["SGP", "Local SGD", "DiLoCo"])
 @pytest.mark.parametrize("first", ["wrap", "freeze"])
-def test_a_resumed_run_averages_what_was_frozen_before_its_checkpoint(method: str, first: str) -> None:
+def test_a_resumed_run_averages_tensors_that_were_frozen_before_its_checkpoint(method: str, first: str) -> None:
     """Also where the layer was frozen before the model was wrapped, as scripts do that freeze it from some step on."""
 
     def body(group: dist.ProcessGroup) -> list[Tensor]:
@@ -270,7 +270,7 @@ def test_a_resumed_run_averages_what_was_frozen_before_its_checkpoint(method: st
     assert torch.equal(end, same)
 
 
-def test_the_average_of_what_leaves_is_that_of_push_sum() -> None:
+def test_tensors_that_leave_have_the_average_of_push_sum() -> None:
     """Weights are not one, and the sum of x over ranks is kept."""
 
     def body(group: dist.ProcessGroup) -> tuple[Tensor, float, Tensor]:

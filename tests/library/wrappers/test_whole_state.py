@@ -105,7 +105,7 @@ def test_tensors_of_another_rank_are_refused_by_their_keys_alone(make: Callable[
     run_ranks(2, body)
 
 
-def test_what_torch_distributed_checkpoint_mixes_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_torch_distributed_checkpoint_has_mixed_is_refused(tmp_path: Path) -> None:
     """It takes each tensor from one rank, and loads into the tensors of the model."""
 
     def body(group: dist.ProcessGroup) -> None:

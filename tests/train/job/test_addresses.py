@@ -35,7 +35,7 @@ def test_the_host_of_the_master_is_reached_as_it_reaches_the_others(monkeypatch:
     assert sorted(Ranks(2).run(own_host)) == ["10.0.0.1", "10.0.0.2"]
 
 
-def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hosts_and_missing_interfaces_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"got no way to nonesuch.invalid .*check MASTER_ADDR, or name the network"):
         source_address("nonesuch.invalid")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch0")

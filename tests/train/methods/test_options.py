@@ -164,7 +164,7 @@ def test_senseless_numbers_are_refused() -> None:
         (TranslationConfig, "num_test", "takes all"),
     ],
 )
-def test_an_error_says_what_0_does(config_type: type[RunConfig], name: str, meaning: str) -> None:
+def test_an_error_explains_the_meaning_of_0(config_type: type[RunConfig], name: str, meaning: str) -> None:
     with pytest.raises(ValueError, match=f"got {name}=-1, expected 0 or more; 0 {meaning}$"):
         config_type(**{name: -1})  # type: ignore[arg-type]
     assert set(config_type.ZERO) <= set(config_type.NOT_NEGATIVE)

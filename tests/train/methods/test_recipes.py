@@ -219,7 +219,7 @@ def test_matcha_trains_by_the_plan_that_is_printed(
         planned(4)
 
 
-def test_a_plan_is_part_of_what_a_run_is(tmp_path: Path) -> None:
+def test_a_plan_is_part_of_the_identity_of_a_run(tmp_path: Path) -> None:
     """By what it says: the file may move, but a run goes on with the same plan only."""
     paths = [tmp_path / name for name in ("first.json", "second.json", "other.json")]
     for path, budget in zip(paths, ("0.5", "0.5", "0.6"), strict=True):
@@ -314,7 +314,7 @@ def test_workers_of_dpwa_learn_the_addresses_of_all_others(
         assert (worker.arguments["divergence_threshold"], worker.arguments["fetch_probability"]) == (0.3, 0.9)
 
 
-def test_who_takes_its_steps_how() -> None:
+def test_ways_of_taking_steps() -> None:
     def pace_of(**options: Any) -> str:
         config = Config(**options)
         wrapper = gm.GroupAverageDataParallel.__new__(gm.GroupAverageDataParallel)

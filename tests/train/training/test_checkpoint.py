@@ -90,7 +90,7 @@ def test_a_state_comes_back_as_it_was(checkpoints: Checkpoints) -> None:
     assert sorted(file.name for file in path.iterdir()) == ["rank_0000.json", "rank_0000.pt"]
 
 
-def test_the_manifest_says_whose_it_is(checkpoints: Checkpoints) -> None:
+def test_the_manifest_names_its_run(checkpoints: Checkpoints) -> None:
     path = checkpoints.save(7, {"x": 1}, score=98.5)
     manifest = json.loads((path / "rank_0000.json").read_text())
     assert IDENTITY.items() <= manifest.items()
@@ -195,7 +195,7 @@ def test_a_checkpoint_of_another_run_is_refused(checkpoints: Checkpoints, name: 
         other.load([path])
 
 
-def test_what_to_resume_from(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_choice_of_the_checkpoint_to_resume_from(checkpoints: Checkpoints, tmp_path: Path) -> None:
     assert checkpoints.choose("auto") == []
     assert checkpoints.choose("") == []
     path = checkpoints.save(1, {"x": 5})
@@ -249,7 +249,7 @@ def test_the_checkpoint_just_written_outlives_later_steps(tmp_path: Path) -> Non
     assert checkpoints.save(10, {"x": 10}).is_dir()
 
 
-def test_the_next_save_removes_what_a_killed_job_left(checkpoints: Checkpoints) -> None:
+def test_the_next_save_removes_files_of_a_killed_job(checkpoints: Checkpoints) -> None:
     half = checkpoints.folder / "step_00000001"
     half.mkdir(parents=True)
     (half / ".rank_0000.pt.77.tmp").write_text("half")
@@ -301,7 +301,7 @@ def test_any_exception_on_one_rank_stops_all() -> None:
         assert str(error) == "rank 0: KeyError: 'x'"
 
 
-def test_only_what_is_complete_on_every_rank_counts(tmp_path: Path) -> None:
+def test_only_checkpoints_that_are_complete_on_every_rank_count(tmp_path: Path) -> None:
     ranks = Ranks(2)
 
     def save_both(member: Member) -> None:
@@ -466,7 +466,7 @@ def test_ranks_rotate_checkpoints_in_one_folder(tmp_path: Path) -> None:
     assert steps(tmp_path) == [39]
 
 
-def test_what_cannot_be_removed_is_a_warning(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_removed_is_a_warning(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     def remove(files: RankFiles) -> None:
         raise PermissionError(f"{files.folder.name} is kept")
 

@@ -213,7 +213,7 @@ def test_a_worker_dies_another_joins_and_each_batch_is_read_once(
     assert run_elastic(replace(config, resume="auto"), RecordingTask) == 0
 
 
-def test_who_has_not_met_the_others_at_the_end_trains_on_into_the_next_generation(
+def test_a_worker_without_the_others_at_the_end_trains_on_into_the_next_generation(
     config: Config, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first average fails, as where a worker joins just then; another generation begins when one comes."""

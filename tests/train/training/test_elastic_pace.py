@@ -102,7 +102,7 @@ def test_workers_at_their_own_pace_go_on_from_the_position_of_their_donor(addres
             one.close()
 
 
-def test_who_has_not_met_the_others_at_the_end_tries_again_in_the_next_generation(
+def test_a_worker_without_the_others_at_the_end_tries_again_in_the_next_generation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     members = SimpleNamespace(generation=3)

@@ -84,7 +84,7 @@ def test_a_rank_without_a_step_in_an_epoch_has_no_loss(tmp_path: Path, capsys: p
     assert "nan" not in printed
 
 
-def test_csv_of_a_resumed_run_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_csv_of_a_resumed_run_drops_rows_after_the_checkpoint(tmp_path: Path) -> None:
     log = RunLog(tmp_path, rank=1)
     for epoch in (1, 2, 3):
         log.epoch(replace(ROW, epoch=epoch, step=11 * epoch, loss=1.0))

@@ -64,7 +64,7 @@ def test_torchrun_starts_a_job_again_when_a_worker_was_killed(tmp_path: Path, re
         ),
     ],
 )
-def test_what_a_user_can_mend_is_one_line_of_rank_0(tmp_path: Path, options: list[str], message: str) -> None:
+def test_an_error_of_the_user_is_one_line_of_rank_0(tmp_path: Path, options: list[str], message: str) -> None:
     command = [*TORCHRUN, *options, "--out-dir", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False, cwd=ROOT)
     assert done.returncode == 1  # torchrun's own

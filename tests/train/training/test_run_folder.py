@@ -64,7 +64,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(folder: P
     assert len(errors(folder)) == 1
 
 
-def test_workers_that_are_started_again_do_not_delete_what_those_before_have_trained(
+def test_restarted_workers_do_not_delete_the_files_of_earlier_ones(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

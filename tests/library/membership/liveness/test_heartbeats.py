@@ -37,7 +37,7 @@ class Listener:
         self.is_told.set()
 
 
-def test_who_ends_is_silent_and_who_goes_on_is_not() -> None:
+def test_a_worker_that_ends_is_silent_and_one_that_goes_on_is_not() -> None:
     listeners = [Listener() for _ in range(3)]
     beats = [
         LivenessMonitor(i, job="job", host="127.0.0.1", **listeners[i].told(), interval=0.05, floor=floor)
@@ -59,7 +59,7 @@ def test_who_ends_is_silent_and_who_goes_on_is_not() -> None:
     assert [listener.ended for listener in listeners] == [[], [], []]
 
 
-def test_the_next_turn_is_that_of_who_would_be_silent_first() -> None:
+def test_the_next_turn_is_at_the_first_possible_silence() -> None:
     """So silence is noticed when it is too long, and not at the next beat."""
     mine = LivenessMonitor(0, job="job", host="127.0.0.1", **Listener().told(), interval=60.0)
     with socket.create_server(("127.0.0.1", 0)) as nobody:
@@ -74,7 +74,7 @@ def test_the_next_turn_is_that_of_who_would_be_silent_first() -> None:
     mine.close()
 
 
-def test_who_was_never_heard_is_not_silent() -> None:
+def test_a_worker_that_was_never_heard_is_not_silent() -> None:
     """As where a firewall drops its packets."""
     listener = Listener()
     mine = LivenessMonitor(0, job="job", host="127.0.0.1", **listener.told(), interval=0.01, floor=0.02)
@@ -137,7 +137,7 @@ def test_a_process_with_forked_children_is_seen_to_end() -> None:
     mine.close()
 
 
-def test_a_probe_tells_who_lives_from_who_has_ended_and_who_is_silent() -> None:
+def test_a_probe_tells_living_ended_and_silent_workers_apart() -> None:
     listener = Listener()
     mine = LivenessMonitor(1, job="job", host="127.0.0.1", **listener.told())
     contact, job = mine.contact, digest("job")

@@ -138,7 +138,7 @@ def test_a_run_gets_it_normalised_and_augmented(tmp_path: Path) -> None:
     assert len(labels) == 5
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     cases: dict[str, str] = {}
     cases[str(tmp_path / "nowhere")] = (
         r"no such file or folder\), expected cifar-10-batches-py/ or .*--data-dir with what"

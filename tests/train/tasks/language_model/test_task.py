@@ -139,7 +139,7 @@ def test_a_model_learns_and_loss_and_correct_tokens_leave_padding_out(config: La
 
 
 @pytest.mark.parametrize("size", [LstmSize(num_layers=2, width=16), GptSize(num_layers=1, width=16, num_heads=2)])
-def test_models_see_only_what_is_before_and_gossip_takes_the_embeddings_once(
+def test_models_see_only_earlier_tokens_and_gossip_takes_the_embeddings_once(
     size: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SIZES, "own", size)
@@ -187,7 +187,7 @@ def test_gradients_are_scaled_down_together() -> None:
         ({"tokenizer": "nowhere.json"}, r"rank 0: got nowhere\.json: "),
     ],
 )
-def test_what_cannot_be_is_refused_before_training(
+def test_impossible_options_are_refused_before_training(
     config: LanguageModelConfig, changes: dict[str, Any], message: str
 ) -> None:
     (error,) = make_tasks(replace(config, **changes))

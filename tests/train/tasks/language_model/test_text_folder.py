@@ -55,7 +55,7 @@ def test_patterns_choose_and_hidden_files_are_left_out(tmp_path: Path) -> None:
     assert names(folder.train) == {"train.md"}
 
 
-def test_the_standard_library_is_there_without_what_some_systems_lack() -> None:
+def test_the_standard_library_is_there_without_files_that_some_systems_lack() -> None:
     folder = TextFolder.find("", validation_share=0.05)
     found = names(folder.train) | names(folder.validation)
     assert {"argparse.py", "json/decoder.py"} <= found
@@ -114,7 +114,9 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "byte", "place"), [(b"ab\n\xffc", "ff", 3), (b"PK\0\x03", "00", 2)])
-def test_what_is_no_text_is_named_by_file_and_byte(tmp_path: Path, content: bytes, byte: str, place: int) -> None:
+def test_bytes_that_are_no_text_are_named_with_file_and_place(
+    tmp_path: Path, content: bytes, byte: str, place: int
+) -> None:
     write(tmp_path, valid_a="v")
     (tmp_path / "train.bin").write_bytes(content)
     (passage,) = beginning(TextFolder.find(str(tmp_path), validation_share=0.5).train, 0)

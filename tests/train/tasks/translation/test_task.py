@@ -108,7 +108,7 @@ def test_padding_changes_nothing(translator: Translator) -> None:
     assert torch.allclose(alone, beside[:, :3], atol=1e-5)
 
 
-def test_the_decoder_sees_only_what_is_before(translator: Translator) -> None:
+def test_the_decoder_sees_only_earlier_tokens(translator: Translator) -> None:
     translator.eval()
     source = torch.tensor([[5, 6, 7, END]])
     with torch.no_grad():

@@ -72,7 +72,7 @@ def test_equal_text_gives_equal_tokens_and_a_file_brings_them_back(
     assert (loaded.digest, loaded.encode(["Vöglein"])) == (tokenizer.digest, tokenizer.encode(["Vöglein"]))
 
 
-def test_what_is_no_tokenizer_is_refused(text: ListedText, tokenizer: BytePairs, tmp_path: Path) -> None:
+def test_a_file_that_is_no_tokenizer_is_refused(text: ListedText, tokenizer: BytePairs, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"got vocabulary_size=258, expected at least 259: every byte is a token"):
         BytePairs.train(text, vocabulary_size=SMALLEST_VOCABULARY - 1)
     path = tmp_path / "tokenizer.json"
