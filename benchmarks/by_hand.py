@@ -32,7 +32,7 @@ def flatten(tensors: list[Tensor]) -> Tensor:
     return flat
 
 
-class Loop:
+class PlainLoop:
     """A training loop over one model without communication, which no method can beat.
 
     Args:
@@ -59,7 +59,7 @@ class Loop:
         """Wait for everything in flight, and end everything that the loop has started."""
 
 
-class FlatLoop(Loop):
+class FlatLoop(PlainLoop):
     """A loop over a model in one flat vector: trained tensors and floating-point buffers."""
 
     def __init__(self, model: nn.Module, optimizer: OptimizerFactory = make_optimizer) -> None:
@@ -143,7 +143,7 @@ class DiLoCoLoop(FlatLoop):
             self.flat.copy_(self.anchor)
 
 
-class AllReduceLoop(Loop):
+class AllReduceLoop(PlainLoop):
     """All-reduce SGD: gradients are views of flat buckets, and each bucket is reduced when its last gradient is there.
 
     Args:

@@ -15,16 +15,16 @@ from benchmarks.by_hand import (
     AllReduceLoop,
     BlockingSGP,
     DiLoCoLoop,
-    Loop,
     Loss,
     OptimizerFactory,
     OverlappedSGP,
+    PlainLoop,
     make_optimizer,
 )
 from gossip_modules.extend import GossipWrapper
 
 
-class DDP(Loop):
+class DDP(PlainLoop):
     """torch's DistributedDataParallel.
 
     Args:
@@ -36,7 +36,7 @@ class DDP(Loop):
         self.model = self.replica = DistributedDataParallel(model, **options)
 
 
-class DecentDP(Loop):
+class DecentDP(PlainLoop):
     """Decent-DP from PyPI; it owns the optimizer and steps inside the backward pass.
 
     Args:
@@ -56,7 +56,7 @@ class DecentDP(Loop):
         self.model = self.decent
 
     def step(self, loss: Loss) -> None:
-        """See `Loop`."""
+        """See `PlainLoop`."""
         loss(self.model).backward()
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class DecentDP(Loop):
                 work.wait()
 
 
-class Wrapped(Loop):
+class Wrapped(PlainLoop):
     """A model in a wrapper of ours, or in none, with the plain loop.
 
     Args:
@@ -80,7 +80,7 @@ class Wrapped(Loop):
         self.model = wrap(model)
 
     def progress(self, num_own_steps: int) -> int:
-        """See `Loop`; in WAGMA the round, which ranks reach after unequal numbers of steps."""
+        """See `PlainLoop`; in WAGMA the round, which ranks reach after unequal numbers of steps."""
         return self.model.round if isinstance(self.model, gm.GroupAverageDataParallel) else num_own_steps
 
     def close(self) -> None:
@@ -96,18 +96,18 @@ class PeriodicallyAveraged(Wrapped):
 SYNC_EVERY = 2  # steps between outer steps
 
 
-def _gossip(model: nn.Module, **options: Any) -> Loop:
+def _gossip(model: nn.Module, **options: Any) -> PlainLoop:
     """GossipDataParallel."""
     return Wrapped(model, wrap=lambda module: gm.GossipDataParallel(module, **options))
 
 
-def _ring(model: nn.Module, **options: Any) -> Loop:
+def _ring(model: nn.Module, **options: Any) -> PlainLoop:
     """GossipDataParallel on the one-way ring of the hand-written loops."""
     return _gossip(model, graph=gm.RingGraph(dist.get_world_size()), **options)
 
 
-CONTENDERS: Mapping[str, Callable[[nn.Module], Loop]] = {
-    "local": Loop,
+CONTENDERS: Mapping[str, Callable[[nn.Module], PlainLoop]] = {
+    "local": PlainLoop,
     "hand-sgp": BlockingSGP,
     "hand-osgp": OverlappedSGP,
     "hand-diloco": partial(DiLoCoLoop, sync_every=SYNC_EVERY),

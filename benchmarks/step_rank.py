@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torchvision
 from torch import Tensor, nn
 
-from benchmarks.by_hand import Loop
+from benchmarks.by_hand import PlainLoop
 from benchmarks.contenders import CONTENDERS
 from gossip_modules import GroupAverageDataParallel
 
@@ -36,7 +36,7 @@ def main() -> None:
     rank, size, store, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    loops: dict[str, Loop] = {}
+    loops: dict[str, PlainLoop] = {}
     inputs = make_model(name)[1]
 
     def loss(model: nn.Module) -> Tensor:

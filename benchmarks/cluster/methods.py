@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gossip_modules as gm
-from benchmarks.by_hand import BlockingSGP, Loop, OverlappedSGP
+from benchmarks.by_hand import BlockingSGP, OverlappedSGP, PlainLoop
 from benchmarks.cluster import peers
 from benchmarks.cluster.network.place import Place, momentum_sgd
 from benchmarks.contenders import PeriodicallyAveraged, Wrapped
@@ -39,35 +39,35 @@ class ClusterMethod:
     """
 
     title: str
-    make: Callable[[nn.Module, Place], Loop]
+    make: Callable[[nn.Module, Place], PlainLoop]
     period: int = 1
     is_alone: bool = False
     is_asynchronous: bool = False
 
 
-def _plain(kind: Callable[..., Loop], **options: Any) -> Callable[[nn.Module, Place], Loop]:
+def _plain(kind: Callable[..., PlainLoop], **options: Any) -> Callable[[nn.Module, Place], PlainLoop]:
     """A contender that needs the default process group only."""
     return lambda model, place: kind(model, momentum_sgd, **options)
 
 
-def _ours(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Module, Place], Loop]:
+def _ours(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Module, Place], PlainLoop]:
     """A wrapper of ours. An option that is a function of the number of ranks is called with it."""
 
-    def make(model: nn.Module, place: Place) -> Loop:
+    def make(model: nn.Module, place: Place) -> PlainLoop:
         chosen = {name: value(place.world_size) if callable(value) else value for name, value in options.items()}
         return Wrapped(model, momentum_sgd, wrap=lambda x: wrapper(x, timeout=place.timeout, **chosen))
 
     return make
 
 
-def _periodic(**options: Any) -> Callable[[nn.Module, Place], Loop]:
+def _periodic(**options: Any) -> Callable[[nn.Module, Place], PlainLoop]:
     """`GossipDataParallel` whose ranks train alone between averages over all of them."""
     return lambda model, place: PeriodicallyAveraged(
         model, momentum_sgd, wrap=lambda x: gm.GossipDataParallel(x, timeout=place.timeout, **options)
     )
 
 
-def _dpwa(model: nn.Module, place: Place) -> Loop:
+def _dpwa(model: nn.Module, place: Place) -> PlainLoop:
     workers = {f"worker{rank}": f"tcp://{address}:{place.port}" for rank, address in enumerate(place.addresses)}
     wrap = partial(gm.PairwiseDataParallel, name=f"worker{place.rank}", peers=workers, timeout=place.timeout)
     return Wrapped(model, momentum_sgd, wrap=wrap)
@@ -171,7 +171,7 @@ OTHERS: Mapping[str, ClusterMethod] = {
     ),
 }
 CLUSTER_METHODS: Mapping[str, ClusterMethod] = {
-    BOUND: ClusterMethod("no communication", _plain(Loop)),
+    BOUND: ClusterMethod("no communication", _plain(PlainLoop)),
     **OURS,
     **OTHERS,
 }

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.by_hand import Loop, Loss, OptimizerFactory
+from benchmarks.by_hand import Loss, OptimizerFactory, PlainLoop
 from benchmarks.cluster.network.place import Place, momentum_sgd
 from benchmarks.cluster.torchft_replica import Replica
 from benchmarks.contenders import DDP, DecentDP
 
-Make: TypeAlias = Callable[[nn.Module, Place], Loop]
+Make: TypeAlias = Callable[[nn.Module, Place], PlainLoop]
 PERIOD = 4
 """Steps from one average to the next, of methods that average models now and then."""
 
@@ -28,7 +28,7 @@ def ddp(**options: Any) -> Make:
     return lambda model, place: DDP(model, momentum_sgd, **options)
 
 
-def ddp_fp16(model: nn.Module, place: Place) -> Loop:
+def ddp_fp16(model: nn.Module, place: Place) -> PlainLoop:
     """With gradients that travel in half precision."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -37,7 +37,7 @@ def ddp_fp16(model: nn.Module, place: Place) -> Loop:
     return contender
 
 
-def ddp_power_sgd(model: nn.Module, place: Place) -> Loop:
+def ddp_power_sgd(model: nn.Module, place: Place) -> PlainLoop:
     """With gradients of low rank, but for the first tenth of a training, which torch's documentation advises.
 
     In one bucket: the hook starts a collective when another has ended, and over Gloo those of several buckets meet in
@@ -51,7 +51,7 @@ def ddp_power_sgd(model: nn.Module, place: Place) -> Loop:
     return contender
 
 
-def post_local(model: nn.Module, place: Place) -> Loop:
+def post_local(model: nn.Module, place: Place) -> PlainLoop:
     """torch's post-local SGD, without the phase before: no gradients travel, models are averaged every PERIOD steps."""
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -71,7 +71,7 @@ def decent(*, topology: str) -> Make:
     return lambda model, place: DecentDP(model, momentum_sgd, topology=topology)
 
 
-class _TorchFT(Loop):
+class _TorchFT(PlainLoop):
     """The plain loop inside a context manager of torchft's that hooks itself into the optimizer."""
 
     def __init__(
@@ -88,7 +88,7 @@ class _TorchFT(Loop):
         self._num_steps = 0
 
     def step(self, loss: Loss) -> None:
-        """See `Loop`."""
+        """See `PlainLoop`."""
         super().step(loss)
         self._num_steps += 1
 
@@ -141,7 +141,7 @@ class _Replica(Replica):
             self._lighthouse.shutdown()
 
 
-def torchft_local(model: nn.Module, place: Place) -> Loop:
+def torchft_local(model: nn.Module, place: Place) -> PlainLoop:
     """torchft's LocalSGD."""
     from torchft.local_sgd import LocalSGD
 
@@ -153,7 +153,7 @@ def torchft_local(model: nn.Module, place: Place) -> Loop:
     return _TorchFT(model, momentum_sgd, enter, replica)
 
 
-def torchft_diloco(model: nn.Module, place: Place) -> Loop:
+def torchft_diloco(model: nn.Module, place: Place) -> PlainLoop:
     """torchft's DiLoCo, with the outer optimizer of its paper."""
     from torchft.local_sgd import DiLoCo
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.by_hand import BlockingSGP, Loop, OverlappedSGP, RingLoop
+from benchmarks.by_hand import BlockingSGP, OverlappedSGP, PlainLoop, RingLoop
 from benchmarks.contenders import PeriodicallyAveraged
 from gossip_modules import GossipDataParallel
 from gossip_modules.extend import GossipWrapper, Mixer, OverlapEngine
@@ -31,7 +31,7 @@ class Split:
             all ranks.
     """
 
-    def __init__(self, contender: Loop) -> None:
+    def __init__(self, contender: PlainLoop) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._running: set[str] = set()
         self._round_start: float | None = None  # of the round that has sent nothing yet

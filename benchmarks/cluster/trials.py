@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.by_hand import Loop
+from benchmarks.by_hand import PlainLoop
 from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import ClusterMethod, method_of
 from benchmarks.cluster.network.place import Counters, Place, forget_peak_memory, peak_memory_bytes
@@ -80,7 +80,7 @@ def measure(trial: Trial, place: Place) -> dict[str, Any]:
 
 
 def _timed_steps(
-    trial: Trial, method: ClusterMethod, contender: Loop, model: WaitedModel, place: Place
+    trial: Trial, method: ClusterMethod, contender: PlainLoop, model: WaitedModel, place: Place
 ) -> dict[str, Any]:
     x = torch.zeros(())
     split = Split(contender)

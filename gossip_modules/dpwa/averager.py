@@ -12,6 +12,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..loop.copies import WeightCopies
+from ..loop.hooks import Observer
 from ..old_calls import foreign_arguments
 from ..wrappers.averaging import AveragedModel, AveragingMixin
 from ..wrappers.composition import check_inside, hold, let_go
@@ -82,7 +83,18 @@ class ServedModel(AveragedModel):
 
     def __init__(self, buffer: FlatBuffer, engine: PairwiseEngine, averager: AverageOnDemand) -> None:
         self.buffer, self.engine, self.averager = buffer, engine, averager
-        self.copies: WeightCopies = WeightCopies(buffer, name=PairwiseAverager.__name__)
+        self._copies = WeightCopies(buffer, name=PairwiseAverager.__name__)
+        self._observer = Observer(buffer, [self._copies])
+
+    @property
+    def copies(self) -> WeightCopies:
+        """See `AveragedModel`."""
+        return self._copies
+
+    def close(self) -> None:
+        """Copies get the changes of the parameters for the last time; idempotent."""
+        self._observer.close()
+        self._copies.close()
 
     def attached(self) -> FlatVector:
         """The vector; the tensors of the module are views of it."""
@@ -202,7 +214,7 @@ class PairwiseAverager(PairwiseWorker):
     def close(self) -> None:
         """See `AveragingMixin`. A fetch under way is given up, not waited for."""
         let_go(self)
-        self._local.copies.close()
+        self._local.close()
         self._engine.close()
         self._local.averager.close()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,9 @@ from .layout import FlatLayout, TensorSpec
 from .selection import Selection
 from .sharded import Shard, Shards, local_of, meshes_of
 from .slots import Slot, TensorPlace, check, check_module, in_order, real_dtype, views_in
-from .step_hooks import STEP_HOOKS
 from .vector import FlatVector
 
+_LAYOUTS = itertools.count(1)
 _FUNCTIONAL_CALL = stateless._functional_call.__code__  # whose frame lends tensors to a module
 
 
@@ -62,7 +63,10 @@ class FlatBuffer:
         agreed: the common signature of all ranks, as far as is known: the signature at construction, and at each
             `agree()`.
         parameters: its trained parameters, in their order there.
+        is_capturable: whether its device can record graphs: see `is_captured`.
         is_sharded: whether this process held shards of parameters, trained or frozen, at construction.
+        num_layouts: of the class, the number of vectors made for all buffers of this process: another number says that
+            `parameters` of a buffer may be others.
 
     Raises:
         ValueError: a selection with an unknown name, a TorchScript module, nothing to train, tensors on several
@@ -74,6 +78,8 @@ class FlatBuffer:
         >>> buffer = FlatBuffer(model)
         >>> buffer.vector.segments[0].zero_()  # also zeroes model.weight and model.bias
     """
+
+    num_layouts: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -328,7 +334,8 @@ class FlatBuffer:
                 slot.move(view)
             move_aliases(aliases)
         self.parameters = [slot.tensor for slot in slots if slot.is_parameter]
-        STEP_HOOKS.look_again()
+        self.is_capturable = _is_capturing_of(vector.raw.device.type) is not bool
+        FlatBuffer.num_layouts = next(_LAYOUTS)
         tied = self._tied_places()
         self._places = [
             (table, name, tensor, tensor.data_ptr())

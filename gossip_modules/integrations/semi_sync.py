@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from ..flat.step_hooks import holds_any
+from ..loop.hooks import holds_any
 from ..wrappers.gossip import GossipDataParallel
 
 

@@ -15,11 +15,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..flat.buffer import FlatBuffer
 from ..flat.sharded import local_of
-from ..flat.step_hooks import Stepped, holds_any
 from ..old_calls import levels_to_user
 from .debias import Debias, Form
+from .hooks import Reader, holds_any
 from .masters import NUM_PROOFS, Masters, add_, change_beyond, correct_, is_rounded
-from .samples import Samples, sample
+from .moment import Moment, sample
 
 _MASTERS = "param_groups"  # in place of a name of state: the tensors that the optimizer steps
 _NUM_LOOKS = 32  # the steps that move the parameters and after which state is compared with them
@@ -38,7 +38,7 @@ class _Watch:
         before: the parameters before a step.
         held: corrections that are held back during a step, by parameter.
         after: samples of the largest parameter with a copy at the end of a step, by the name of the copy.
-        versions: the versions of the parameters, at the end of a step.
+        end: the parameters at the end of a step; None: a checkpoint was loaded since then.
     """
 
     names: set[str] = field(default_factory=set)
@@ -46,17 +46,17 @@ class _Watch:
     proofs: dict[str, int] = field(default_factory=dict)
     num_looks: int = 0
     num_idle: int = 0
-    before: Samples | None = None
+    before: Moment | None = None
     held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     after: dict[str, Tensor] = field(default_factory=dict)
-    versions: list[int] = field(default_factory=list)
+    end: Moment | None = None
 
     @property
     def is_looking(self) -> bool:
         return max(self.num_looks, self.num_idle) < _NUM_LOOKS or bool(self.proofs)
 
 
-class WeightCopies(Stepped):
+class WeightCopies(Reader):
     """Brings the corrections of gossip rounds to copies of the parameters that optimizers keep, or tells of them.
 
     [Note: Copies of parameters] A round corrects the parameters p. An optimizer that keeps a copy q of them and writes
@@ -89,22 +89,22 @@ class WeightCopies(Stepped):
         masters: the masters that are stepped in place of the parameters.
     """
 
-    order = -1  # before `Debias`: at the end of a step storage still holds what the optimizer has written
     sees_inner_steps = True  # the inner optimizer has state of its own
 
     def __init__(self, buffer: FlatBuffer, *, name: str, in_steps: bool = False) -> None:
         self.debias: Debias | None = None
-        self._buffer, self._name, self._in_steps = buffer, name, in_steps
+        super().__init__(buffer)
+        self._name, self._in_steps = name, in_steps
         self._told: set[str] = set()
         self._loaded: set[str] = set()  # names of copies, from a checkpoint
-        super().__init__()
+        self.is_reading = True
+        self._know_none()
 
-    def _hear(self) -> None:
+    def _know_none(self) -> None:
         # By identity, as a class of optimizers may have no hash.
         self._watches: MutableMapping[Optimizer, _Watch] = WeakIdKeyDictionary()
-        self.masters = Masters(self._buffer, in_steps=self._in_steps)
+        self.masters = Masters(self.buffer, in_steps=self._in_steps)
         self.masters.is_known = _MASTERS in self._loaded
-        super()._hear()
 
     def close(self) -> None:
         """Copies get the changes of the parameters for the last time; idempotent.
@@ -117,20 +117,20 @@ class WeightCopies(Stepped):
         self._watches.clear()
         self.masters.close()
 
-    # See `Stepped`.
+    # See `Reader`.
 
-    def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """See `Stepped`."""
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """See `Reader`."""
         has_masters = self.masters.concern(optimizer)
         return has_masters or self._may_keep_copies(optimizer)
 
     def _may_keep_copies(self, optimizer: Optimizer) -> bool:
         is_of_torch = type(optimizer).__module__.startswith("torch.optim")
-        return not is_of_torch and holds_any(optimizer, self._buffer.parameters)
+        return not is_of_torch and holds_any(optimizer, self.buffer.parameters)
 
     @torch.no_grad()
     def enter_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`: copies get the changes of the parameters since the last step."""
+        """See `Reader`: copies get the changes of the parameters since the last step."""
         watch = self._watches.get(optimizer)
         if watch is None and self._may_keep_copies(optimizer):
             watch = self._watches[optimizer] = _Watch(self._loaded & set(self._names(optimizer)))
@@ -139,12 +139,12 @@ class WeightCopies(Stepped):
             self._correct(optimizer, watch)
             if watch.is_looking:
                 self._hold_back(optimizer, watch)
-                watch.before = Samples(self._buffer.parameters)
+                watch.before = Moment(self.buffer.parameters)
         self.masters.before_step(optimizer)
 
     @torch.no_grad()
     def leave_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`: finds copies, and those that differ now."""
+        """See `Reader`: finds copies, and those that differ now."""
         watch = self._watches.get(optimizer)
         if watch is None:
             return
@@ -157,19 +157,18 @@ class WeightCopies(Stepped):
 
     @property
     def _is_weighted(self) -> bool:
-        return self.debias is not None and self.debias.is_needed
+        return self.debias is not None
 
     def _to_stepped(self, optimizer: Optimizer) -> bool:
         """Let storage hold what the optimizer steps, as `Debias` is about to do; whether it held something else."""
-        if self.debias is None or not self._is_weighted or self.debias.form is not Form.ESTIMATE:
+        if self.debias is None or self.debias.form is not Form.ESTIMATE:
             return False
         self.debias.enter_step(optimizer)
         return True
 
     def _correct(self, optimizer: Optimizer, watch: _Watch, *, is_forced: bool = False) -> None:
         """The copies <- the parameters, but for digits that rounding has left out, if those were written since."""
-        parameters = self._buffer.parameters
-        if not watch.names or (not is_forced and [p._version for p in parameters] == watch.versions):
+        if not watch.names or not (is_forced or watch.end is None or watch.end.num_writes()):
             return
         for name in sorted(watch.names):
             if self._was_replaced(optimizer, watch, name):
@@ -219,7 +218,7 @@ class WeightCopies(Stepped):
         for name in self._names(optimizer):
             if self._is_copy(optimizer, name):
                 for _, copy in self._pairs(optimizer, name):
-                    local_of(copy).div_(self._buffer.vector.push_sum_weight.to(copy.device))
+                    local_of(copy).div_(self.buffer.vector.push_sum_weight.to(copy.device))
 
     def _keeps(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer that has moved nothing keeps state: not if its learning rate is 0, or its gradients."""
@@ -227,11 +226,11 @@ class WeightCopies(Stepped):
             return False
         return any(bool(sample(x).any()) for name in self._names(optimizer) for _, x in self._pairs(optimizer, name))
 
-    def _look(self, optimizer: Optimizer, watch: _Watch, before: Samples) -> None:
-        has_moved = not before.equal(before.values)
+    def _look(self, optimizer: Optimizer, watch: _Watch, before: Moment) -> None:
+        has_moved = before.has_changed()
         watch.num_looks += has_moved
         watch.num_idle += not has_moved
-        if self.debias is not None and self._is_weighted:
+        if self.debias is not None:
             if not (has_moved or watch.num_idle > 1):
                 self._to_estimates(optimizer)
             self.debias.note_reader(optimizer, is_reader=not (has_moved or watch.num_looks) and self._keeps(optimizer))
@@ -280,7 +279,7 @@ class WeightCopies(Stepped):
 
     def _keep(self, optimizer: Optimizer, watch: _Watch) -> None:
         """Note how a step has left the parameters."""
-        watch.versions = [parameter._version for parameter in self._buffer.parameters]
+        watch.end = Moment(counted=self.buffer.parameters)
         probes = {name: self._probe(optimizer, name) for name in watch.names | watch.proofs.keys()}
         watch.after = {name: sample(found[0]).clone() for name, found in probes.items() if found is not None}
 
@@ -290,12 +289,12 @@ class WeightCopies(Stepped):
 
     def _names(self, optimizer: Optimizer) -> list[str]:
         """The names of all state that is as large as its parameter, of any parameter."""
-        states = ((parameter, _state_of(optimizer, parameter)) for parameter in self._buffer.parameters)
+        states = ((parameter, _state_of(optimizer, parameter)) for parameter in self.buffer.parameters)
         return list(dict.fromkeys(name for p, state in states for name, value in state.items() if _is_like(value, p)))
 
     def _pairs(self, optimizer: Optimizer, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         """The parameters that have state of this name, and the state."""
-        for parameter in self._buffer.parameters:
+        for parameter in self.buffer.parameters:
             value: Any = _state_of(optimizer, parameter).get(name)
             if _is_like(value, parameter):
                 yield parameter, value
@@ -328,7 +327,7 @@ class WeightCopies(Stepped):
         watch.averaged |= set(names)
         with self._stepped(optimizer):
             if self._is_weighted:  # the average of numerators is an average of estimates
-                weight = self._buffer.vector.push_sum_weight
+                weight = self.buffer.vector.push_sum_weight
                 for name in (watch.names | self._told) & set(names):
                     for _, copy in self._pairs(optimizer, name):
                         copy.mul_(weight.to(copy.device, torch.float32 if copy.element_size() < 8 else copy.dtype))
@@ -353,11 +352,16 @@ class WeightCopies(Stepped):
         self._loaded = set(state.get("copies", ()))
         self.masters.is_known = _MASTERS in self._loaded
         for watch in list(self._watches.values()):
-            watch.versions, watch.after = [], {}
+            watch.end, watch.after = None, {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has optimizers of its own, of which nothing is known.
-        return {name: self.__dict__[name] for name in ("debias", "_buffer", "_name", "_in_steps", "_told", "_loaded")}
+        names = ("debias", "buffer", "is_reading", "_name", "_in_steps", "_told", "_loaded")
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._know_none()
 
 
 def _state_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, MutableMapping
 from enum import Enum
 from typing import Any
@@ -13,7 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import Stepped
+from .hooks import Reader
+from .owner import Owner, no_owner
 from .turn import Turn
 
 
@@ -25,7 +25,7 @@ class Form(Enum):
     LIMITED = "z * max(w, 1)"
 
 
-class Debias(Stepped):
+class Debias(Reader):
     """Keeps a flat buffer in the form that is needed, by two transitions of one kernel per segment each.
 
     Gradients are taken at the estimate z; the optimizer steps on the numerator x, and ranks exchange x. So storage
@@ -46,73 +46,60 @@ class Debias(Stepped):
 
     Args:
         buffer: mutated by the transitions.
-        is_needed: whether weights leave one.
         turn: told of the steps on numerators; see [Note: One thread at a time].
+        owner: attaches tensors in place of ours that are about to be stepped: then x is theirs.
 
     Attributes:
+        form: the form of the storage now.
+        owner: see above.
         limits_steps: whether a peer is lost; see [Note: small weights].
     """
 
-    def __init__(self, buffer: FlatBuffer, *, is_needed: bool, turn: Turn) -> None:
-        self.is_needed = is_needed
+    def __init__(self, buffer: FlatBuffer, turn: Turn, owner: Callable[[], Owner | None]) -> None:
+        super().__init__(buffer)
         self._turn = turn
+        self.owner = owner
         self.limits_steps = False
         self.form = Form.ESTIMATE
         self._scale: Tensor | None = None  # of the limited form
-        self._is_stopped = False
-        self._buffer = buffer
         self._readers: MutableMapping[Optimizer, bool] = WeakIdKeyDictionary()  # as a set, by identity
-        self._reattach: Callable[[], Callable[[], None] | None] = _nothing
-        super().__init__()
-
-    def bind(self, reattach: Callable[[], None]) -> None:
-        """Call `reattach`, a bound method, where tensors in place of ours are about to be stepped: then x is theirs.
-
-        It does not keep its object alive.
-        """
-        self._reattach = weakref.WeakMethod(reattach)
 
     def to_estimate(self) -> None:
         """Hold z from now on."""
         if self.form is Form.LIMITED or (self.form is Form.NUMERATOR and not self._is_one()):
             with torch.no_grad():
-                self._buffer.vector.divide_by_weight_(self._scale if self.form is Form.LIMITED else None)
+                self.buffer.vector.divide_by_weight_(self._scale if self.form is Form.LIMITED else None)
         self.form = Form.ESTIMATE
 
     def to_numerator(self) -> None:
         """Hold x from now on."""
         if self.form is Form.LIMITED:
             self.to_estimate()
-        if self.is_needed and self.form is Form.ESTIMATE:
+        if self.form is Form.ESTIMATE:
             if not self._is_one():
                 with torch.no_grad():
-                    self._buffer.vector.multiply_by_weight_()
+                    self.buffer.vector.multiply_by_weight_()
             self.form = Form.NUMERATOR
 
     @torch.no_grad()
     def to_limited(self) -> None:
         """Hold z * max(w, 1) from now on; see [Note: small weights]."""
         self.to_estimate()
-        weight = self._buffer.vector.push_sum_weight
-        if self.is_needed and not (weight.device.type == "cpu" and weight.item() <= 1.0):
+        weight = self.buffer.vector.push_sum_weight
+        if not (weight.device.type == "cpu" and weight.item() <= 1.0):
             self._scale = weight.clamp(min=1.0)
-            self._buffer.vector.multiply_by_weight_(self._scale)
+            self.buffer.vector.multiply_by_weight_(self._scale)
             self.form = Form.LIMITED
 
     def _is_one(self) -> bool:
         """Whether w is one, so that x is z; on a GPU nobody waits to know."""
-        weight = self._buffer.vector.push_sum_weight
+        weight = self.buffer.vector.push_sum_weight
         return weight.device.type == "cpu" and weight.item() == 1.0
 
-    def stop(self) -> None:
-        """Optimizers step on z from now on: the weight is not exchanged any more."""
+    def close(self) -> None:
+        """Optimizers step on z from now on: the weight is not exchanged any more; idempotent."""
         self.to_estimate()
-        self._is_stopped = True
-        self.close()
-
-    def _hear(self) -> None:
-        if self.is_needed and not self._is_stopped:
-            super()._hear()
+        super().close()
 
     def note_reader(self, optimizer: Optimizer, *, is_reader: bool) -> None:
         """Note whether steps of this optimizer change no parameter, as of a moving average, which reads estimates."""
@@ -122,11 +109,11 @@ class Debias(Stepped):
             self._readers.pop(optimizer, None)
 
     def enter_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
+        """See `Reader`."""
         self._turn.begin_step()
-        if not self._buffer.is_attached() and (reattach := self._reattach()) is not None:
+        if not self.buffer.is_attached() and (owner := self.owner()) is not None:
             self.to_estimate()
-            reattach()
+            owner.reattach()
         if optimizer in self._readers:
             self.to_estimate()
         elif self.limits_steps:
@@ -135,24 +122,20 @@ class Debias(Stepped):
             self.to_numerator()
 
     reenter_step = enter_step
-    """See `Stepped`: a forward in a closure has gone back to the estimate."""
+    """See `Reader`: a forward in a closure has gone back to the estimate."""
 
     def leave_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
+        """See `Reader`."""
         self.to_estimate()
         self._turn.end_step()
 
     def estimate_of(self, x: Tensor) -> Tensor:
         """A copy of a tensor in the vector, of any shape, as an estimate; storage stays in its form."""
-        weight = {Form.ESTIMATE: None, Form.NUMERATOR: self._buffer.vector.push_sum_weight, Form.LIMITED: self._scale}
+        weight = {Form.ESTIMATE: None, Form.NUMERATOR: self.buffer.vector.push_sum_weight, Form.LIMITED: self._scale}
         if (w := weight[self.form]) is None:
             return x.clone()
         return (x.to(torch.promote_types(x.dtype, torch.float32)) / w[0].to(x.device)).to(x.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has optimizers of its own, and is bound again.
-        return {**self.__dict__, "_readers": WeakIdKeyDictionary(), "_reattach": _nothing}
-
-
-def _nothing() -> None:
-    """In place of a reference: nothing is bound."""
+        return {**self.__dict__, "_readers": WeakIdKeyDictionary(), "owner": no_owner}

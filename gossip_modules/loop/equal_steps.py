@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
 from ..flat.sharded import local_of
-from ..flat.step_hooks import STEP_HOOKS, Stepped, holds_any
 from ..transport.process_group import ProcessGroupTransport
 from ..transport.stores import BoundedStore
-from .samples import sample
+from .hooks import Reader, holds_any
+from .moment import sample
 
 _FIRST, _FACTOR = 3, 4  # comparisons begin at this step, and then at so many times the last one
 _NUM_STEPS = 5  # of one comparison
@@ -52,7 +52,7 @@ class Print(NamedTuple):
         return both.bit_count() >= _MIN_SAMPLES and num_opposite >= max(_MIN_OPPOSITE, both.bit_count() // 8)
 
 
-class EqualSteps(Stepped):
+class EqualSteps(Reader):
     """Raises an error where the models of ranks are equal after steps with different gradients.
 
     [Note: Equal after a step] Optimizers that share their work between ranks (a distributed Muon, Dion, Shampoo) step
@@ -73,10 +73,9 @@ class EqualSteps(Stepped):
         start: the step at which the next comparison begins.
     """
 
-    order = -2  # before `Debias`: storage holds estimates before a step, and after it what the optimizer has written
-
     def __init__(self, buffer: FlatBuffer, *, name: str) -> None:
-        self._buffer, self._name = buffer, name
+        super().__init__(buffer)
+        self._name = name
         self._forget()
 
     def _forget(self) -> None:
@@ -109,7 +108,7 @@ class EqualSteps(Stepped):
             self._begin(transport)
             return
         try:
-            if self._store is not None and self._probes[0] is self._buffer.parameters[self._places[0]]:
+            if self._store is not None and self._probes[0] is self.buffer.parameters[self._places[0]]:
                 self._compare(self._store, step, transport)
         except ConnectionError:  # of the store, which rounds do not need
             self._store = None
@@ -120,9 +119,9 @@ class EqualSteps(Stepped):
                 self.start *= _FACTOR
 
     def _begin(self, transport: ProcessGroupTransport) -> None:
-        large = [k for k, x in enumerate(self._buffer.parameters) if local_of(x).numel() >= _MIN_ELEMENTS]
+        large = [k for k, x in enumerate(self.buffer.parameters) if local_of(x).numel() >= _MIN_ELEMENTS]
         self._places = large[:: max(1, -(-len(large) // _NUM_PROBES))]
-        probes = [self._buffer.parameters[k] for k in self._places]
+        probes = [self.buffer.parameters[k] for k in self._places]
         if len(probes) != len(self._probes) or any(x is not y for x, y in zip(probes, self._probes, strict=True)):
             self._probes, self._counts = probes, Counter()
         self._has_last = False
@@ -132,7 +131,7 @@ class EqualSteps(Stepped):
         if self._store is None:
             self.start *= _FACTOR
         else:
-            STEP_HOOKS.add(self)
+            self.read()
 
     def _compare(self, store: BoundedStore, step: int, transport: ProcessGroupTransport) -> None:
         has_last, self._has_last = self._has_last, True
@@ -170,7 +169,7 @@ class EqualSteps(Stepped):
         return found
 
     def _refuse(self, equal: Sequence[tuple[int, int, int]], transport: ProcessGroupTransport) -> None:
-        names = {id(parameter): name for name, parameter in self._buffer.module.named_parameters()}
+        names = {id(parameter): name for name, parameter in self.buffer.module.named_parameters()}
         which = ", ".join(repr(names.get(id(self._probes[k]), "")) for k in sorted({k for _, _, k in equal}))
         ranks = sorted({transport.names[rank] for i, j, _ in equal for rank in (i, j)})
         self.close()
@@ -183,15 +182,15 @@ class EqualSteps(Stepped):
             "gossip_modules.MuonAdamW; or train with DistributedDataParallel, where gradients are equal"
         )
 
-    # See `Stepped`.
+    # See `Reader`.
 
-    def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """See `Stepped`: masters may be stepped in place of the parameters."""
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """See `Reader`: masters may be stepped in place of the parameters."""
         return True
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
+        """See `Reader`."""
         is_own = holds_any(optimizer, self._probes)
         # Others are masters, or vectors of an outer optimizer inside a round.
         if threading.get_ident() != self._thread or (self._before and (self._has_own or not is_own)):
@@ -202,7 +201,7 @@ class EqualSteps(Stepped):
 
     @torch.no_grad()
     def leave_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
+        """See `Reader`."""
         if threading.get_ident() != self._thread:
             return
         for k, x in enumerate(self._probes):
@@ -211,9 +210,10 @@ class EqualSteps(Stepped):
                 self._stepper = type(optimizer).__name__
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_buffer": self._buffer, "_name": self._name}
+        return {"buffer": self.buffer, "_name": self._name}
 
     def __setstate__(self, state: dict[str, object]) -> None:
+        self.is_reading = False
         self.__dict__.update(state)
         self._forget()
 

@@ -12,60 +12,60 @@ from torch import Tensor
 
 from ..flat.buffer import FlatBuffer
 from ..flat.transformed import not_compiled
-from .samples import Samples
+from .moment import Moment
 
 
 class WatchedGradient:
-    """One gradient of a model, to notice that it was dropped without a step.
+    """One gradient of a model, to notice that it was dropped without a step; and the moment of the last round.
 
-    See [Note: Steps that are left out] of `OptimizerSteps`. The gradient is noted when a backward has ended: one that
-    raised may be tried again, in the same step.
+    See [Note: Steps that are left out] of `Loop`. The gradient is noted when a backward has ended: one that raised may
+    be tried again, in the same step.
 
     Attributes:
+        parameter: its parameter, the smallest one; None: nothing is trained.
+        value: the gradient after the last backward; None: there was none since the last round. Of a few bytes.
         is_doubtful: whether a forward has come that is of a new step if its backward finds the gradient dropped.
         num_left_out: the steps since the last round that were found to be left out after the forward of the next one.
         num_backwards: the backwards with a gradient of the watched parameter so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffer: FlatBuffer) -> None:
+        self._buffer = buffer
+        self.num_backwards = 0
+        self._reset()
+
+    def _reset(self) -> None:
         self.num_left_out = 0
         self.is_doubtful = False
-        self.num_backwards = 0
-        self._buffer: FlatBuffer | None = None
         self._parameters: Sequence[Tensor] = ()
-        self._parameter: Tensor | None = None
-        self._version = 0  # of the parameter, as the round has left it
-        self._samples = Samples(())  # of the parameters after the round
-        self._has_samples = False
-        self._seen: tuple[int, list[Tensor]] | None = None  # the version and samples at the last look
+        self.parameter: Tensor | None = None
+        self.value: Tensor | None = None
+        self._written = Moment()  # when `value` was noted
+        self._round: Moment | None = None  # the end of the last round
+        self._look: Moment | None = None  # the last look since then
         self._unused: set[int] = set()  # ids of parameters that had no gradient when an optimizer stepped
-        self._gradient: Tensor | None = None  # after the last backward; of a small parameter, so a few bytes
-        self._gradient_version = 0
         self._thread = 0
         self._handle: Any = None
 
-    def watch(self, buffer: FlatBuffer) -> None:
+    def begin(self) -> None:
         """A step begins."""
-        self.num_left_out, self.is_doubtful, self._gradient = 0, False, None
-        self._buffer, self._seen = buffer, None
-        if buffer.parameters is not self._parameters:
+        parameters = self._buffer.parameters
+        self.num_left_out, self.is_doubtful, self.value, self._look = 0, False, None, None
+        if self._round is None or parameters is not self._parameters:
             self.close()
-            self._parameters = buffer.parameters
-            self._samples = Samples(buffer.vector.parameters)
-        if self._parameter is None or not self._parameter.requires_grad:
-            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+            self._parameters = parameters
+            self._round = Moment(self._buffer.vector.parameters)
+        if self.parameter is None or not self.parameter.requires_grad:
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
             used = [parameter for parameter in trained if id(parameter) not in self._unused]
             self._watch_smallest(used or trained)
-        if self._parameter is not None:
-            self._version = self._parameter._version
-        self._samples.take()
-        self._has_samples = True
+        self._round.now()
         self._thread = threading.get_ident()
 
-    def choose(self, parameters: Sequence[Tensor]) -> None:
-        """An optimizer is about to step: watch a parameter that has a gradient, from the next round on."""
-        if self._parameter is not None and self._parameter.grad is None and parameters is self._parameters:
-            trained = [parameter for parameter in parameters if parameter.requires_grad]
+    def choose(self) -> None:
+        """An optimizer is about to step without this gradient: watch a parameter that has one, from the next round."""
+        if self._buffer.parameters is self._parameters:
+            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
             self._unused.update(id(parameter) for parameter in trained if parameter.grad is None)
             self._watch_smallest([parameter for parameter in trained if parameter.grad is not None])
 
@@ -74,10 +74,11 @@ class WatchedGradient:
             return
         if self._handle is not None:
             self._handle.remove()
-        self._parameter = min(parameters, key=Tensor.numel)
-        source = self._parameter if self._buffer is None else self._buffer.gradient_source(self._parameter)
+        self.parameter, self.value = min(parameters, key=Tensor.numel), None
+        source = self._buffer.gradient_source(self.parameter)
         self._handle = source.register_post_accumulate_grad_hook(weakly(self._note))
-        self._version, self._gradient = self._parameter._version, None
+        if self._round is not None:
+            self._round.count([self.parameter])
 
     def is_dropped(self) -> bool:
         """Whether a gradient was dropped, and parameters are as the round has left them."""
@@ -85,65 +86,59 @@ class WatchedGradient:
 
     def is_gone(self) -> bool:
         """Whether a gradient was computed since the last round, and is not there any more, or was changed."""
-        if self._gradient is None or self._parameter is None:
+        if self.value is None or self.parameter is None:
             return False
-        is_there = self._parameter.grad is self._gradient and self._gradient._version == self._gradient_version
-        return not (is_there and self._parameter.requires_grad)  # else another part is trained now
+        is_there = self.parameter.grad is self.value and not self._written.num_writes()
+        return not (is_there and self.parameter.requires_grad)  # else another part is trained now
 
     def is_stepped(self) -> bool:
         """Whether parameters have changed since the round."""
-        if self._parameter is None:
-            return False
-        is_written = self._parameter._version != self._version
-        return is_written or (self._has_samples and not self._samples.equal(self._samples.values))
+        return self._round is not None and self.parameter is not None and self._round.is_written()
 
     def look(self) -> bool:
         """Whether parameters have changed since the last look, or since the round if there was none."""
-        if self._parameter is None or self._buffer is None:
+        if self.parameter is None:
             return False
-        if self._seen is None:
-            has_changed = self.is_stepped()
-        else:
-            version, values = self._seen
-            has_changed = self._parameter._version != version or not self._samples.equal(values)
-        if has_changed or self._seen is None:
-            self._seen = self._parameter._version, self._samples.now()
+        has_changed = self.is_stepped() if self._look is None else self._look.is_written()
+        if has_changed or self._look is None:
+            self._look = Moment(self._buffer.vector.parameters, [self.parameter])
         return has_changed
 
-    def own_write(self, buffer: FlatBuffer) -> None:
-        """A round has written the parameters, which is no change by the loop: their versions change now."""
-        is_as_it_was = self._parameter is not None and self._parameter._version == self._version
-        buffer.written()
-        self._seen = None
-        self._has_samples = False  # until the next round, since they may be numerators now
-        if is_as_it_was and self._parameter is not None:
-            self._version = self._parameter._version
+    def own_write(self) -> None:
+        """Gossip has written the parameters, which is no change by the loop: their versions change now."""
+        last, self._look = self._round, None
+        is_as_it_was = last is not None and not last.num_writes()
+        self._buffer.written()
+        if last is not None:
+            last.has_samples = False  # until the next round, since they may be numerators now
+            if is_as_it_was:
+                last.recount()
 
     def forget(self) -> None:
         """An optimizer has stepped; in which thread it did says whether the loop of this model is meant."""
         if threading.get_ident() == self._thread:
-            self._gradient = None
+            self.value = None
 
     def _note(self, source: Tensor) -> None:
         """A backward has accumulated the gradient, or the whole gradient of a shard, which follows at its end."""
-        parameter, before, version = self._parameter, self._gradient, self._gradient_version
+        parameter, before = self.parameter, self.value
         gradient = source.grad
         # With create_graph=True autograd adds to a new tensor.
         is_added = gradient is not None and (
-            gradient.requires_grad or (gradient is before and gradient._version == version + 1)
+            gradient.requires_grad or (gradient is before and self._written.num_writes() == 1)
         )
 
         def note() -> None:
-            if parameter is None or parameter is not self._parameter:
+            if parameter is None or parameter is not self.parameter:
                 return
             is_same = is_added if source is parameter else parameter.grad is before
-            if self.is_doubtful and self._gradient is not None and not is_same:
+            if self.is_doubtful and self.value is not None and not is_same:
                 # A look at the forward has found no change since the look before it.
-                self.num_left_out += self._seen is not None or not self.is_stepped()
+                self.num_left_out += self._look is not None or not self.is_stepped()
             self.is_doubtful = False
             self.num_backwards += 1
-            self._gradient = parameter.grad
-            self._gradient_version = 0 if self._gradient is None else self._gradient._version
+            self.value = parameter.grad
+            self._written.count(() if self.value is None else (self.value,))
 
         engine = torch.autograd.Variable._execution_engine
         # `fully_shard` makes the gradients of shards in a callback of its own, which was queued before this one.
@@ -153,10 +148,15 @@ class WatchedGradient:
         """Watch no more; idempotent."""
         if self._handle is not None:
             self._handle.remove()
-            self._handle = None
-        self._parameters, self._parameter, self._gradient = (), None, None
-        self._samples, self._has_samples, self._seen = Samples(()), False, None
-        self._unused.clear()
+        self._reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_buffer": self._buffer}  # nothing is known of the training of a copy
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.num_backwards = 0
+        self._reset()
 
 
 def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
@@ -171,7 +171,7 @@ def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     return call
 
 
-class UnsyncedSteps:
+class EvalTraining:
     """Notices that a model is trained in eval mode, where each rank would train alone without a word.
 
     A forward in eval mode is an evaluation, even where autograd records it (adversarial examples, saliency maps). It
@@ -192,7 +192,7 @@ class UnsyncedSteps:
         if self._handle is not None:
             self._handle.remove()
         self._handle, self.is_watching, self._has_gradients = None, False, False
-        self._versions: list[int] = []
+        self._last = Moment()
 
     def check(self, buffer: FlatBuffer, *, name: str) -> None:
         """A forward in eval mode that autograd records.
@@ -206,8 +206,7 @@ class UnsyncedSteps:
                 parameters were stepped. Once for each wrapper.
         """
         trained = [parameter for parameter in buffer.parameters if parameter.requires_grad]
-        versions = [parameter._version for parameter in trained]
-        is_step = self._has_gradients and self.is_watching and versions != self._versions
+        is_step = self._has_gradients and self.is_watching and self._last.num_writes() != 0
         self.forget()
         if self._has_told or not trained:
             return
@@ -218,10 +217,13 @@ class UnsyncedSteps:
                 f"forwards in train mode; call model.train() before the training loop, or, to train in eval mode (with "
                 f"frozen BatchNorm statistics, say), wrap with {name}(..., gossip_in_eval_mode=True)"
             )
-        self.is_watching, self._versions = True, versions
+        self.is_watching, self._last = True, Moment(counted=trained)
 
         def note(*_: object) -> None:
             self._has_gradients = True
 
         sources = [buffer.gradient_source(parameter) for parameter in trained]
         self._handle = torch.autograd.graph.register_multi_grad_hook(sources, note, mode="any")
+
+    def __reduce__(self) -> tuple[type[EvalTraining], tuple[()]]:
+        return EvalTraining, ()  # nothing is known of the training of a copy

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
 from ..flat.sharded import local_of
-from ..flat.step_hooks import STEP_HOOKS, Stepped, holds_any
-from .samples import sample
+from .hooks import Reader, holds_any
+from .moment import sample
 
 _FIRST, _FACTOR = 8, 4  # a look begins at this step, and then at so many times the last one
 _NUM_LOOKS = 8  # rounds of a look, and more while corrections are taken back
@@ -24,7 +24,7 @@ _MIN_ELEMENTS = 8  # of such a parameter: few may come back to their values by c
 _SMALL = 0.25  # of the correction of a round, for the change over a round and a step that has taken it back
 
 
-class LostCorrections(Stepped):
+class LostCorrections(Reader):
     """Raises an error where steps take back the corrections of rounds.
 
     [Note: Corrections that are taken back] Copies of the parameters that are neither declared nor found are written
@@ -44,17 +44,16 @@ class LostCorrections(Stepped):
 
     Attributes:
         start: the step at which the next look begins.
-        is_looking: whether one is under way.
+        is_reading: whether one is under way.
     """
 
-    order = -1  # a trial ends before other members note what the step has left
-
     def __init__(self, buffer: FlatBuffer, *, name: str) -> None:
-        self._buffer, self._name = buffer, name
+        super().__init__(buffer)
+        self._name = name
         self._reset()
 
     def _reset(self) -> None:
-        self.start, self.is_looking = _FIRST, False
+        self.start = _FIRST
         self._probes: list[_Probe] = []
         self._handle: Any = None
         self._thread = 0
@@ -65,7 +64,7 @@ class LostCorrections(Stepped):
         """End a look; idempotent."""
         super().close()
         self._remove_handle()
-        self.is_looking, self._probes = False, []
+        self._probes = []
 
     def before_round(self, *, followed: Collection[int] = ()) -> None:
         """Compare the parameters with the values of before the last round; at the step `start` and later.
@@ -77,7 +76,7 @@ class LostCorrections(Stepped):
             RuntimeError: the corrections of `_NUM_ROUNDS` rounds were taken back.
         """
         self._remove_handle()
-        if not self.is_looking:
+        if not self.is_reading:
             self._begin(followed)
             return
         with torch.no_grad():
@@ -94,16 +93,16 @@ class LostCorrections(Stepped):
     def _begin(self, followed: Collection[int]) -> None:
         fitting = [
             x
-            for x in self._buffer.parameters
+            for x in self.buffer.parameters
             if local_of(x).is_contiguous() and local_of(x).numel() >= _MIN_ELEMENTS and id(x) not in followed
         ]
         self._probes = [_Probe(x) for x in fitting[:: max(1, -(-len(fitting) // _NUM_PROBES))]]
         if not self._probes:
             self.start *= _FACTOR
             return
-        self._thread, self._stepper, self.is_looking = threading.get_ident(), "", True
+        self._thread, self._stepper = threading.get_ident(), ""
         self._num_rounds = 0
-        STEP_HOOKS.add(self)
+        self.read()
 
     @torch.no_grad()
     def after_round(self) -> None:
@@ -111,9 +110,9 @@ class LostCorrections(Stepped):
         for probe in self._probes:
             probe.after = probe.samples.clone()
         if any(probe.is_on_trial for probe in self._probes):
-            trained = [x for x in self._buffer.parameters if x.requires_grad]
+            trained = [x for x in self.buffer.parameters if x.requires_grad]
             if trained:
-                source = self._buffer.gradient_source(min(trained, key=Tensor.numel))
+                source = self.buffer.gradient_source(min(trained, key=Tensor.numel))
                 self._handle = source.register_post_accumulate_grad_hook(_at_the_end_of_a_backward(self))
 
     def set_back(self) -> None:
@@ -128,7 +127,7 @@ class LostCorrections(Stepped):
             self._handle = None
 
     def _refuse(self, lost: list[_Probe]) -> None:
-        names = {id(parameter): name for name, parameter in self._buffer.module.named_parameters()}
+        names = {id(parameter): name for name, parameter in self.buffer.module.named_parameters()}
         which = ", ".join(repr(names.get(id(probe.parameter), "")) for probe in lost)
         self.close()
         self.start *= _FACTOR
@@ -139,15 +138,15 @@ class LostCorrections(Stepped):
             "after the copies were made, pass rounds='forward' where rounds run after steps, or keep no copies"
         )
 
-    # See `Stepped`.
+    # See `Reader`.
 
-    def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """See `Stepped`: masters may be stepped in place of the parameters."""
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """See `Reader`: masters may be stepped in place of the parameters."""
         return True
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
+        """See `Reader`."""
         if threading.get_ident() != self._thread:
             return
         self._stepper = type(optimizer).__name__
@@ -159,9 +158,10 @@ class LostCorrections(Stepped):
                     probe.stepped = probe.samples.clone()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_buffer": self._buffer, "_name": self._name}
+        return {"buffer": self.buffer, "_name": self._name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self.is_reading = False
         self.__dict__.update(state)
         self._reset()
 

@@ -16,8 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..flat.buffer import FlatBuffer
 from ..flat.sharded import local_of
-from ..flat.step_hooks import STEP_HOOKS
-from .samples import Samples, sample
+from .hooks import STEP_HOOKS
+from .moment import Moment, sample
 
 NUM_PROOFS = 2  # steps, before and after which a copy equals its parameter, and which change both
 _NUM_LOOKS = 8  # after so many steps without an equal tensor an optimizer is looked at no more
@@ -210,7 +210,7 @@ class MasterSet:
         self.pairs: list[Pair] = []
         self.is_proven = self.is_given_up = self.has_stepped = False
         self._num_looks = self._num_proofs = 0
-        self._last = Samples(())  # of the parameters, at the last look
+        self._last = Moment()  # of the parameters, at the last look
         self._held: list[Tensor] = []  # the corrections of a round, by pair, during a step
         if pairs:
             self.begin(pairs)
@@ -237,7 +237,7 @@ class MasterSet:
             stay = [id(p) not in stepped for _, p in self.pairs]
             self.pairs = list(itertools.compress(self.pairs, stay))
             self._held = list(itertools.compress(self._held, stay))
-            self._last = Samples(p for _, p in self.pairs)
+            self._last = Moment(p for _, p in self.pairs)
 
     def compare(self) -> None:
         """Leave out the pairs that differ, and give the others the corrections of the last round."""
@@ -247,7 +247,7 @@ class MasterSet:
                 add_(q, change)
                 local_of(p).copy_(local_of(q))
         is_same = bool(self.pairs) and all(stay)
-        has_changed = is_same and not self._last.equal(self._last.values)
+        has_changed = is_same and self._last.has_changed()
         self._num_proofs = self._num_proofs + has_changed if is_same else 0
         # All parts of a flat tensor are sought again where one of them has the place of another.
         differing = {_storage_of(q) for (q, _), is_equal in zip(self.pairs, stay, strict=True) if not is_equal}
@@ -263,7 +263,7 @@ class MasterSet:
         """The pairs are as they are now; whether there is nothing to look for any more."""
         self.has_stepped = False
         self._num_looks += 1
-        self._last = Samples(p for _, p in self.pairs)
+        self._last = Moment(p for _, p in self.pairs)
         self.is_proven = self._num_proofs >= NUM_PROOFS
         self.is_given_up = not self.pairs and self._num_looks >= _NUM_LOOKS
         return self.is_given_up

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,8 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import STEP_HOOKS, Stepped
-from .samples import ParameterSamples
+from .hooks import Reader
+from .moment import ParameterSamples
+from .owner import Owner, no_owner
 from .turn import Turn
 
 
@@ -30,7 +30,7 @@ class _Level(NamedTuple):
     weight: Tensor
 
 
-class OwnWeights(Stepped):
+class OwnWeights(Reader):
     """Notices that evaluation swaps other weights into the parameters and back, so that no correction is lost by it.
 
     [Note: Swapped weights] Tools evaluate averages of the weights (EMA, SWA): they save the parameters, write the
@@ -49,35 +49,31 @@ class OwnWeights(Stepped):
 
     Args:
         buffer: has the parameters.
-        add_again: adds the corrections of the flushes after the first ones again. Its arguments are the number of
-            flushes, and the push-sum weight at which the next correction was added.
         turn: another thread that flushes finds the samples and the parameters of one moment.
-        max_flushes: the flushes that `add_again` tells apart; all later ones count as one.
+        max_flushes: the flushes that `Owner.add_again` tells apart; all later ones count as one.
 
     Attributes:
+        owner: adds corrections again.
+        levels: the weights with these corrections, if some were added; ascending.
         num_flushes: the flushes since the last round that have added corrections.
         is_step_open: set to True at each round; False after an optimizer step, once a round was in flight.
     """
 
     is_step_open = False
 
-    def __init__(
-        self, buffer: FlatBuffer, add_again: Callable[[int, Tensor], None], turn: Turn, *, max_flushes: int
-    ) -> None:
-        self._buffer, self._turn, self._max_flushes = buffer, turn, max_flushes
-        self.bind(add_again)
-        self._start()
+    owner: Callable[[], Owner | None] = staticmethod(no_owner)
 
-    def bind(self, add_again: Callable[[int, Tensor], None]) -> None:
-        """Call `add_again`, a bound method, without keeping its object alive."""
-        self._add_again = weakref.WeakMethod(add_again)
+    def __init__(self, buffer: FlatBuffer, turn: Turn, *, max_flushes: int) -> None:
+        super().__init__(buffer)
+        self._turn, self._max_flushes = turn, max_flushes
+        self._start()
 
     def _start(self) -> None:
         self.num_flushes = 0
         self._has_stepped = False
         self._samples: ParameterSamples | None = None  # None: the weights of training are not known
         self._left: list[Tensor] = []  # as the last step or round has left the parameters
-        self._levels: list[_Level] = []  # ascending; empty if no correction was added since then
+        self.levels: list[_Level] = []
 
     def close(self) -> None:
         """Watch no more; idempotent."""
@@ -86,62 +82,61 @@ class OwnWeights(Stepped):
 
     def forget(self) -> None:
         """The parameters are about to become others for good."""
-        self._samples, self._left, self._levels = None, [], []
+        self._samples, self._left, self.levels = None, [], []
 
     def begin_round(self) -> None:
         """A round takes all corrections of before into account."""
-        self.num_flushes = 0
-        if self._levels:
-            self._levels = []
+        self.num_flushes, self.levels = 0, []
 
     def note(self) -> None:
         """A step or a round of training has left the parameters as they are now."""
-        vector = self._buffer.vector
+        vector = self.buffer.vector
         samples = self._samples
         if samples is None or (samples.layout is not vector.layout and samples.layout != vector.layout):
-            STEP_HOOKS.add(self)
+            if not self.is_reading:
+                self.read()
             samples = self._samples = ParameterSamples(vector.layout, vector.raw.device)
             self._left = samples.read(vector)
         samples.layout = vector.layout  # an equal one, which is compared faster the next time
         samples.read_to(self._left, vector)
-        if self._levels:
-            self._levels = []
+        if self.levels:
+            self.levels = []
 
     def leave(self) -> None:
         """A script has put other tensors in the place of some parameters, whose values are still in the vector."""
-        if not (self._has_stepped or self._levels):  # else the last step has left them
+        if not (self._has_stepped or self.levels):  # else the last step has left them
             self.note()
 
     def is_replaced(self) -> bool:
         """Whether a parameter is another than training has left; not known without a torch optimizer."""
         if not self._has_stepped or self._samples is None:
             return False
-        if self._samples.layout != self._buffer.vector.layout:
+        if self._samples.layout != self.buffer.vector.layout:
             return True
         return not bool(self._matches().any(0).all())
 
     def recover(self) -> None:
         """Add corrections again that were added to other weights, where the weights of training are back."""
         samples = self._samples
-        if samples is None or not self._levels or samples.layout != self._buffer.vector.layout:
+        if samples is None or not self.levels or samples.layout != self.buffer.vector.layout:
             return
         for level, chosen in self._lacking():
-            if (add_again := self._add_again()) is None:
+            if (owner := self.owner()) is None:
                 return
-            vector = self._buffer.vector
+            vector = self.buffer.vector
             others = None if bool(chosen.all()) else vector.clone()
-            add_again(level.num_flushes, level.weight)
+            owner.add_again(level.num_flushes, level.weight)
             if others is not None:
                 samples.copy_parameters(vector, others, ~chosen)
-            if newest := self._levels[-1].values:
+            if newest := self.levels[-1].values:
                 samples.merge(newest, samples.read(vector), chosen)
 
     def _matches(self) -> Tensor:
         """For each level and each parameter whether the parameter is at it now: bool [levels, parameters]."""
         samples = self._samples
         assert samples is not None, "the weights of training are not known"
-        now = samples.read(self._buffer.vector)
-        known = [level.values for level in self._levels] or [self._left]
+        now = samples.read(self.buffer.vector)
+        known = [level.values for level in self.levels] or [self._left]
         return torch.stack([samples.are_equal(now, values) for values in known])
 
     def _lacking(self) -> list[tuple[_Level, Tensor]]:
@@ -158,44 +153,45 @@ class OwnWeights(Stepped):
         decided = at[matches.sum(0) == 1].unique()
         if len(decided) == 1:
             at[matches[decided[0]]] = decided[0]
-        return [(self._levels[k], at == k) for k in range(num_levels - 1) if bool((at == k).any())]
+        return [(self.levels[k], at == k) for k in range(num_levels - 1) if bool((at == k).any())]
 
     def flush_at(self, weight: Tensor) -> None:
         """Corrections are about to be added to numerators of this push-sum weight, float64 [1]."""
         if self._samples is None:
             return
-        if not self._levels:
-            self._levels = [_Level(self.num_flushes, [x.clone() for x in self._left], weight.clone())]
+        if not self.levels:
+            self.levels = [_Level(self.num_flushes, [x.clone() for x in self._left], weight.clone())]
         else:
-            self._levels[-1] = self._levels[-1]._replace(weight=weight.clone())
+            self.levels[-1] = self.levels[-1]._replace(weight=weight.clone())
 
     def flushed(self) -> None:
         """Corrections were added to the weights that stand in the parameters, outside of a round."""
         self.num_flushes = min(self.num_flushes + 1, self._max_flushes)
-        samples, vector = self._samples, self._buffer.vector
+        samples, vector = self._samples, self.buffer.vector
         if samples is None:
             return
-        if self._levels[-1].num_flushes == self.num_flushes:
-            self._levels.pop()
+        if self.levels[-1].num_flushes == self.num_flushes:
+            self.levels.pop()
         is_known = samples.layout == vector.layout  # else other weights stand there, in another dtype perhaps
         values = samples.read(vector) if is_known else []
-        self._levels.append(_Level(self.num_flushes, values, vector.push_sum_weight.clone()))
+        self.levels.append(_Level(self.num_flushes, values, vector.push_sum_weight.clone()))
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
-        if self._levels:
+        """See `Reader`."""
+        if self.levels:
             with self._turn.change:
                 self.recover()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
+        """See `Reader`."""
         with self._turn.change:
             self._has_stepped, self.is_step_open = True, False
             self.note()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_buffer": self._buffer, "_turn": self._turn, "_max_flushes": self._max_flushes}
+        return {"buffer": self.buffer, "_turn": self._turn, "_max_flushes": self._max_flushes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.is_reading = False
         self._start()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-from ..flat.step_hooks import num_running
+from .hooks import num_running
 
 _POLL = 0.001  # seconds between two looks at the optimizer step of another thread
 
@@ -35,13 +35,15 @@ class Turn:
     Attributes:
         change: the context of a change.
         limit: seconds for which a thread waits for another one.
+        trainer: the thread of the last round.
+        depth: the number of changes around this line, of the thread that has the lock.
     """
 
     def __init__(self) -> None:
         self.limit = 600.0
         self._lock = threading.RLock()
-        self._trainer = 0  # the thread of the last round
-        self._changer = self._depth = 0  # the thread in a change
+        self.trainer = 0
+        self._changer = self.depth = 0  # the thread in a change
         self._stepper = 0  # the thread in the step of an optimizer on numerators
         self.change = _Change(self)
 
@@ -76,10 +78,6 @@ class Turn:
             "one thread, or see which peer the other thread waits for"
         )
 
-    def begin_training(self) -> None:
-        """This thread trains from now on."""
-        self._trainer = threading.get_ident()
-
     def begin_step(self) -> None:
         """An optimizer is about to step numerators, in this thread."""
         with self:
@@ -92,7 +90,7 @@ class Turn:
     @property
     def is_in_change(self) -> bool:
         """Whether this thread is in a change: this call comes from a signal handler."""
-        return self._depth > 0 and self._changer == threading.get_ident()
+        return self.depth > 0 and self._changer == threading.get_ident()
 
     @property
     def is_in_step(self) -> bool:
@@ -102,7 +100,7 @@ class Turn:
     @property
     def is_of_other_thread(self) -> bool:
         """Whether another thread trains, which is alive."""
-        trainer = self._trainer
+        trainer = self.trainer
         return trainer not in (0, threading.get_ident()) and any(t.ident == trainer for t in threading.enumerate())
 
 
@@ -116,11 +114,11 @@ class _Change:
         turn = self._turn
         turn.__enter__()
         turn._changer = threading.get_ident()
-        turn._depth += 1
+        turn.depth += 1
 
     def __exit__(self, *_: object) -> None:
         turn = self._turn
-        turn._depth -= 1
+        turn.depth -= 1
         turn.__exit__()
 
 

@@ -37,6 +37,9 @@ class UnseenSteps:
 
     Attributes:
         are_steps: whether changes are steps at present.
+        num_forwards: the training forwards since the last round, beyond the first one outside `no_sync()`, and without
+            a step that hooks have seen.
+        most_backwards: the most backwards from one round to the next; -1: there was no round.
         num_plain: the forwards in train mode without autograd before the first round: methods without gradients make
             steps of these alone.
     """
@@ -45,11 +48,10 @@ class UnseenSteps:
         self._name = name
         self.are_steps = False
         self.num_plain = 0
-        self._has_begun = False  # a round has run
-        self._num_forwards = 0  # since the last round, beyond the first one outside no_sync(), and without a step
+        self.num_forwards = 0
+        self.most_backwards = -1
         self._num_usual = 0  # the most of them before a step that hooks have seen
         self._num_changes = 0  # before these forwards, or gradients dropped
-        self._most_backwards = 0  # from one round to the next
         self._has_warned = False
 
     def note_forward(self, gradient: WatchedGradient) -> int:
@@ -58,8 +60,8 @@ class UnseenSteps:
         Args:
             gradient: knows whether parameters have changed.
         """
-        self._num_forwards += 1
-        if self._num_forwards > self._num_usual and (gradient.look() or gradient.is_gone()):
+        self.num_forwards += 1
+        if self.num_forwards > self._num_usual and (gradient.look() or gradient.is_gone()):
             gradient.is_doubtful = False
             self._num_changes += 1
         if self._num_changes < _MANY_CHANGES:
@@ -75,15 +77,14 @@ class UnseenSteps:
 
     def note_step(self) -> None:
         """Hooks have seen a step: the changes since the last round belong to it."""
-        self._num_usual = max(self._num_usual, self._num_forwards)
-        self._num_forwards = self._num_changes = 0
+        self._num_usual = max(self._num_usual, self.num_forwards)
+        self.num_forwards = self._num_changes = 0
         self.are_steps = False
 
     def begin(self, num_backwards: int) -> None:
         """A round has run, after so many backwards since the round before it."""
-        self._num_forwards = self._num_changes = self.num_plain = 0
-        self._has_begun = True
-        self._most_backwards = max(self._most_backwards, num_backwards)
+        self.num_forwards = self._num_changes = self.num_plain = 0
+        self.most_backwards = max(self.most_backwards, num_backwards)
 
     def close(self, gradient: WatchedGradient, *, num_backwards: int) -> None:
         """Training ends; warn where parameters have changed since the last round and no hook has seen a step.
@@ -92,9 +93,9 @@ class UnseenSteps:
             gradient: knows whether parameters have changed.
             num_backwards: the backwards since the last round.
         """
-        if num_backwards >= max(_MANY_BACKWARDS, 2 * self._most_backwards) and gradient.is_stepped():
+        if num_backwards >= max(_MANY_BACKWARDS, 2 * self.most_backwards) and gradient.is_stepped():
             how = f"after {num_backwards} backwards that have changed parameters"
-        elif not self._has_begun and self.num_plain >= _MANY_BACKWARDS and gradient.is_stepped():
+        elif self.most_backwards < 0 and self.num_plain >= _MANY_BACKWARDS and gradient.is_stepped():
             how = f"after {self.num_plain} forwards without autograd in train mode, with changed parameters,"
         elif not self.are_steps and self._num_changes:
             num_changes = self._num_changes + gradient.look()

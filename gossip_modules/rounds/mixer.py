@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
+from ..loop.hooks import Observer
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport
 from ..transport.deadline import Deadline
@@ -177,11 +177,11 @@ class Mixer(ABC):
     def take_shared(self, x: FlatVector) -> None:
         """Apply the tensors of `shared(x)` after the process with the round has sent them; may change x."""
 
-    def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
+    def watch_optimizer(self, observer: Observer, *, is_whole: bool = True) -> None:
         """Watch the optimizers of the model, if the algorithm needs their steps; called once, after `bind`.
 
         Args:
-            buffer: the buffer with the parameters of the model.
+            observer: the observer of the training of the model.
             is_whole: whether this process has the whole model instead of a shard.
         """
 

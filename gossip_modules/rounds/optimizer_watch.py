@@ -11,15 +11,15 @@ from torch.optim import SGD, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import Stepped, existing_optimizers, is_left_out
 from ..flat.vector import FlatVector
+from ..loop.hooks import Reader, existing_optimizers, is_left_out
 from .algorithm import Algorithm
 from .memory import Memory
 from .rates import Rates, merged, rate_of
 from .requests import SGDStep, Vectors
 
 
-class OptimizerWatch(Stepped):
+class OptimizerWatch(Reader):
     """Watches the optimizers of one model, as far as an algorithm declares that it needs their steps.
 
     Args:
@@ -35,11 +35,11 @@ class OptimizerWatch(Stepped):
     sees_inner_steps = True  # the inner optimizer has a learning rate and momentum of its own
 
     def __init__(self, algorithm: Algorithm, buffer: FlatBuffer) -> None:
-        self._algorithm, self._buffer = algorithm, buffer
+        super().__init__(buffer)
+        self._algorithm = algorithm
         self.inner_rate: float | None = None
         self._momentum = SGDMomentum(buffer, algorithm.parts[0]) if algorithm.needs_sgd else None
         self._rates = StepRates(buffer) if algorithm.follows_rate else None
-        super().__init__()
 
     @property
     def step(self) -> SGDStep | None:
@@ -48,12 +48,12 @@ class OptimizerWatch(Stepped):
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
+        """See `Reader`."""
         if self._momentum is not None:
             self._momentum.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
+        """See `Reader`."""
         if self._momentum is not None:
             self._momentum.after_step(optimizer)
         if self._rates is not None:
@@ -301,7 +301,7 @@ class SGDMomentum:
             raise ValueError(f"{name} with nesterov=True, expected {expected}; pass nesterov=False, or take QGDSGDm()")
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
+        """See `Reader`."""
         if self.step is not None:
             raise RuntimeError(
                 f"{self.name}: got a second optimizer step after one training forward, expected a forward between "
@@ -316,7 +316,7 @@ class SGDMomentum:
                 state["momentum_buffer"] = view
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
+        """See `Reader`."""
         group = optimizer.param_groups[0]
         lr = 0.0 if is_left_out(optimizer) else float(group["lr"])
         self.step = SGDStep(lr, float(group["momentum"])) if lr else None

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..flat.buffer import FlatBuffer
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
+from ..loop.hooks import Observer
 from ..mixing_manager.base import MixingManager
 from ..transport.base import Transport
 from ..worlds.world import ALONE, ModelWorld
@@ -141,7 +142,7 @@ class Rounds(Mixer):
         for driver in self.drivers:
             driver.memory.count_tokens(num_tokens)
 
-    def watch_optimizer(self, buffer: FlatBuffer, *, is_whole: bool = True) -> None:
+    def watch_optimizer(self, observer: Observer, *, is_whole: bool = True) -> None:
         """See `Mixer`; also reads the places of the tensors of the model.
 
         Raises:
@@ -149,15 +150,16 @@ class Rounds(Mixer):
                 tensors have no names.
         """
         if self._times is not None and is_whole:
-            check_names(self._times.fragments, buffer.module)
-            self._buffer = buffer
+            check_names(self._times.fragments, observer.buffer.module)
+            self._buffer = observer.buffer
         elif self._times is not None and not isinstance(self._times.fragments, int):
             raise ValueError(
                 f"got fragments={self._times.fragments!r} while several processes share the vector of one model, "
                 "expected the number of fragments: shards have no names of tensors"
             )
         if self.algorithm.needs_sgd or self.algorithm.follows_rate or self.algorithm.needs_inner_rate:
-            watch = OptimizerWatch(self.algorithm, buffer)
+            watch = OptimizerWatch(self.algorithm, observer.buffer)
+            observer.add(watch)
             for driver in self.drivers:
                 driver.watch = watch
 

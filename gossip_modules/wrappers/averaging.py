@@ -38,7 +38,6 @@ class AveragedModel(ABC):
     Attributes:
         buffer: has the vector, if the tensors of the module are views of one.
         averager: the exact average over the ranks.
-        copies: the copies of the parameters, in the state of optimizers.
         node: the processes of this model, if there are several.
         world: the other processes of the training.
         is_averaged: whether the parameters are the average, inside `averaged()`.
@@ -46,10 +45,14 @@ class AveragedModel(ABC):
 
     buffer: FlatBuffer
     averager: GlobalAverage
-    copies: WeightCopies | None = None
     node: Node | None = None
     world: ModelWorld = ALONE
     is_averaged = False
+
+    @property
+    def copies(self) -> WeightCopies | None:
+        """The copies of the parameters in the hands of optimizers; None: there is nothing to bring to them."""
+        return None
 
     @property
     def selection(self) -> Selection:

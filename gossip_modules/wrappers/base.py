@@ -128,7 +128,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         local = self._local
         local.engine, local.averager = engine, averager
         if local.transport is not None:
-            local.turn.limit = 2 * local.transport.timeout.total_seconds()
+            local.loop.turn.limit = 2 * local.transport.timeout.total_seconds()
         local.set_out()
         local.travelling.watch(local)
         if isinstance(local.world, Participant):
@@ -201,20 +201,22 @@ class GossipWrapper(OldNames, AveragingMixin):
             module = local.node.replica
         with span(f"{type(self).__name__}.forward"):
             out = module(*args, **kwargs)
-        local.steps.has_ended = True
+        local.loop.has_ended = True
         return out
 
     @not_compiled
     def _before_forward(self) -> bool:
         """[Note: One step is one round]; returns whether the forward is a training forward."""
         local = self._local
-        with local.turn:
+        with local.loop.turn:
             return self._prepare_forward(local, local.buffer)
 
     def _prepare_forward(self, local: LocalModel, buffer: FlatBuffer) -> bool:
-        if local.turn.is_in_change:
-            self._refuse_inside_round("a forward")
-        local.to_estimate()  # [Note: a step that raises]; else it does nothing
+        loop = local.loop
+        if loop.turn.depth:  # of this thread, which has the lock
+            self._refuse_if_inside_round("a forward")
+        if loop.debias is not None:
+            loop.debias.to_estimate()  # [Note: a step that raises]; else it does nothing
         is_training = torch.is_grad_enabled() and (buffer.module.training or self.gossip_in_eval_mode)
         if is_training and not self._is_checked:
             self._check_surroundings()
@@ -246,7 +248,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         if local.transport is not None:
             local.transport.thread = threading.get_ident()
         try:
-            for _ in range(local.steps.num_rounds_due(is_synced=self._sync)):
+            for _ in range(local.loop.num_rounds_due(is_synced=self._sync)):
                 self._begin_step()
         finally:
             local.is_seen_current = False
@@ -255,24 +257,25 @@ class GossipWrapper(OldNames, AveragingMixin):
 
     def _begin_step(self) -> None:
         """Run the round at the begin of an optimizer step."""
-        if self._local.turn.is_in_change:
-            self._refuse_inside_round("a step")
-        if self._local.buffer.is_captured():
+        local = self._local
+        if local.buffer.is_capturable and local.buffer.is_captured():
             raise RuntimeError(
                 f"got a round of a {type(self).__name__} in the capture of a CUDA graph, whose replays would run none; "
                 "expected model.module in the graph, and rounds='manual' with gossip_step() after each replay"
             )
         if self._join_config.enable:
             self._notify()
-        if not self._local.is_held:
-            self._local.step()
-        self._local.steps.begin()
+        if not local.is_held:
+            local.step()
+        local.loop.begin()
 
-    def _refuse_inside_round(self, what: str) -> NoReturn:
-        raise RuntimeError(
-            f"got {what} of a {type(self).__name__} inside a gossip round, as in the handler of a signal, expected it "
-            "between steps: the round writes the parameters; set a flag in the handler, and act on it after the step"
-        )
+    def _refuse_if_inside_round(self, what: str) -> None:
+        if self._local.loop.turn.is_in_change:
+            raise RuntimeError(
+                f"got {what} of a {type(self).__name__} inside a gossip round, as in the handler of a signal, expected "
+                "it between steps: the round writes the parameters; set a flag in the handler, and act on it after the "
+                "step"
+            )
 
     def _notify(self) -> None:
         """Announce another batch of this rank to the other ranks; for `Join`."""
@@ -314,6 +317,7 @@ class GossipWrapper(OldNames, AveragingMixin):
                 f"got gossip_step() of a {name} inside averaged(), after which each rank goes on from its own model; "
                 "expected it outside"
             )
+        self._refuse_if_inside_round("a step")
         self._local.to_estimate()
         self._check_surroundings()
         self._has_trained = True
@@ -322,6 +326,7 @@ class GossipWrapper(OldNames, AveragingMixin):
     def _round_after_step(self) -> None:
         """The round of `rounds="step"`, in a hook on the optimizer's step."""
         if not self._local.is_closed:
+            self._refuse_if_inside_round("a step")
             self._begin_step()
 
     def _check_surroundings(self) -> None:
@@ -336,16 +341,16 @@ class GossipWrapper(OldNames, AveragingMixin):
 
     def _evaluate(self) -> None:
         """A forward outside of training, perhaps in an eval mode unknown to the wrapper."""
-        if self._local.turn.is_of_other_thread:
+        if self._local.loop.turn.is_of_other_thread:
             return
         if self.module.training:
             if not torch.is_grad_enabled():
-                self._local.steps.note_plain_forward()
+                self._local.loop.note_plain_forward()
             return
         if self._sync:
-            self._local.steps.end()  # as after eval()
+            self._local.loop.end()  # as after eval()
         if torch.is_grad_enabled():
-            self._local.steps.evaluate()
+            self._local.loop.evaluate()
 
     def _warn_alone(self) -> None:
         """Say that a training forward after close() is of this rank alone; once."""
@@ -368,7 +373,7 @@ class GossipWrapper(OldNames, AveragingMixin):
     @property
     def rounds(self) -> str:
         """When rounds run: "forward", "step" or "manual"."""
-        return self._local.steps.when.value
+        return self._local.loop.when.value
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -413,14 +418,14 @@ class GossipWrapper(OldNames, AveragingMixin):
     def before_mode(self, mode: bool) -> None:
         """The module is about to be in train or eval mode."""
         local = self._local
-        with local.turn:
+        with local.loop.turn:
             if not local.may_flush:
                 return
             local.to_estimate()  # [Note: a step that raises]
             if not local.holds_other_weights():
                 self.flush()
             if not mode:
-                local.steps.end()
+                local.loop.end()
 
     def flush(self) -> None:
         """See `AveragingMixin`. Leaves the de-biased estimate in the parameters.
@@ -429,7 +434,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         the training thread: see [Note: One thread at a time] of `Turn`.
         """
         local = self._local
-        with local.turn:
+        with local.loop.turn:
             if local.may_flush:
                 local.flush()
 
@@ -439,7 +444,7 @@ class GossipWrapper(OldNames, AveragingMixin):
         if local.is_closed:
             return
         local.to_estimate()
-        local.steps.note_end()
+        local.loop.end_training()
         try:
             if local.engine.is_asynchronous:
                 local.engine.close()  # before the flush, which applies what peers say meanwhile
@@ -455,7 +460,7 @@ class GossipWrapper(OldNames, AveragingMixin):
     def _compare_with_average(self, own: FlatVector) -> None:
         """Warn, once, if ranks have equal models after steps: they read the same data."""
         local = self._local
-        is_early = local.num_steps < _MANY_STEPS or not local.steps.has_stepped or local.num_steps == self._averaged_at
+        is_early = local.num_steps < _MANY_STEPS or not local.loop.has_stepped or local.num_steps == self._averaged_at
         if self._has_compared or is_early or local.averager.transport.world_size == 1:
             return
         self._has_compared, average = True, local.buffer.vector
@@ -545,7 +550,7 @@ class GossipWrapper(OldNames, AveragingMixin):
             has_place: whether the state dict has the place of this rank.
         """
         local = self._local
-        with local.turn:
+        with local.loop.turn:
             is_flushed = local.may_flush
             if is_flushed:
                 local.prepare_to_save()
@@ -557,7 +562,7 @@ class GossipWrapper(OldNames, AveragingMixin):
                     stacklevel=levels_to_user(),
                 )
             state = save()
-            if not is_flushed or local.turn.is_of_other_thread:
+            if not is_flushed or local.loop.turn.is_of_other_thread:
                 local.own_copies(state)
             if has_place:
                 mark(state, prefix, inside=inside)
@@ -581,8 +586,8 @@ class GossipWrapper(OldNames, AveragingMixin):
     def before_load(self) -> None:
         """The parameters are about to become others for good."""
         self.flush()
-        self._local.own_weights.forget()
-        self._local.steps.forget_evaluation()
+        self._local.loop.own_weights.forget()
+        self._local.loop.forget_evaluation()
 
     def get_extra_state(self) -> dict[str, Any]:
         """The round counter, the algorithm's own state, and the rank: plain values and tensors.

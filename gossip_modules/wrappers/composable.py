@@ -204,7 +204,7 @@ def _before_forward(module: Any, inputs: Any) -> None:
 def _after_forward(module: Any, inputs: Any, output: Any) -> None:
     """The forward hook; torch does not call it after an error in the forward."""
     if not is_transformed():
-        module._gossip._local.steps.has_ended = True
+        module._gossip._local.loop.has_ended = True
 
 
 def _check(module: nn.Module, options: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..flat.aliases import has_memory, instances_of
 from ..flat.sharded import is_managed, meshes_of, reduces_gradients
-from ..flat.step_hooks import holds_any
+from ..loop.hooks import holds_any
 from .averaging import AveragingMixin
 
 _REMEDY = "one wrapper keeps the models of all ranks together: remove the other one, and wrap the plain module once"

@@ -22,7 +22,6 @@ from ..engine.overlap import OverlapEngine
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
 from ..flat.sharded import meshes_of
-from ..loop.debias import Debias
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
 from ..old_calls import foreign_arguments
@@ -285,9 +284,9 @@ class GossipDataParallel(GossipWrapper, Joinable):
         """Be ready for the first step."""
         local, node = self._local, self._local.node
         mixer.bind(mixing, local.transport, local.world)
-        mixer.watch_optimizer(local.buffer, is_whole=node is None or node.is_whole)
-        local.debias = local.copies.debias = Debias(local.buffer, is_needed=mixer.is_weighted, turn=local.turn)
-        local.debias.bind(local.reattach)
+        mixer.watch_optimizer(local.loop, is_whole=node is None or node.is_whole)
+        if mixer.is_weighted:
+            local.loop.move_weights()
         engine = self._make_engine(mixer, schedule)
         if node is None:
             self._start(engine, engine.averager)
@@ -333,7 +332,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         """See `AveragingMixin`. All ranks call it, so later rounds mix the present trained tensors."""
         local = self._local
         if not (local.is_closed or local.is_averaged):
-            for _ in range(local.steps.take_left_out()):
+            for _ in range(local.loop.take_left_out()):
                 local.step()
             local.choose(may_leave=False)
         super().settle()
@@ -376,7 +375,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
             ValueError: see `count_tokens`.
         """
         local = self._local
-        is_last = local.steps.num_owed == 1  # the others are of steps that were left out before
+        is_last = local.loop.num_owed == 1  # the others are of steps that were left out before
         if is_last and self._needs_tokens and not (self._has_counted or local.is_closed):
             raise ValueError(
                 f"got an optimizer step of a {type(self).__name__} with rounds='step' and no count_tokens() before it: "
@@ -412,8 +411,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
                 "wrap as when it was saved, or load the model alone: module.load_state_dict"
             )
         super().set_extra_state(state)
-        debias, weight = self._local.debias, self._local.buffer.vector.push_sum_weight
-        if state is not None and debias is not None and debias.is_needed:
+        weight = self._local.buffer.vector.push_sum_weight
+        if state is not None and self._local.loop.debias is not None:
             weight.copy_(state["weight"])
         else:  # the saved parameters are estimates
             weight.fill_(1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -19,12 +20,8 @@ from ..flat.former_layout import FormerLayout
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..loop.copies import WeightCopies
-from ..loop.debias import Debias
-from ..loop.equal_steps import EqualSteps
-from ..loop.lost_corrections import LostCorrections
-from ..loop.optimizer_steps import OptimizerSteps, RoundTime
-from ..loop.own import OwnWeights
-from ..loop.turn import Turn, is_in_signal_handler
+from ..loop.loop import Loop, RoundTime
+from ..loop.turn import is_in_signal_handler
 from ..old_calls import levels_to_user
 from ..profiling import Span
 from ..transport.change_board import first_difference
@@ -69,10 +66,9 @@ class LocalModel(AveragedModel):
         engine: how rounds run.
         transport: the transport of the rounds.
         world: the ranks that train together.
-        turn: lets one thread at a time change the weights.
+        loop: observes the training of this model.
         place: this rank and the number of ranks; None without ranks.
         node: the processes that share this model, if there are several.
-        debias: the push-sum weights, where they are sent.
         description: the options that ranks agree on, by name.
         who: this worker, in front of errors, where ranks have no numbers.
         around: the wrapper, or None when it was collected.
@@ -82,9 +78,7 @@ class LocalModel(AveragedModel):
     """
 
     engine: Engine
-    copies: WeightCopies
     transport: Any = None
-    debias: Debias | None = None
     place: Place = None
     who: str = ""
     around: Callable[[], nn.Module | None]
@@ -105,15 +99,16 @@ class LocalModel(AveragedModel):
         when = RoundTime.of(rounds)
         self.name = name
         self.world = ModelWorld()
-        self.turn = Turn()
         self.description: dict[str, str] = {}
         self.buffer = FlatBuffer(module, selection=selection, num_shards=num_shards)
         self.travelling = Travelling()
-        self.own_weights = OwnWeights(self.buffer, self.add_again, self.turn, max_flushes=MAX_KEPT)
-        self.copies = WeightCopies(self.buffer, name=name, in_steps=when is RoundTime.STEP)
-        self.equal_steps = EqualSteps(self.buffer, name=name)
-        self.lost_corrections = LostCorrections(self.buffer, name=name)
-        self.steps = OptimizerSteps(self.buffer, when, name=name, run=run)
+        self._run_after_step = weakref.WeakMethod(run)
+        self.loop = Loop(self.buffer, self, when=when, name=name, max_flushes=MAX_KEPT)
+
+    @property
+    def copies(self) -> WeightCopies:
+        """See `AveragedModel`."""
+        return self.loop.copies
 
     @property
     def vector(self) -> FlatVector:
@@ -127,8 +122,8 @@ class LocalModel(AveragedModel):
 
     def set_out(self) -> None:
         """Training begins, with the model as it is now, before or after the first round."""
-        self.steps.start()
-        if self.steps.when is not RoundTime.FORWARD:
+        self.loop.start()
+        if self.loop.when is not RoundTime.FORWARD:
             self.engine.set_out(self.vector)
 
     def share_with(self, node: Node) -> None:
@@ -149,7 +144,7 @@ class LocalModel(AveragedModel):
     def write(self, vector: FlatVector) -> None:
         """See `AveragedModel`."""
         self.to_estimate()
-        self.steps.written()
+        self.loop.written()
 
     def forget_models(self) -> None:
         """See `AveragedModel`."""
@@ -175,14 +170,15 @@ class LocalModel(AveragedModel):
         if world.changes:
             if world.at_step():
                 self.is_seen_current = False
-            if self.debias is not None:
-                self.debias.limits_steps = world.has_lost_peers
+            if self.loop.debias is not None:
+                self.loop.debias.limits_steps = world.has_lost_peers
         step = engine.step
         self.num_steps += 1
-        self.turn.begin_training()
-        self.own_weights.is_step_open = True
+        turn = self.loop.turn
+        turn.trainer = threading.get_ident()
+        self.loop.own_weights.is_step_open = True
         try:
-            with self.turn.change:
+            with turn.change:
                 self._round()
         except FloatingPointError:
             if isinstance(engine, LockstepEngine):  # [Note: after infinities]
@@ -192,13 +188,10 @@ class LocalModel(AveragedModel):
 
     def _round(self) -> None:
         """The round of a step, of the trained tensors now."""
-        engine, travelling, masters = self.engine, self.travelling, self.copies.masters
-        if masters.is_looking:
-            masters.look()
-        if self.num_steps >= self.equal_steps.start and not self.world.changes:
-            self.equal_steps.before_round(self.num_steps, getattr(self.averager, "transport", None))
-        if self.num_steps >= self.lost_corrections.start:
-            self.lost_corrections.before_round(followed=masters.followed)
+        engine, travelling, loop = self.engine, self.travelling, self.loop
+        debias, own_weights, masters = loop.debias, loop.own_weights, loop.copies.masters
+        if masters.is_looking or self.num_steps >= loop.next_look:
+            loop.before_round(self.num_steps, None if self.world.changes else getattr(self.averager, "transport", None))
         is_current = self.is_seen_current or self.buffer.is_current()
         is_leaving = travelling.frozen_at is not None and travelling.must_leave(engine)
         if is_leaving or travelling.is_first or not is_current:
@@ -208,23 +201,26 @@ class LocalModel(AveragedModel):
         if self.former is not None:  # ranks have agreed on the present layout
             self.apply_in_flight()
             self.former = None
-        self.own_weights.recover()
-        self.share_buffers()
+        if own_weights.levels:
+            own_weights.recover()
+        if self.node is not None:
+            self.share_buffers()
         with torch.no_grad(), Span(f"{self.name}.mix", []):
             try:
-                self.to_numerator()
+                if debias is not None:
+                    debias.to_numerator()
                 is_written = self._run(engine.round)
-                self.own_weights.begin_round()
+                if own_weights.levels or own_weights.num_flushes:
+                    own_weights.begin_round()
                 if is_written:
                     self.written()
             finally:
-                self.to_estimate()
-        if masters.follows_rounds:
-            masters.after_round()
-        if self.lost_corrections.is_looking:
-            self.lost_corrections.after_round()
+                if debias is not None:
+                    debias.to_estimate()
+        if masters.follows_rounds or loop.lost_corrections.is_reading:
+            loop.after_round()
         if engine.is_asynchronous or engine.is_in_flight:
-            self.own_weights.note()
+            own_weights.note()
         if engine.successor is not None:
             self._succeed(engine.successor)
 
@@ -257,30 +253,30 @@ class LocalModel(AveragedModel):
 
     def to_numerator(self) -> None:
         """Storage <- x, which is sent and stepped, where weights move; see `Debias`."""
-        if self.debias is not None and self.debias.is_needed:
-            self.debias.to_numerator()
+        if self.loop.debias is not None:
+            self.loop.debias.to_numerator()
 
     def to_estimate(self) -> None:
         """Storage <- z = x / w, with which the module computes, where weights move; see `Debias`."""
-        if self.debias is not None and self.debias.is_needed:
-            self.debias.to_estimate()
+        if self.loop.debias is not None:
+            self.loop.debias.to_estimate()
 
     def written(self) -> None:
         """Parameters were changed in place: [Note: Safe point]."""
         if self.node is not None:
             self.node.gather(self.buffer.vector)
-        self.steps.written()
+        self.loop.written()
 
     def holds_other_weights(self) -> bool:
         """Whether other weights stand in the place of those that training has left: [Note: Swapped weights]."""
         if not (self.is_closed or self.buffer.is_attached()):
             self.reattach()
-        return self.own_weights.is_replaced()
+        return self.loop.own_weights.is_replaced()
 
     def flush(self) -> None:
         """Apply everything in flight to the tensors that the module has now."""
         if not self.is_closed:
-            with self.turn:
+            with self.loop.turn:
                 if not self.buffer.is_attached():
                     self.reattach()
                 self.apply_in_flight()
@@ -289,59 +285,60 @@ class LocalModel(AveragedModel):
         """Apply the rounds in flight that a checkpoint cannot contain to the tensors that the module has now."""
         if self.is_closed:
             return
-        with self.turn:
+        with self.loop.turn:
             if not self.buffer.is_attached():
                 self.reattach()
             if self.former is not None or self.engine.saved_flights() is None:
                 self.apply_in_flight()
             elif not self.is_held:
-                self.own_weights.recover()
+                self.loop.own_weights.recover()
 
     @property
     def may_flush(self) -> bool:
         """Whether a call may apply corrections and change the form of the weights: [Note: One thread at a time]."""
-        turn = self.turn
+        turn = self.loop.turn
         if turn.is_in_change or turn.is_in_step:
             return False
-        if not (self.own_weights.is_step_open and self.engine.is_in_flight):
+        if not (self.loop.own_weights.is_step_open and self.engine.is_in_flight):
             return True
         return not (turn.is_of_other_thread or is_in_signal_handler())
 
     @property
     def is_whole(self) -> bool:
         """Whether the model and the state of the engine belong together, as between two changes."""
-        engine = self.engine
-        if self.turn.is_in_step or (self.turn.is_in_change and not engine.is_waiting):
+        engine, turn = self.engine, self.loop.turn
+        if turn.is_in_step or (turn.is_in_change and not engine.is_waiting):
             return False
         return engine.can_leave_out or not engine.is_in_flight
 
     def own_copies(self, state: dict[str, Any]) -> None:
         """Put copies, as estimates, in the place of tensors in a state dict."""
-        raw = self.buffer.vector.raw
+        raw, debias = self.buffer.vector.raw, self.loop.debias
         first, last = raw.data_ptr(), raw.data_ptr() + raw.numel()
         for name, value in state.items():
             if isinstance(value, Tensor):
                 x = value.detach()
-                is_ours = self.debias is not None and has_memory(x) and first <= x.data_ptr() < last
-                state[name] = self.debias.estimate_of(x) if is_ours and self.debias is not None else x.clone()
+                is_ours = has_memory(x) and first <= x.data_ptr() < last
+                state[name] = x.clone() if debias is None or not is_ours else debias.estimate_of(x)
 
     def apply_in_flight(self) -> None:
         """Apply everything in flight."""
+        own_weights = self.loop.own_weights
         try:
             if not self.is_held:
-                self.own_weights.recover()
+                own_weights.recover()
             if self.engine.is_in_flight and not self.is_held:
-                if not self.engine.adds_again and self.own_weights.is_replaced():
+                if not self.engine.adds_again and own_weights.is_replaced():
                     self._warn_of_other_weights()
-                with self.turn.change:
-                    self.own_weights.flush_at(self.buffer.vector.push_sum_weight)
+                with self.loop.turn.change:
+                    own_weights.flush_at(self.buffer.vector.push_sum_weight)
                     self.to_numerator()
                     with torch.no_grad():
                         is_added = self._run(self.engine.flush)
                     self.written()
                     self.to_estimate()
                     if is_added:
-                        self.own_weights.flushed()
+                        own_weights.flushed()
         finally:  # a script that catches the error of a peer goes on with a model
             self.to_estimate()
 
@@ -415,7 +412,7 @@ class LocalModel(AveragedModel):
             check_outside(wrapper, was_sharded=self.buffer.is_sharded)
         if self.buffer.is_lent():
             return
-        self.own_weights.leave()
+        self.loop.own_weights.leave()
         former = self.former or self.buffer.former_layout()
         self.buffer.reattach()
         self.former = None if former.layout == self.buffer.vector.layout else former
@@ -424,27 +421,21 @@ class LocalModel(AveragedModel):
 
     def bind(self, wrapper: nn.Module, run: Callable[[], None]) -> None:
         """Serve this wrapper, whose bound method `run` runs the round after a step; neither is kept alive."""
-        self.around = weakref.ref(wrapper)
-        if not self.is_closed:
-            self.own_weights.bind(self.add_again)
-            self.steps.bind(run)
-            if self.debias is not None:
-                self.debias.bind(self.reattach)
+        self.around, self._run_after_step = weakref.ref(wrapper), weakref.WeakMethod(run)
+
+    def round_after_step(self) -> None:
+        """See `Owner`."""
+        if (run := self._run_after_step()) is not None:
+            run()
 
     def stop(self) -> None:
         """Watch optimizers no more; storage holds the estimate from now on."""
         self.is_closed = True
-        self.own_weights.close()
-        self.copies.close()
-        self.equal_steps.close()
-        self.lost_corrections.close()
-        self.steps.close()
-        if self.debias is not None:
-            self.debias.stop()
+        self.loop.close()
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
-        state = {name: value for name, value in vars(self).items() if name != "around"}
+        state = {name: value for name, value in vars(self).items() if name not in ("around", "_run_after_step")}
         if self.engine.is_asynchronous or self.world.changes:
             # Its threads answer for one model; a copy is a snapshot that stays local.
             state.update(engine=self.engine.snapshot(), is_closed=True, world=ModelWorld())
@@ -454,16 +445,16 @@ class LocalModel(AveragedModel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.loop.bind(self)
         if self.is_closed:
-            self.steps.close()
-            self.copies.close()
+            self.loop.close()
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
         """The place of this rank, the state of the engine, the rounds in flight, and the position in the loop."""
         place = {} if self.place is None else dict(zip(("rank", "world_size"), self.place, strict=True))
-        parts = {**self.steps.state_dict(), **self.copies.state_dict(), **self.travelling.saved(self)}
+        parts = {**self.loop.state_dict(), **self.travelling.saved(self)}
         flights = (
             self.engine.saved_flights() if self.may_flush and self.former is None else None
         )  # which waits for them
@@ -473,8 +464,8 @@ class LocalModel(AveragedModel):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict()` gave; an empty one starts anew."""
+        self.loop.load_state_dict(state)
         if state:
-            self.steps.load_state_dict(state)
             self.travelling.load_saved(self, state)
             self.engine.load_state_dict(state["engine"])
             if not self.world.changes:
@@ -482,7 +473,5 @@ class LocalModel(AveragedModel):
             if self.engine.successor is not None:
                 self._succeed(self.engine.successor)
         else:
-            self.steps.end()
             self.engine.reset()
             self.set_out()
-        self.copies.load_state_dict(state)

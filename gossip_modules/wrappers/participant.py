@@ -74,9 +74,9 @@ class Participant(ModelWorld):
         peers: Callable[[Any, int], Iterable[int]] = neighbours,
         has_links: bool = True,
     ) -> None:
-        if local.steps.when.value != "forward":
+        if local.loop.when.value != "forward":
             raise ValueError(
-                f"got rounds={local.steps.when.value!r} with a membership, expected 'forward': a worker that joins "
+                f"got rounds={local.loop.when.value!r} with a membership, expected 'forward': a worker that joins "
                 "takes the state of training before its first forward; leave rounds out"
             )
         super().__init__()
@@ -179,7 +179,7 @@ class Participant(ModelWorld):
     @property
     def is_weighted(self) -> bool:
         """Whether workers have push-sum weights; a donor shares its weight with a joining worker."""
-        return self.local.debias is not None and self.local.debias.is_needed
+        return self.local.loop.debias is not None
 
     @property
     def num_bytes(self) -> int:
@@ -193,7 +193,7 @@ class Participant(ModelWorld):
 
     def expect_forward(self) -> None:
         """A loop over `steps` begins a step: its first training forward has the round, whatever was stepped before."""
-        self.local.steps.end()
+        self.local.loop.end()
 
     def counts(self) -> tuple[int, int]:
         """The training steps left out since the last call, beside the steps of `go_to`; and `step`."""

@@ -64,7 +64,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "optim": set(),
         "sparta": {"graph_manager", "compression"},
         "loop": {"flat", "transport", "old_calls"},
-        "rounds": {*_LOCKSTEP, "registry", "old_calls"},
+        "rounds": {*_LOCKSTEP, "loop", "registry", "old_calls"},
         "algorithms": {
             "devices",
             "flat",
@@ -98,7 +98,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         },
         "methods": {*_WRAPPERS, "algorithms", "extras", "registry"},
         "testing": {"membership", "transport"},
-        "integrations": {"flat", "registry", "transport", "wrappers"},
+        "integrations": {"flat", "loop", "registry", "transport", "wrappers"},
         # Modules with the names that other systems gave to them.
         "distributed": {"wrappers"},
         "ar_distributed": {"wrappers"},

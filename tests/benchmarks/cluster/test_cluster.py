@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from benchmarks.by_hand import Loop
+from benchmarks.by_hand import PlainLoop
 from benchmarks.cluster.__main__ import Cluster, main
 from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import CLUSTER_METHODS, method_of, require_methods
@@ -181,7 +181,7 @@ def test_a_late_step_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_split_counts_a_call_within_a_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    contender = Loop(WaitedModel(1e4, compute_seconds=0.0))
+    contender = PlainLoop(WaitedModel(1e4, compute_seconds=0.0))
     now = [0.0]
     monkeypatch.setattr("benchmarks.cluster.split.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(contender.optimizer, "step", lambda: now.__setitem__(0, now[0] + 2.0))

@@ -17,6 +17,7 @@ from gossip_modules.engine.overlap import OverlapEngine
 from gossip_modules.extend import PushPull
 from gossip_modules.flat.buffer import FlatBuffer
 from gossip_modules.flat.vector import FlatVector
+from gossip_modules.loop.hooks import Observer
 from gossip_modules.membership.links import alone
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rounds import mixer_of
@@ -85,7 +86,8 @@ def test_momentum_that_another_process_has_written_is_that_of_the_optimizer() ->
     model = mlp()
     buffer = FlatBuffer(model)
     gossiper = bound(mixer_of(QGDSGDm(), PushPull()))
-    gossiper.watch_optimizer(buffer)
+    observer = Observer(buffer)
+    gossiper.watch_optimizer(observer)
     follower = FollowingEngine(SyncEngine(gossiper, Schedule()))
     optimizer = sgd(model)
     for value in (1.0, 2.0):

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from gossip_modules.flat.buffer import FlatBuffer
-from gossip_modules.flat.step_hooks import STEP_HOOKS
 from gossip_modules.loop.debias import Debias, Form
+from gossip_modules.loop.hooks import STEP_HOOKS, Observer
+from gossip_modules.loop.owner import no_owner
 from gossip_modules.loop.turn import Turn
 from gossip_modules.wrappers.gossip import GossipDataParallel
 from tests.harness.cases import each_once
@@ -42,12 +43,20 @@ class Failing(torch.optim.SGD):
         raise StepError
 
 
-def weighted(seed: int = 0, weight: float = 0.5) -> tuple[nn.Module, Debias]:
-    """A model whose push-sum weight is not one."""
+class Weighted(Observer):
+    """The observer of a model whose push-sum weight is not one."""
+
+    def __init__(self, module: nn.Module, weight: float) -> None:
+        buffer = FlatBuffer(module)
+        buffer.vector.push_sum_weight.fill_(weight)
+        super().__init__(buffer)
+        self.debias = Debias(buffer, Turn(), no_owner)
+        self.add(self.debias)
+
+
+def weighted(seed: int = 0, weight: float = 0.5) -> tuple[nn.Module, Weighted]:
     module = mlp(seed)
-    buffer = FlatBuffer(module)
-    buffer.vector.push_sum_weight.fill_(weight)
-    return module, Debias(buffer, is_needed=True, turn=Turn())
+    return module, Weighted(module, weight)
 
 
 def in_the_module(wrapper: GossipDataParallel) -> Tensor:
@@ -111,8 +120,8 @@ def test_after_a_step_that_raises_the_next_use_sees_the_estimate(
         assert torch.equal(in_the_module(wrapper), seen), "the parameters still hold something else"
         loss_of(wrapper, group.rank(), 5)  # and training goes on with it
         train_step(wrapper, optimizer, group.rank(), 6)
-        assert local_of(wrapper).debias is not None
-        assert local_of(wrapper).debias.form is Form.ESTIMATE
+        assert local_of(wrapper).loop.debias is not None
+        assert local_of(wrapper).loop.debias.form is Form.ESTIMATE
         wrapper.close()
         return float(weight)
 
@@ -121,9 +130,9 @@ def test_after_a_step_that_raises_the_next_use_sees_the_estimate(
 
 def test_an_object_that_goes_within_a_step_leaves_the_walk_over_the_hooks_alone() -> None:
     """torch raises where its hooks change while it goes over them."""
-    module, debias = weighted()
-    objects = [debias]
-    del debias
+    module, observer = weighted()
+    objects = [observer]
+    del observer
 
     def drop(*_: object) -> None:
         objects.clear()
@@ -143,8 +152,8 @@ def test_one_pair_of_hooks_serves_all_objects() -> None:
 
     kept = [weighted(seed) for seed in range(3)]
     assert hooks() == 2
-    for _, debias in kept:
-        debias.stop()
+    for _, observer in kept:
+        observer.close()
     assert hooks() == 2
 
 
@@ -155,14 +164,14 @@ def test_steps_and_wrappers_of_many_threads() -> None:
     def work(seed: int) -> None:
         try:
             for _ in range(30):
-                module, debias = weighted(seed)
+                module, observer = weighted(seed)
                 start = flatten(module)
                 optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
                 for parameter in module.parameters():
                     parameter.grad = torch.ones_like(parameter)
                 optimizer.step()
                 torch.testing.assert_close(flatten(module), start - 2)
-                debias.stop()
+                observer.close()
         except Exception as error:  # noqa: BLE001 (raised below, in the main thread)
             errors.append(error)
 
@@ -180,11 +189,8 @@ def test_steps_and_wrappers_of_many_threads() -> None:
 def test_steps_of_the_estimate_are_no_longer_than_the_rate_where_that_is_limited(
     weight: float, limits_steps: bool, length: float
 ) -> None:
-    module = mlp()
-    buffer = FlatBuffer(module)
-    buffer.vector.push_sum_weight.fill_(weight)
-    before = flatten(module)
-    debias = Debias(buffer, is_needed=True, turn=Turn())
+    module, observer = weighted(weight=weight)
+    before, debias = flatten(module), observer.debias
     debias.limits_steps = limits_steps
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -196,11 +202,8 @@ def test_steps_of_the_estimate_are_no_longer_than_the_rate_where_that_is_limited
 
 
 def test_a_limited_step_that_raises_leaves_the_estimate_to_the_next_caller() -> None:
-    module = mlp()
-    buffer = FlatBuffer(module)
-    buffer.vector.push_sum_weight.fill_(2.0)
-    before = flatten(module)
-    debias = Debias(buffer, is_needed=True, turn=Turn())
+    module, observer = weighted(weight=2.0)
+    before, debias = flatten(module), observer.debias
     debias.limits_steps = True
     with pytest.raises(StepError):
         Failing(module.parameters(), lr=1.0).step()
@@ -244,7 +247,7 @@ def test_a_step_with_a_closure_moves_the_numerator(is_keyword: bool) -> None:
 
 def test_the_hooks_of_an_optimizer_see_the_estimate_and_its_own_code_the_numerator() -> None:
     """Hooks that were registered before and after the first step, and a hook on all optimizers."""
-    module, _debias = weighted(weight=0.5)
+    module, _observer = weighted(weight=0.5)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     seen: list[Tensor] = []
 

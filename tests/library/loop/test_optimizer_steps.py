@@ -27,7 +27,7 @@ from gossip_modules import (
     Schedule,
     gossip,
 )
-from gossip_modules.flat.step_hooks import STEP_HOOKS
+from gossip_modules.loop.hooks import STEP_HOOKS
 from tests.harness.cases import each_once
 from tests.harness.problems import batch, fill_, loss_of, mlp, sgd, train_step
 from tests.harness.progress import step_of

@@ -142,7 +142,7 @@ def test_a_state_that_was_saved_inside_a_round_is_refused(make: Callable[..., An
 
 def test_forwards_and_steps_inside_a_round_are_errors_with_the_remedy() -> None:
     model = GossipDataParallel(mlp(), process_group=solo_group())
-    with local_of(model).turn.change:
+    with local_of(model).loop.turn.change:
         with pytest.raises(RuntimeError, match=r"a forward of a GossipDataParallel inside a gossip round.*set a flag"):
             loss_of(model, 0, 0)
         with pytest.raises(RuntimeError, match=r"a step of a GossipDataParallel inside a gossip round.*set a flag"):

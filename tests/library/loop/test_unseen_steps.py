@@ -183,6 +183,7 @@ def test_a_captured_step_is_told_and_a_captured_round_refused(rounds: str, monke
     wrapper = wrap(mlp(), solo_group(), rounds=rounds)
     optimizer = sgd(wrapper)
     loss_of(wrapper, 0, 0).backward()
+    monkeypatch.setattr(local_of(wrapper).buffer, "is_capturable", True)
     monkeypatch.setattr(local_of(wrapper).buffer, "is_captured", lambda: True)
 
     def step() -> None:

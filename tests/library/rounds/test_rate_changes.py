@@ -322,7 +322,7 @@ def test_a_checkpoint_around_a_change_goes_on_to_the_bit(rule: Algorithm, is_bef
             to.load_state_dict(copy.deepcopy(state.state_dict()))
         for wrapper, optimizer, scheduler in (first, second):
             if not is_before_round:
-                local_of(wrapper).steps.end()
+                local_of(wrapper).loop.end()
             for step in range(3, 6):
                 train_step(wrapper, optimizer, rank, step)
                 scheduler.step()

@@ -15,6 +15,7 @@ from gossip_modules import D2, GASLoC, PowerGossip, RingGraph, Schedule, SlowMo
 from gossip_modules.engine.engine import SyncEngine
 from gossip_modules.extend import FlatBuffer, ProcessGroupTransport, PushPull
 from gossip_modules.graph_manager import GraphManager
+from gossip_modules.loop.hooks import Observer
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager, default_mixing
 from gossip_modules.rounds.algorithm import Algorithm
 from gossip_modules.rounds.driver import Driver
@@ -78,7 +79,8 @@ class Rank:
         self.driver.plain = rounds.plain
         rounds.drivers, rounds._times = [self.driver], None  # rounds of fragments are rounds of the whole here
         rounds.bind(mixing_of(algorithm), ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
-        rounds.watch_optimizer(self.buffer)
+        self.observer = Observer(self.buffer)
+        rounds.watch_optimizer(self.observer)
         self.engine = SyncEngine(rounds, Schedule())
         momentum = 0.9 if algorithm.needs_sgd else 0.0
         self.optimizer = torch.optim.SGD(self.buffer.parameters, lr=0.1, momentum=momentum)

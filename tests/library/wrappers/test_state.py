@@ -244,9 +244,7 @@ def test_its_own_state_assigned_makes_parameters_that_are_noticed(
             train_step(wrapper, optimizer, group.rank(), step)
         assert all(p is q for p, q in zip(parameters, wrapper.parameters(), strict=True))
         assert {id(p) for p in parameters} == {id(p) for p in local_of(wrapper).buffer.parameters}
-        debias = local_of(wrapper).debias
-        assert debias is not None
-        assert debias.is_stepped_by(optimizer)
+        assert local_of(wrapper).loop.concerns(optimizer)
         early = loss_of(wrapper, group.rank(), 2)
         for _ in range(wrapper.max_staleness + 1):
             wrapper.gossip_step()

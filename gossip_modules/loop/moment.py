@@ -1,4 +1,4 @@
-"""Samples: some elements of tensors, to notice that a script has written them."""
+"""Whether tensors have been written since a moment: versions, and samples of elements where versions do not tell."""
 
 from __future__ import annotations
 
@@ -21,34 +21,63 @@ def sample(x: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // _SAMPLE)]
 
 
-class Samples:
-    """Some elements of tensors, and their values at some time: writes through `.data` change no version of a tensor.
+class Moment:
+    """A moment of training, to tell whether tensors have been written since.
+
+    An operation in place changes the version of a tensor, also where it writes the values that the tensor has. A write
+    through `.data`, or through other memory of the same storage, changes no version, but elements. So versions tell
+    first, at no cost, and then samples do.
 
     Args:
-        tensors: the elements are views of them.
+        sampled: the tensors whose elements are compared.
+        counted: the tensors whose versions are compared.
+
+    Attributes:
+        has_samples: False once the library itself has written the tensors, until `now()`.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._views = [sample(x) for x in tensors if x.numel()]
-        self.values = self.now()
+    def __init__(self, sampled: Iterable[Tensor] = (), counted: Iterable[Tensor] = ()) -> None:
+        self._views = [sample(x) for x in sampled if x.numel()]
+        self._values = [view.clone() for view in self._views]
+        self.has_samples = True
+        self.count(counted)
 
-    def now(self) -> list[Tensor]:
-        """Copies of the elements as they are now."""
-        return [view.clone() for view in self._views]
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Compare the versions of these tensors from now on."""
+        self._counted = tuple(tensors)
+        self.recount()
 
-    def take(self) -> None:
-        """Keep the present values."""
-        for value, view in zip(self.values, self._views, strict=True):
+    def recount(self) -> None:
+        """Compare versions with the present ones."""
+        self._num_versions = self._versions()
+
+    def _versions(self) -> int:
+        num = 0
+        for x in self._counted:
+            num += x._version
+        return num
+
+    def now(self) -> None:
+        """Let this be the moment."""
+        self._num_versions = self._versions()
+        for value, view in zip(self._values, self._views, strict=True):
             value.copy_(view)
+        self.has_samples = True
 
-    def equal(self, values: Sequence[Tensor], *, num_ulps: int = 0) -> bool:
-        """Whether the elements have these values now, or differ by at most so many units of their dtype."""
-        if len(values) != len(self._views):
-            return False
+    def num_writes(self) -> int:
+        """The operations in place on the counted tensors since the moment."""
+        return self._versions() - self._num_versions
+
+    def has_changed(self, *, num_ulps: int = 0) -> bool:
+        """Whether elements differ, by more than so many units of their dtype."""
         if not num_ulps:
-            return all(map(torch.equal, values, self._views))
-        pairs = zip(values, self._views, strict=True)
-        return all(torch.allclose(x, y, rtol=num_ulps * torch.finfo(x.dtype).eps, atol=0.0) for x, y in pairs)
+            return not all(map(torch.equal, self._values, self._views))
+        pairs = zip(self._values, self._views, strict=True)
+        return not all(torch.allclose(x, y, rtol=num_ulps * torch.finfo(x.dtype).eps, atol=0.0) for x, y in pairs)
+
+    def is_written(self) -> bool:
+        """Whether the tensors have been written since the moment."""
+        return self.num_writes() != 0 or (self.has_samples and self.has_changed())
 
 
 class ParameterSamples:

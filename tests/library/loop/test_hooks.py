@@ -5,30 +5,29 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gossip_modules.flat.step_hooks import Stepped
+from gossip_modules.flat.buffer import FlatBuffer
+from gossip_modules.loop.hooks import Observer
 
 
-class Watcher(Stepped):
+class Watcher(Observer):
     """Records its calls.
 
     Args:
         parameters: its parameters.
-        sees_inner_steps: see `Stepped`.
+        sees_inner_steps: see `Reader`.
     """
 
     def __init__(self, parameters: list[nn.Parameter], *, sees_inner_steps: bool = False) -> None:
-        self._buffer = SimpleNamespace(parameters=parameters)
         self.sees_inner_steps = sees_inner_steps
         self.calls: list[str] = []
         self.counts = True
-        super().__init__()
+        super().__init__(FlatBuffer(nn.ParameterList(parameters)))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.calls.append("before")
@@ -42,7 +41,7 @@ class Watcher(Stepped):
     def leave_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.calls.append("leave")
 
-    def is_step(self, optimizer: torch.optim.Optimizer) -> bool:
+    def counts_step(self, optimizer: torch.optim.Optimizer) -> bool:
         return self.counts
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:

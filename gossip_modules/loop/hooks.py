@@ -1,12 +1,11 @@
-"""Hooks on the steps of torch optimizers, for objects that watch the parameters."""
+"""The steps of torch optimizers: hooks on all of them, and the objects that read them."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,12 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .aliases import instances_of
-from .transformed import not_compiled
+from ..flat.aliases import instances_of
+from ..flat.buffer import FlatBuffer
+from ..flat.transformed import not_compiled
 
 
-class Stepped:
-    """An object with callbacks for optimizer steps, called until it closes or is collected; a copy is called too.
+class Reader:
+    """A part of an `Observer`, called at the optimizer steps that concern it while it is reading.
 
     A subclass has some of these methods, each with the optimizer as its argument, called in this order:
 
@@ -28,42 +28,91 @@ class Stepped:
     - `reenter_step`: where this code goes on after code that may have computed with the model: a closure, or the begin
       of another step inside this one.
     - `leave_step`: directly after the step's own code, before the optimizer's own post-hooks.
-    - `is_step`: after these. Where it returns False the step does not count for any object with the same `_buffer`.
     - `after_step`: at the end of a step that counts, also if it has changed nothing: see `is_left_out`.
 
-    After an error in a step none of those that follow is called.
+    After an error in a step none of the methods that follow is called.
 
-    And `other_step` is called before the steps of all other optimizers.
+    Args:
+        buffer: has the parameters.
+
+    Attributes:
+        is_reading: whether it is to be called; see `read` and `close`.
+        sees_inner_steps: whether the steps of another optimizer inside a step are steps, too: see [Note: Steps inside
+            steps].
+    """
+
+    sees_inner_steps: bool = False
+
+    def __init__(self, buffer: FlatBuffer) -> None:
+        self.buffer = buffer
+        self.is_reading = False
+
+    def read(self) -> None:
+        """Be called at steps from now on."""
+        self.is_reading = True
+        STEP_HOOKS.look_again()
+
+    def close(self) -> None:
+        """Be called no more; idempotent."""
+        self.is_reading = False
+        STEP_HOOKS.look_again()
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """Whether the steps of this optimizer concern it; asked again after `StepHooks.look_again`."""
+        return holds_any(optimizer, self.buffer.parameters)
+
+
+class Observer(Reader):
+    """The readers of the optimizer steps of one model, in the order in which they are called; it is the last of them.
+
+    It is called until it closes or is collected, and a copy of it is called too. It may have two more methods:
+
+    - `other_step`: before the steps of optimizers that do not concern it.
+    - `counts_step`: whether a step that has ended counts. If not, `after_step` is not called for it and its readers.
 
     [Note: Steps inside steps] A step may run others: its class calls `super().step()`, which torch hooks too where the
     parent class is in use, or it wraps another optimizer of the same parameters, as Lookahead does. An inner step of
     the same optimizer is a part of the outer one: only `reenter_step` is called. An inner step of another optimizer is
-    a step of its own for objects with `sees_inner_steps`, and a part of the outer one for the others.
+    a step of its own for readers with `sees_inner_steps`, and a part of the outer one for the others.
+
+    Args:
+        buffer: has the parameters.
+        readers: the readers.
     """
 
-    order: int = 0
-    """Objects of a lower order are called first."""
-    sees_inner_steps: bool = False
-    """Whether the steps of another optimizer inside a step are steps, too; see [Note: Steps inside steps]."""
-    _buffer: Any  # has the parameters
+    def __init__(self, buffer: FlatBuffer, readers: Iterable[Reader] = ()) -> None:
+        super().__init__(buffer)
+        self._readers = tuple(readers)
+        self.read()
 
-    def __init__(self) -> None:
-        self._hear()
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        """The readers in their order."""
+        return self._readers
 
-    def _hear(self) -> None:
+    def add(self, reader: Reader) -> None:
+        """Let this reader be the last one before this object."""
+        self._readers = (*self._readers, reader)
+        reader.read()
+
+    def read(self) -> None:
+        """See `Reader`."""
         STEP_HOOKS.add(self)
-
-    def is_stepped_by(self, optimizer: Optimizer) -> bool:
-        """Whether the steps of this optimizer concern it; asked again after `StepHooks.look_again`."""
-        return holds_any(optimizer, self._buffer.parameters)
+        super().read()
 
     def close(self) -> None:
-        """End the calls; idempotent."""
+        """See `Reader`."""
         STEP_HOOKS.discard(self)
+        super().close()
+
+    def stepped_by(self, optimizer: Optimizer) -> list[Reader]:
+        """The readers that the steps of this optimizer concern."""
+        return [reader for reader in (*self.readers, self) if reader.is_reading and reader.concerns(optimizer)]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._hear()
+        if self.is_reading:
+            self.read()
 
 
 def holds_any(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
@@ -89,12 +138,15 @@ def is_left_out(optimizer: Optimizer) -> bool:
 
 
 class StepHooks:  # one for the process: STEP_HOOKS
-    """The objects with callbacks for optimizer steps of this process, called by one pair of global hooks.
+    """The observers of the optimizer steps of this process, called by one pair of global hooks.
 
-    The global hooks are registered with the first object and stay: torch iterates over its hooks during a step, so they
-    must not change. torch calls global pre-hooks before the optimizer's own ones, and global post-hooks after these.
-    So an optimizer with objects to call at the step's own code has two more hooks, the last of its own pre-hooks and
-    the first of its own post-hooks.
+    The global hooks are registered with the first observer and stay: torch iterates over its hooks during a step, so
+    they must not change. torch calls global pre-hooks before the optimizer's own ones, and global post-hooks after
+    these. So an optimizer with readers to call at the step's own code has two more hooks, the last of its own pre-hooks
+    and the first of its own post-hooks.
+
+    The methods to call are found once for each optimizer, and again when it or a buffer has other parameters, or when a
+    reader begins or ends: nothing is called that has nothing to do in a step.
 
     torch calls no hook where a step raises. So the list of a thread's running steps may have entries of steps that have
     ended by an error. Where it has an entry that should not be there, the stack of the thread tells their number.
@@ -104,30 +156,29 @@ class StepHooks:  # one for the process: STEP_HOOKS
     """
 
     def __init__(self) -> None:
-        self._members: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._is_hooked = False
+        self._num_layouts = 0  # for which the calls were found
         self._calls: dict[int, _Calls] = {}  # by id of the optimizer, as a class of optimizers may have no hash
         self._running = _Running()
 
-    def add(self, member: Any) -> None:
-        """Call `member`, a `Stepped` or an object with its methods, at steps until it is discarded or collected."""
+    def add(self, observer: Observer) -> None:
+        """Call this observer and its readers at steps, until it is discarded or collected."""
         with self._lock:
-            self._members.add(member)
-            self.look_again()
+            self._observers.add(observer)
             if not self._is_hooked:
                 self._is_hooked = True
                 register_optimizer_step_pre_hook(self._before_step)
                 register_optimizer_step_post_hook(self._after_step)
 
-    def discard(self, member: Any) -> None:
-        """End the calls of `member`."""
+    def discard(self, observer: Observer) -> None:
+        """End the calls of this observer."""
         with self._lock:
-            self._members.discard(member)
-            self.look_again()
+            self._observers.discard(observer)
 
     def look_again(self) -> None:
-        """Find the optimizers of each member again, after a member has changed its parameters."""
+        """Find the methods to call again, after a reader has begun, has ended, or has found out more."""
         self._calls = {}
 
     def __reduce__(self) -> str:
@@ -135,14 +186,19 @@ class StepHooks:  # one for the process: STEP_HOOKS
 
     def _calls_of(self, optimizer: Optimizer) -> _Calls:
         """Return the calls of a step of this optimizer, found once for the optimizer and its parameters."""
-        num_held = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._num_layouts != FlatBuffer.num_layouts:
+            self._num_layouts = FlatBuffer.num_layouts
+            self._calls = {}
+        num_held = 0
+        for group in optimizer.param_groups:
+            num_held += len(group["params"])
         found = self._calls.get(key := id(optimizer))
         if found is None or found.num_held != num_held:
             with self._lock:
-                members, calls = list(self._members), self._calls
-            stepped = sorted((member for member in members if member.is_stepped_by(optimizer)), key=_order)
-            others = [member for member in members if member not in stepped]
+                observers, calls = list(self._observers), self._calls
+            stepped = {observer: observer.stepped_by(optimizer) for observer in observers}
             reference = weakref.ref(optimizer, lambda _: calls.pop(key, None))
+            others = _methods((observer for observer in observers if observer not in stepped[observer]), "other_step")
             found = calls[key] = _Calls.of(reference, num_held, stepped, others)
         return found
 
@@ -197,8 +253,8 @@ class StepHooks:  # one for the process: STEP_HOOKS
             return
         calls = self._now()
         self._running.calls.pop()
-        for is_step, methods in calls.after:
-            if is_step is None or (ask := is_step()) is None or ask(optimizer):
+        for counts_step, methods in calls.after:
+            if counts_step is None or (ask := counts_step()) is None or ask(optimizer):
                 _call(methods, optimizer)
 
     def _now(self) -> _Calls:
@@ -235,64 +291,60 @@ class _Calls(NamedTuple):
 
     optimizer: weakref.ref[Optimizer]
     num_held: int
-    stepped: tuple[weakref.ref[Any], ...]  # the members of this step, in their order
+    stepped: tuple[tuple[weakref.ref[Observer], tuple[weakref.ref[Reader], ...]], ...]  # see `Observer.stepped_by`
     others: _Methods
     before: _Methods
     enter: _Methods
     reenter: _Methods
     leave: _Methods
-    after: tuple[
-        tuple[_Method | None, _Methods], ...
-    ]  # for the members with the same parameters; see `Stepped.is_step`
+    after: tuple[tuple[_Method | None, _Methods], ...]  # by observer; see `Observer.counts_step`
 
     @classmethod
     def of(
         cls,
         optimizer: weakref.ref[Optimizer],
         num_held: int,
-        stepped: list[Any],
-        others: Iterable[Any] = (),
+        stepped: Mapping[Observer, Sequence[Reader]],
+        others: _Methods = (),
         *,
-        reentered: Iterable[Any] = (),
+        reentered: Sequence[Reader] = (),
     ) -> _Calls:
-        """Find the methods of these members.
+        """Find the methods of these readers.
 
         Args:
             optimizer: the optimizer.
             num_held: the number of its parameters.
-            stepped: the members of the step, in their order.
-            others: other members.
-            reentered: the members of a step around it.
+            stepped: the readers of the step, by observer, in their order.
+            others: see `Observer.other_step`.
+            reentered: the readers of a step around it.
         """
-        idle = _methods(others, "other_step")
-        by_parameters: dict[int, list[Any]] = {}
-        for member in stepped:
-            by_parameters.setdefault(id(getattr(member, "_buffer", member)), []).append(member)
-        after = tuple(
-            (next(iter(_methods(members, "is_step")), None), _methods(members, "after_step"))
-            for members in by_parameters.values()
-        )
+        readers = [reader for own in stepped.values() for reader in own]
+        after = ((_methods([x], "counts_step"), _methods(own, "after_step")) for x, own in stepped.items() if own)
         return cls(
             optimizer,
             num_held,
-            tuple(map(weakref.ref, stepped)),
-            idle,
-            (*idle, *_methods(stepped, "before_step")),
-            (*_methods(reentered, "reenter_step"), *_methods(stepped, "enter_step")),
-            _methods([*reentered, *stepped], "reenter_step"),
-            _methods(stepped, "leave_step"),
-            after,
+            tuple((weakref.ref(x), tuple(map(weakref.ref, own))) for x, own in stepped.items() if own),
+            others,
+            (*others, *_methods(readers, "before_step")),
+            (*_methods(reentered, "reenter_step"), *_methods(readers, "enter_step")),
+            _methods([*reentered, *readers], "reenter_step"),
+            _methods(readers, "leave_step"),
+            tuple((next(iter(counts), None), methods) for counts, methods in after if methods),
         )
 
     def inside(self, running: Iterable[_Calls]) -> _Calls:
         """The calls of this step inside other ones: see [Note: Steps inside steps]."""
-        around = {id(ref()) for outer in running for ref in outer.stepped}
+        around = {id(ref()) for outer in running for _, own in outer.stepped for ref in own}
         is_same = any(outer.optimizer() is self.optimizer() for outer in running)
-        own = [member for member in (ref() for ref in self.stepped) if member is not None]
-        parts = [x for x in own if id(x) in around and (is_same or not x.sees_inner_steps)]
-        steps = [x for x in own if all(x is not part for part in parts)]
-        inner = _Calls.of(self.optimizer, self.num_held, steps, reentered=parts)
-        return inner._replace(others=self.others, before=(*self.others, *inner.before))
+        steps: dict[Observer, list[Reader]] = {}
+        parts: list[Reader] = []
+        for observer, own in ((ref(), [x for r in refs if (x := r()) is not None]) for ref, refs in self.stepped):
+            inner = [x for x in own if id(x) in around and (is_same or not x.sees_inner_steps)]
+            parts += inner
+            if observer is not None:
+                steps[observer] = [x for x in own if x not in inner]
+        found = _Calls.of(self.optimizer, self.num_held, steps, reentered=parts)
+        return found._replace(others=self.others, before=(*self.others, *found.before))
 
 
 _STEP = Optimizer.profile_hook_step(print).__code__  # of the function around each hooked step
@@ -309,4 +361,3 @@ def num_running(frame: FrameType | None) -> int:
 
 STEP_HOOKS = StepHooks()
 _PLACE = -1  # among an optimizer's own hooks, whose numbers are not negative
-_order = attrgetter("order")

@@ -14,10 +14,17 @@ import torch
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..flat.step_hooks import Stepped, existing_optimizers, holds_any, num_running
 from ..old_calls import levels_to_user
-from .gradient_watch import UnsyncedSteps, WatchedGradient
-from .samples import Samples
+from .copies import WeightCopies
+from .debias import Debias
+from .equal_steps import EqualSteps
+from .gradient_watch import EvalTraining, WatchedGradient
+from .hooks import Observer, Reader, existing_optimizers, holds_any, num_running
+from .lost_corrections import LostCorrections
+from .moment import Moment
+from .own import OwnWeights
+from .owner import Owner, no_owner
+from .turn import Turn
 from .unseen_steps import UnseenSteps
 
 _MANY_STEPS = 100  # without a round, under RoundTime.MANUAL
@@ -44,8 +51,11 @@ class RoundTime(Enum):
             ) from None
 
 
-class OptimizerSteps(Stepped):
-    """Finds the first training forward of each optimizer step of a model, and notices steps without a round.
+class Loop(Observer):
+    """The one observer of the training loop of a model: where steps begin and end, and which code writes parameters.
+
+    It finds the first training forward of each optimizer step, notices steps without a round, and has the objects that
+    act at the steps of optimizers, in one order: see `readers`.
 
     [Note: One step is one round] Hooks on `torch.optim.Optimizer` count the steps over the model's parameters. A
     training forward begins a new optimizer step if an optimizer has stepped since the last round. So a second forward
@@ -69,67 +79,132 @@ class OptimizerSteps(Stepped):
 
     Args:
         buffer: has the parameters.
+        owner: the model, which is not kept alive.
         when: when rounds run.
         name: the class of the wrapper, for messages.
-        run: runs the round of a step; called after optimizer steps under `RoundTime.STEP`.
+        max_flushes: the flushes that `Owner.add_again` tells apart.
 
     Attributes:
+        turn: lets one thread at a time change the weights.
+        debias: the push-sum weights, where they move.
+        copies: the copies of the weights in the hands of optimizers.
+        own_weights: tells the weights of training from others in their place.
+        equal_steps: notices another tool that makes ranks equal.
+        lost_corrections: notices steps that take back the corrections of rounds.
+        next_look: the step from which on `before_round` is to be called.
         num_owed: the rounds of `RoundTime.STEP` that are to run now, or have failed; the last is of the present step.
         has_ended: set to True by the wrapper after each forward that did not raise. (An attribute rather than a method,
             as torch.compile traces the end of a forward without a break.)
     """
 
-    def __init__(self, buffer: FlatBuffer, when: RoundTime, *, name: str, run: Callable[[], None]) -> None:
-        self.when = when
-        self._buffer, self._name = buffer, name
-        self.bind(run)
+    def __init__(self, buffer: FlatBuffer, owner: Owner, *, when: RoundTime, name: str, max_flushes: int) -> None:
+        self.when, self.name = when, name
+        self.turn = Turn()
+        self.debias: Debias | None = None
+        self.copies = WeightCopies(buffer, name=name, in_steps=when is RoundTime.STEP)
+        self.own_weights = OwnWeights(buffer, self.turn, max_flushes=max_flushes)
+        self.equal_steps = EqualSteps(buffer, name=name)
+        self.lost_corrections = LostCorrections(buffer, name=name)
+        self.next_look = 0
         self._is_due = when is RoundTime.FORWARD  # the next training forward begins a step, whatever came before
         self._is_synced = False  # a training forward outside no_sync() has ended since the last round
         self._is_last_synced = False  # the last one that began was outside no_sync()
         self._num_extra = 0  # training forwards of this step beyond the first, outside no_sync()
         self._num_made_up = 0  # rounds of steps that were left out, since the last optimizer step
         self._num_in_turn = 0  # optimizer steps one after the other with such rounds before each
-        self._counts: dict[int, int] = {}  # steps since the last round, by optimizer
         self._is_inside = False  # an optimizer's step, which evaluates a closure as often as it likes
         self._num_at_step = 0  # training forwards before it
         self._num_without = 0  # optimizer steps since the last round, or since the start
         self.num_owed = 0
-        self._is_watched: bool | None = None  # whether an optimizer of torch holds parameters; None: not known yet
         self._has_warned = self._has_raised = False
         self._thread, self._num_elsewhere = 0, 0  # of the last forward; steps over tensors like the parameters
-        self._gradient = WatchedGradient()
-        self._unsynced = UnsyncedSteps()
-        self._unseen = UnseenSteps(name)
         self._num_forwards = 0  # training forwards so far
-        self._num_backwards = 0  # as of the watched gradient, at the last round
         self._last = (0, 0)  # the forwards and backwards before the last step
-        self._last_of: dict[int, tuple[int, int]] = {}  # the same, by optimizer
-        self._before: Samples | None = None  # the parameters before a step that may be none
         self.has_ended = False
-        super().__init__()
+        self._know_nothing(buffer)
+        self.bind(owner)
+        super().__init__(buffer)
 
-    def bind(self, run: Callable[[], None]) -> None:
-        """Call `run`, a bound method, for the rounds after optimizer steps; it does not keep its object alive."""
-        self._run = weakref.WeakMethod(run)
+    def _know_nothing(self, buffer: FlatBuffer) -> None:
+        """No optimizer has stepped yet, and no gradient was computed."""
+        self._is_watched: bool | None = None  # whether an optimizer of torch holds parameters; None: not known yet
+        self._counts: dict[int, int] = {}  # steps since the last round, by optimizer
+        self._last_of: dict[int, tuple[int, int]] = {}  # as `_last`, by optimizer
+        self._before: Moment | None = None  # before a step that may be none
+        self._gradient = WatchedGradient(buffer)
+        self._evaluations = EvalTraining()
+        self._unseen = UnseenSteps(self.name)
+        self._num_backwards = 0  # as of the watched gradient, at the last round
+
+    def bind(self, owner: Owner) -> None:
+        """Serve this model, which is not kept alive."""
+        self._owner: Callable[[], Owner | None] = weakref.ref(owner)
+        self.own_weights.owner = self._owner
+        if self.debias is not None:
+            self.debias.owner = self._owner
+
+    def move_weights(self) -> None:
+        """Ranks send push-sum weights, which leave one: see `Debias`."""
+        self.debias = self.copies.debias = Debias(self.buffer, self.turn, self._owner)
+        self.debias.read()
+
+    # The readers.
+
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        """See `Observer`: at the end of a step, numerators are to be seen before `Debias` divides them."""
+        debias = () if self.debias is None else (self.debias,)
+        return self.equal_steps, self.copies, self.lost_corrections, *debias, self.own_weights, *self._readers
 
     def start(self) -> None:
         """Training begins, with the parameters as they are now."""
-        self._gradient.watch(self._buffer)
+        self._gradient.begin()
         self._num_backwards = self._gradient.num_backwards
 
-    def close(self) -> None:
-        """Count no more; idempotent."""
-        super().close()
-        self._gradient.close()
-
-    def note_end(self) -> None:
+    def end_training(self) -> None:
         """Training has ended; warn where parameters have changed without a round and without a step of an optimizer."""
         if not self._counts:
             self._unseen.close(self._gradient, num_backwards=self._gradient.num_backwards - self._num_backwards)
 
-    def note_plain_forward(self) -> None:
-        """A forward in train mode begins without autograd."""
-        self._unseen.num_plain += 1
+    def close(self) -> None:
+        """Observe no more; storage holds the estimate from now on; idempotent."""
+        super().close()
+        if self.debias is not None:
+            self.debias.to_estimate()
+        for reader in self.readers:
+            reader.close()
+        self._gradient.close()
+
+    def before_round(self, step: int, transport: object) -> None:
+        """Look for copies of weights, and for other tools that write them, at the step `next_look` or later.
+
+        Args:
+            step: the number of the step.
+            transport: the transport of all ranks; None: they change.
+
+        Raises:
+            RuntimeError: see `EqualSteps` and `LostCorrections`.
+        """
+        masters, equal, lost = self.copies.masters, self.equal_steps, self.lost_corrections
+        if masters.is_looking:
+            masters.look()
+        try:
+            if step >= equal.start:
+                equal.before_round(step, transport)
+            if step >= lost.start:
+                lost.before_round(followed=masters.followed)
+        finally:
+            self.next_look = min(equal.start, lost.start)
+
+    @property
+    def follows_rounds(self) -> bool:
+        """Whether `after_round` is to be called."""
+        return self.copies.masters.follows_rounds or self.lost_corrections.is_reading
+
+    def after_round(self) -> None:
+        """Note the corrections of a round, and bring them to copies."""
+        self.copies.masters.after_round()
+        self.lost_corrections.after_round()
 
     # What the wrapper tells and asks, in the order of a loop.
 
@@ -163,11 +238,12 @@ class OptimizerSteps(Stepped):
         Args:
             is_synced: whether the forward is outside `no_sync()`.
         """
-        if self._unsynced.is_watching:
-            self._unsynced.forget()
+        if self._evaluations.is_watching:
+            self._evaluations.forget()
         if self._num_elsewhere and self._gradient.is_stepped():
             self._num_elsewhere = 0  # a tool writes what that optimizer steps, as masters, over the parameters
-        is_due = self.is_due
+        self._is_synced |= self._is_last_synced and self.has_ended
+        is_due = (self._is_synced and bool(self._counts)) or self.is_due
         self._num_forwards += 1
         self._is_last_synced, self.has_ended, self._thread = is_synced, False, threading.get_ident()
         if self.when is not RoundTime.FORWARD:
@@ -213,6 +289,10 @@ class OptimizerSteps(Stepped):
             return 1 + self._gradient.num_left_out if self._gradient.is_stepped() else 0
         return self._num_unseen()
 
+    def note_plain_forward(self) -> None:
+        """A forward in train mode begins without autograd."""
+        self._unseen.num_plain += 1
+
     def begin(self) -> None:
         """A round has run: the next step begins."""
         if self._num_extra:
@@ -220,23 +300,34 @@ class OptimizerSteps(Stepped):
         self._is_due = self._is_synced = self.has_ended = False
         self._num_without, self.num_owed = 0, max(self.num_owed - 1, 0)
         self._counts.clear()
-        self._unseen.begin(self._gradient.num_backwards - self._num_backwards)
-        self.start()
+        gradient, unseen = self._gradient, self._unseen
+        num_backwards = gradient.num_backwards - self._num_backwards
+        if num_backwards > unseen.most_backwards or unseen.num_forwards or unseen.num_plain:
+            unseen.begin(num_backwards)
+        self._num_backwards = gradient.num_backwards
+        gradient.begin()
 
     def written(self) -> None:
         """Note that gossip has changed the parameters in place, not the loop."""
-        self._gradient.own_write(self._buffer)
+        self._gradient.own_write()
 
     def end(self) -> None:
         """Evaluation begins, or state has been loaded: the next training forward begins a step."""
         self._is_due = self.when is RoundTime.FORWARD
 
-    def state_dict(self) -> dict[str, bool]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the loop is: whether the next training forward begins a step, or would after an optimizer step."""
-        return {"is_step_start": self.is_due, "is_synced": self._is_synced}
+        return {"is_step_start": self.is_due, "is_synced": self._is_synced, **self.copies.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a loop where `state_dict()` was taken; states of older versions have "is_step_start" alone."""
+        """Take up a loop where `state_dict()` was taken; an empty state begins a step.
+
+        States of older versions have "is_step_start" alone.
+        """
+        self.copies.load_state_dict(state)
+        if not state:
+            self.end()
+            return
         self._counts.clear()
         is_due = state["is_step_start"]
         self._is_due = is_due and self.when is RoundTime.FORWARD
@@ -252,84 +343,90 @@ class OptimizerSteps(Stepped):
         num_left_out = self.take_left_out()
         self._num_made_up += num_left_out
         for _ in range(num_left_out):
-            if (run := self._run()) is not None:
-                run()
+            self._run()
             self._counts[id(optimizer)], self._is_synced = count, True  # the next forward begins a step all the same
+
+    def _run(self) -> None:
+        if (owner := self._owner()) is not None:
+            owner.round_after_step()
 
     def evaluate(self) -> None:
         """Note the begin of a forward in eval mode with autograd.
 
         Raises:
-            RuntimeError: see `UnsyncedSteps.check`.
+            RuntimeError: see `EvalTraining.check`.
         """
         if self.when is RoundTime.FORWARD:
             try:
-                self._unsynced.check(self._buffer, name=self._name)
+                self._evaluations.check(self.buffer, name=self.name)
             except RuntimeError:
                 self._has_raised = True  # the user has been told that steps have no rounds
                 raise
 
     def forget_evaluation(self) -> None:
         """The parameters are about to become others for good."""
-        self._unsynced.forget()
+        self._evaluations.forget()
         self._unseen.begin(0)
         self._num_backwards = self._gradient.num_backwards
 
-    # See `Stepped`.
-
-    order = 1  # a round after a step needs what other members note of that step
+    # See `Reader`. A round after a step needs what other readers note of that step, so this is the last one.
 
     def other_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`: a loop that steps another model leaves out no step of this one."""
+        """See `Observer`: a loop that steps another model leaves out no step of this one."""
         self._gradient.forget()
         if not self._is_watched and self._num_elsewhere < _MANY_ELSEWHERE and self._thread == threading.get_ident():
             self._thread = 0  # the next forward sets it: other models may step between forwards of this one
             self._note_copy(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`."""
+        """See `Reader`."""
+        gradient = self._gradient
         self._is_watched = self._is_inside = True
         self._num_at_step = self._num_forwards
-        self._gradient.choose(self._buffer.parameters)
-        now = self._num_forwards, self._gradient.num_backwards
+        if gradient.parameter is not None and gradient.parameter.grad is None:
+            gradient.choose()
+        now = self._num_forwards, gradient.num_backwards
         is_doubtful = self._last_of.get(id(optimizer), self._last) == now
-        if is_doubtful and torch._C._current_graph_task_id() == -1 and not self._buffer.is_captured():
-            self._before = Samples(self._buffer.parameters)
+        if is_doubtful and torch._C._current_graph_task_id() == -1 and not self.buffer.is_captured():
+            self._before = Moment(self.buffer.parameters)
 
-    def is_step(self, optimizer: Optimizer) -> bool:
-        """See `Stepped`, and [Note: Steps that do not count]."""
+    def counts_step(self, optimizer: Optimizer) -> bool:
+        """See `Observer`, and [Note: Steps that do not count]."""
         self._is_inside = False
         before, self._before = self._before, None
         if before is None:
             return True
         # Multiplying by a push-sum weight and dividing rounds parameters.
-        is_weighted = bool((self._buffer.vector.push_sum_weight != 1).any())
-        return not before.equal(before.values, num_ulps=4 if is_weighted else 0)
+        is_weighted = bool((self.buffer.vector.push_sum_weight != 1).any())
+        return before.has_changed(num_ulps=4 if is_weighted else 0)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """See `Stepped`.
+        """See `Reader`.
 
         Raises:
             RuntimeError: the second step of one optimizer without a round, or after forwards in eval mode; once. Or a
                 step inside a backward with `RoundTime.STEP`.
         """
         self._last = self._last_of[id(optimizer)] = self._num_forwards, self._gradient.num_backwards
-        self._unseen.note_step()
-        if self.when is not RoundTime.MANUAL and self._buffer.is_captured():
+        if self._unseen.num_forwards or self._unseen.are_steps:
+            self._unseen.note_step()
+        if self.when is not RoundTime.MANUAL and self.buffer.is_capturable and self.buffer.is_captured():
             self._unseen.warn_of_capture(optimizer)
         if self._num_extra:
             self._warn_of_extra_forwards()
         is_first = not self._counts
         count = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         self._num_without += 1
-        self._note_made_up(is_first=is_first or count == 2)
+        if self._num_made_up or self._num_in_turn:
+            self._note_made_up(is_first=is_first or count == 2)
         if self.when is RoundTime.FORWARD:
-            self._make_up(optimizer, count)
+            if self._gradient.num_left_out:
+                self._make_up(optimizer, count)
             if count == 2:
-                if self._unsynced.is_watching:  # the forwards are in eval mode: that error says so
+                if self._evaluations.is_watching:  # the forwards are in eval mode: that error says so
                     self.evaluate()
                 self._raise_once(
-                    f"got two steps of {type(optimizer).__name__} over parameters of a {self._name} without a gossip "
+                    f"got two steps of {type(optimizer).__name__} over parameters of a {self.name} without a gossip "
                     "round between them: this rank trains alone; expected a training forward of the wrapper for each "
                     "step. Causes: all forwards of a step are inside no_sync() (leave the last one outside), as in "
                     "LocalSGD of Accelerate (leave it out, and wrap with algorithm=LocalSGD(sync_every=...)); the loss "
@@ -340,7 +437,7 @@ class OptimizerSteps(Stepped):
         elif self.when is RoundTime.STEP:
             if torch._C._current_graph_task_id() != -1:
                 raise RuntimeError(
-                    f"got a step of {type(optimizer).__name__} inside a backward of a {self._name} with rounds='step': "
+                    f"got a step of {type(optimizer).__name__} inside a backward of a {self.name} with rounds='step': "
                     "the round after it would write parameters that the backward reads; expected rounds='forward' (a "
                     "round before the next forward), or rounds='manual' and gossip_step() after the backward"
                 )
@@ -350,14 +447,13 @@ class OptimizerSteps(Stepped):
                 self.num_owed += 1 + self._gradient.num_left_out
                 self._num_made_up += self._gradient.num_left_out
                 for _ in range(self.num_owed):
-                    if (run := self._run()) is not None:
-                        run()
+                    self._run()
                 self._counts[id(optimizer)] = 1
             else:  # its step is part of what had that round
-                self._gradient.watch(self._buffer)
+                self._gradient.begin()
         elif self._num_without == _MANY_STEPS:
             warnings.warn(
-                f"got {_MANY_STEPS} optimizer steps without a round of a {self._name} with rounds='manual': ranks "
+                f"got {_MANY_STEPS} optimizer steps without a round of a {self.name} with rounds='manual': ranks "
                 "train alone between rounds; expected a call of gossip_step() now and then, or rounds='forward'",
                 stacklevel=levels_to_user(),
             )
@@ -370,7 +466,7 @@ class OptimizerSteps(Stepped):
             self._num_in_turn, self._num_made_up = self._num_in_turn + 1, 0
             if self._num_in_turn == _MANY_IN_TURN:
                 warnings.warn(
-                    f"got {_MANY_IN_TURN} optimizer steps of a {self._name}, each after gradients that were dropped: "
+                    f"got {_MANY_IN_TURN} optimizer steps of a {self.name}, each after gradients that were dropped: "
                     "rounds were run for the dropped ones as for steps that this rank has left out; if they are of one "
                     "step (gradients of several losses, say), put all forwards of a step but the last in no_sync()",
                     stacklevel=levels_to_user(),
@@ -381,11 +477,11 @@ class OptimizerSteps(Stepped):
     def _note_copy(self, optimizer: Optimizer) -> None:
         """No optimizer has stepped the parameters yet, and this one steps others, of a copy of the model maybe."""
         stepped = sorted(parameter.shape for group in optimizer.param_groups for parameter in group["params"])
-        self._num_elsewhere += stepped == sorted(parameter.shape for parameter in self._buffer.parameters)
+        self._num_elsewhere += stepped == sorted(parameter.shape for parameter in self.buffer.parameters)
         if self._num_elsewhere == _MANY_ELSEWHERE:
             warnings.warn(
                 f"got {_MANY_ELSEWHERE} steps of {type(optimizer).__name__} over tensors with the shapes of the "
-                f"parameters of a {self._name}, and no step over these: gossip mixes a model that nothing trains; "
+                f"parameters of a {self.name}, and no step over these: gossip mixes a model that nothing trains; "
                 "expected an optimizer of model.parameters(), not of the parameters of a copy",
                 stacklevel=levels_to_user(),
             )
@@ -396,7 +492,7 @@ class OptimizerSteps(Stepped):
             return
         self._has_warned = True
         warnings.warn(
-            f"got {num_extra + 1} training forwards of a {self._name} and one optimizer step, expected one forward: "
+            f"got {num_extra + 1} training forwards of a {self.name} and one optimizer step, expected one forward: "
             "the gossip round runs at the first one, and the others belong to the same step; put all forwards of a "
             "step but the last in no_sync(), which says so",
             stacklevel=levels_to_user(),
@@ -410,20 +506,18 @@ class OptimizerSteps(Stepped):
     def _sees_optimizers(self) -> bool:
         """Whether a torch optimizer holds parameters of the model: it has stepped, or one search of memory finds it."""
         if self._is_watched is None:
-            parameters = self._buffer.parameters
+            parameters = self.buffer.parameters
             self._is_watched = any(holds_any(optimizer, parameters) for optimizer in existing_optimizers())
         return self._is_watched
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has optimizers of its own, of which nothing is known.
-        fresh = {
-            "_counts": {},
-            "_gradient": WatchedGradient(),
-            "_unsynced": UnsyncedSteps(),
-            "_unseen": UnseenSteps(self._name),
-            "_last_of": {},
-            "_before": None,
-            "_num_backwards": 0,
-            "_run": None,
-        }
-        return {**self.__dict__, **fresh, "_is_due": self.is_due, "_is_watched": None}
+        # A copy has optimizers of its own, of which nothing is known; its model is bound again.
+        known_of_it = {"_is_watched", "_counts", "_last_of", "_before", "_gradient", "_evaluations", "_unseen"}
+        unknown = {*known_of_it, "_num_backwards"}
+        state = {name: x for name, x in vars(self).items() if name not in unknown}
+        return {**state, "_is_due": self.is_due, "_owner": no_owner}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._know_nothing(self.buffer)
+        super().__setstate__(state)
