@@ -45,6 +45,9 @@ class MessageKind(IntEnum):
     EMPTY = 4  # the answer to a probe, or nothing is published yet
 
 
+_KINDS = frozenset(MessageKind)
+
+
 class ModelShape(NamedTuple):
     """The properties that two models must have in common before one is merged into the other.
 
@@ -101,7 +104,7 @@ class MessageHeader(NamedTuple):
             raise MessageError(f"got a header that begins with {magic!r}, expected {MAGIC!r}; a stranger sent it")
         if version != VERSION:
             raise MessageError(f"got version {version}, expected {VERSION}; install the same release on all workers")
-        if kind not in MessageKind._value2member_map_ or flags & ~_HAS_LOSS:
+        if kind not in _KINDS or flags & ~_HAS_LOSS:
             raise MessageError(
                 f"got kind {kind} with flags {flags:#x}, expected kinds 1 to {max(MessageKind)} and flag 0x1"
             )

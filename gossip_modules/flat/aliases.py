@@ -78,22 +78,27 @@ def _with_more_owners(slots: Sequence[Slot]) -> Mapping[int, list[Slot]]:
     groups: dict[int, list[Slot]] = {}
     for slot in slots:
         if slot.tensor.numel():
-            groups.setdefault(slot.tensor.untyped_storage()._cdata, []).append(slot)
+            groups.setdefault(_storage(slot.tensor), []).append(slot)
     # The storage's object of Python counts as well, with some versions of torch.
     others = _num_owners(torch.empty(1, device="cpu")) - 1
     return {key: group for key, group in groups.items() if _num_owners(group[0].tensor) > len(group) + others}
 
 
+def _storage(x: Tensor) -> int:
+    """Return the address of the storage of `x`, as an object of C++."""
+    return x.untyped_storage()._cdata
+
+
 def _num_owners(x: Tensor) -> int:
     """Return the number of tensors with the storage of `x`; some versions of torch count one more."""
-    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+    return torch._C._storage_Use_Count(_storage(x))
 
 
 def _overlapping(groups: Mapping[int, list[Slot]], slots: Sequence[Slot]) -> Iterator[tuple[Tensor, list[Slot]]]:
     """Yield the other tensors of those storages, each with its overlapping slots."""
     ours = {id(slot.tensor) for slot in slots}
     for x in instances_of(Tensor):
-        if id(x) not in ours and has_memory(x) and (group := groups.get(x.untyped_storage()._cdata)) is not None:
+        if id(x) not in ours and has_memory(x) and (group := groups.get(_storage(x))) is not None:
             start, stop = _span(x)
             if over := [slot for slot in group if start < _span(slot.tensor)[1] and _span(slot.tensor)[0] < stop]:
                 yield x, over

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,6 +21,7 @@ from .layout import FlatLayout, TensorSpec
 from .selection import Selection
 from .sharded import Shard, Shards, local_of, meshes_of
 from .slots import Slot, TensorPlace, check, check_module, in_order, real_dtype, views_in
+from .tables import buffers_of, children_of, parameters_of
 from .vector import FlatVector
 
 _LAYOUTS = itertools.count(1)
@@ -151,7 +152,7 @@ class FlatBuffer:
         names = (
             f"{prefix}.{attribute}" if prefix else attribute
             for prefix, owner in self.module.named_modules()
-            for attribute in (*owner._parameters, *owner._buffers)
+            for attribute in (*parameters_of(owner), *buffers_of(owner))
         )
         return {name: k for k, name in enumerate(names)}
 
@@ -214,7 +215,7 @@ class FlatBuffer:
             for there, tensor in places
         ):
             return True
-        frame: FrameType | None = sys._getframe()
+        frame: FrameType | None = inspect.currentframe()
         while frame is not None:
             if frame.f_code is _FUNCTIONAL_CALL:
                 return True
@@ -297,7 +298,7 @@ class FlatBuffer:
             return
         moved = {id(slot.tensor): k for k, slot in enumerate(self.slots) if slot.there is None}
         for prefix, owner in self.module.named_modules():
-            for table in (owner._parameters, owner._buffers):
+            for table in (parameters_of(owner), buffers_of(owner)):
                 for attribute, tensor in table.items():
                     if (k := moved.pop(id(tensor), None)) is not None:
                         name = f"{prefix}.{attribute}" if prefix else attribute
@@ -350,7 +351,7 @@ class FlatBuffer:
         first = {(id(slot.table), slot.attribute) for slot in self.slots}
         ours, tied = set(map(id, self.tensors)), defaultdict[int, list[tuple[dict[str, Any], str, Tensor]]](list)
         for owner in self.module.modules():
-            for table in (owner._parameters, owner._buffers):
+            for table in (parameters_of(owner), buffers_of(owner)):
                 for name, x in table.items():
                     if x is not None and id(x) in ours and (id(table), name) not in first:
                         tied[id(x)].append((table, name, x))
@@ -371,7 +372,7 @@ class FlatBuffer:
         shards = self._shards.of(self.module)
         seen = set(self.selection.ignored_ids(self.module))
         for prefix, owner in self.module.named_modules():
-            tables: tuple[tuple[dict[str, Any], bool], ...] = ((owner._parameters, True), (owner._buffers, False))
+            tables: tuple[tuple[dict[str, Any], bool], ...] = ((parameters_of(owner), True), (buffers_of(owner), False))
             for table, is_parameter in tables:
                 for attribute, tensor in table.items():
                     name = f"{prefix}.{attribute}" if prefix else attribute
@@ -396,20 +397,21 @@ class _Choice:
         self.is_over = False
         ignored, copied = selection.ignored_ids(module), set(map(id, selection.copied(module).values()))
         owners = list(module.modules())
-        tables = [table for owner in owners for table in (owner._parameters, owner._buffers)]
-        self._empty = [table for table in (*tables, *(owner._modules for owner in owners)) if not table]  # most of them
+        tables = [table for owner in owners for table in (parameters_of(owner), buffers_of(owner))]
+        children = [children_of(owner) for owner in owners]
+        self._empty = [table for table in (*tables, *children) if not table]  # most of them
         self._sizes = [(table, len(table)) for table in tables if table]
-        self._children = [(owner._modules, dict(owner._modules)) for owner in owners if owner._modules]
+        self._children = [(table, dict(table)) for table in children if table]
         self._parameters = [
-            (owner._parameters, name, parameter is not None and parameter.requires_grad)
+            (parameters_of(owner), name, parameter is not None and parameter.requires_grad)
             for owner in owners
-            for name, parameter in owner._parameters.items()
+            for name, parameter in parameters_of(owner).items()
             if id(parameter) not in ignored
         ]
         self._copied = [
-            (owner._buffers, name, buffer.shape)
+            (buffers_of(owner), name, buffer.shape)
             for owner in owners
-            for name, buffer in owner._buffers.items()
+            for name, buffer in buffers_of(owner).items()
             if id(buffer) in copied and buffer is not None
         ]
 

@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from .tables import buffers_of, is_persistent
+
 _STATISTIC = re.compile(r"(^|_)(running|moving)_(mean|var|variance|std)$")
 
 
@@ -101,13 +103,12 @@ class Selection:
             attribute: the name of the buffer in `owner`.
             name: its full name in the wrapped module.
         """
-        buffer = owner._buffers[attribute]
+        buffer = buffers_of(owner)[attribute]
         if buffer is None or not buffer.is_floating_point():
             return False
         if not isinstance(self.gossip_buffers, bool):
             return _matches(name, self.gossip_buffers)
-        is_persistent = attribute not in owner._non_persistent_buffers_set
-        return self.gossip_buffers and is_persistent and _STATISTIC.search(attribute) is not None
+        return self.gossip_buffers and is_persistent(owner, attribute) and _STATISTIC.search(attribute) is not None
 
     def averaged(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the averaged buffers of `module`, by name."""
@@ -124,7 +125,7 @@ class Selection:
         return {
             name: buffer
             for owner, attribute, name, buffer in _owned(module)
-            if id(buffer) not in left and attribute not in owner._non_persistent_buffers_set
+            if id(buffer) not in left and is_persistent(owner, attribute)
         }
 
     def copied(self, module: nn.Module) -> dict[str, Tensor]:
@@ -150,7 +151,7 @@ def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
     """Every buffer once: its owner, its attribute there, and its name in the module."""
     seen: set[int] = set()
     for prefix, owner in module.named_modules():
-        for attribute, buffer in owner._buffers.items():
+        for attribute, buffer in buffers_of(owner).items():
             if buffer is not None and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, buffer

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .layout import TensorSpec
 from .sharded import Shard
+from .tables import buffers_of, parameters_of
 from .vector import FlatVector
 
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
@@ -31,7 +32,7 @@ class Slot(NamedTuple):
     @property
     def table(self) -> dict[str, Any]:
         """The dict of the owner with the tensor under `attribute`."""
-        return self.owner._parameters if self.is_parameter else self.owner._buffers
+        return parameters_of(self.owner) if self.is_parameter else buffers_of(self.owner)
 
     @property
     def there(self) -> Any:

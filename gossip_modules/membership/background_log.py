@@ -32,9 +32,9 @@ class BackgroundLogger(logging.Logger):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._target = logging.getLogger(name)
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Drop messages and thread, as in a forked child."""
         self._lock = threading.RLock()  # of all below; no message is handled while it is held
         self._num_waiting = self._num_dropped = 0
@@ -73,4 +73,4 @@ class BackgroundLogger(logging.Logger):
 
 log = BackgroundLogger(NAME)
 if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(after_in_child=log._begin)
+    os.register_at_fork(after_in_child=log.begin)

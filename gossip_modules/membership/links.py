@@ -117,7 +117,7 @@ class LinkTransport(PointToPoint):
             timeout=whole.timeout,
             names=whole.names,
             backend=whole.backend,
-            use=whole._use,
+            use=whole.use,
         )
         self.waiting = whole.waiting  # which the board of `whole` looks at
         self._on_lost = on_lost

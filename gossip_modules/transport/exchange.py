@@ -311,16 +311,16 @@ class PointToPoint(ABC):
         self.num_bytes_sent, self.traffic = 0, PeerTraffic()
         self.routes: dict[int, tuple[dist.ProcessGroup, int]] = {}  # by peer, as `route` has given them; until `close`
         self.waiting: dict[int, float] = {}  # the threads that wait for messages, and since when: for `ChangeBoard`
-        self._use, self._staging = use, Staging(device)
+        self.use, self._staging = use, Staging(device)
 
     @property
     def thread(self) -> int:
         """The thread that trains over this group (`threading.get_ident()`): the maker, until a wrapper says another."""
-        return self._use.shared.thread
+        return self.use.shared.thread
 
     @thread.setter
     def thread(self, thread: int) -> None:
-        self._use.shared.thread = thread
+        self.use.shared.thread = thread
 
     @abstractmethod
     def route(self, peer: int) -> tuple[dist.ProcessGroup, int]:
@@ -403,7 +403,7 @@ class PointToPoint(ABC):
         is_staged = bool((sends.devices | recvs.devices) - {self.device.type})
         if is_staged:
             self._staging.expect(sum(map(len, (*recvs.values(), *sends.values()))))
-        self._use.is_active = True
+        self.use.is_active = True
         for k, chunks in enumerate(recvs.chunks):
             inbox = self._in_staging(chunks) if is_staged else chunks
             exchange.post(k, inbox, is_send=False)
@@ -444,7 +444,7 @@ class PointToPoint(ABC):
             total_bytes: the bytes of the whole message; None: the chunk is the message.
         """
         size = _size_bits(num_bytes, 0 if total_bytes is None else total_bytes - num_bytes)
-        return self._use.channel << SIZE_BITS + ROUND_BITS | size | tag % (1 << ROUND_BITS)
+        return self.use.channel << SIZE_BITS + ROUND_BITS | size | tag % (1 << ROUND_BITS)
 
 
 def fail(error: RuntimeError, *, rank: int, what: str, seconds: float, timeout: timedelta, note: str = "") -> NoReturn:

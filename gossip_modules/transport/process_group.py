@@ -99,19 +99,19 @@ class ProcessGroupTransport(PointToPoint):
         self._group: dist.ProcessGroup | None = group
         self.notes = notes
         self._deadline: Deadline | None = None
-        self._is_whole = self._use.shared.peers is None  # connected with all ranks
-        connected = range(self.world_size) if self._is_whole else sorted(self._use.shared.peers or ())
+        self._is_whole = self.use.shared.peers is None  # connected with all ranks
+        connected = range(self.world_size) if self._is_whole else sorted(self.use.shared.peers or ())
         self._peers = [peer for peer in connected if peer != self.rank]
         self._attendance: Attendance | None = None
         if notes is not None and self.world_size > _FEW:
-            store = store_of(group, f"gossip_barriers/{self._use.number}")
+            store = store_of(group, f"gossip_barriers/{self.use.number}")
             self._attendance = None if store is None else Attendance(store, self.rank)
         # The context of each collective, by its name. An asynchronous engine ends the wait when any rank has failed.
         self.watch: Callable[[str], contextlib.AbstractContextManager[None]] = unwatched
         if notes is not None:
             leave_at_error(self)
         # At the exit of the interpreter groups end with the process.
-        self._lost = weakref.finalize(self, self._use.lose)
+        self._lost = weakref.finalize(self, self.use.lose)
         self._lost.atexit = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupTransport:
@@ -156,12 +156,12 @@ class ProcessGroupTransport(PointToPoint):
     @property
     def is_shared(self) -> bool:
         """Whether the group has other users. Then `close()` leaves it open."""
-        return not self.is_closed and self._use.shared.num_users > 1
+        return not self.is_closed and self.use.shared.num_users > 1
 
     def own_group(self) -> None:
         """The group was made for this transport: release it with its last user, where torch can."""
         # Older torch can only where it has not named the group.
-        self._use.shared.is_owned = CAN_RELEASE or self.group not in dist.distributed_c10d._world.pg_map
+        self.use.shared.is_owned = CAN_RELEASE or self.group not in dist.distributed_c10d._world.pg_map
 
     def close(self) -> None:
         """Give back the channel, and the group if it was made for this transport; idempotent, waits for no rank.
@@ -174,10 +174,10 @@ class ProcessGroupTransport(PointToPoint):
         stay(self)
         if self.board is not None:
             self.board.close()
-        if self._use.shared.is_owned:
+        if self.use.shared.is_owned:
             self._group = None
             self.routes.clear()
-        self._use.end()
+        self.use.end()
 
     @contextlib.contextmanager
     def within(self, deadline: Deadline) -> Iterator[None]:
@@ -340,7 +340,7 @@ class ProcessGroupTransport(PointToPoint):
         Args:
             prefix: the begin of all keys.
         """
-        number = self._use.number  # of the wrapper, the same on all ranks
+        number = self.use.number  # of the wrapper, the same on all ranks
         return store_of(self.group, f"{prefix}/{number}") if self.world_size > 1 else None
 
     def watch_changes(

@@ -125,7 +125,7 @@ def test_a_forked_child_has_a_thread_of_its_own() -> None:
     mine.warning("it begins")
     assert mine.flush(SECONDS)
     thread = mine._thread
-    mine._begin()  # as after a fork
+    mine.begin()  # as after a fork
     mine.warning("it begins again")
     assert mine.flush(SECONDS)
     assert mine._thread is not thread
