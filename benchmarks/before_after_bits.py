@@ -58,7 +58,6 @@ WRITTEN: dict[str, dict[str, str]] = {
     "D-PSGD": {"push_sum": "False"},
     "D-PSGD, bfloat16 messages": {"push_sum": "False", "wire_dtype": "torch.bfloat16"},
     "Gossip-PGA": {"push_sum": "False", "schedule": "Schedule(average_every=3)"},
-    "D-PSGD, controlled": {"push_sum": "False", "schedule": "ConsensusControl(target=0.5)"},
     "SlowMo(3, gossip_every=1).over(PowerGossip())": {
         "outer": "SlowMo(3, gossip_every=1)",
         "gossiper": "PowerGossip()",

@@ -37,10 +37,10 @@ from .algorithms.sparta import Sparta
 from .algorithms.streaming_diloco import StreamingDiLoCo
 from .compression.quantizer import QSGD, SignNorm
 from .compression.sparsifier import RandomK, TopK
-from .consensus_control import ConsensusControl
 from .graph_manager import RingGraph
 from .membership.membership import Membership
 from .metrics import MetricsLogger
+from .old_calls import REMOVED
 from .optim.accum_adam import AccumAdam
 from .optim.delayed_nesterov import DelayedNesterov
 from .optim.gossip_adamw import GossipAdamW
@@ -71,7 +71,6 @@ __all__ = [
     "AllReduceDataParallel",
     "BilatGossipDataParallel",
     "Choco",
-    "ConsensusControl",
     "DecentLaM",
     "DeepSqueeze",
     "DelayedNesterov",
@@ -183,6 +182,8 @@ _MOVED = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in REMOVED:
+        raise ImportError(f"got {__name__}.{name}, which is gone: {REMOVED[name]}", name=__name__)
     if name in _extras.NAMES or name in _extras.EXTRAS:
         found = globals()[name] = _extras.load(_extras.place_of(name))
         return found

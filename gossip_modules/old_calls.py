@@ -235,6 +235,13 @@ GOSSIPER_ARGUMENTS: ForeignArguments = dict.fromkeys(
 """The gossipers of Stochastic Gradient Push."""
 
 
+REMOVED: Mapping[str, str] = {
+    "ConsensusControl": "take algorithm=SlowMo(4, momentum=0.4), whose models end nearer to all-reduce, or "
+    "schedule=Schedule(average_every=8), which has exact averages at fixed steps",
+}
+"""The names of `gossip_modules` that are gone; each with what takes its place, as a clause."""
+
+
 class BilatPushPull:
     """The gossiper of AD-PSGD in Stochastic Gradient Push; here its rounds belong to a wrapper.
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from gossip_modules import ConsensusControl
 from gossip_modules.dpwa import LossInterpolation
 from gossip_modules.graph_manager.named_graphs import PREDEFINED_GRAPHS, TREES
 from gossip_modules.matcha.graph import MatchaGraph
@@ -244,8 +243,6 @@ class RunConfig(WrapperOptions, ABC):
             why = f"the scripts start each process as a worker, here with nprocs_per_node={self.nprocs_per_node}"
         if not why and (self.overlap == "auto" or "auto" in (self.delay, self.wire_dtype)):
             why = "workers that join later have measured no round, as overlap=auto and delay=auto ask for"
-        if not why and self.schedule and isinstance(schedule_of(self), ConsensusControl):
-            why = f"ranks that may lose messages cannot all decide alike, as schedule={self.schedule!r} asks for"
         if why:
             raise ValueError(
                 f"got --elastic with --recipe {self.recipe}, expected a method and options that start with workers "

@@ -263,10 +263,9 @@ setting. The simulator does not know your loss: small models learn slowly with D
         setup="""\
 1,024 workers train 25 million parameters with 250 ms of compute per step, on links of 1 Gbit/s. This command computes
 the figures, with advice: `python -m gossip_modules.lab --world-size 1024 --network "1 Gbit/s" --parameters 25e6
---compute 0.25`. Two rows have D-PSGD under consensus control. An empty cell means that the target was not reached in
-320 steps. Disagreement is the relative difference between models; methods whose workers do not agree are not advised.
-MATCHA is simulated for up to 512 workers only. [Which method?](../choosing.md#ask-the-simulator) says how to read the
-table.""",
+--compute 0.25`. An empty cell means that the target was not reached in 320 steps. Disagreement is the relative
+difference between models; methods whose workers do not agree are not advised. MATCHA is simulated for up to 512 workers
+only. [Which method?](../choosing.md#ask-the-simulator) says how to read the table.""",
         question="Is the Lab right?",
         result="At 1 Gbit/s outer optimizers come first; all-reduce takes 189 s to the target.",
     ),

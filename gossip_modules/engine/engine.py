@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
@@ -20,7 +19,6 @@ from ..schedule import Action, Schedule
 from ..transport.base import Transport
 from ..transport.state_tree import copied
 from ..worlds.world import ALONE, ModelWorld
-from .controlled import ControlledMixer
 
 MAX_KEPT = 4  # corrections of flushes that `add_again` tells apart
 _UNNAMED = "LockstepEngine"  # the engine of old checkpoints without a name
@@ -261,30 +259,23 @@ class LockstepEngine(Engine):
 
     Args:
         gossiper: the mixer, bound to its peers.
-        schedule: a `Schedule` of steps with gossip or averages; or a `ConsensusControl`: a decision by the distance
-            between the models.
+        schedule: the steps with gossip or averages.
         on_nonfinite: "raise" raises FloatingPointError if a round would mix infinities or NaN into a model, "spread"
             does not check.
         world: the processes that decide about rounds together.
 
     Raises:
-        ValueError: `on_nonfinite` has another value; the mixer keeps models of peers, and the schedule has exact
-            averages; or see `ConsensusControl`.
+        ValueError: `on_nonfinite` has another value; or the mixer keeps models of peers, and the schedule has exact
+            averages.
     """
 
     def __init__(
-        self,
-        gossiper: Mixer,
-        schedule: Schedule | ConsensusControl,
-        *,
-        on_nonfinite: str = "raise",
-        world: ModelWorld = ALONE,
+        self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise", world: ModelWorld = ALONE
     ) -> None:
         super().__init__()
         self.world, self._is_alone = world, world.sharers is None
         self.on_nonfinite = check_policy(on_nonfinite)
-        control = schedule if isinstance(schedule, ConsensusControl) else None
-        if gossiper.keeps_models and schedule.average_every and control is None:
+        if gossiper.keeps_models and schedule.average_every:
             raise ValueError(
                 f"got {schedule} with {gossiper}, expected average_every=0: it keeps models of peers from before such "
                 "an average, and would undo it; leave the averages out"
@@ -297,7 +288,6 @@ class LockstepEngine(Engine):
         sums_weights = gossiper.transport.is_elastic and gossiper.is_weighted
         self.averager = GlobalAverage(gossiper.transport, sums_weights=sums_weights)
         self._scheduled_average = GlobalAverage(gossiper.transport, sums_weights=sums_weights, may_fail=True)
-        self._control = None if control is None else ControlledMixer(gossiper, self.averager, control)
 
     @property
     def state_name(self) -> str:
@@ -306,27 +296,26 @@ class LockstepEngine(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Engine`."""
-        control = {} if self._control is None else {"control": self._control.state_dict()}
         choice = {} if self.choice is None else {"choice": self.choice}
-        return {**super().state_dict(), "step": self.step, "gossiper": self.gossiper.state_dict(), **control, **choice}
+        return {**super().state_dict(), "step": self.step, "gossiper": self.gossiper.state_dict(), **choice}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Engine`."""
         self._check_name(state)
-        if self._control is not None:
-            self._control.check_state(state.get("control", {}))
+        if "control" in state:
+            raise ValueError(
+                "got the state of a ConsensusControl, which is gone, expected the state of a run with a Schedule; load "
+                "the model alone, module.load_state_dict, and train with SlowMo(4, momentum=0.4) or "
+                "Schedule(average_every=8)"
+            )
         self.gossiper.load_state_dict(state["gossiper"])  # which may refuse it, before anything has changed
         super().load_state_dict(state)
         self.step = state["step"]
-        if self._control is not None:
-            self._control.load_state_dict(state.get("control", {}))
 
     def reset(self) -> None:
         """See `Engine`."""
         self.t = self.step = 0
         self.gossiper.reset()
-        if self._control is not None:
-            self._control.load_state_dict({})
 
     def close(self) -> None:
         """See `Engine`."""
@@ -350,11 +339,10 @@ class LockstepEngine(Engine):
         super().go_to(x, t, step)
 
     def round_stats(self) -> dict[str, float]:
-        """See `Engine`; with the statistics of `ConsensusControl`, and the choice of overlap, if there is one."""
-        control = {} if self._control is None else self._control.law.stats()
+        """See `Engine`; with the choice of overlap, if there is one."""
         numbers = {} if self.choice is None else {k: v for k, v in self.choice.items() if isinstance(v, int | float)}
         own = self.gossiper.stats()
-        return {**super().round_stats(), **control, **own, **{f"auto_{name}": float(v) for name, v in numbers.items()}}
+        return {**super().round_stats(), **own, **{f"auto_{name}": float(v) for name, v in numbers.items()}}
 
     def set_out(self, x: FlatVector) -> None:
         """See `Engine`."""
@@ -408,16 +396,13 @@ class LockstepEngine(Engine):
         self.step = target
 
     def _has_round(self, step: int) -> bool:
-        """Whether a `Schedule` has a round in this step."""
-        assert isinstance(self.schedule, Schedule), "a membership takes no `ConsensusControl`"
+        """Whether a round runs in this step."""
         action = self.schedule.action(step)
         return self.gossiper.is_due(step) if action is Action.GOSSIP else action is not Action.SKIP
 
     def _next_mixer(self) -> Mixer | None:
         """Return the mixer of this step, None if no round runs; advances the step."""
         step, self.step = self.step, self.step + 1
-        if self._control is not None:
-            return self._control if self._control.law.starts_round(step) else None
         action = self._action(step)
         self._is_warm_up = action is Action.WARM_UP
         if action is Action.SKIP:
@@ -430,7 +415,6 @@ class LockstepEngine(Engine):
 
     def _action(self, step: int) -> Action:
         """Return the action at a step, by the schedule and the algorithm."""
-        assert isinstance(self.schedule, Schedule)
         action = self.schedule.action(step)
         runs = action is not Action.GOSSIP or self.gossiper.is_plain or self.gossiper.is_due(step)
         return action if runs else Action.SKIP
@@ -459,12 +443,7 @@ class SyncEngine(LockstepEngine):
     """
 
     def __init__(
-        self,
-        gossiper: Mixer,
-        schedule: Schedule | ConsensusControl,
-        *,
-        on_nonfinite: str = "raise",
-        world: ModelWorld = ALONE,
+        self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise", world: ModelWorld = ALONE
     ) -> None:
         super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite, world=world)
         # With a membership a round waits for the GPU anyway, and no other worker is to get values that are not finite.

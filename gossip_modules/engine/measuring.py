@@ -225,7 +225,6 @@ class MeasuringEngine(SyncEngine):
             plain = getattr(mixer, "plain", mixer)
             assert isinstance(plain, PushPull), "the wrapper refuses a narrow wire for others"
             plain.narrow(getattr(torch, choice.wire_dtype))
-        assert isinstance(self.schedule, Schedule), "the wrapper refuses a control"
         engine: LockstepEngine
         if choice.overlap:
             own: dict[str, Any] = {"max_staleness": choice.max_staleness, "is_eager": self._is_eager}

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..consensus_control import ConsensusControl
 from ..flat.nonfinite import FiniteCheck, is_finite, log_left_out
 from ..flat.vector import FlatVector, add_
 from ..profiling import span
@@ -70,8 +69,8 @@ class OverlapEngine(LockstepEngine):
 
     Args:
         gossiper: the mixer, bound to its peers; rounds call it on the gossip thread.
-        schedule: the steps with gossip or averages, or a `ConsensusControl`. A round starts every max_staleness + 1
-            steps at most, unless the algorithm chooses the steps.
+        schedule: the steps with gossip or averages. A round starts every max_staleness + 1 steps at most, unless the
+            algorithm chooses the steps.
         max_staleness: the largest lateness of a round in forwards; then training waits for it.
         is_eager: whether a complete round is applied before its last forward. False applies all rounds at a fixed step,
             so that the processes of a node agree.
@@ -85,7 +84,7 @@ class OverlapEngine(LockstepEngine):
     def __init__(
         self,
         gossiper: Mixer,
-        schedule: Schedule | ConsensusControl,
+        schedule: Schedule,
         *,
         max_staleness: int = 0,
         is_eager: bool = True,
@@ -194,7 +193,7 @@ class OverlapEngine(LockstepEngine):
 
     def _begins_round(self) -> bool:
         """Whether a round begins in this step, as in each step at the beginning with `average_until`."""
-        return isinstance(self.schedule, Schedule) and self._action(self.step) is not Action.SKIP
+        return self._action(self.step) is not Action.SKIP
 
     def _staleness_of(self, flight: _Flight) -> int:
         return max(self.step - flight.step - 1, 0)

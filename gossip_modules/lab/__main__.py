@@ -81,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--methods", nargs="+", metavar="METHOD", help=help_)
     add("--peers", type=whole, help="peers per round (default: one, on graphs that never change all)")
     schedule = text_of(SCHEDULES, lambda text: Schedule(int(text)))
-    add("--schedule", type=schedule, default=Schedule(), help="Schedule(...) or ConsensusControl(...)")
+    add("--schedule", type=schedule, default=Schedule(), help="a number of steps between rounds, or Schedule(...)")
     problem = text_of(PROBLEMS, lambda text: read(text, PROBLEMS, option="problem"))
     add("--problem", type=problem, help="Digits(...) or Consensus(...) (default Digits)")
     add("--target", type=float, help="of the error (default: the problem's own)")

@@ -20,9 +20,6 @@ FORWARD_SHARE = 1 / 3
 """The share of the forward pass in the time of forward and backward pass."""
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 """The sizes of gradient buckets of DistributedDataParallel. The first one is small, so that the wire starts early."""
-ROUND_MEASURE_BYTES, AVERAGE_MEASURE_BYTES = 32, 16
-"""What a worker sends to each other one after a round under `ConsensusControl`, and after an average in the round."""
-_MEASURE_PASSES = 6  # over the model, in a round under control: two norms of differences of two vectors, and a copy
 
 
 @dataclass(frozen=True)
@@ -302,27 +299,7 @@ class WorkerLinks:
         return (self.num_ranks - 1) * (max(wire, processor) + self.latency_s)
 
 
-class ControlledRound(NamedTuple):
-    """The communication of a round under `ConsensusControl`; after each part of it workers gather measurements.
-
-    rounds: the rounds of gossip, one after another; none if averages are exact alone.
-    has_average: whether an exact average follows.
-    """
-
-    rounds: tuple[Rows, ...]
-    has_average: bool
-
-    @property
-    def parts(self) -> list[Rows | None]:
-        """The rounds of gossip, and None for an exact average."""
-        return [*self.rounds, *[None] * self.has_average]
-
-    def measure_bytes(self, part: Rows | None) -> int:
-        """Return the bytes that a worker sends to each other one, to gather measurements after a part."""
-        return AVERAGE_MEASURE_BYTES if part is None and self.rounds else ROUND_MEASURE_BYTES
-
-
-Exchanges: TypeAlias = Sequence[Rows | None] | ControlledRound
+Exchanges: TypeAlias = Sequence[Rows | None]
 """The communication of a step, one after another: rounds of gossip by the rows of W(t), and exact averages (None)."""
 
 
@@ -391,12 +368,8 @@ class Clock:
         return self._exchanged(arrivals, exchanges)
 
     def _exchanged(self, since: Array, exchanges: Exchanges) -> Array:
-        """Return the time at which each worker has the result of all exchanges, if it takes part since then.
-
-        Under control each part ends with a gather, after which all workers are done at one time.
-        """
-        control = exchanges if isinstance(exchanges, ControlledRound) else None
-        for rows in exchanges.parts if isinstance(exchanges, ControlledRound) else exchanges:
+        """Return the time at which each worker has the result of all exchanges, if it takes part since then."""
+        for rows in exchanges:
             if rows is None:
                 since = np.full(len(since), since.max() + self.average.encode_seconds)
                 self.sent_bytes += self.average.num_bytes
@@ -404,11 +377,6 @@ class Clock:
                 begun = rows.latest(since + self.message.encode_seconds)
                 since = begun + self.links.exchange_seconds(rows, self.message)
                 self.sent_bytes += rows.mean_out_degree * self.message.num_bytes
-            if control is not None:
-                num_bytes = control.measure_bytes(rows)
-                passes = _MEASURE_PASSES * self.links.memory_seconds(self.model_bytes)
-                since = np.full(len(since), since.max() + passes + self.links.gather_seconds(num_bytes))
-                self.sent_bytes += (len(since) - 1) * num_bytes
         return since
 
 

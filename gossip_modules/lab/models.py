@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..flat.slots import Slot, in_order
 from ..rounds.requests import SGDStep
 from ..rounds.rows import Indices
-from .clock import ControlledRound, Exchanges
+from .clock import Exchanges
 from .tasks import LabTask, seed_of
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -205,10 +205,9 @@ class Models:
 
     def mix_buffers(self, exchanges: Exchanges, workers: Indices) -> None:
         """Mix the floating-point buffers of these workers as the models were mixed."""
-        parts = exchanges.parts if isinstance(exchanges, ControlledRound) else exchanges
         chosen = torch.from_numpy(workers)
         for buffer in self.buffers.values() if len(workers) > 1 else ():
-            for rows in parts if buffer.is_floating_point() else ():
+            for rows in exchanges if buffer.is_floating_point() else ():
                 own = buffer[chosen].flatten(1)
                 mixed = own.mean(0).expand_as(own) if rows is None else rows.mix(own)
                 buffer[chosen] = mixed.view(-1, *buffer.shape[1:])

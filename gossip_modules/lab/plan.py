@@ -19,7 +19,6 @@ from ..algorithms.relay_sgd import RelaySGD
 from ..compression.compressor import Cast
 from ..compression.quantizer import QSGD, SignNorm
 from ..compression.sparsifier import ChunkTopK, RandomK, TopK
-from ..consensus_control import ConsensusControl
 from ..extras import load, place_of
 from ..graph_manager import RingGraph, networkx_graph
 from ..graph_manager.base import GraphManager
@@ -39,7 +38,6 @@ from ..rounds.stacked import Stacked
 from ..schedule import Schedule
 from .asynchronous import Bilateral, Groups, OwnPace, Pull
 from .clock import BucketClock, Clock, Compute, MessageCost, Network, OverlapClock, WorkerLinks, check
-from .control import ControlledGossip
 from .models import Models
 
 MAX_DENSE_RANKS = 512
@@ -108,7 +106,7 @@ class Running(NamedTuple):
     averages_gradients: whether a step averages the gradients of all workers.
     """
 
-    driver: Stacked | ControlledGossip | OwnPace
+    driver: Stacked | OwnPace
     clock: Clock
     schedule: Schedule = Schedule()
     averages_gradients: bool = False
@@ -123,7 +121,7 @@ class LabPlan:
         graph: the graph, or its name; "": the default of the method.
         code: the short name of the compressor, if there is one; "": the default of the method.
         peers_per_itr: peers per round, or a schedule of it; None: all neighbours on static graphs, one on others.
-        schedule: the steps with gossip and with averages over all; or a `ConsensusControl`, for methods with one.
+        schedule: the steps with gossip and with averages over all.
         overlap: whether a round takes effect one step later, under the compute.
         is_recipe: whether the recipe chose the settings, so that other settings may be tried.
         is_text: whether a text names the method, so that its draws take the seed of the setting.
@@ -138,7 +136,7 @@ class LabPlan:
     graph: str | GraphManager = ""
     code: str = ""
     peers_per_itr: int | Mapping[int, int] | None = None
-    schedule: Schedule | ConsensusControl = field(default_factory=Schedule)
+    schedule: Schedule = field(default_factory=Schedule)
     overlap: bool = False
     is_recipe: bool = True
     is_text: bool = True
@@ -220,25 +218,14 @@ class LabPlan:
         return self.method.name + (self.code and f":{self.code}") if self.is_recipe else self.text
 
     @property
-    def takes_control(self) -> bool:
-        """Whether the recipe of the method takes a `ConsensusControl`."""
-        return "peers_per_itr" in self.method.options
-
-    @property
     def name(self) -> str:
         """The method, its code and graph in words: 'choco with sign on torus'."""
         name = self.label.replace(":", " with ") if self.is_recipe else self.label
-        graph = f" on {self.graph}" if self.graph else ""
-        if isinstance(self.schedule, ConsensusControl) and self.takes_control:
-            exact = self.schedule.average_every == 1
-            graph = " in averages under control" if exact else f"{graph} under control"
-        return f"{name}{graph}"
+        return f"{name} on {self.graph}" if self.graph else name
 
     @property
     def interval(self) -> int:
         """The steps from one round to the next, by the schedule and the algorithm; 1: every step has a round.
-
-        Under a `ConsensusControl`, the smallest number of steps that it allows.
 
         >>> [LabPlan.of(text).interval for text in ("sgp", "wagma", "LocalSGD(7)", "SlowMo(12, gossip_every=1)")]
         [1, 1, 7, 1]
@@ -323,21 +310,6 @@ class PlanRun:
             )
         return graph
 
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule, for a method without control.
-
-        Raises:
-            ValueError: there is a control.
-        """
-        schedule = self.plan.schedule
-        if not isinstance(schedule, ConsensusControl):
-            return schedule
-        raise ValueError(
-            f"got schedule={schedule} with {self.plan.method.name}, expected a Schedule: its recipe takes no control; "
-            "take dpsgd, sgp or osgp, or leave the control out"
-        )
-
     def rounds(self) -> Running:
         """Return the rounds of an algorithm, for which training waits unless the plan overlaps them."""
         if not isinstance(self.made, Algorithm):
@@ -348,9 +320,8 @@ class PlanRun:
         algorithm, overlap = self.made, self.plan.overlap
         mixing = self.weights(algorithm)
         driver = Stacked(algorithm, mixing, self.num_ranks, overlap=overlap, shapes=self.models.shapes)
-        options, is_control = self.plan.method.options, isinstance(self.plan.schedule, ConsensusControl)
-        takes_schedule = "gossip_every" in options or ("schedule" in options and not is_control)
-        schedule = self.schedule if takes_schedule else Schedule()
+        takes_schedule = {"gossip_every", "schedule"} & {*self.plan.method.options}
+        schedule = self.plan.schedule if takes_schedule else Schedule()
         algorithm.check_schedule(schedule)
         outer, sender = algorithm.parts[0], algorithm.parts[-1]
         share = 1 / getattr(outer, "num_fragments", 1)
@@ -414,26 +385,15 @@ class PlanRun:
     # The wrappers of this library, which are no algorithms.
 
     def gossip(self) -> Running:
-        """Return D-PSGD, SGP or Overlap SGP, or MATCHA: gossip of the models themselves, also under a control.
-
-        Raises:
-            ValueError: the target of the control is in units of updates, but there are no updates.
-        """
+        """Return D-PSGD, SGP or Overlap SGP, or MATCHA: gossip of the models themselves."""
         arguments, plan = self.plan.chosen.arguments, self.plan
-        schedule, overlap = plan.schedule, plan.overlap or bool(arguments.get("overlap"))
+        overlap = plan.overlap or bool(arguments.get("overlap"))
         if plan.method.name == "matcha":
-            schedule, mixing = self.schedule, self.matcha_weights()
+            mixing = self.matcha_weights()
         else:
             mixing = default_mixing(self.graph(), push_sum=arguments["push_sum"])
         clock = (OverlapClock if overlap else Clock)(*self.cluster)
-        if not isinstance(schedule, ConsensusControl):
-            return Running(Stacked(DPSGD(), mixing, overlap=overlap), clock, schedule)
-        if schedule.is_relative and not self.models.learns:
-            raise ValueError(
-                f"got schedule={schedule} for a problem in which workers agree and learn nothing, expected "
-                "is_relative=False: there are no updates whose size the target could be in; take the problem digits"
-            )
-        return Running(ControlledGossip(mixing, schedule, overlap=overlap), clock)
+        return Running(Stacked(DPSGD(), mixing, overlap=overlap), clock, plan.schedule)
 
     def matcha_weights(self) -> MixingManager:
         """Return the weights of MATCHA's matchings."""

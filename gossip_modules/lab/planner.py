@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from ..consensus_control import ConsensusControl
 from ..graph_manager.named_graphs import DIRECTED_STATIC_GRAPHS, STATIC_GRAPHS, TREES, num_neighbours
 from ..methods.chosen import read_algorithm
 from ..methods.options import DEFAULTS
@@ -30,7 +29,6 @@ GRAPHS_TO_TRY = (
 LOCAL_STEPS_TO_TRY = (3, 10, 30, 100)
 GOSSIP_EVERY_TO_TRY = (2, 4, 8)
 AVERAGE_EVERY_TO_TRY = (4, 16)
-CONSENSUS_TARGETS_TO_TRY = (2.0, 4.0, 8.0)
 OUTER_LRS_TO_TRY = (0.4, 0.7, 1.0)
 OUTER_MOMENTA_TO_TRY = (0.0, 0.5, 0.9)
 _COLUMNS = ("method", "graph", "steps", "s per step", "s to target", "MB per rank", "waiting", "disagreement", "")
@@ -53,7 +51,6 @@ class Prediction:
         waiting_share: the share of waiting in a worker's time, mean over workers; unhidden communication is waiting.
         disagreement, max_disagreement: of the workers' models at the end, see `Problem`, and the limit of agreement.
         is_overlapped: whether messages travel while workers compute.
-        control_rates: rounds and exact averages per step, if a `ConsensusControl` decides them.
     """
 
     plan: LabPlan
@@ -67,7 +64,6 @@ class Prediction:
     disagreement: float
     max_disagreement: float
     is_overlapped: bool = False
-    control_rates: tuple[float, float] | None = None
 
     @property
     def has_reached(self) -> bool:
@@ -96,8 +92,7 @@ class Prediction:
         """The settings and the schedule beside its name, in words; "": all have their defaults."""
         plan = self.plan
         own = plan.text if plan.is_recipe and not plan.text.endswith("()") else ""
-        is_left_out = isinstance(plan.schedule, ConsensusControl) and not plan.takes_control
-        schedule = "" if is_left_out or plan.schedule == Schedule() else written(plan.schedule)
+        schedule = "" if plan.schedule == Schedule() else written(plan.schedule)
         return ", ".join(filter(None, [own, schedule]))
 
 
@@ -168,7 +163,6 @@ def _predict(
         disagreement=problem.disagreement(z),
         max_disagreement=problem.max_disagreement,
         is_overlapped=method.clock.is_overlapped,
-        control_rates=getattr(method.driver, "rates", None),
     )
 
 
@@ -187,7 +181,7 @@ def tune(
     """Run `simulate` with the fastest options of the method.
 
     First the graph, unless one is named; then the code, likewise; then the steps between rounds or averages (H), exact
-    averages now and then, or a `ConsensusControl`, unless the plan has a schedule; then, for an outer optimizer, its
+    averages now and then, unless the plan has a schedule; then, for an outer optimizer, its
     learning rate and momentum. Each search keeps the results of the searches before, so the result need not be the best
     of all combinations. Settings in the text of an algorithm stay. The fastest prediction has the smallest
     `Prediction.seconds` of all predictions with the target reached and agreement of the workers; otherwise it is the
@@ -208,11 +202,10 @@ def tune(
         ValueError: see `simulate`.
     """
     given = LabPlan.of(what)
-    learns = not problem.is_solved_by_rounds
     found = simulate(given, setting, problem, target=target, max_steps=max_steps, show=show)
     for knob in (_graphs, _codes, _local_steps, _schedules, _outer_rates):
         start = found.plan
-        for tried in knob(given, start, learns):
+        for tried in knob(given, start):
             if tried == start:
                 continue
             try:
@@ -224,41 +217,37 @@ def tune(
     return found
 
 
-def _graphs(given: LabPlan, now: LabPlan, learns: bool) -> Iterator[LabPlan]:
+def _graphs(given: LabPlan, now: LabPlan) -> Iterator[LabPlan]:
     own = now.method.simulated_graph
     if not given.graph and own is not None:
         for graph in TREES if own(4, 1) in TREES else GRAPHS_TO_TRY:
             yield replace(now, graph=graph)
 
 
-def _codes(given: LabPlan, now: LabPlan, learns: bool) -> Iterator[LabPlan]:
+def _codes(given: LabPlan, now: LabPlan) -> Iterator[LabPlan]:
     for code in now.codes if given.is_recipe and not given.code else ():
         if CODES[code] in now.method.step_sizes:
             yield now.with_code(code)
 
 
-def _local_steps(given: LabPlan, now: LabPlan, learns: bool) -> Iterator[LabPlan]:
+def _local_steps(given: LabPlan, now: LabPlan) -> Iterator[LabPlan]:
     if (period := now.method.period) and given.is_recipe:
         for steps in LOCAL_STEPS_TO_TRY:
             yield now.with_settings(**{period: steps})
 
 
-def _schedules(given: LabPlan, now: LabPlan, learns: bool) -> Iterator[LabPlan]:
+def _schedules(given: LabPlan, now: LabPlan) -> Iterator[LabPlan]:
     known, schedule = now.method.options, now.schedule
-    if "gossip_every" not in known or not isinstance(schedule, Schedule) or schedule.gossip_every != 1:
+    if "gossip_every" not in known or schedule.gossip_every != 1:
         return
-    tries: list[Schedule | ConsensusControl] = [replace(schedule, gossip_every=steps) for steps in GOSSIP_EVERY_TO_TRY]
-    if not schedule.average_every:
-        if "average_every" in known:
-            tries += [Schedule(average_every=rounds) for rounds in AVERAGE_EVERY_TO_TRY]
-        if "peers_per_itr" in known and learns:
-            targets = CONSENSUS_TARGETS_TO_TRY
-            tries += [ConsensusControl(target, average_every=every) for target in targets for every in (16, 1)]
+    tries = [replace(schedule, gossip_every=steps) for steps in GOSSIP_EVERY_TO_TRY]
+    if not schedule.average_every and "average_every" in known:
+        tries += [Schedule(average_every=rounds) for rounds in AVERAGE_EVERY_TO_TRY]
     for tried in tries:
         yield replace(now, schedule=tried)
 
 
-def _outer_rates(given: LabPlan, now: LabPlan, learns: bool) -> Iterator[LabPlan]:
+def _outer_rates(given: LabPlan, now: LabPlan) -> Iterator[LabPlan]:
     settings = now.method.settings
     if given.is_recipe and {"sync_every", "lr"} <= settings:
         for lr, momentum in product(OUTER_LRS_TO_TRY, OUTER_MOMENTA_TO_TRY if "momentum" in settings else (None,)):
@@ -342,12 +331,6 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
         )
     if chosen.settings:
         sentences.append(f"It was simulated with {chosen.settings}.")
-    if (rates := chosen.control_rates) is not None:
-        sentences.append(
-            f"Under control {rates[0]:.0%} of the steps had a round, and {rates[1]:.0%} an exact average. On your "
-            "model it may be more or less often: give the counts that comm_stats() of some hundred steps has as a "
-            'schedule, such as --schedule "Schedule(gossip_every=5, average_every=16)".'
-        )
     if chosen.plan.method.name in METHODS:
         launch = f"torchrun --standalone --nproc-per-node {setting.world_size} -m train.gossip_sgd"
         sentences.append(
@@ -370,10 +353,7 @@ def recipe_options(plan: LabPlan, setting: Setting) -> str:
     values: dict[str, object] = {"graph": plan.graph}
     if isinstance(peers, int) and peers > 1:
         values["peers_per_itr"] = peers
-    if not isinstance(schedule, ConsensusControl):
-        values |= {option.name: getattr(schedule, option.name) for option in fields(schedule)}
-    elif plan.takes_control:
-        values["schedule"] = f'"{written(schedule)}"'
+    values |= {option.name: getattr(schedule, option.name) for option in fields(schedule)}
     is_plain = plan.text == read_algorithm(method.name).text
     words = [f"--recipe {method.name}" if is_plain else f'--algorithm "{plan.text}"']
     for name, value in values.items():
@@ -398,8 +378,6 @@ def _row(prediction: Prediction) -> tuple[str, ...]:
     notes = [prediction.settings] if prediction.settings else []
     if own := prediction.plan.method.inner_optimizer:
         notes.append(f"by SGD, not {own}")
-    if (rates := prediction.control_rates) is not None:
-        notes.append("{:.2f} rounds and {:.2f} averages per step".format(*rates))
     if not prediction.has_reached:
         notes.append(f"not reached: {prediction.error:.3g}")
     elif not prediction.has_agreed:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..compression import QSGD, Cast, ChunkTopK, Compressor, RandomK, SignNorm, TopK, TwoBit
-from ..consensus_control import ConsensusControl
 from ..extras import MissingExtra, load
 from ..graph_manager import named_graphs
+from ..old_calls import REMOVED
 from ..registry import METHODS, Method, name_of
 from ..rounds.algorithm import Algorithm, Over
 from ..schedule import Schedule
@@ -23,9 +23,7 @@ COMPRESSORS: Mapping[str, Callable[..., Compressor]] = {
 """The compressors that a text may name, by class."""
 INTERPOLATIONS = ("ConstantInterpolation", "ClockInterpolation", "LossInterpolation")
 """The classes of dpwa that a text may name: ways to merge."""
-SCHEDULES: Mapping[str, Callable[..., Schedule | ConsensusControl]] = {
-    kind.__name__: kind for kind in (Schedule, ConsensusControl)
-}
+SCHEDULES: Mapping[str, Callable[..., Schedule]] = {"Schedule": Schedule}
 """The schedules, by class."""
 GRAPHS: Mapping[str, Callable[..., Any]] = {
     kind.__name__: kind
@@ -117,12 +115,14 @@ def read_compressor(text: str, *, seed: int | None = None) -> Compressor:
     return read(text, COMPRESSORS, option="compressor", seed=seed)
 
 
-def read_schedule(text: str) -> Schedule | ConsensusControl:
-    """Return the schedule of a text, such as "ConsensusControl(target=2.0)".
+def read_schedule(text: str) -> Schedule:
+    """Return the schedule of a text, such as "Schedule(average_every=8)".
 
     Raises:
         ValueError: it names none.
     """
+    if (name := text.strip().partition("(")[0]) in REMOVED:
+        raise ValueError(f"got schedule={text!r}, expected a Schedule: {name} is gone; {REMOVED[name]}")
     return read(text, SCHEDULES, option="schedule")
 
 

@@ -36,8 +36,8 @@ class WrapperOptions:
     average_every: int = 0
     """Rounds from one exact global average to the next; 0: never."""
     schedule: str = ""
-    """In place of the two before, the text of a schedule: "ConsensusControl(target=2.0)" holds the distance between the
-    ranks' models by as few rounds as it takes, in units of the update of one step."""
+    """In place of the two before, the text of a schedule: "Schedule(average_until=1000)" begins with 1,000 exact
+    averages."""
     nprocs_per_node: int = 1
     """Processes that average gradients among themselves and gossip as one."""
     wire_dtype: str = "none"

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..consensus_control import ConsensusControl
 from ..extras import load, place_of
 from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import named_graph
@@ -161,8 +160,8 @@ def _gossip(module: nn.Module, own: Mapping[str, Any], options: WrapperOptions, 
     return GossipDataParallel(module, **{**arguments, **own})
 
 
-def schedule_of(options: WrapperOptions) -> Schedule | ConsensusControl:
-    """The steps with a round and those with an average, or the control of them.
+def schedule_of(options: WrapperOptions) -> Schedule:
+    """The steps with a round and those with an average.
 
     Raises:
         ValueError: a schedule beside its own options.
@@ -175,13 +174,7 @@ def schedule_of(options: WrapperOptions) -> Schedule | ConsensusControl:
             f"got schedule={options.schedule!r} with gossip_every={options.gossip_every} and average_every="
             f"{options.average_every}, expected the schedule alone; give these to it"
         )
-    schedule = read_schedule(options.schedule)
-    if isinstance(schedule, ConsensusControl) and ":" in options.peers_per_itr:
-        raise ValueError(
-            f"got peers_per_itr={options.peers_per_itr} with schedule={options.schedule!r}, expected a number: the "
-            "number of rounds of an epoch is not known before; leave one of them out"
-        )
-    return schedule
+    return read_schedule(options.schedule)
 
 
 def wrap_matcha(module: nn.Module, chosen: Chosen, options: WrapperOptions, context: Context) -> Wrapper:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ..consensus_control import ConsensusControl
 from ..graph_manager import NetworkXGraph
 from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
@@ -81,14 +80,14 @@ def as_mixing(mixing: MixingLike, graph: GraphManager) -> MixingManager:
     return made
 
 
-def as_schedule(schedule: Schedule | ConsensusControl | int) -> Schedule | ConsensusControl:
+def as_schedule(schedule: Schedule | int) -> Schedule:
     """The schedule itself, or a schedule with a round at every `schedule`-th step."""
-    if isinstance(schedule, Schedule | ConsensusControl):
+    if isinstance(schedule, Schedule):
         return schedule
     if isinstance(schedule, bool) or not isinstance(schedule, int) or schedule < 1:
         raise ValueError(
-            f"got schedule={schedule!r}, expected a Schedule, a ConsensusControl, or the number of steps from one "
-            "round to the next, at least 1; schedule=1, the default, gossips at every step"
+            f"got schedule={schedule!r}, expected a Schedule, or the number of steps from one round to the next, at "
+            "least 1; schedule=1, the default, gossips at every step"
         )
     return Schedule(gossip_every=schedule)
 

@@ -401,13 +401,10 @@ class AveragingMixin(ABC):
         Returns:
             bytes_sent (payload, collectives included), wait_seconds (training thread blocked), num_rounds, num_skipped
             (rounds left out for infinities or NaN), mean_staleness and max_staleness (lateness of rounds in forwards),
-            consensus_distance (as last measured by `consensus_distance()`, NaN before). With a `ConsensusControl` also
-            consensus_estimate (at the beginning of the last round, or after the last added one), consensus_bound (where
-            the target is now), gossip_interval (steps to the next round), num_skipped_steps (without a round),
-            num_added_rounds and num_averages (exact ones). With overlap="auto", after the choice, also auto_overlap,
-            auto_max_staleness, auto_step_seconds and auto_round_seconds; with delay="auto" of an outer method
-            auto_delay (steps from the begin of an outer step to its end). With a membership also the entries of its
-            `stats`.
+            consensus_distance (as last measured by `consensus_distance()`, NaN before). With overlap="auto", after the
+            choice, also auto_overlap, auto_max_staleness, auto_step_seconds and auto_round_seconds; with delay="auto"
+            of an outer method auto_delay (steps from the begin of an outer step to its end). With a membership also the
+            entries of its `stats`.
 
             For each peer, by its global rank, the number of its worker with a membership, or its name with dpwa:
             bytes_sent/<peer> and bytes_received/<peer> (messages of rounds), wait_median/<peer> and wait_mad/<peer>

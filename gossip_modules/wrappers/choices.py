@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import torch
 
 from ..compression.compressor import Compressor
-from ..consensus_control import ConsensusControl
 from ..graph_manager import DynamicBipartiteCompleteGraph, DynamicBipartiteExponentialGraph
 from ..graph_manager.base import GraphManager
 from ..graph_manager.named_graphs import default_graph, undirected_ring
@@ -181,7 +180,7 @@ class Choices:
     push_sum: bool = True
     algorithm: Chosen = None
     wire_dtype: torch.dtype | None = None
-    schedule: Schedule | ConsensusControl = field(default_factory=Schedule)
+    schedule: Schedule = field(default_factory=Schedule)
 
     def check_auto(self, wire_limit: torch.dtype | None, *, has_membership: bool) -> None:
         """Raise ValueError where ranks cannot choose overlap by themselves.
@@ -194,11 +193,6 @@ class Choices:
             raise ValueError(
                 "got overlap='auto' with a membership, expected True or False: a worker that joins later has not "
                 "measured, and would train by other settings; take the choice of a run without a membership"
-            )
-        if isinstance(self.schedule, ConsensusControl):
-            raise ValueError(
-                f"got overlap='auto' with {self.schedule}, expected a Schedule: the control may run too few rounds to "
-                "measure; pass overlap=True or False"
             )
         if self._parts and isinstance(outer := self._parts[0], Periodic):
             delay = "delay='auto'" if outer.averages_exactly else "delay=1, for example,"
@@ -219,16 +213,10 @@ class Choices:
                 "None"
             )
         given = [name for name in ("algorithm", "wire_dtype") if getattr(self, name) is not None]
-        if given and isinstance(self.schedule, Schedule) and self.schedule.average_every == 1:
+        if given and self.schedule.average_every == 1:
             raise ValueError(
                 f"got {', '.join(given)} with {self.schedule}, expected none: each round of this schedule is an exact "
                 "average, so that ranks never gossip; leave them out"
-            )
-        if isinstance(self.schedule, ConsensusControl) and (nprocs_per_node != 1 or is_sharded):
-            raise ValueError(
-                f"got schedule={self.schedule} for a model that several processes hold in shards (nprocs_per_node="
-                f"{nprocs_per_node}, or fully_shard), expected a whole model in each: each process sees its shard, so "
-                "that the processes of one model would decide differently; use a Schedule"
             )
         for part in self._parts if nprocs_per_node != 1 or is_sharded else ():
             part.check_shards(nprocs_per_node)
@@ -238,7 +226,7 @@ class Choices:
                 "expected a number of steps as delay: the processes of one model must apply a round in one step, and "
                 "each of them measures its own shard; pass delay=1, for example"
             )
-        if isinstance(self.algorithm, Algorithm) and isinstance(self.schedule, Schedule):
+        if isinstance(self.algorithm, Algorithm):
             self.algorithm.check_schedule(self.schedule)
         if self._parts:
             self._check_algorithm(self._parts[0], overlap=overlap, init_sync=init_sync, nprocs_per_node=nprocs_per_node)
@@ -260,7 +248,7 @@ class Choices:
                 f"got init_sync=False beside {outer}, expected True: all ranks move one anchor, so they must start "
                 "from one model"
             )
-        if overlap and outer.has_equal_memory and isinstance(self.schedule, Schedule) and self.schedule.average_until:
+        if overlap and outer.has_equal_memory and self.schedule.average_until:
             raise ValueError(
                 f"got {self.schedule} with overlap=True and {outer}, expected overlap=False: the algorithm begins with "
                 "the model after the last average, which an overlapped one leaves different on each rank; take delay="
@@ -272,7 +260,7 @@ class Choices:
                 "leave them out, or take an algorithm that gossips: GASLoC, NoLoCo or SlowMo(gossip_every=1); narrow "
                 "drifts are sent by DiLoCo(compressor=Cast(torch.bfloat16))"
             )
-        if outer.needs_sgd and not (isinstance(self.schedule, Schedule) and self.schedule.gossip_every == 1):
+        if outer.needs_sgd and self.schedule.gossip_every != 1:
             raise ValueError(
                 f"got schedule={self.schedule} with {self.algorithm}, expected a round after every step: it makes the "
                 "momentum of the next step of how far one step has moved the model; leave schedule out, or take D2, "

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ..consensus_control import ConsensusControl
 from ..engine.engine import LockstepEngine, SyncEngine
 from ..engine.measuring import MeasuringEngine, OverlapChoice, OverlapLimits
 from ..engine.overlap import OverlapEngine
@@ -67,7 +66,6 @@ class GossipDataParallel(GossipWrapper, Joinable):
     | D-PSGD       | push_sum=False                                                |
     | Gossip-PGA   | schedule=Schedule(average_every=H)                            |
     | Local SGD    | algorithm=LocalSGD(sync_every=H)                              |
-    | controlled   | schedule=ConsensusControl(target=2.0)                         |
     | MATCHA       | graph=MatchaGraph(base, budget=0.5)                           |
     | PowerGossip  | algorithm=PowerGossip(), or Choco, DeepSqueeze, Moniqua       |
     | DiLoCo       | algorithm=DiLoCo(), or MuLoCo, IsoLoCo, SparseLoCo, SlowMo,   |
@@ -99,8 +97,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
             "auto", with overlap="auto": ranks choose bfloat16 if the bytes of a round take longer than the rest of a
             step.
-        schedule: the steps with gossip and with global averages; a number k = gossip at every k-th step; a
-            `ConsensusControl` = as often as the distance between the models asks for.
+        schedule: the steps with gossip and with global averages; a number k = gossip at every k-th step.
         process_group: a group without other traffic; None = a new one over all ranks.
         device_mesh: in place of `process_group`, the dimension of a mesh for gossip between replicas, such as
             mesh["replicate"]. A replica may be sharded over the other dimensions, by `fully_shard` or a plan of
@@ -166,7 +163,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         max_staleness: int = 0,
         algorithm: AlgorithmLike = None,
         wire_dtype: torch.dtype | str | None = None,
-        schedule: Schedule | ConsensusControl | int = 1,
+        schedule: Schedule | int = 1,
         process_group: dist.ProcessGroup | None = None,
         device_mesh: dist.DeviceMesh | None = None,
         nprocs_per_node: int = 1,
@@ -280,7 +277,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         processes = meet_node(world.membership, links, g, description=what, device=device)
         return MemberNode(self.module, processes, **options)
 
-    def _begin(self, mixer: Mixer, mixing: MixingManager, schedule: Schedule | ConsensusControl) -> None:
+    def _begin(self, mixer: Mixer, mixing: MixingManager, schedule: Schedule) -> None:
         """Be ready for the first step."""
         local, node = self._local, self._local.node
         mixer.bind(mixing, local.transport, local.world)
@@ -294,7 +291,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
             engine = node.engine_of(engine)
             self._start(engine, node.averager(engine))
 
-    def _make_engine(self, mixer: Mixer, schedule: Schedule | ConsensusControl) -> LockstepEngine:
+    def _make_engine(self, mixer: Mixer, schedule: Schedule) -> LockstepEngine:
         """When rounds run."""
         policy, is_eager = self._on_nonfinite, self._local.node is None or self._local.node.is_eager
         world = self._local.world
@@ -302,7 +299,6 @@ class GossipDataParallel(GossipWrapper, Joinable):
             return SyncEngine(mixer, schedule, on_nonfinite=policy, world=world)
         late = self._max_staleness
         if self._overlap == "auto":
-            assert isinstance(schedule, Schedule), "`check_auto` refuses a control"
             limits = OverlapLimits(late, self._wire_limit)
             return MeasuringEngine(mixer, schedule, on_nonfinite=policy, limits=limits, is_eager=is_eager, world=world)
         options: dict[str, Any] = {"is_eager": is_eager, "on_nonfinite": policy, "world": world}

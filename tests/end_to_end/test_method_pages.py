@@ -52,7 +52,7 @@ FOLDER = ROOT / "docs" / "methods"
 OVERVIEWS = ("index", "combinations")
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md") if path.stem not in OVERVIEWS}
 HEADINGS = ["Update", "When to use it", "Example", "Options", "Cost", "Guarantees", "Measured", "Source"]
-TRAINED = ("loss_steps", "uneven_data", "consensus_control")  # tables of trainings
+TRAINED = ("loss_steps", "uneven_data", "slowmo")  # tables of trainings
 
 NUM_RANKS, NUM_ROUNDS = 4, 12  # rounds: a multiple of all periods below
 ROWS, COLUMNS = 64, 96

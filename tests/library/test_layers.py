@@ -33,7 +33,6 @@ _WRAPPERS = {
     *_LOCKSTEP,
     "version",
     "old_calls",
-    "consensus_control",
     "engine",
     "loop",
     "membership",
@@ -58,7 +57,6 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "worlds": {"devices", "flat", "transport"},
         "matcha": {"graph_manager", "mixing_manager", "transport", "old_calls", "devices"},
         "mixing_manager": {"graph_manager", "old_calls"},
-        "consensus_control": {"mixing_manager"},
         "mpi": {"transport", "devices"},
         "gossiper": {"rounds", "old_calls"},
         "optim": set(),
@@ -76,12 +74,12 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
             "checks",
         },
         "engine": {
-            *("devices", "profiling", "rounds", "flat", "schedule", "consensus_control", "mixing_manager", "transport"),
+            *("devices", "profiling", "rounds", "flat", "schedule", "mixing_manager", "transport"),
             *("state", "worlds"),
         },
         "version": set(),
         "compat": set(),
-        "extend": {*_WRAPPERS, "algorithms"} - {"consensus_control", "membership"},
+        "extend": {*_WRAPPERS, "algorithms"} - {"membership"},
         "membership": {*_LOCKSTEP, "version"},
         "wrappers": _WRAPPERS - {"wrappers"},
         "ad_psgd": _WRAPPERS,
@@ -93,7 +91,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "registry": {"extras"},
         "doctor": {"devices", "graph_manager", "lab", "matcha", "registry", "transport"},
         "lab": {
-            *("flat", "graph_manager", "mixing_manager", "compression", "schedule", "consensus_control"),
+            *("flat", "graph_manager", "mixing_manager", "compression", "schedule"),
             *("algorithms", "extras", "rounds", "registry", "methods", "wrappers"),
         },
         "methods": {*_WRAPPERS, "algorithms", "extras", "registry"},
@@ -141,7 +139,6 @@ FOREIGN = {
 # A laptop tests these in a second, without any process group.
 WITHOUT_PROCESSES = {
     "schedule",
-    "consensus_control",
     "flat",
     "graph_manager",
     "compression",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossip_modules as gm
-from gossip_modules.old_calls import Ignored, NewName, Refused, foreign_arguments
+from gossip_modules.old_calls import REMOVED, Ignored, NewName, Refused, foreign_arguments
 from gossip_modules.wrappers.other_names import DDP_ARGUMENTS
+from tests.harness.progress import engine_of
 from tests.harness.ranks import solo_group
 
 
@@ -199,3 +201,23 @@ def test_all_reduce_takes_the_arguments_of_ddp() -> None:
         with_group(gm.AllReduceDataParallel)(nn.Linear(2, 1), gossip_buffers=False)
     with pytest.raises(ValueError, match=r"got membership=1, expected a Membership"):
         with_group(gm.AllReduceDataParallel)(nn.Linear(2, 1), membership=1)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_name_that_is_gone_says_what_takes_its_place(name: str) -> None:
+    with pytest.raises(ImportError, match=re.escape(f"got gossip_modules.{name}, which is gone: {REMOVED[name]}")):
+        exec(f"from gossip_modules import {name}")
+    assert name not in gm.__all__
+
+
+def test_a_schedule_that_is_none_is_an_error() -> None:
+    with pytest.raises(ValueError, match="got schedule='often', expected a Schedule, or the number of steps from one"):
+        gm.GossipDataParallel(nn.Linear(1, 1), process_group=solo_group(), schedule="often")  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_of_a_run_with_a_consensus_control_is_refused() -> None:
+    model = gm.GossipDataParallel(nn.Linear(1, 1), process_group=solo_group(), push_sum=False)
+    engine = engine_of(model)
+    with pytest.raises(ValueError, match=r"got the state of a ConsensusControl, which is gone, expected .* SlowMo\("):
+        engine.load_state_dict({**engine.state_dict(), "control": {"law": {}, "differences": [], "kept": []}})
+    model.close()

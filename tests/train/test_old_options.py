@@ -294,12 +294,6 @@ def test_options_of_version_0_1_are_the_text_of_an_algorithm(line: str, algorith
     assert config.recipe == line.split()[1]
 
 
-def test_consensus_control_of_version_0_1_is_the_text_of_a_schedule() -> None:
-    config, (warned,) = read("--consensus-target 2.0 --consensus-remedy rounds")
-    assert config.schedule == "ConsensusControl(target=2.0, remedy='rounds')"
-    assert "is now --schedule" in warned
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -307,6 +301,7 @@ def test_consensus_control_of_version_0_1_is_the_text_of_a_schedule() -> None:
         ("--recipe diloco --outer-bits 2", "got --outer-bits 2: got outer_bits=2, expected 4 or 8, or 0 for drifts"),
         ("--recipe choco --compressor qsgd --compression-bits 2", r"got QSGD\(2\) and no step_size, expected one"),
         ("--algorithm DiLoCo() --sync-period 5 --recipe diloco", "got --sync-period 5 beside algorithm: give the text"),
+        ("--consensus-target 2.0 --consensus-remedy rounds", "--consensus-target 2.0, which has no place here: take"),
     ],
 )
 def test_options_of_version_0_1_that_cannot_be(line: str, message: str) -> None:

@@ -157,8 +157,6 @@ SETTINGS: Mapping[str, str] = {
     "interpolation_value": "0.5",
     "divergence_threshold": "0.0",
     "fetch_probability": "1.0",
-    "consensus_target": "0.0",
-    "consensus_remedy": "average",
 }
 """The options, with their defaults."""
 
@@ -184,22 +182,11 @@ def algorithm_text(recipe: str, old: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(value if not key else f'{key}={value}' for key, value in made.items())})"
 
 
-def schedule_text(old: Mapping[str, Any]) -> str:
-    """The text for --schedule that the old options of consensus control mean; "": rounds are not controlled.
-
-    >>> schedule_text({"consensus_target": 2.0})
-    'ConsensusControl(target=2.0)'
-    """
-    target, remedy = str(old.get("consensus_target", "0")), old.get("consensus_remedy", "average")
-    if not _differs(target, "0"):
-        return ""
-    return f"ConsensusControl(target={target}{f', remedy={remedy!r}' if remedy != 'average' else ''})"
-
-
 def texts_of_old_options(old: Mapping[str, Any]) -> dict[str, str]:
     """The algorithm and the schedule of a checkpoint of version 0.1, which has the old options of its run."""
-    text = algorithm_text(str(old.get("recipe", "")), old)
-    return {"algorithm": read_algorithm(text).text if text else "", "schedule": schedule_text(old)}
+    text, target = algorithm_text(str(old.get("recipe", "")), old), str(old.get("consensus_target", "0"))
+    schedule = f"ConsensusControl(target={target})" if _differs(target, "0") else ""  # which no run has any more
+    return {"algorithm": read_algorithm(text).text if text else "", "schedule": schedule}
 
 
 def _differs(value: str, default: str) -> bool:

@@ -132,8 +132,10 @@ OTHERS: Mapping[str, Action] = {
     "local_rank": Gone(_LAUNCHER),
     "master_addr": Gone(_LAUNCHER),
     "n_workers": Gone(_LAUNCHER),
+    "consensus_target": Gone("take --algorithm 'SlowMo(4, momentum=0.4)', or --average-every 8"),
+    "consensus_remedy": Gone("leave it out with --consensus-target"),
 }
-"""Of several scripts, or of arguments that scripts have elsewhere."""
+"""Of several scripts, of arguments that scripts have elsewhere, and of version 0.1 of this project."""
 
 _POWERGOSSIP_LR = (
     "set lr, which is for a global batch of 256 and grows with the batch: learning_rate x distributed_lr_warmup_factor "

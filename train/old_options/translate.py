@@ -15,7 +15,7 @@ from typing import Any
 
 from train.job.errors import UsageError
 from train.old_options.actions import MATCHA_MODELS, Action, Gone, New, Same, Without, factors, model, resumed
-from train.old_options.settings import SETTINGS, algorithm_text, schedule_text
+from train.old_options.settings import SETTINGS, algorithm_text
 from train.old_options.tables import OPTIONS, POWERGOSSIP, POWERGOSSIP_METHODS
 
 
@@ -122,23 +122,22 @@ class _Translation:
         self.settings[name] = value
 
     def _write_settings(self) -> None:
-        """Turn these into the text of the algorithm, and of a schedule."""
+        """Turn these into the text of the algorithm."""
         recipe = self.new.get("recipe") or self.given.get("recipe") or self.fields.get("recipe", "")
         typed = " ".join(self.typed_settings)
         try:
-            texts = {"algorithm": algorithm_text(recipe, self.settings), "schedule": schedule_text(self.settings)}
+            text = algorithm_text(recipe, self.settings)
         except ValueError as error:
             self.problems.append(f"got {typed}: {error}")
             return
-        found = {name: text for name, text in texts.items() if text}
-        for name in found:
-            if name in self.given:
-                self.problems.append(f"got {typed} beside {name}: give the text alone")
-        if "algorithm" in found:
-            self.new.pop("recipe", None)
-        self.new |= found
-        now = " ".join(self.written(name, text) for name, text in found.items())
-        self.said.append(f"{typed} is now {now}" if now else f"{typed} is left out, as it changes nothing")
+        if not text:
+            self.said.append(f"{typed} is left out, as it changes nothing")
+            return
+        if "algorithm" in self.given:
+            self.problems.append(f"got {typed} beside algorithm: give the text alone")
+        self.new.pop("recipe", None)
+        self.new["algorithm"] = text
+        self.said.append(f"{typed} is now {self.written('algorithm', text)}")
 
     def _take(self, typed: str, new: New, note: str = "") -> None:
         own = {*SETTINGS} - {*self.fields}

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import (
-    ConsensusControl,
     EagerDiLoCo,
     GossipDataParallel,
     Schedule,
@@ -29,7 +28,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"algorithm": SlowMo(4, delay=2)},
     {"algorithm": SparseLoCo(4, delay=2)},
     {"overlap": True, "push_sum": False, "schedule": Schedule(average_every=1)},
-    {"overlap": True, "push_sum": False, "schedule": ConsensusControl(target=2.0, average_every=1, max_interval=1)},
 ]
 
 

@@ -208,7 +208,6 @@ def test_all_ranks_measure_and_choose_alike_and_one_logs(caplog: pytest.LogCaptu
         ({"algorithm": gm.DiLoCo(4)}, r"got overlap='auto' with DiLoCo\(.*pass delay='auto' to the algorithm"),
         ({"algorithm": gm.NoLoCo(4)}, r"got overlap='auto' with NoLoCo\(.*pass delay=1, for example, to the algorithm"),
         ({"algorithm": gm.EagerDiLoCo(4)}, r"got overlap='auto' with EagerDiLoCo\(.*; leave overlap out$"),
-        ({"schedule": gm.ConsensusControl(2.0)}, r"got overlap='auto' with ConsensusControl\(.*, expected a Schedule"),
         (
             {"algorithm": gm.Choco(gm.SignNorm(), step_size=0.4), "push_sum": False, "wire_dtype": "auto"},
             "got wire_dtype=torch.bfloat16 with Choco",

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from gossip_modules import (
     D2,
     Choco,
-    ConsensusControl,
     DecentLaM,
     DiLoCo,
     ExactDiffusion,
@@ -42,7 +41,7 @@ def on_a_ring(**options: Any) -> dict[str, Any]:
 
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "sgp": dict,
-    "controlled": lambda: on_a_ring(schedule=ConsensusControl(2.0)),
+    "D-PSGD": on_a_ring,
     "overlap": lambda: {"overlap": True},
     "choco": lambda: on_a_ring(algorithm=Choco(SignNorm(), step_size=0.4)),
     "powergossip": lambda: on_a_ring(algorithm=PowerGossip()),

@@ -292,7 +292,7 @@ def test_the_command_runs_without_warning() -> None:
     assert "No method reaches the target" in output
 
 
-@pytest.mark.parametrize("name", ["", ".clock", ".control", ".tasks", ".plan"])
+@pytest.mark.parametrize("name", ["", ".clock", ".tasks", ".plan"])
 def test_examples_run(name: str) -> None:
     module = importlib.import_module(f"gossip_modules.lab{name}")
     assert doctest.testmod(module).failed == 0

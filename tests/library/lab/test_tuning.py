@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from gossip_modules.consensus_control import ConsensusControl
 from gossip_modules.lab import Consensus, LabPlan, Prediction, Setting, simulate, tune
 from gossip_modules.lab.__main__ import main
 from gossip_modules.lab.planner import recipe_options
-from gossip_modules.schedule import Schedule
 from tests.library.lab.simulations import CLUSTER, digits, prediction
 
 SECONDS_OF_GRAPHS = {"base": 5.0, "torus": 3.0, "ring": 2.0}  # the ring does not come to agree
@@ -59,7 +57,6 @@ def test_the_text_agrees_with_the_simulation() -> None:
     found = tune("dpsgd", setting, Consensus(), target=1e-6)
     assert found.has_reached
     assert found.seconds < simulate("dpsgd", setting, Consensus(), target=1e-6).seconds
-    assert isinstance(found.plan.schedule, Schedule)  # a target has no unit where models only agree
     assert found == simulate(found.plan, setting, Consensus(), target=1e-6)
 
 
@@ -69,13 +66,3 @@ def test_the_command_names_the_graph(capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert "Choose dpsgd on " in said
     assert "dpsgd on ring" not in said
-
-
-def test_a_method_that_says_when_it_communicates_is_advised_without_a_control() -> None:
-    plan = LabPlan.of("localsgd", schedule=ConsensusControl(0.1))
-    found = simulate(plan, CLUSTER, digits(), max_steps=4)
-    assert "Control" not in found.settings + recipe_options(found.plan, CLUSTER)
-    plan = LabPlan.of("sgp", schedule=ConsensusControl(0.1))
-    found = simulate(plan, CLUSTER, digits(), max_steps=4)
-    assert "ConsensusControl(target=0.1)" in found.settings
-    assert "ConsensusControl(target=0.1)" in recipe_options(found.plan, CLUSTER)

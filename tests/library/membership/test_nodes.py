@@ -20,7 +20,6 @@ from torch import Tensor
 from gossip_modules import (
     D2,
     Choco,
-    ConsensusControl,
     DiLoCo,
     GossipDataParallel,
     Membership,
@@ -466,9 +465,6 @@ def test_errors_and_refusals() -> None:
             ValueError, match=r"ranks do not agree with rank 0: rank 1: overlap: got True, expected Fal"
         ):
             Process(group, nodes, overlap=not leads, process_group=inside)
-        control = ConsensusControl(1.0)
-        with pytest.raises(ValueError, match="with a membership, expected a Schedule: ranks that may lose messages"):
-            Process(group, nodes, schedule=control, push_sum=False, process_group=inside)
         assert len(Use(inside).shared.taken) == 1, "a wrapper that is refused gives its channels back"
         process.model.close()
 

@@ -27,7 +27,6 @@ from gossip_modules import (
     D2,
     QSGD,
     Choco,
-    ConsensusControl,
     DecentLaM,
     DeepSqueeze,
     DiLoCo,
@@ -80,7 +79,6 @@ ROWS: Mapping[str, Callable[[], Arguments]] = {
     "sgp": dict,
     "osgp": lambda: {"overlap": True},
     "pga": lambda: {"push_sum": False, "schedule": Schedule(average_every=3)},
-    "control": lambda: {"push_sum": False, "schedule": ConsensusControl(target=2.0)},
     "localsgd": lambda: {"algorithm": LocalSGD(2)},
     "matcha": lambda: {"push_sum": False, "graph": matcha_graph},
     "choco": lambda: {"push_sum": False, "algorithm": choco()},
@@ -106,21 +104,13 @@ ROWS: Mapping[str, Callable[[], Arguments]] = {
 }
 """The arguments of each method, with settings whose effect a dozen steps show."""
 
-TITLES = {"pga": "Gossip-PGA", "control": "D-PSGD, controlled"}
+TITLES = {"pga": "Gossip-PGA"}
 """The titles of the methods that have no entry in METHODS: each is a schedule of D-PSGD."""
 
 
 def schedule_of(own: Arguments, **counts: int) -> Arguments:
     """The method's own schedule with other counts."""
     return {"schedule": replace(own.get("schedule", Schedule()), **counts)}
-
-
-def control_of(own: Arguments) -> Arguments:
-    """Consensus control that keeps the method's own exact averages."""
-    schedule = own.get("schedule", Schedule())
-    if isinstance(schedule, ConsensusControl):
-        return {}
-    return {"schedule": ConsensusControl(target=2.0, average_every=schedule.average_every or 16)}
 
 
 COLUMNS: Mapping[str, Callable[[Arguments], Arguments]] = {
@@ -130,7 +120,6 @@ COLUMNS: Mapping[str, Callable[[Arguments], Arguments]] = {
     "bfloat16 messages": lambda own: {"wire_dtype": torch.bfloat16},
     "every 2nd step": lambda own: schedule_of(own, gossip_every=2),
     "average every 4th round": lambda own: schedule_of(own, average_every=4),
-    "consensus control": control_of,
     "+ PowerGossip": lambda own: {"algorithm": PowerGossip()},
     "+ CHOCO": lambda own: {"algorithm": choco()},
     "+ D2": lambda own: {"algorithm": D2()},

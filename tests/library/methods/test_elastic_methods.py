@@ -73,7 +73,6 @@ def test_other_guides_do_not_say_by_themselves_which_wrappers_take_a_membership(
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("sgp", {"schedule": "ConsensusControl(target=2.0)"}, "ranks that may lose messages cannot all decide alike"),
         ("dpsgd", {"graph": "hypercube"}, r"does not exist for \[3, 5, .*\] workers"),
         ("gasloc", {"graph": "hypercube"}, r"does not exist for \[3, 5, .*\] workers"),
         ("exactdiffusion", {"graph": "torus"}, r"does not exist for \[5, 7, .*\] workers"),

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     QSGD,
-    ConsensusControl,
     DiLoCo,
     EagerDiLoCo,
     GASLoC,
@@ -399,7 +398,6 @@ def test_gossip_in_place_takes_outer_steps_too() -> None:
             r"got algorithm=2.0, expected an Algorithm such as DiLoCo\(\) or .*, its class",
         ),
         ({"algorithm": torch.optim.SGD}, "got algorithm=<class .*, expected an Algorithm such as DiLoCo"),
-        ({"schedule": ConsensusControl(2.0)}, "got schedule=ConsensusControl.* with DiLoCo.*, expected"),
         ({"algorithm": StreamingDiLoCo(), "overlap": True}, "got overlap=True beside StreamingDiLoCo.*its delay says"),
         ({"init_sync": False}, "got init_sync=False beside DiLoCo.*all ranks move one anchor"),
         ({"algorithm": DiLoCo(), "graph": "ring"}, "got graph beside DiLoCo.*never gossips"),

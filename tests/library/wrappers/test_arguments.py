@@ -252,13 +252,11 @@ OLD_DEFAULTS: dict[bool, list[dict[str, Any]]] = {
     True: [
         {"push_sum": False},
         {"push_sum": False, "schedule": gm.Schedule(gossip_every=5, average_every=2)},
-        {"push_sum": False, "schedule": gm.ConsensusControl(2.0)},
         {"algorithm": gm.QGDSGDm()},
     ],
     False: [
         {"push_sum": False, "graph": "ring"},
         {"push_sum": False, "schedule": gm.Schedule(gossip_every=5, average_every=1)},
-        {"push_sum": False, "schedule": gm.ConsensusControl(2.0, average_every=1)},
         {"push_sum": True},
         {"algorithm": gm.DiLoCo(5)},
     ],

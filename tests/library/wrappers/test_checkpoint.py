@@ -24,7 +24,6 @@ from gossip_modules import (
     AllReduceDataParallel,
     BilatGossipDataParallel,
     Choco,
-    ConsensusControl,
     DeepSqueeze,
     DiLoCo,
     GossipDataParallel,
@@ -77,7 +76,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "D2": lambda m, **o: GossipDataParallel(m, algorithm=D2(), **o),
     "gradient tracking": lambda m, **o: GossipDataParallel(m, algorithm=GradientTracking(), **o),
     "QG-DSGDm": lambda m, **o: GossipDataParallel(m, algorithm=QGDSGDm(), **o),
-    "control": lambda m, **o: GossipDataParallel(m, schedule=ConsensusControl(target=0.5), **o),
     "WAGMA, waiting": lambda m, **o: GroupAverageDataParallel(m, wait_avoiding=False, **o),
 }
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import ConsensusControl, GossipDataParallel, RingGraph, Schedule
+from gossip_modules import GossipDataParallel, RingGraph, Schedule
 from gossip_modules.engine.engine import LockstepEngine
 from gossip_modules.extend import OverlapEngine
 from gossip_modules.graph_manager import (
@@ -40,7 +40,7 @@ TOLERANCE = 1e-6  # of float32 values below one, against float64
 class FixedStaleness(GossipDataParallel):
     """Overlap SGP that always uses its staleness in full: so it is a function of the data, and has an oracle."""
 
-    def _make_engine(self, gossiper: Mixer, schedule: Schedule | ConsensusControl) -> LockstepEngine:
+    def _make_engine(self, gossiper: Mixer, schedule: Schedule) -> LockstepEngine:
         return OverlapEngine(gossiper, schedule, max_staleness=self.max_staleness, is_eager=False)
 
 

@@ -17,7 +17,6 @@ from torch.func import functional_call, jacrev
 from gossip_modules import (
     D2,
     Choco,
-    ConsensusControl,
     DiLoCo,
     GossipDataParallel,
     PowerGossip,
@@ -36,7 +35,7 @@ METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "Overlap SGP, stale": lambda: {"overlap": True, "max_staleness": 1},
     "push-sum": lambda: {"graph": RingGraph(4), "mixing": None},
     "Local SGD": lambda: {"schedule": Schedule(gossip_every=4, average_every=1)},
-    "controlled": lambda: {"push_sum": False, "graph": "ring", "schedule": ConsensusControl(target=0.5)},
+    "D-PSGD": lambda: {"push_sum": False, "graph": "ring"},
     "Choco": lambda: {"algorithm": Choco(SignNorm(), step_size=0.3)},
     "PowerGossip, overlap": lambda: {"algorithm": PowerGossip(), "overlap": True},
     "RelaySGD": lambda: {"algorithm": RelaySGD()},

@@ -418,7 +418,7 @@ def test_a_manifest_of_before_it_named_its_rank_still_counts(checkpoints: Checkp
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        (Config(recipe="sgp"), {"schedule": "ConsensusControl(target=2.0)"}),
+        (Config(recipe="sgp"), {"schedule": "Schedule(average_until=10)"}),
         (Config(recipe="noloco"), {"algorithm": "NoLoCo(sync_every=10, pull=0.4)"}),
         (Config(recipe="localsgd"), {"first_moment_period": 4, "second_moment_period": 8}),
         (LanguageModelConfig(), {"optimizer": "sgd", "dirichlet_alpha": 0.1}),

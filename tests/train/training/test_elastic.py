@@ -304,7 +304,6 @@ def test_recipes_that_need_fixed_ranks_are_refused_with_the_reason(recipe: str) 
 @pytest.mark.parametrize(
     ("config_type", "options", "message"),
     [
-        (Config, {"schedule": "ConsensusControl(target=2.0)"}, "ranks that may lose messages cannot all decide alike"),
         (Config, {"nprocs_per_node": 2}, "the scripts start each process as a worker, here with nprocs_"),
         (Config, {"min_workers": 3, "max_workers": 2}, "got max_workers=2 and min_workers=3, expected no fewer"),
         (Config, {"backend": "mpi"}, "got --elastic with --backend mpi, expected gloo"),
