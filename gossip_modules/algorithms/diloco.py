@@ -194,7 +194,7 @@ class DiLoCo(OuterMethod):
             count.take_from(m)
 
     def _exact_average(self, v: Vectors, m: Memory, drift: Vector, weight: float | None) -> Round:
-        if m.has("error"):  # from a checkpoint of a run with a compressor; it is sent once, now
+        if has_rest := m.has("error"):  # from a checkpoint of a run with a compressor; it is sent once, now
             drift.add_(m.vector("error", join="zero"))
         if weight is not None:
             drift.mul_(weight)
@@ -204,7 +204,8 @@ class DiLoCo(OuterMethod):
             decide(v, m, drift, numbers[:, -1])
         if weight is not None:
             drift.mul_(v.num_ranks / total_weight(numbers))
-        m.forget("error")
+        if has_rest:
+            m.forget("error")
 
     def outer_step(self, v: Vectors, m: Memory, phi: Vector, drift: Vector) -> None:
         """phi <- a step of the outer optimizer along the mean drift.

@@ -85,6 +85,7 @@ def _packing(k: int, d: int) -> _Packing:
     return min(packings, key=lambda packing: packing.num_bytes)
 
 
+@lru_cache
 def indices_size(num_indices: int, d: int) -> int:
     """The number of bytes of `num_indices` different indices below d; see `pack_indices`."""
     return _packing(num_indices, d).num_bytes

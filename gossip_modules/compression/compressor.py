@@ -88,6 +88,18 @@ class Compressor(ABC):
         """
         d = target.numel()
         _check_vector(target, (*_DTYPES, torch.bfloat16, torch.float16))
+        dtype = wide(target)  # of x, mostly
+        if message.dtype != torch.uint8 or message.shape != (self.num_bytes(d, dtype),):
+            dtype = self._dtype_of(message, d)
+        if d:
+            self._add(message, target, dtype, alpha)
+
+    def _dtype_of(self, message: Tensor, d: int) -> torch.dtype:
+        """The dtype of vectors of length d whose messages have this size.
+
+        Raises:
+            ValueError: there is none.
+        """
         sizes = {self.num_bytes(d, dtype): dtype for dtype in _DTYPES}
         if message.dtype != torch.uint8 or message.dim() != 1 or message.numel() not in sizes:
             raise ValueError(
@@ -95,8 +107,7 @@ class Compressor(ABC):
                 f"[{' or '.join(map(str, sizes))}] for {d} elements with {self}; sender and receiver must use equal "
                 "compressors, and target must be as long as the compressed vector"
             )
-        if d:
-            self._add(message, target, sizes[message.numel()], alpha)
+        return sizes[message.numel()]
 
     def decompressed(self, x: Tensor, *, t: int = 0) -> Tensor:
         """C(x_i) of each row: the values that a receiver of the message of rank i adds.

@@ -195,6 +195,7 @@ class MessageRounds(Mail):
         self._t, self._phase, self._is_planned, self._buffers = t, 0, False, buffers
         self._device, self._weight = flat.raw.device, flat.push_sum_weight
         self._others = tuple((b.dtype, b.numel()) for b in buffers)
+        self._room = self.memory.cached("messages", dict[Hashable, Message])  # the messages of earlier rounds
 
     def find_peers(self) -> Sequence[int]:
         """Return the live peers of the round.
@@ -245,7 +246,10 @@ class MessageRounds(Mail):
         """Return the message with this key, which an earlier round may have made."""
         if not self._is_checked:  # messages are whole models, whose memory training may use between rounds
             return make()
-        return self.memory.cached((key, self._others if self._phase == 0 else ()), make)
+        place = key, (self._others if self._phase == 0 else ())
+        if (message := self._room.get(place)) is None:
+            message = self._room[place] = make()
+        return message
 
     def _reply_to(self, message: Message, peer: int) -> Message:
         """Return the memory for the message of a peer that answers this one."""
