@@ -288,6 +288,7 @@ class LocalModel(AveragedModel):
         with self.loop.turn:
             if not self.buffer.is_attached():
                 self.reattach()
+            self.to_estimate()  # after a step that raised
             if self.former is not None or self.engine.saved_flights() is None:
                 self.apply_in_flight()
             elif not self.is_held:

@@ -385,5 +385,5 @@ def test_a_late_outer_step_that_would_be_put_away_with_an_average_warns(is_point
     evaluate(model)
     assert engine_of(model).is_in_flight
     with pytest.warns(UserWarning, match=r"while other weights stand in its parameters.*put them back before you save"):
-        save(model)
+        model.settle()
     model.close()
