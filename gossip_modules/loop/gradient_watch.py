@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..flat.buffer import FlatBuffer
 from ..flat.transformed import not_compiled
-from .moment import Moment
+from .moment import Moment, version_of
 
 
 class WatchedGradient:
@@ -23,7 +22,7 @@ class WatchedGradient:
 
     Attributes:
         parameter: its parameter, the smallest one; None: nothing is trained.
-        value: the gradient after the last backward; None: there was none since the last round. Of a few bytes.
+        value: the gradient after the last backward since the last round; None: there was none. It has a few bytes.
         is_doubtful: whether a forward has come that is of a new step if its backward finds the gradient dropped.
         num_left_out: the steps since the last round that were found to be left out after the forward of the next one.
         num_backwards: the backwards with a gradient of the watched parameter so far.
@@ -40,11 +39,10 @@ class WatchedGradient:
         self._parameters: Sequence[Tensor] = ()
         self.parameter: Tensor | None = None
         self.value: Tensor | None = None
-        self._written = Moment()  # when `value` was noted
+        self._version = 0  # of `value`, when it was noted
         self._round: Moment | None = None  # the end of the last round
         self._look: Moment | None = None  # the last look since then
         self._unused: set[int] = set()  # ids of parameters that had no gradient when an optimizer stepped
-        self._thread = 0
         self._handle: Any = None
 
     def begin(self) -> None:
@@ -60,7 +58,6 @@ class WatchedGradient:
             used = [parameter for parameter in trained if id(parameter) not in self._unused]
             self._watch_smallest(used or trained)
         self._round.now()
-        self._thread = threading.get_ident()
 
     def choose(self) -> None:
         """An optimizer is about to step without this gradient: watch a parameter that has one, from the next round."""
@@ -88,7 +85,7 @@ class WatchedGradient:
         """Whether a gradient was computed since the last round, and is not there any more, or was changed."""
         if self.value is None or self.parameter is None:
             return False
-        is_there = self.parameter.grad is self.value and not self._written.num_writes()
+        is_there = self.parameter.grad is self.value and version_of(self.value) == self._version
         return not (is_there and self.parameter.requires_grad)  # else another part is trained now
 
     def is_stepped(self) -> bool:
@@ -114,18 +111,13 @@ class WatchedGradient:
             if is_as_it_was:
                 last.recount()
 
-    def forget(self) -> None:
-        """An optimizer has stepped; in which thread it did says whether the loop of this model is meant."""
-        if threading.get_ident() == self._thread:
-            self.value = None
-
     def _note(self, source: Tensor) -> None:
         """A backward has accumulated the gradient, or the whole gradient of a shard, which follows at its end."""
-        parameter, before = self.parameter, self.value
+        parameter, before, version = self.parameter, self.value, self._version
         gradient = source.grad
         # With create_graph=True autograd adds to a new tensor.
         is_added = gradient is not None and (
-            gradient.requires_grad or (gradient is before and self._written.num_writes() == 1)
+            gradient.requires_grad or (gradient is before and version_of(gradient) == version + 1)
         )
 
         def note() -> None:
@@ -138,7 +130,7 @@ class WatchedGradient:
             self.is_doubtful = False
             self.num_backwards += 1
             self.value = parameter.grad
-            self._written.count(() if self.value is None else (self.value,))
+            self._version = 0 if self.value is None else version_of(self.value)
 
         engine = torch.autograd.Variable._execution_engine
         # `fully_shard` makes the gradients of shards in a callback of its own, which was queued before this one.

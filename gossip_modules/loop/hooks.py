@@ -17,6 +17,10 @@ from ..flat.aliases import instances_of
 from ..flat.buffer import FlatBuffer
 from ..flat.transformed import not_compiled
 
+_Method: TypeAlias = Callable[[], Callable[[Optimizer], Any] | None]
+Methods: TypeAlias = tuple[_Method, ...]
+"""References to methods of readers, which are not kept alive."""
+
 
 class Reader:
     """A part of an `Observer`, called at the optimizer steps that concern it while it is reading.
@@ -65,10 +69,8 @@ class Reader:
 class Observer(Reader):
     """The readers of the optimizer steps of one model, in the order in which they are called; it is the last of them.
 
-    It is called until it closes or is collected, and a copy of it is called too. It may have two more methods:
-
-    - `other_step`: before the steps of optimizers that do not concern it.
-    - `counts_step`: whether a step that has ended counts. If not, `after_step` is not called for it and its readers.
+    It is called until it closes or is collected, and a copy of it is called too. It may have another method:
+    `other_step`, called before the steps of optimizers that do not concern it.
 
     [Note: Steps inside steps] A step may run others: its class calls `super().step()`, which torch hooks too where the
     parent class is in use, or it wraps another optimizer of the same parameters, as Lookahead does. An inner step of
@@ -104,6 +106,15 @@ class Observer(Reader):
         """See `Reader`."""
         STEP_HOOKS.discard(self)
         super().close()
+
+    def end_step(self, optimizer: Optimizer, readers: Methods) -> None:
+        """A step has ended that concerns it: call `after_step` of its readers where the step counts.
+
+        Args:
+            optimizer: the optimizer.
+            readers: these methods.
+        """
+        _call(readers, optimizer)
 
     def stepped_by(self, optimizer: Optimizer) -> list[Reader]:
         """The readers that the steps of this optimizer concern."""
@@ -253,9 +264,11 @@ class StepHooks:  # one for the process: STEP_HOOKS
             return
         calls = self._now()
         self._running.calls.pop()
-        for counts_step, methods in calls.after:
-            if counts_step is None or (ask := counts_step()) is None or ask(optimizer):
-                _call(methods, optimizer)
+        for reference, readers in calls.after:
+            if (observer := reference()) is not None:
+                observer.end_step(optimizer, readers)
+        if calls.beside:
+            _call(calls.beside, optimizer)
 
     def _now(self) -> _Calls:
         """The calls of the step that this thread is in, the innermost one."""
@@ -272,17 +285,13 @@ class _Running(threading.local):
         self.calls: list[_Calls] = []
 
 
-_Method: TypeAlias = Callable[[], Callable[[Optimizer], Any] | None]  # not kept alive
-_Methods: TypeAlias = tuple[_Method, ...]
-
-
-def _call(methods: _Methods, optimizer: Optimizer) -> None:
+def _call(methods: Methods, optimizer: Optimizer) -> None:
     for method in methods:
         if (call := method()) is not None:
             call(optimizer)
 
 
-def _methods(members: Iterable[Any], name: str) -> _Methods:
+def _methods(members: Iterable[Any], name: str) -> Methods:
     return tuple(weakref.WeakMethod(getattr(member, name)) for member in members if hasattr(member, name))
 
 
@@ -292,12 +301,13 @@ class _Calls(NamedTuple):
     optimizer: weakref.ref[Optimizer]
     num_held: int
     stepped: tuple[tuple[weakref.ref[Observer], tuple[weakref.ref[Reader], ...]], ...]  # see `Observer.stepped_by`
-    others: _Methods
-    before: _Methods
-    enter: _Methods
-    reenter: _Methods
-    leave: _Methods
-    after: tuple[tuple[_Method | None, _Methods], ...]  # by observer; see `Observer.counts_step`
+    others: Methods
+    before: Methods
+    enter: Methods
+    reenter: Methods
+    leave: Methods
+    after: tuple[tuple[weakref.ref[Observer], Methods], ...]  # see `Observer.end_step`
+    beside: Methods  # `after_step` of readers whose observer the step does not concern
 
     @classmethod
     def of(
@@ -305,7 +315,7 @@ class _Calls(NamedTuple):
         optimizer: weakref.ref[Optimizer],
         num_held: int,
         stepped: Mapping[Observer, Sequence[Reader]],
-        others: _Methods = (),
+        others: Methods = (),
         *,
         reentered: Sequence[Reader] = (),
     ) -> _Calls:
@@ -319,7 +329,6 @@ class _Calls(NamedTuple):
             reentered: the readers of a step around it.
         """
         readers = [reader for own in stepped.values() for reader in own]
-        after = ((_methods([x], "counts_step"), _methods(own, "after_step")) for x, own in stepped.items() if own)
         return cls(
             optimizer,
             num_held,
@@ -329,7 +338,8 @@ class _Calls(NamedTuple):
             (*_methods(reentered, "reenter_step"), *_methods(readers, "enter_step")),
             _methods([*reentered, *readers], "reenter_step"),
             _methods(readers, "leave_step"),
-            tuple((next(iter(counts), None), methods) for counts, methods in after if methods),
+            tuple((weakref.ref(x), _methods(own, "after_step")) for x, own in stepped.items() if x in own),
+            _methods((reader for x, own in stepped.items() if x not in own for reader in own), "after_step"),
         )
 
     def inside(self, running: Iterable[_Calls]) -> _Calls:

@@ -19,7 +19,7 @@ from .copies import WeightCopies
 from .debias import Debias
 from .equal_steps import EqualSteps
 from .gradient_watch import EvalTraining, WatchedGradient
-from .hooks import Observer, Reader, existing_optimizers, holds_any, num_running
+from .hooks import Methods, Observer, Reader, existing_optimizers, holds_any, num_running
 from .lost_corrections import LostCorrections
 from .moment import Moment
 from .own import OwnWeights
@@ -86,6 +86,7 @@ class Loop(Observer):
 
     Attributes:
         turn: lets one thread at a time change the weights.
+        gradient: the watched gradient; `own_write` is called after writes of gossip.
         debias: the push-sum weights, where they move.
         copies: the copies of the weights in the hands of optimizers.
         own_weights: tells the weights of training from others in their place.
@@ -116,6 +117,7 @@ class Loop(Observer):
         self._num_at_step = 0  # training forwards before it
         self._num_without = 0  # optimizer steps since the last round, or since the start
         self.num_owed = 0
+        self._round_thread = 0  # of the last round, or of the start
         self._has_warned = self._has_raised = False
         self._thread, self._num_elsewhere = 0, 0  # of the last forward; steps over tensors like the parameters
         self._num_forwards = 0  # training forwards so far
@@ -131,7 +133,7 @@ class Loop(Observer):
         self._counts: dict[int, int] = {}  # steps since the last round, by optimizer
         self._last_of: dict[int, tuple[int, int]] = {}  # as `_last`, by optimizer
         self._before: Moment | None = None  # before a step that may be none
-        self._gradient = WatchedGradient(buffer)
+        self.gradient = WatchedGradient(buffer)
         self._evaluations = EvalTraining()
         self._unseen = UnseenSteps(self.name)
         self._num_backwards = 0  # as of the watched gradient, at the last round
@@ -158,13 +160,13 @@ class Loop(Observer):
 
     def start(self) -> None:
         """Training begins, with the parameters as they are now."""
-        self._gradient.begin()
-        self._num_backwards = self._gradient.num_backwards
+        self.gradient.begin()
+        self._num_backwards, self._round_thread = self.gradient.num_backwards, threading.get_ident()
 
     def end_training(self) -> None:
         """Training has ended; warn where parameters have changed without a round and without a step of an optimizer."""
         if not self._counts:
-            self._unseen.close(self._gradient, num_backwards=self._gradient.num_backwards - self._num_backwards)
+            self._unseen.close(self.gradient, num_backwards=self.gradient.num_backwards - self._num_backwards)
 
     def close(self) -> None:
         """Observe no more; storage holds the estimate from now on; idempotent."""
@@ -173,7 +175,7 @@ class Loop(Observer):
             self.debias.to_estimate()
         for reader in self.readers:
             reader.close()
-        self._gradient.close()
+        self.gradient.close()
 
     def before_round(self, step: int, transport: object) -> None:
         """Look for copies of weights, and for other tools that write them, at the step `next_look` or later.
@@ -218,7 +220,7 @@ class Loop(Observer):
             return self._is_synced
         if self._is_evaluated_again:
             return False
-        gradient = self._gradient
+        gradient = self.gradient
         return self._is_synced and (gradient.is_dropped() or (self._unseen.are_steps and gradient.is_stepped()))
 
     @property
@@ -240,7 +242,7 @@ class Loop(Observer):
         """
         if self._evaluations.is_watching:
             self._evaluations.forget()
-        if self._num_elsewhere and self._gradient.is_stepped():
+        if self._num_elsewhere and self.gradient.is_stepped():
             self._num_elsewhere = 0  # a tool writes what that optimizer steps, as masters, over the parameters
         self._is_synced |= self._is_last_synced and self.has_ended
         is_due = (self._is_synced and bool(self._counts)) or self.is_due
@@ -250,12 +252,12 @@ class Loop(Observer):
             return self._num_without_hook()
         if not is_due:
             self._num_extra += is_synced and self._is_synced and not self._is_inside
-            self._gradient.is_doubtful = self._is_synced and not self._is_evaluated_again
+            self.gradient.is_doubtful = self._is_synced and not self._is_evaluated_again
             return self._num_unseen()
         is_known = self._is_due or self._counts or self._unseen.are_steps
         is_made_up = not (is_known or not self._sees_optimizers())
-        self._num_made_up += is_made_up + self._gradient.num_left_out
-        return 1 + self._gradient.num_left_out
+        self._num_made_up += is_made_up + self.gradient.num_left_out
+        return 1 + self.gradient.num_left_out
 
     def _note_forward(self) -> None:
         """What is known of the last training forward. After an error it may be tried again, in the same step."""
@@ -265,7 +267,7 @@ class Loop(Observer):
         """The rounds to run for steps that hooks have not seen; a training forward begins and no step has begun."""
         if not self._is_synced or self._is_inside or self._unseen.are_steps:
             return 0
-        num_rounds = self._unseen.note_forward(self._gradient)
+        num_rounds = self._unseen.note_forward(self.gradient)
         if num_rounds:
             self._num_extra = 0
         return num_rounds
@@ -281,12 +283,12 @@ class Loop(Observer):
             )
         if self._is_evaluated_again:
             return 0
-        if self._is_synced and self._gradient.is_dropped():
+        if self._is_synced and self.gradient.is_dropped():
             self._num_made_up += 1
             return 1
-        self._gradient.is_doubtful = self._is_synced
+        self.gradient.is_doubtful = self._is_synced
         if self._is_synced and self._unseen.are_steps:
-            return 1 + self._gradient.num_left_out if self._gradient.is_stepped() else 0
+            return 1 + self.gradient.num_left_out if self.gradient.is_stepped() else 0
         return self._num_unseen()
 
     def note_plain_forward(self) -> None:
@@ -300,16 +302,12 @@ class Loop(Observer):
         self._is_due = self._is_synced = self.has_ended = False
         self._num_without, self.num_owed = 0, max(self.num_owed - 1, 0)
         self._counts.clear()
-        gradient, unseen = self._gradient, self._unseen
+        gradient, unseen = self.gradient, self._unseen
         num_backwards = gradient.num_backwards - self._num_backwards
         if num_backwards > unseen.most_backwards or unseen.num_forwards or unseen.num_plain:
             unseen.begin(num_backwards)
-        self._num_backwards = gradient.num_backwards
+        self._num_backwards, self._round_thread = gradient.num_backwards, threading.get_ident()
         gradient.begin()
-
-    def written(self) -> None:
-        """Note that gossip has changed the parameters in place, not the loop."""
-        self._gradient.own_write()
 
     def end(self) -> None:
         """Evaluation begins, or state has been loaded: the next training forward begins a step."""
@@ -335,7 +333,7 @@ class Loop(Observer):
 
     def take_left_out(self) -> int:
         """The number of rounds to run now for left-out steps, before ranks meet outside of rounds."""
-        num_left_out, self._gradient.num_left_out = self._gradient.num_left_out, 0
+        num_left_out, self.gradient.num_left_out = self.gradient.num_left_out, 0
         return num_left_out
 
     def _make_up(self, optimizer: Optimizer, count: int) -> None:
@@ -367,20 +365,22 @@ class Loop(Observer):
         """The parameters are about to become others for good."""
         self._evaluations.forget()
         self._unseen.begin(0)
-        self._num_backwards = self._gradient.num_backwards
+        self._num_backwards = self.gradient.num_backwards
 
     # See `Reader`. A round after a step needs what other readers note of that step, so this is the last one.
 
     def other_step(self, optimizer: Optimizer) -> None:
         """See `Observer`: a loop that steps another model leaves out no step of this one."""
-        self._gradient.forget()
-        if not self._is_watched and self._num_elsewhere < _MANY_ELSEWHERE and self._thread == threading.get_ident():
+        thread = threading.get_ident()
+        if thread == self._round_thread:
+            self.gradient.value = None
+        if not self._is_watched and self._num_elsewhere < _MANY_ELSEWHERE and self._thread == thread:
             self._thread = 0  # the next forward sets it: other models may step between forwards of this one
             self._note_copy(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """See `Reader`."""
-        gradient = self._gradient
+        gradient = self.gradient
         self._is_watched = self._is_inside = True
         self._num_at_step = self._num_forwards
         if gradient.parameter is not None and gradient.parameter.grad is None:
@@ -390,24 +390,28 @@ class Loop(Observer):
         if is_doubtful and torch._C._current_graph_task_id() == -1 and not self.buffer.is_captured():
             self._before = Moment(self.buffer.parameters)
 
-    def counts_step(self, optimizer: Optimizer) -> bool:
+    def end_step(self, optimizer: Optimizer, readers: Methods) -> None:
         """See `Observer`, and [Note: Steps that do not count]."""
         self._is_inside = False
         before, self._before = self._before, None
-        if before is None:
-            return True
-        # Multiplying by a push-sum weight and dividing rounds parameters.
-        is_weighted = bool((self.buffer.vector.push_sum_weight != 1).any())
-        return before.has_changed(num_ulps=4 if is_weighted else 0)
+        if before is not None:
+            # Multiplying by a push-sum weight and dividing rounds parameters.
+            is_weighted = bool((self.buffer.vector.push_sum_weight != 1).any())
+            if not before.has_changed(num_ulps=4 if is_weighted else 0):
+                return
+        for method in readers:
+            if (call := method()) is not None:
+                call(optimizer)
+        self._count(optimizer)
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """See `Reader`.
+    def _count(self, optimizer: Optimizer) -> None:
+        """A step of this optimizer counts.
 
         Raises:
             RuntimeError: the second step of one optimizer without a round, or after forwards in eval mode; once. Or a
                 step inside a backward with `RoundTime.STEP`.
         """
-        self._last = self._last_of[id(optimizer)] = self._num_forwards, self._gradient.num_backwards
+        self._last = self._last_of[id(optimizer)] = self._num_forwards, self.gradient.num_backwards
         if self._unseen.num_forwards or self._unseen.are_steps:
             self._unseen.note_step()
         if self.when is not RoundTime.MANUAL and self.buffer.is_capturable and self.buffer.is_captured():
@@ -420,7 +424,7 @@ class Loop(Observer):
         if self._num_made_up or self._num_in_turn:
             self._note_made_up(is_first=is_first or count == 2)
         if self.when is RoundTime.FORWARD:
-            if self._gradient.num_left_out:
+            if self.gradient.num_left_out:
                 self._make_up(optimizer, count)
             if count == 2:
                 if self._evaluations.is_watching:  # the forwards are in eval mode: that error says so
@@ -444,13 +448,13 @@ class Loop(Observer):
             # Several optimizers that step after one forward have one round together: after the first of them.
             self._note_forward()
             if is_first or count == 2 or self._is_synced:
-                self.num_owed += 1 + self._gradient.num_left_out
-                self._num_made_up += self._gradient.num_left_out
+                self.num_owed += 1 + self.gradient.num_left_out
+                self._num_made_up += self.gradient.num_left_out
                 for _ in range(self.num_owed):
                     self._run()
                 self._counts[id(optimizer)] = 1
             else:  # its step is part of what had that round
-                self._gradient.begin()
+                self.gradient.begin()
         elif self._num_without == _MANY_STEPS:
             warnings.warn(
                 f"got {_MANY_STEPS} optimizer steps without a round of a {self.name} with rounds='manual': ranks "
@@ -488,7 +492,7 @@ class Loop(Observer):
 
     def _warn_of_extra_forwards(self) -> None:
         num_extra, self._num_extra = self._num_extra, 0
-        if self._has_warned or self._gradient.num_left_out:
+        if self._has_warned or self.gradient.num_left_out:
             return
         self._has_warned = True
         warnings.warn(
@@ -512,7 +516,7 @@ class Loop(Observer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has optimizers of its own, of which nothing is known; its model is bound again.
-        known_of_it = {"_is_watched", "_counts", "_last_of", "_before", "_gradient", "_evaluations", "_unseen"}
+        known_of_it = {"_is_watched", "_counts", "_last_of", "_before", "gradient", "_evaluations", "_unseen"}
         unknown = {*known_of_it, "_num_backwards"}
         state = {name: x for name, x in vars(self).items() if name not in unknown}
         return {**state, "_is_due": self.is_due, "_owner": no_owner}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -11,6 +12,8 @@ from ..flat.layout import FlatLayout
 from ..flat.sharded import local_of
 from ..flat.vector import FlatVector
 
+version_of = operator.attrgetter("_version")
+"""The number of operations in place on a tensor so far; views that share it count together."""
 _SAMPLE = 64  # elements of a tensor that are compared
 _SAMPLE_OF_MANY = 8  # elements of each parameter of a vector
 
@@ -54,7 +57,7 @@ class Moment:
     def _versions(self) -> int:
         num = 0
         for x in self._counted:
-            num += x._version
+            num += version_of(x)
         return num
 
     def now(self) -> None:

@@ -245,8 +245,8 @@ class GossipWrapper(OldNames, AveragingMixin):
         if local.is_averaged:
             return
         local.is_seen_current = is_current
-        if local.transport is not None:
-            local.transport.thread = threading.get_ident()
+        if local.transport is not None and local.loop.turn.trainer != (thread := threading.get_ident()):
+            local.transport.thread = thread
         try:
             for _ in range(local.loop.num_rounds_due(is_synced=self._sync)):
                 self._begin_step()

@@ -144,7 +144,7 @@ class LocalModel(AveragedModel):
     def write(self, vector: FlatVector) -> None:
         """See `AveragedModel`."""
         self.to_estimate()
-        self.loop.written()
+        self.loop.gradient.own_write()
 
     def forget_models(self) -> None:
         """See `AveragedModel`."""
@@ -265,7 +265,7 @@ class LocalModel(AveragedModel):
         """Parameters were changed in place: [Note: Safe point]."""
         if self.node is not None:
             self.node.gather(self.buffer.vector)
-        self.loop.written()
+        self.loop.gradient.own_write()
 
     def holds_other_weights(self) -> bool:
         """Whether other weights stand in the place of those that training has left: [Note: Swapped weights]."""

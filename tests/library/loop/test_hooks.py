@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossip_modules.flat.buffer import FlatBuffer
-from gossip_modules.loop.hooks import Observer
+from gossip_modules.loop.hooks import Methods, Observer
 
 
 class Watcher(Observer):
@@ -41,8 +41,9 @@ class Watcher(Observer):
     def leave_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.calls.append("leave")
 
-    def counts_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self.counts
+    def end_step(self, optimizer: torch.optim.Optimizer, readers: Methods) -> None:
+        if self.counts:
+            super().end_step(optimizer, readers)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.calls.append("after")
