@@ -41,7 +41,6 @@ from .graph_manager import RingGraph
 from .membership.membership import Membership
 from .metrics import MetricsLogger
 from .old_calls import REMOVED
-from .optim.accum_adam import AccumAdam
 from .optim.delayed_nesterov import DelayedNesterov
 from .optim.gossip_adamw import GossipAdamW
 from .optim.muon import MuonAdamW
@@ -67,7 +66,6 @@ __all__ = [
     "D2",
     "DPSGD",
     "QSGD",
-    "AccumAdam",
     "AllReduceDataParallel",
     "BilatGossipDataParallel",
     "Choco",

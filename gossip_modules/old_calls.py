@@ -236,6 +236,7 @@ GOSSIPER_ARGUMENTS: ForeignArguments = dict.fromkeys(
 
 
 REMOVED: Mapping[str, str] = {
+    "AccumAdam": "take GossipAdamW(parameters, lr=1e-3, num_ranks=n), which has the second moments of all-reduce",
     "ConsensusControl": "take algorithm=SlowMo(4, momentum=0.4), whose models end nearer to all-reduce, or "
     "schedule=Schedule(average_every=8), which has exact averages at fixed steps",
 }

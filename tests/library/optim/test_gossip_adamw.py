@@ -12,7 +12,28 @@ from torch import Tensor, nn
 
 from gossip_modules import GossipAdamW
 from gossip_modules.optim.gossip_adamw import noise_share
-from tests.library.optim.test_accum_adam import gradients, longest_step_of_adam, run, start
+
+
+def gradients(num_steps: int) -> Tensor:
+    return torch.randn(num_steps, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
+
+
+def run(optimizer: torch.optim.Optimizer, x: nn.Parameter, grads: Tensor) -> Tensor:
+    for g in grads:
+        x.grad = g.clone()
+        optimizer.step()
+    return x.detach().clone()
+
+
+def start() -> nn.Parameter:
+    return nn.Parameter(torch.linspace(-1, 1, 5, dtype=torch.float64))
+
+
+def longest_step_of_adam(num_windows: int, *, b1: float, b2: float) -> float:
+    """In learning rates: |sum w_j g_j| / sqrt(sum u_j g_j^2) <= sqrt(sum w_j^2 / u_j) for any g, by Cauchy-Schwarz."""
+    ages = torch.arange(num_windows, dtype=torch.float64)
+    w, u = b1**ages, b2**ages
+    return float((w**2 / w.sum() ** 2 * u.sum() / u).sum().sqrt())
 
 
 def test_for_one_rank_it_is_adamw() -> None:
