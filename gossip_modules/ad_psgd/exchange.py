@@ -108,7 +108,7 @@ class BilateralAverage:
             t: the round of this rank, for error messages.
             weight: w, which is sent with the request, so that both ranks use the same.
         """
-        y = self.shared.snapshots.hold()
+        y = self.shared.snapshots.acquire()
         assert y is not None, "publish() comes first"
         self._submit(partial(self._ask, peer, t, weight, y))
 
@@ -129,7 +129,7 @@ class BilateralAverage:
     def close(self, seconds: float) -> None:
         """End the threads, after `shut_down`; peers may ask until they have shut down too, at most for so long."""
         if self.liveness.background.close(seconds):
-            self.liveness.let_go()
+            self.liveness.drop_messages()
         if self._thread is not None:
             self._thread.close()
 
@@ -172,7 +172,7 @@ class BilateralAverage:
         what, deadline = f"answering round {t} of rank {self.transport.names[source]}", Deadline(self.transport.timeout)
         with self.shared.lock:  # so that `withdraw` comes before the reply, or waits until `is_serving` is set
             is_closed = self.is_closing or self.liveness.has_failed
-            y = None if is_closed else self.shared.snapshots.hold()
+            y = None if is_closed else self.shared.snapshots.acquire()
             self.is_serving = y is not None
         with self._exchanging(source, what, t, y):
             reply = torch.tensor([_CLOSED if is_closed else _NOT_YET if y is None else _READY], device="cpu")

@@ -183,10 +183,10 @@ class BilatGossipDataParallel(GossipWrapper):
             engine.raise_if_failed()  # at every call, unlike flush(): the others would wait in vain
         self.flush()
         self._check()
-        self._meet("waiting until no rank asks")
+        self._wait_for_all("waiting until no rank asks")
         self._local.engine.withdraw()
         self.flush()
-        self._meet("waiting until no rank answers")
+        self._wait_for_all("waiting until no rank answers")
 
     def close(self) -> None:
         """See `AveragingMixin`."""
@@ -199,7 +199,7 @@ class BilatGossipDataParallel(GossipWrapper):
         if isinstance(engine := self._local.engine, BilateralEngine):
             engine.check(self._local.vector)
 
-    def _meet(self, what: str) -> None:
+    def _wait_for_all(self, what: str) -> None:
         self._local.averager.transport.all_reduce(torch.zeros(1, device="cpu"), what=what)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -240,7 +240,7 @@ class Liveness:
             with contextlib.suppress(*LOST):  # the peer has ended, or will notice by itself
                 pending.wait(deadline.left_for_gloo)
 
-    def let_go(self) -> None:
+    def drop_messages(self) -> None:
         """Drop the messages once all threads have ended: none is under way then.
 
         A message keeps the connections of its group, and they would stay until the next garbage collection.

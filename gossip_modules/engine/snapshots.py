@@ -124,7 +124,7 @@ class SnapshotPool:
         with self.lock:
             self.is_open = False
 
-    def hold(self) -> Snapshot | None:
+    def acquire(self) -> Snapshot | None:
         """The latest snapshot, which is not written until its `release`; None where readers get none."""
         with self.lock:
             if not self.is_open:
@@ -133,7 +133,7 @@ class SnapshotPool:
             return self.latest
 
     def release(self, snapshot: Snapshot | None) -> None:
-        """End what `hold` began."""
+        """End the reading of a snapshot of `acquire`."""
         if snapshot is not None:
             with self.lock:
                 snapshot.num_readings -= 1
@@ -145,7 +145,7 @@ class SnapshotPool:
     @contextlib.contextmanager
     def reading(self) -> Iterator[Snapshot | None]:
         """A context with the latest snapshot, whole and not written inside; None where readers get none."""
-        snapshot = self.hold()
+        snapshot = self.acquire()
         try:
             if snapshot is not None:
                 snapshot.wait()

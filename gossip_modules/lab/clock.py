@@ -349,7 +349,7 @@ class Clock:
     def advance(self, exchanges: Exchanges) -> None:
         """Go on to the next step, which begins with these exchanges."""
         arrivals = self.arrivals() if self.k > self.first_k else self.starts
-        starts = self._meet(arrivals, exchanges if len(arrivals) > 1 else ())
+        starts = self._start_times(arrivals, exchanges if len(arrivals) > 1 else ())
         self.waited_seconds += starts - arrivals
         self.starts[:] = starts
         self.k += 1
@@ -363,7 +363,7 @@ class Clock:
         """Return the time at which each worker has computed the step that it has started."""
         return self.starts + self.compute.step_seconds(self.k - 1, self.links.workers)
 
-    def _meet(self, arrivals: Array, exchanges: Exchanges) -> Array:
+    def _start_times(self, arrivals: Array, exchanges: Exchanges) -> Array:
         """Return the time at which each worker may start, having come at `arrivals`."""
         return self._exchanged(arrivals, exchanges)
 
@@ -399,7 +399,7 @@ class OverlapClock(Clock):
         self.copy_seconds = 2 * self.links.memory_seconds(self.model_bytes) if copy_seconds is None else copy_seconds
         self._flights: deque[tuple[int, Array]] = deque()  # the step at which a round is due, and when it is done
 
-    def _meet(self, arrivals: Array, exchanges: Exchanges) -> Array:
+    def _start_times(self, arrivals: Array, exchanges: Exchanges) -> Array:
         starts = arrivals
         begin = self._flights[-1][1] if self._flights else starts
         while self._flights and self._flights[0][0] <= self.k:
@@ -421,7 +421,7 @@ class BucketClock(Clock):
 
     begins_with_round = False
 
-    def _meet(self, arrivals: Array, exchanges: Exchanges) -> Array:
+    def _start_times(self, arrivals: Array, exchanges: Exchanges) -> Array:
         if self.k == self.first_k or not exchanges:
             return arrivals
         compute, size = self.compute.compute_seconds(self.k - 1, self.links.workers), self.message.num_bytes

@@ -68,7 +68,7 @@ class ReplicaProcesses(NodeProcesses):
         told: dict[str, Any] = {"on_silent": self._on_silent, "on_ended": self._on_ended, **job.liveness_options}
         self._monitor = LivenessMonitor(control.rank, job=f"{job.name}/replica", host=job.host, **told)
         try:
-            self._meet()
+            self._watch_processes()
         except BaseException:
             self.close()
             raise
@@ -80,7 +80,7 @@ class ReplicaProcesses(NodeProcesses):
         super().close()
         self.vote.close()
 
-    def _meet(self) -> None:
+    def _watch_processes(self) -> None:
         """Watch all other processes."""
         own, control, contacts = self._monitor.contact, self.control, {}
         for rank in range(control.world_size):

@@ -256,7 +256,7 @@ class ProcessGroupTransport(PointToPoint):
     def barrier(self, *, what: str) -> None:
         """See `Transport`; raises the errors of `all_reduce`."""
         if self.backend in _NAMED:
-            self._meet(what, self._limit(), 0)
+            self._wait_for_all(what, self._limit(), 0)
         else:
             self._collective(self.group.barrier, dist.BarrierOptions(), what, 0)
 
@@ -273,7 +273,7 @@ class ProcessGroupTransport(PointToPoint):
         self._staging.synchronize()
         deadline = self._limit()
         if self.backend in _NAMED and self.world_size > 1:
-            self._meet(what, deadline, num_bytes)
+            self._wait_for_all(what, deadline, num_bytes)
             deadline.leave(_MIN_TRANSFER)  # after all have come, however late they were
             options.timeout = deadline.left_for_gloo
         start, left = time.monotonic(), deadline.left_for_gloo
@@ -291,7 +291,7 @@ class ProcessGroupTransport(PointToPoint):
         deadline.leave(min(_MIN_TRANSFER, deadline.seconds))
         return deadline
 
-    def _meet(self, what: str, deadline: Deadline, num_bytes: int) -> None:
+    def _wait_for_all(self, what: str, deadline: Deadline, num_bytes: int) -> None:
         """Return when all ranks have come to `what`, or raise an error with the names of the others."""
         if self.world_size == 1:
             return

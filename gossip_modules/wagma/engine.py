@@ -449,13 +449,13 @@ class WaitAvoidingEngine(Engine):
         with waiting:
             for stage, out_peer in enumerate(worker.out_peers):
                 liveness.post(out_peer, ControlMessage(SETTLING, newest, barrier, stage))
-                while (heard := self._hear(barrier, stage, due := worker.next_global(self.t))) is None:
+                while (heard := self._receive_stage(barrier, stage, due := worker.next_global(self.t))) is None:
                     assert due is not None, "without global averages only a message ends the wait"
                     self._average_globally(x, due)
                 newest = max(newest, heard, self.t)
         return newest
 
-    def _hear(self, barrier: int, stage: int, due: int | None) -> int | None:
+    def _receive_stage(self, barrier: int, stage: int, due: int | None) -> int | None:
         """Wait for the message of a stage; None where some rank comes to the global average of round `due` before."""
         worker, key = self.worker, (barrier, stage)
         worker.liveness.round = self.t

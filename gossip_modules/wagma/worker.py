@@ -230,7 +230,7 @@ class WaitAvoidingWorker:
         liveness.shut_down()
         liveness.wait_until_received()
         if liveness.background.close():
-            liveness.let_go()
+            liveness.drop_messages()
         self.control.close()
         if error is None and not self.is_idle:
             liveness.background.raise_if_unseen()
@@ -276,7 +276,7 @@ class WaitAvoidingWorker:
     def _run(self, t: int) -> None:
         """Average round t over the group. Called by the worker thread; holds no lock while peers are waited for."""
         with self.state:
-            y, lent, self._lent = self.published.hold(), self._lent, None
+            y, lent, self._lent = self.published.acquire(), self._lent, None
             assert y is not None, "a model is published from the beginning"
             average = self.result.take() if lent is None else lent.x
             self.num_started = t + 1

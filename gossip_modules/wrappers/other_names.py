@@ -21,7 +21,7 @@ def _devices(value: Any, given: Mapping[str, Any]) -> Action:
     """Leave it out: a model computes on the device of its parameters; call module.to(device) before wrapping."""
     device = _device(given.get("module"))
     asked = list(value) if isinstance(value, list | tuple) else [value]
-    if device is not None and device.type != "cpu" and len(asked) == 1 and _is(asked[0], device):
+    if device is not None and device.type != "cpu" and len(asked) == 1 and _is_same_device(asked[0], device):
         return Ignored(f"a model computes on the device of its parameters, {device} here")
     return Refused(
         f"a model computes on the device of its parameters ({device or 'none yet'} here); call module.to(device) "
@@ -35,7 +35,7 @@ def _device(module: object) -> torch.device | None:
     return next((parameter.device for parameter in module.parameters()), None)
 
 
-def _is(asked: Any, device: torch.device) -> bool:
+def _is_same_device(asked: Any, device: torch.device) -> bool:
     """Whether an index, a name or a device is `device`."""
     try:
         found = torch.device(device.type, asked) if isinstance(asked, int) else torch.device(asked)

@@ -316,11 +316,11 @@ class LivenessMonitor:
     def _greet(self, other: socket.socket, host: str) -> None:
         caller = _Inbound(other, host, time.monotonic())
         self._strangers.add(caller)
-        self._selector.register(other, selectors.EVENT_READ, partial(self._hear, caller))
+        self._selector.register(other, selectors.EVENT_READ, partial(self._receive_from, caller))
         other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _send(other, self.contact.packet(Packet.GREETING, self._job))
 
-    def _hear(self, caller: _Inbound) -> None:
+    def _receive_from(self, caller: _Inbound) -> None:
         """A caller sends the answer to the greeting, and nothing after that; or it has gone."""
         if caller not in self._strangers:
             if caller in self._watchers:

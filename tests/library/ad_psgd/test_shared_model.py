@@ -153,7 +153,7 @@ def test_three_vectors_beside_the_model_are_enough() -> None:
     for step in range(4):
         shared.publish(x, step=step)
         for _ in range(2):
-            y = shared.snapshots.hold()  # an exchange begins
+            y = shared.snapshots.acquire()  # an exchange begins
             shared.collect(x, is_kept=step == 2)
             shared.publish(x, step=step)
             assert num_vectors(x.layout.num_bytes) <= 1 + 3 + (step == 2), "a kept correction is one more"

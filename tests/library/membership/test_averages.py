@@ -39,14 +39,14 @@ def before(transport: LinkTransport, engine: Any, s: FlatVector) -> None:
 
 def within(transport: LinkTransport, engine: Any, s: FlatVector) -> None:
     """It has come, and has no result."""
-    meet = transport._whole._meet
+    wait = transport._whole._wait_for_all
 
-    def meet_and_end(*arguments: Any) -> None:
-        meet(*arguments)
+    def wait_and_end(*arguments: Any) -> None:
+        wait(*arguments)
         transport._break_whole()
         raise Ended
 
-    transport._whole._meet = meet_and_end  # type: ignore
+    transport._whole._wait_for_all = wait_and_end  # type: ignore
     engine._scheduled_average.finish(s)
 
 

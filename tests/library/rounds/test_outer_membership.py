@@ -184,14 +184,14 @@ def within(worker: Worker) -> None:
     """It has come to the average, and has no result."""
     assert worker.transport is not None
     transport = worker.transport
-    meet = transport._whole._meet
+    wait = transport._whole._wait_for_all
 
-    def meet_and_end(*arguments: Any) -> None:
-        meet(*arguments)
+    def wait_and_end(*arguments: Any) -> None:
+        wait(*arguments)
         transport._break_whole()
         raise Ended
 
-    transport._whole._meet = meet_and_end  # type: ignore
+    transport._whole._wait_for_all = wait_and_end  # type: ignore
     worker.train(8, 9)
     worker.flush()  # raises what the thread has
 
