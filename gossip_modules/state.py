@@ -64,7 +64,6 @@ class Leaf:
         self,
         start: Any,
         *,
-        make: Callable[[], Any] | None = None,
         name: str = "",
         policies: Mapping[str, str] | None = None,
         is_saved: bool = True,
@@ -74,7 +73,7 @@ class Leaf:
         save: Callable[[Any], Any] | None = None,
         load: Callable[[Any], Any] = copy.deepcopy,
     ) -> None:
-        self._start, self._make, self.name = start, make, name
+        self._start, self.name = start, name
         self.policies = policies  # None: the attribute is transient
         self.is_saved, self.is_copied, self.is_needed, self.is_by_peer = is_saved, is_copied, is_needed, is_by_peer
         self.save, self.load = save, load
@@ -85,7 +84,7 @@ class Leaf:
 
     def start(self) -> Any:
         """Return the first value, a new one for each call."""
-        return copy.deepcopy(self._start) if self._make is None else self._make()
+        return copy.deepcopy(self._start)
 
     def begins_anew(self, event: Restart) -> bool:
         """Whether the attribute begins anew after an event."""
@@ -111,7 +110,6 @@ class Branch:
 def leaf(
     start: _T,
     *,
-    make: Callable[[], _T] | None = None,
     name: str = "",
     average: Average = "keep",
     generation: Generation = "keep",
@@ -120,15 +118,14 @@ def leaf(
     is_copied: bool = True,
     is_needed: bool = False,
     is_by_peer: bool = False,
-    save: Callable[[_T], Any] | None = None,
-    load: Callable[[Any], _T] = copy.deepcopy,
+    save: Callable[[Any], Any] | None = None,
+    load: Callable[[Any], Any] = copy.deepcopy,
 ) -> _T:
     """Declare an attribute of a `State`: a number, a text, a tensor, or a structure of these.
 
     Args:
         start: the first value; each object gets a copy. A value of None is left out of states, and a value that a state
             lacks begins anew.
-        make: returns the first value in place of `start`.
         name: the name in states; empty: the name of the attribute, without underscores around it.
         average: "keep" keeps the value after an exact average of all models, "reset" restarts it, and "on_request"
             restarts it only if the user asked for the average and no workers come or go.
@@ -144,19 +141,18 @@ def leaf(
     """
     policies = {"average": average, "generation": generation, "join": join}
     options = {"is_saved": is_saved, "is_copied": is_copied, "is_needed": is_needed, "is_by_peer": is_by_peer}
-    return cast("_T", Leaf(start, make=make, name=name, policies=policies, save=save, load=load, **options))
+    return cast("_T", Leaf(start, name=name, policies=policies, save=save, load=load, **options))
 
 
-def transient(start: _T, *, make: Callable[[], _T] | None = None) -> _T:
+def transient(start: _T) -> _T:
     """Declare an attribute that belongs to one object in one process, such as a thread, a stream or a buffer.
 
     States and copies of the object do not contain it, and no event changes it.
 
     Args:
         start: see `leaf`.
-        make: see `leaf`.
     """
-    return cast("_T", Leaf(start, make=make, is_saved=False, is_copied=False))
+    return cast("_T", Leaf(start, is_saved=False, is_copied=False))
 
 
 def branch(*, name: str = "", is_flat: bool = False, is_needed: bool = False) -> Any:
@@ -257,7 +253,7 @@ class State:
             of: the owner of the state, for the error.
         """
         of = self if of is None else of
-        state = self.from_layout(state)
+        state = {name: value for name, value in self.from_layout(state).items() if value is not None}
         if not state:
             return
         needed = [each.name for each in self._declared_leaves if each.is_needed]
@@ -268,9 +264,10 @@ class State:
 
     def fill(self, state: Any) -> None:
         """Load a state that `check_state` does not refuse; an empty state restarts the object."""
+        self.interrupt()
         state = self.from_layout(state)
         for each in self._declared_leaves:
-            if each.is_saved and each.name in state:
+            if each.is_saved and state.get(each.name) is not None:
                 setattr(self, each.attribute, each.load(state[each.name]))
             elif each.begins_anew(Restart.ALL):
                 setattr(self, each.attribute, each.start())
@@ -280,6 +277,8 @@ class State:
 
     def restart(self, event: Restart = Restart.ALL) -> None:
         """Let all attributes begin anew whose policies say so, here and in the branches."""
+        if event is Restart.ALL:
+            self.interrupt()
         for each in self._declared_leaves:
             if each.begins_anew(event):
                 setattr(self, each.attribute, each.start())
@@ -309,6 +308,9 @@ class State:
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     # For subclasses.
+
+    def interrupt(self) -> None:
+        """End work under way, before all attributes begin anew or are loaded."""
 
     def collect(self) -> None:
         """Bring attributes up to date, before a state or a copy is made of them."""
@@ -344,7 +346,7 @@ class State:
             if each.is_flat:
                 yield part, {name: state[name] for name in part.entry_names() if name in state}
             else:
-                saved = state.get(each.name, [{}] * len(part) if isinstance(part, list) else {})
+                saved = state.get(each.name) or ([{}] * len(part) if isinstance(part, list) else {})
                 yield from zip(_listed(part), saved if isinstance(part, list) else [saved], strict=True)
 
 

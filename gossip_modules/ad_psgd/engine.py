@@ -15,6 +15,7 @@ from ..flat.nonfinite import is_finite, refuse
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..profiling import span
+from ..state import branch
 from ..transport.deadline import Deadline
 from ..transport.listener import SHUTDOWN_TIMEOUT
 from ..transport.process_group import unwatched
@@ -69,6 +70,8 @@ class BilateralEngine(Engine):
     is_in_lockstep = False
     adds_again = True
 
+    momentum: ContinuousMomentum | None = branch(is_flat=True)
+
     def __init__(
         self,
         mixing: MixingManager,
@@ -79,7 +82,6 @@ class BilateralEngine(Engine):
         has_momentum: bool = False,
     ) -> None:
         super().__init__()
-        self.momentum: ContinuousMomentum | None = None
         if has_momentum:
             memory = SnapshotPool(x).vector()  # of the host, for a model on a GPU
             self.momentum = ContinuousMomentum(memory, mixing.graph, transport.rank)
@@ -126,8 +128,6 @@ class BilateralEngine(Engine):
     def go_to(self, x: FlatVector, t: int, step: int) -> None:
         """See `Engine`. A worker that joins again may be ahead of its donor: no step comes twice."""
         super().go_to(x, t, max(step, self.step))
-        if self.momentum is not None:  # the donor's model is new here
-            self.momentum.load_state_dict({})
 
     def give_up(self, x: FlatVector) -> bool:
         """See `Engine`."""
@@ -135,16 +135,6 @@ class BilateralEngine(Engine):
         self._collect(x)
         self.shared = SharedModel(x, self.momentum)  # which an exchange under way does not know
         return True
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Engine`."""
-        return super().state_dict() | ({} if self.momentum is None else self.momentum.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Engine`."""
-        super().load_state_dict(state)
-        if self.momentum is not None:
-            self.momentum.load_state_dict(state)
 
     @property
     def is_in_flight(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +10,10 @@ from torch import Tensor
 from ..flat.vector import FlatVector, add_
 from ..graph_manager.base import GraphManager
 from ..mixing_manager.momentum_rates import MomentumRates
+from ..state import Restart, State, leaf
 
 
-class ContinuousMomentum:
+class ContinuousMomentum(State):
     """The second model of a rank, kept as its difference to the first one, so that gradient steps move both alike.
 
     Args:
@@ -22,8 +22,10 @@ class ContinuousMomentum:
         rank: this rank.
     """
 
+    difference: list[Tensor] = leaf([], name="momentum", join="zero")
+
     def __init__(self, memory: FlatVector, graph: GraphManager, rank: int) -> None:
-        self.difference = list(memory.parameters)
+        self.difference = self._memory = list(memory.parameters)
         self.turn_to(graph, rank)
 
     def turn_to(self, graph: GraphManager, rank: int) -> None:
@@ -38,23 +40,21 @@ class ContinuousMomentum:
             add_(part, difference, alpha=moved)
             add_(difference.mul_(kept), part, alpha=gain)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the difference; shares memory."""
-        return {"momentum": self.difference}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of `state_dict()`; without one the momentum begins anew.
-
-        Raises:
-            ValueError: the state is of other tensors.
-        """
-        loaded: Sequence[Tensor] = state.get("momentum", [torch.zeros_like(part) for part in self.difference])
-        found, own = ([part.numel() for part in parts] for parts in (loaded, self.difference))
+    def check_state(self, state: Any, *, of: object = None) -> None:
+        """See `State`."""
+        super().check_state(state, of=of)
+        found, own = ([part.numel() for part in parts] for parts in (state.get("momentum", self._memory), self._memory))
         if found != own:
             raise ValueError(
                 f"got a continuous momentum of {found} elements, expected {own}: other tensors were trained when it "
                 "was saved; freeze the same parameters before you wrap the model, or load the model alone: "
                 "module.load_state_dict"
             )
-        for part, value in zip(self.difference, loaded, strict=True):
-            part.copy_(value)
+
+    def restarted(self, event: Restart) -> None:
+        """See `State`: the memory stays, with other values."""
+        if event is Restart.ALL:
+            loaded = self.difference or [torch.zeros_like(part) for part in self._memory]
+            for part, value in zip(self._memory, loaded, strict=True):
+                part.copy_(value)
+            self.difference = self._memory

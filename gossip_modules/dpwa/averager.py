@@ -14,6 +14,7 @@ from ..flat.vector import FlatVector
 from ..loop.copies import WeightCopies
 from ..loop.hooks import Observer
 from ..old_calls import foreign_arguments
+from ..state import Restart
 from ..wrappers.averaging import AveragedModel, AveragingMixin
 from ..wrappers.composition import check_inside, hold, let_go
 from .average_on_demand import AverageOnDemand
@@ -130,7 +131,7 @@ class ServedModel(AveragedModel):
 
     def forget_models(self) -> None:
         """See `AveragedModel`."""
-        self.engine.forget_models()
+        self.engine.restart(Restart.REQUEST)
 
 
 class PairwiseAverager(PairwiseWorker):

@@ -16,6 +16,7 @@ from ..engine.snapshots import SnapshotPool
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..profiling import span
+from ..state import branch, leaf
 from ..transport.bounded_listener import MIN_CONNECTIONS
 from ..transport.uncaught_errors import leave_at_error, stay
 from .config import PairwiseConfig, check_address
@@ -84,6 +85,11 @@ class PairwiseEngine(Engine):
 
     is_asynchronous = True
 
+    step: int = leaf(0, is_needed=True)
+    clock: float = leaf(0.0, is_needed=True)
+    loss: float | None = leaf(None)
+    scores: PeerScores = branch(name="peers", is_needed=True)
+
     def __init__(self, buffer: FlatBuffer, config: PairwiseConfig, *, init_from_peers: bool) -> None:
         super().__init__()
         self.thread = threading.get_ident()
@@ -95,8 +101,7 @@ class PairwiseEngine(Engine):
         self._warned: set[str] = set()
         self._peers = config.others
         self.background, self.counts = Background(), Counts()
-        self.scores = PeerScores(self._peers)
-        self._start_anew()
+        self.scores = PeerScores(self._peers, seed=f"{config.seed}/{config.name}")
         self.snapshots = SnapshotPool(x)
         shared: dict[str, Any] = {
             "shape": ModelShape.of(buffer.signature(), x.layout),
@@ -119,12 +124,6 @@ class PairwiseEngine(Engine):
     def end_by(self, error: BaseException) -> None:
         """See `Leaver`: peers get no more of this model, and ask others."""
         self.server.stop()
-
-    def _start_anew(self) -> None:
-        """Begin without any state."""
-        self.step, self.clock = 0, 0.0
-        self.loss: float | None = None
-        self.scores.reset(seed=f"{self.config.seed}/{self.config.name}")
 
     def _max_connections(self) -> int:
         return MIN_CONNECTIONS + _CONNECTIONS_PER_PEER * len(self._peers)
@@ -236,23 +235,11 @@ class PairwiseEngine(Engine):
         self.fetcher.stop()
         self.background.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Engine`."""
-        own = {"step": self.step, "clock": self.clock, "loss": self.loss, "peers": self.scores.state_dict()}
-        return {**super().state_dict(), **own}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Engine`. Peers get no model of before it: none at all until the next one is published."""
-        super().load_state_dict(state)
-        self._withdraw()
-        self.step, self.clock, self.loss = state["step"], state["clock"], state["loss"]
-        self.scores.load_state_dict(state["peers"])
-
-    def reset(self) -> None:
-        """See `Engine` and `load_state_dict`."""
-        self._withdraw()
-        super().reset()
-        self._start_anew()
+    def interrupt(self) -> None:
+        """See `State`. Peers get no model of before it: none at all until the next one is published."""
+        self._await()
+        self.fetcher.is_own_finite = True
+        self.snapshots.withdraw()
 
     @torch.no_grad()
     def _take(self, x: FlatVector) -> None:
@@ -262,12 +249,6 @@ class PairwiseEngine(Engine):
         if fetched is not None:
             x.raw.copy_(self.fetcher.arrived.raw)
             self.clock = fetched.standing.clock
-
-    def _withdraw(self) -> None:
-        """Forget the model that is served, and the one that is under way: they are not of the state to come."""
-        self._await()
-        self.fetcher.is_own_finite = True
-        self.snapshots.withdraw()
 
     def _check(self, x: FlatVector) -> None:
         self.background.raise_if_failed()
@@ -342,11 +323,11 @@ class PairwiseRecord(IdleEngine):
     def republish(self, x: FlatVector) -> None:
         """No peer asks for the model."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Engine`."""
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
+        """See `State`."""
         return dict(self._state)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Engine`."""
-        super().load_state_dict(state)
+    def fill(self, state: Any) -> None:
+        """See `State`."""
+        super().fill(state)
         self._state = dict(state)

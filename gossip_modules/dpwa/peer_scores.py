@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..state import Restart, State
+
 MIN_SCORE, START_SCORE, MAX_SCORE = 10, 1000, 1000
 REWARD, PENALTY = 10, 100
 STARVED_SCORE = 500  # below this a peer is rarely drawn again
@@ -22,7 +24,7 @@ class _Record:
     last_contact: int = 0  # round of the last fetch or probe
 
 
-class PeerScores:
+class PeerScores(State):
     """Chooses the peer that is asked for its model: the one with the highest score + uniform integer in [10, 1000].
 
     A score starts at 1000, gains 10 with each completed request, loses 100 with each that failed, and stays within
@@ -49,7 +51,8 @@ class PeerScores:
         self._lock = threading.Lock()
         self._records = {peer: _Record() for peer in peers}
         self.num_joins = self.num_deaths = 0
-        self.reset(seed=seed)
+        self._seed = seed
+        self.fill({})
 
     @property
     def scores(self) -> dict[str, int]:
@@ -133,25 +136,30 @@ class PeerScores:
                 score = max(record.score - PENALTY, MIN_SCORE)
                 self._records[peer] = _Record(score, has_failed=True, last_contact=self._round)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The scores, the state of recoveries, the round, and the state of the generator, as plain values."""
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
+        """See `State`: the scores, the state of recoveries, the round, and the state of the generator."""
         with self._lock:
             version, words, gauss = self._generator.getstate()
             records = {peer: asdict(record) for peer, record in self._records.items()}
             return {"round": self._round, "records": records, "generator": [version, list(words), gauss]}
 
-    def reset(self, *, seed: str) -> None:
-        """Set all scores to the start, for the peers that are known."""
-        with self._lock:
-            self._generator = random.Random(seed)
-            self._records = {peer: _Record() for peer in self._records}
-            self._round = 0
+    def entry_names(self) -> set[str]:
+        """See `State`."""
+        return {"round", "records", "generator"}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict()` returned; peers that are not in it get the start score."""
-        version, words, gauss = state["generator"]
+    def fill(self, state: Mapping[str, Any]) -> None:
+        """See `State`; peers that are not in the state get the start score."""
+        generator = random.Random(self._seed)
+        if state:
+            version, words, gauss = state["generator"]
+            generator.setstate((version, tuple(words), gauss))
         with self._lock:
-            self._generator.setstate((version, tuple(words), gauss))
-            self._round = state["round"]
+            self._generator, self._round = generator, state.get("round", 0)
+            records = state.get("records", {})
             for peer in self._records:
-                self._records[peer] = _Record(**state["records"].get(peer, {"last_contact": self._round}))
+                self._records[peer] = _Record(**records.get(peer, {"last_contact": self._round}))
+
+    def restart(self, event: Restart = Restart.ALL) -> None:
+        """See `State`: all scores return to the start, for the peers that are known."""
+        if event is Restart.ALL:
+            self.fill({})

@@ -16,8 +16,8 @@ from ..mixing_manager.base import MixingManager
 from ..profiling import Span
 from ..rounds.mixer import GlobalAverage, Mixer
 from ..schedule import Action, Schedule
+from ..state import Restart, State, branch, leaf
 from ..transport.base import Transport
-from ..transport.state_tree import copied
 from ..worlds.world import ALONE, ModelWorld
 
 MAX_KEPT = 4  # corrections of flushes that `add_again` tells apart
@@ -51,7 +51,7 @@ class EngineStats:
         }
 
 
-class Engine(ABC):
+class Engine(State, ABC):
     """Runs rounds of communication: `round` is called once per training step, at the safe point before the forward."""
 
     is_asynchronous: bool = False
@@ -67,8 +67,10 @@ class Engine(ABC):
     successor: Engine | None = None
     """The engine that takes the place of this one at the next step, with its mixer and its counters."""
 
+    t: int = leaf(0, is_needed=True)
+    """The number of rounds started so far."""
+
     def __init__(self) -> None:
-        self.t = 0  # rounds started so far
         self.step = 0  # training steps seen so far
         self.stats = EngineStats()
         self.is_closed = False
@@ -158,6 +160,7 @@ class Engine(ABC):
             t: the number of the next round.
             step: the number of training steps so far.
         """
+        self.restart()
         self.t, self.step = t, step
 
     def advance(self, num_steps: int) -> None:
@@ -175,12 +178,8 @@ class Engine(ABC):
         """Apply the received corrections to x and drop later ones; returns False if `flush` is to be called."""
         return False
 
-    def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
-        """Return the state for a joining worker, without links to peers. No round may be in flight; x is the model."""
-        return {"t": self.t, "step": self.step}
-
-    def join(self, x: FlatVector, state: dict[str, Any]) -> None:
-        """Go on with the model x from `state`, a state of `state_for_newcomer` of another worker."""
+    def join(self, x: FlatVector, state: Mapping[str, Any]) -> None:
+        """Go on with the model x from `state`, `state_dict(joins=True)` of another worker, and its "step"."""
         self.go_to(x, int(state["t"]), int(state["step"]))
 
     @property
@@ -188,26 +187,23 @@ class Engine(ABC):
         """The name in checkpoints. An engine loads the states of engines with the same name."""
         return type(self).__name__
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counters and the state of the algorithm. No round may be in flight."""
-        return {"engine": self.state_name, "t": self.t}
+    def to_layout(self, state: dict[str, Any]) -> dict[str, Any]:
+        """See `State`."""
+        return {"engine": self.state_name, **state}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of `state_dict()`. No round may be in flight.
+    def from_layout(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """See `State`."""
+        return {name: value for name, value in state.items() if name != "engine"}
 
-        Raises:
-            ValueError: the state belongs to another kind of engine; nothing has changed then.
-        """
-        self._check_name(state)
-        self.t = state["t"]
-
-    def _check_name(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: Any, *, of: object = None) -> None:
+        """See `State`: a state belongs to one kind of engine."""
         name = state.get("engine", _UNNAMED)
-        if name != self.state_name:
+        if state and name != self.state_name:
             raise ValueError(
                 f"got the state of a {name}, expected the state of a {self.state_name}; wrap as for the saved model, "
                 "or load the model alone: module.load_state_dict"
             )
+        super().check_state(state, of=self.state_name)
 
     def saved_flights(self) -> list[dict[str, Any]] | None:
         """Wait for the rounds in flight, and return them for a checkpoint; they stay in flight.
@@ -219,17 +215,6 @@ class Engine(ABC):
 
     def resume_flights(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Go on with rounds of `saved_flights()`, after `load_state_dict`."""
-
-    def reset(self) -> None:
-        """Drop all state. No round may be in flight."""
-        self.t = 0
-
-    def forget_models(self) -> None:
-        """Restart the state about models, because all ranks have taken the average.
-
-        No round may be in flight. Counters stay, so that ranks agree on the next round even if one of them failed
-        during the average.
-        """
 
 
 class IdleEngine(Engine):
@@ -253,6 +238,10 @@ class IdleEngine(Engine):
         """See `Engine`."""
         return False
 
+    def from_layout(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """See `State`: the number of rounds in a state of the copied engine."""
+        return {name: state[name] for name in state if name == "t"}
+
 
 class LockstepEngine(Engine):
     """Runs the rounds of a mixer in lockstep: all ranks run round t together.
@@ -268,6 +257,9 @@ class LockstepEngine(Engine):
         ValueError: `on_nonfinite` has another value; or the mixer keeps models of peers, and the schedule has exact
             averages.
     """
+
+    step: int = leaf(0, is_needed=True)
+    gossiper: Mixer = branch(is_needed=True)
 
     def __init__(
         self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise", world: ModelWorld = ALONE
@@ -294,49 +286,33 @@ class LockstepEngine(Engine):
         """See `Engine`: one name for all lockstep engines."""
         return "LockstepEngine"
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Engine`."""
+    def to_layout(self, state: dict[str, Any]) -> dict[str, Any]:
+        """See `State`."""
         choice = {} if self.choice is None else {"choice": self.choice}
-        return {**super().state_dict(), "step": self.step, "gossiper": self.gossiper.state_dict(), **choice}
+        return {**super().to_layout(state), **choice}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Engine`."""
-        self._check_name(state)
+    def entry_names(self) -> set[str]:
+        """See `State`; a state may have the choice of overlap that the engine was made from."""
+        return {*super().entry_names(), "choice"}
+
+    def check_state(self, state: Any, *, of: object = None) -> None:
+        """See `State`."""
         if "control" in state:
             raise ValueError(
                 "got the state of a ConsensusControl, which is gone, expected the state of a run with a Schedule; load "
                 "the model alone, module.load_state_dict, and train with SlowMo(4, momentum=0.4) or "
                 "Schedule(average_every=8)"
             )
-        self.gossiper.load_state_dict(state["gossiper"])  # which may refuse it, before anything has changed
-        super().load_state_dict(state)
-        self.step = state["step"]
-
-    def reset(self) -> None:
-        """See `Engine`."""
-        self.t = self.step = 0
-        self.gossiper.reset()
+        super().check_state(state, of=of)
 
     def close(self) -> None:
         """See `Engine`."""
         self.gossiper.close()
 
-    def forget_models(self) -> None:
-        """See `Engine`. If workers may fail during the average, links are kept, since both ends must stay equal."""
-        if self.gossiper.transport.is_elastic:
-            self.gossiper.end_average()
-        else:
-            self.gossiper.forget_models()
-
     def rebind(self, weights: MixingManager, transport: Transport, x: FlatVector) -> None:
         """See `Engine`."""
         self.gossiper.rebind(weights, transport)
         self.averager.transport = self._scheduled_average.transport = transport
-
-    def go_to(self, x: FlatVector, t: int, step: int) -> None:
-        """See `Engine`."""
-        self.reset()
-        super().go_to(x, t, step)
 
     def round_stats(self) -> dict[str, float]:
         """See `Engine`; with the choice of overlap, if there is one."""
@@ -366,11 +342,7 @@ class LockstepEngine(Engine):
         """See `Engine`."""
         self.gossiper.resume_flights(saved)
 
-    def state_for_newcomer(self, x: FlatVector) -> dict[str, Any]:
-        """See `Engine`: a copy of `state_dict()` without links to peers."""
-        return dict(copied({**self.state_dict(), "gossiper": self.gossiper.state_for_newcomer()}))
-
-    def join(self, x: FlatVector, state: dict[str, Any]) -> None:
+    def join(self, x: FlatVector, state: Mapping[str, Any]) -> None:
         """See `Engine`."""
         self.load_state_dict(state)
 
@@ -466,7 +438,7 @@ class SyncEngine(LockstepEngine):
             self.t += 1
             mixer.finish(x)
             if mixer is self._scheduled_average and not self._scheduled_average.has_failed:
-                self.gossiper.end_average()
+                self.gossiper.restart(Restart.AVERAGE)
                 if self._is_warm_up:
                     self.gossiper.begin_anew(x, step)
         self.stats.wait_seconds += time.perf_counter() - start

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ..flat.vector import FlatVector
-from .engine import Engine, EngineStats, LockstepEngine
+from ..state import Restart
+from .engine import EngineStats, LockstepEngine
 
 _FOLLOWS = "process that follows "
 
@@ -69,21 +70,23 @@ class FollowingEngine(LockstepEngine):
         """See `Engine`."""
         self._engine.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Engine`; contains the counters only."""
-        return {**super().state_dict(), "gossiper": {}}
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
+        """See `State`; contains the counters only."""
+        return {"engine": self.state_name, "t": self.t, "step": self.step, "gossiper": {}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Engine`; also loads the counters from a state of the first process."""
+    def check_state(self, state: Any, *, of: object = None) -> None:
+        """See `State`; a state of the first process has the counters too."""
         name = str(state.get("engine"))
         is_known = name == self._followed or name.startswith(_FOLLOWS)
-        Engine.load_state_dict(self, {**state, "engine": self.state_name} if is_known else state)
-        self.step, self._is_in_flight = state["step"], False
+        super().check_state({**state, "engine": self.state_name, "gossiper": {}} if is_known else state)
 
-    def reset(self) -> None:
-        """See `Engine`."""
-        self.t, self.step, self._is_in_flight = 0, 0, False
+    def fill(self, state: Any) -> None:
+        """See `State`."""
+        self.t, self.step, self._is_in_flight = state["t"], state["step"], False
 
-    def forget_models(self) -> None:
-        """See `Engine`; the engine that was made here may write the momentum of the optimizer."""
-        self._engine.forget_models()
+    def restart(self, event: Restart = Restart.ALL) -> None:
+        """See `State`; the engine that was made here may write the momentum of the optimizer."""
+        if event is Restart.ALL:
+            self.t, self.step, self._is_in_flight = 0, 0, False
+        else:
+            self._engine.restart(event)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..flat.nonfinite import FiniteCheck
 from ..flat.vector import FlatVector
+from ..state import leaf
 from ..worlds.all_or_none import MayBeLost, all_or_none
 from .engine import Engine
 
@@ -36,6 +37,8 @@ class GradientEngine(Engine):
         on_nonfinite: "raise" raises FloatingPointError at a step if x is not finite; "spread" does not check.
     """
 
+    step: int = leaf(0, is_needed=True)
+
     def __init__(self, transport: Any, *, share: Callable[[int], None], on_nonfinite: str = "raise") -> None:
         super().__init__()
         self.transport = transport
@@ -49,7 +52,7 @@ class GradientEngine(Engine):
         self.transport = transport
         self.is_cut_off, self._is_first = False, True
 
-    def join(self, x: FlatVector, state: dict[str, Any]) -> None:
+    def join(self, x: FlatVector, state: Mapping[str, Any]) -> None:
         """See `Engine`."""
         super().join(x, state)
         self._has_joined = True
@@ -139,16 +142,3 @@ class GradientEngine(Engine):
         self.stats.record(0)
         self.stats.wait_seconds += time.perf_counter() - start
         return True
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Engine`."""
-        return {**super().state_dict(), "step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Engine`."""
-        super().load_state_dict(state)
-        self.step = state["step"]
-
-    def reset(self) -> None:
-        """See `Engine`."""
-        self.t = self.step = 0

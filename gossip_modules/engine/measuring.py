@@ -6,7 +6,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..flat.vector import FlatVector
 from ..rounds.mixer import Mixer
 from ..rounds.push_pull import PushPull
 from ..schedule import Schedule
+from ..state import leaf
 from ..worlds.world import ALONE, ModelWorld
 from .engine import LockstepEngine, SyncEngine
 from .overlap import OverlapEngine
@@ -145,6 +146,10 @@ class MeasuringEngine(SyncEngine):
         is_eager: see `OverlapEngine`.
     """
 
+    _steps: list[float] = leaf([], is_saved=False)
+    _rounds: list[float] = leaf([], is_saved=False)
+    _ended: float | None = leaf(None, is_saved=False)  # when the last step's round has ended
+
     def __init__(
         self,
         gossiper: Mixer,
@@ -162,9 +167,6 @@ class MeasuringEngine(SyncEngine):
                 "sent models, without the optimizer steps during the round"
             )
         self.limits, self._is_eager = limits, is_eager
-        self._steps: list[float] = []
-        self._rounds: list[float] = []
-        self._ended: float | None = None  # when the last step's round has ended
         self._sent = 0  # bytes before the measured rounds
 
     def round(self, x: FlatVector) -> bool:
@@ -234,17 +236,8 @@ class MeasuringEngine(SyncEngine):
         engine.t, engine.step, engine.stats, engine.choice = self.t, self.step, self.stats, asdict(choice)
         return engine
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Engine`; a state that was saved after the choice brings the choice along, if it is within the limits."""
-        super().load_state_dict(dict(state))
-        self._forget()
+    def fill(self, state: Any) -> None:
+        """See `State`; a state that was saved after the choice brings the choice along, if it is within the limits."""
+        super().fill(state)
         if (saved := state.get("choice")) and self.limits.allow(choice := OverlapChoice(**saved)):
             self.successor = self._engine_of(choice)
-
-    def reset(self) -> None:
-        """See `Engine`."""
-        super().reset()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._steps, self._rounds, self._ended = [], [], None

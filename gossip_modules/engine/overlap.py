@@ -18,6 +18,7 @@ from ..flat.vector import FlatVector, add_
 from ..profiling import span
 from ..rounds.mixer import Mixer
 from ..schedule import Action, Schedule
+from ..state import Restart, transient
 from ..transport.threads import CallThread
 from ..worlds.world import ALONE, ModelWorld
 from .engine import LockstepEngine
@@ -81,6 +82,12 @@ class OverlapEngine(LockstepEngine):
 
     adds_again = True
 
+    _snapshot: FlatVector | None = transient(None)
+    _sent_buffers: list[Tensor] = transient([])  # copies of the snapshot's buffers, before it becomes a correction
+    _flushed_alpha: float | None = transient(None)  # alpha of the correction that a flush applied since the last round
+    _thread: CallThread | None = transient(None)
+    _stream: torch.Stream | None = transient(None)
+
     def __init__(
         self,
         gossiper: Mixer,
@@ -101,12 +108,7 @@ class OverlapEngine(LockstepEngine):
         super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite, world=world)
         self.max_staleness = max_staleness
         self.is_eager = is_eager
-        self._snapshot: FlatVector | None = None
-        self._sent_buffers: list[Tensor] = []  # copies of the snapshot's buffers, before it becomes a correction
         self._flight: _Flight | None = None
-        self._flushed_alpha: float | None = None  # alpha of the correction that a flush applied since the last round
-        self._thread: CallThread | None = None
-        self._stream: torch.Stream | None = None
         self._is_finite = FiniteCheck()
 
     @property
@@ -180,17 +182,6 @@ class OverlapEngine(LockstepEngine):
         self._thread = self._snapshot = self._flight = None
         self._sent_buffers = []
 
-    def __getstate__(self) -> dict[str, Any]:
-        assert self._flight is None, "flush() before copying: a round is in flight"
-        fresh: dict[str, Any] = {
-            "_thread": None,
-            "_stream": None,
-            "_snapshot": None,
-            "_sent_buffers": [],
-            "_flushed_alpha": None,
-        }
-        return {**self.__dict__, **fresh}
-
     def _begins_round(self) -> bool:
         """Whether a round begins in this step, as in each step at the beginning with `average_until`."""
         return self._action(self.step) is not Action.SKIP
@@ -222,7 +213,7 @@ class OverlapEngine(LockstepEngine):
         if self.on_nonfinite != "spread" and not self.world.agree(flight.is_finite):
             self._leave_out(flight, x)
         if flight.mixer is self._scheduled_average and not self._scheduled_average.has_failed:
-            self.gossiper.end_average()
+            self.gossiper.restart(Restart.AVERAGE)
         return alpha
 
     def _leave_out(self, flight: _Flight, x: FlatVector) -> None:

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..rounds.rows import Indices
 from ..rounds.stacked import Stacked
 from ..schedule import Action
+from ..state import Restart
 from .clock import Compute, Network
 from .models import Models
 from .plan import LabPlan, Running, Setting
@@ -211,8 +212,9 @@ def carry(old: Stacked, new: Stacked, rows: Sequence[int]) -> None:
     for before, after in zip([old, *old.fragments], [new, *new.fragments], strict=True):
         new_ranks = {rank: index for index, rank in reversed(list(enumerate(rows)))}
         for memory in before.memories:
-            memory.begin_generation(after.memories[0].weights)
-            memory.renumber_links(new_ranks)
+            memory.turn_to(after.memories[0].weights)
+            memory.restart(Restart.GENERATION)
+            memory.renumber(new_ranks)
         if old.algorithm.takes_rows:
             (memory,), (own,) = before.memories, after.memories
             state = memory.state_dict(has_links=False)

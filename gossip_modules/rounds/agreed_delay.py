@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
+from ..state import Restart, State, leaf
 from ..transport.base import Transport
 
 _NONE = -1.0  # no round has been measured
 
 
-class AgreedDelay:
+class AgreedDelay(State):
     """The delay of the next round, if `delay="auto"`: the steps that the round before took on the slowest rank.
 
     [Note: delay="auto"] When a reply has come, the gossip thread gathers a number of each rank: the steps from the
@@ -32,15 +31,17 @@ class AgreedDelay:
         k: the number of optimizer steps so far; the training thread writes it.
     """
 
+    _delays: list[tuple[int, int]] = leaf([], save=lambda delays: [list(pair) for pair in delays])
+    _measured: float = leaf(_NONE, is_saved=False)
+
     def __init__(self, most: int) -> None:
         self.most, self.k = most, 0
-        self._measured = _NONE
-        self._delays: list[tuple[int, int]] = []
-        self.reset()
+        self.restarted(Restart.ALL)
 
-    def reset(self) -> None:
-        """Begin anew."""
-        self._measured, self._delays = _NONE, [(0, max(self.most // 2, 1))]
+    def restarted(self, event: Restart) -> None:
+        """See `State`."""
+        delays = self._delays or [(0, max(self.most // 2, 1))]
+        self._delays = [(int(k), min(int(delay), self.most)) for k, delay in delays]
 
     def at(self, k: int) -> int:
         """Return the delay of a round that begins after k steps; k does not decrease."""
@@ -75,12 +76,3 @@ class AgreedDelay:
     def present(self) -> int:
         """The delay of the last rounds."""
         return self._delays[0][1]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the delays, as plain values; no round is in flight."""
-        return {"delays": [list(pair) for pair in self._delays]}
-
-    def load_state_dict(self, state: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        """Load a state of `state_dict()`; an empty one begins anew."""
-        self.reset()
-        self._delays = [(int(k), min(int(delay), self.most)) for k, delay in state.get("delays", self._delays)]

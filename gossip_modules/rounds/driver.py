@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager
+from ..state import Restart, State, branch, leaf
 from ..transport.base import Transport
 from ..worlds.all_or_none import MayBeLost
 from ..worlds.world import ALONE, ModelWorld
 from .algorithm import Algorithm
-from .loaded import check_layout
 from .memory import Memory
-from .message_rounds import MessageRounds
+from .message_rounds import MessageCheck, MessageRounds
 from .messages import Message, Received
 from .mixer import GlobalAverage, Mixer
 from .optimizer_watch import OptimizerWatch
@@ -42,10 +42,8 @@ from .saved_round import can_be_saved, reopen, saved_round
 from .stamps import Stamps
 from .vector import SentVector, Vector
 
-_ENTRIES = ("algorithm", "memory", "optimizer", "stamps", "links", "messages")  # of a state
 
-
-class Driver:
+class Driver(State):
     """Runs the rounds of an algorithm on one vector, the whole model or a fragment of it.
 
     Plain gossip answers `Mix(x)`, an all-reduce answers `Average(x)`, and `MessageRounds` exchanges messages.
@@ -68,23 +66,29 @@ class Driver:
         open_round: the round that has begun and not ended.
     """
 
+    memory: Memory = branch(is_needed=True)
+    watch: OptimizerWatch | None = branch(name="optimizer")
+    stamps: Stamps = branch()
+    message_check: MessageCheck = branch(name="messages")
+    has_begun: bool = leaf(False, average="reset", generation="reset", is_saved=False)
+    _is_torn: bool = leaf(False, is_saved=False)  # whether a round failed while it was applying messages
+    _is_cut_off: bool = leaf(False, is_saved=False)  # whether a round failed while messages were in transfer
+
     def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
         self.algorithm, self.plain = algorithm, plain
         self.memory = Memory()
         self.messages = MessageRounds(
             self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
         )
+        self.message_check = self.messages.message_check
         self.stamps = Stamps()
-        self.watch: OptimizerWatch | None = None
-        self.has_begun = self.has_failed = False
+        self.has_failed = False
         self.alpha: float | None = None
         self.own_buffer_weight = 1.0
         self.open_round: OpenRound | None = None
         self._saved_round: Mapping[str, Any] | None = None  # of a checkpoint, until the round goes on
         self._buffers: list[Tensor] = []  # of the model, mixed; after a round their last values
         self._has_checked_step = False
-        self._is_torn = False  # whether a round failed while it was applying messages
-        self._is_cut_off = False  # whether a round failed while messages were in transfer
         self._has_joined = False  # whether the model is the donor's, from within a window of outer steps
 
     def bind(self, mixing: MixingManager, transport: Transport, world: ModelWorld = ALONE) -> None:
@@ -92,20 +96,19 @@ class Driver:
         self.mixing, self.transport, self._is_elastic = mixing, transport, transport.is_elastic
         self.world = world
         self.messages.bind(mixing, transport)
-        self.memory.weights = repr(mixing)
         self.averager = GlobalAverage(transport, may_fail=True)
+        self.stamps.is_needed = self.algorithm.has_equal_memory and self._is_elastic
         self._begin_generation()
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `Mixer`."""
         self.mixing, self.transport, self.averager.transport = mixing, transport, transport
         self.messages.rebind(mixing, transport)
-        self.memory.begin_generation(repr(mixing))
-        self.has_begun = False
         self._begin_generation()
 
     def _begin_generation(self) -> None:
-        self.stamps.begin_generation(is_needed=self.algorithm.has_equal_memory and self._is_elastic)
+        self.memory.turn_to(repr(self.mixing))
+        self.restart(Restart.GENERATION)
 
     @property
     def sources(self) -> Sequence[int]:
@@ -379,7 +382,7 @@ class Driver:
                     b.copy_(torch.lerp(mixed, b.to(mixed), kept) if kept else mixed)
             if opened.averages:
                 self.stamps.taken = opened.k
-                self.memory.forget_inner_models()
+                self.memory.restart_inner()
         self.open_round = None
         self._after_round()
 
@@ -479,38 +482,28 @@ class Driver:
 
     # State.
 
-    def forget_models(self, *, is_asked: bool) -> None:
-        """Restart the state that depends on models; see `Memory.forget_models`."""
-        self.memory.forget_models(is_asked=is_asked)
-        self.has_begun = False
-        if self.watch is not None:
-            self.watch.forget(self.memory)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Mixer`; shares memory. After a round that failed while it applied messages, the state is empty."""
-        if self._is_torn:
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> Any:
+        """See `State`. After a round that failed while it applied messages, the state is empty."""
+        if self._is_torn and not joins:
             return {"algorithm": self.algorithm.name}
-        return {
-            **self._state(self.memory.state_dict(has_links=not self._is_elastic)),
-            "links": self._links if self.algorithm.keeps_links else [],
-            "messages": self.messages.state_dict(),
-        }
+        return super().state_dict(joins=joins, has_links=has_links and not self._is_elastic)
 
-    def state_for_newcomer(self) -> dict[str, Any]:
-        """See `Mixer`."""
-        return self._state(self.memory.state_dict(joins=True, has_links=False), joins=True)
+    def to_layout(self, state: dict[str, Any]) -> dict[str, Any]:
+        """See `State`."""
+        links = self._links if self.algorithm.keeps_links else []
+        return {"algorithm": self.algorithm.name, **state, "links": links}
 
-    def _state(self, memory: dict[str, Any], *, joins: bool = False) -> dict[str, Any]:
-        optimizer = {} if self.watch is None else self.watch.state_dict(joins=joins)
-        stamps = [self.stamps.taken, self.stamps.lost]
-        return {"algorithm": self.algorithm.name, "memory": memory, "optimizer": optimizer, "stamps": stamps}
+    def from_layout(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """See `State`. A worker of a membership may have other peers than the worker that saved the state."""
+        left_out = {"algorithm", "links", "messages"} if self._is_elastic else {"algorithm", "links"}
+        kept = {name: value for name, value in state.items() if name not in left_out}
+        if self._is_elastic and "memory" in kept:
+            kept["memory"] = without_links(kept["memory"], self.algorithm.parts)
+        return kept
 
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if `load` would refuse the state, or not understand it; nothing changes."""
-        if not state.keys() - {"algorithm"}:  # of a round that failed while it applied messages: see `state_dict`
-            return
-        check_layout(state, _ENTRIES, of=self.algorithm.name, needed=("memory",))
-        Memory.check(state["memory"], of=self.algorithm.name)
+    def check_state(self, state: Any, *, of: object = None) -> None:
+        """See `State`."""
+        super().check_state(state, of=self.algorithm.name)
         links = state.get("links", [])
         if not self._is_elastic and links and list(links) != self._links:
             raise ValueError(
@@ -518,21 +511,17 @@ class Driver:
                 "checkpoint of this rank, made on the same graph"
             )
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `check` does not refuse; an empty state resets."""
-        self.close_round()
-        self.has_begun = self._is_torn = self._is_cut_off = False
-        self.stamps.taken, self.stamps.lost = state.get("stamps", (0, 0))
-        memory = state.get("memory", {})
-        self._has_joined = memory.get("joins", False)
-        if self._is_elastic:  # this worker may have other peers than the one that saved the state
-            memory = without_links(memory, self.algorithm.parts)
-        self.memory.load_state_dict(memory)
+    def fill(self, state: Any) -> None:
+        """See `State`. Under a membership some vectors restart: see [Note: Sums over workers] of `Memory`."""
+        super().fill(state)
+        self._has_joined = state.get("memory", {}).get("joins", False)
         if self._is_elastic:
-            self.memory.begin_generation(self.memory.weights)
-        self.messages.load_state_dict(state.get("messages", {}))
-        if self.watch is not None:
-            self.watch.load_state_dict(state.get("optimizer", {}), self.memory)
+            self.memory.restart(Restart.GENERATION)
+
+    def restarted(self, event: Restart) -> None:
+        """See `State`: the optimizer takes over the momentum of the memory."""
+        if self.watch is not None and event is not Restart.GENERATION:
+            self.watch.write(self.memory)
 
     @property
     def _links(self) -> list[int]:

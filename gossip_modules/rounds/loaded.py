@@ -3,38 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from ..state import Restart, begins_anew
 from .runs import Places, carry, runs, sizes_of
-
-PolicyItems = set[tuple[str, Any]]
-"""Policies of vectors as pairs of name and value; see `Memory.vector`."""
-
-
-VERSION = 1
-"""The version of the layout of states; a state that was saved without a version has version 1."""
-
-
-def check_layout(state: Mapping[str, Any], known: Collection[str], *, of: object, needed: Collection[str] = ()) -> None:
-    """Raise ValueError for a state that another version of the library has saved in another layout.
-
-    Args:
-        state: the state.
-        known: the names of the entries that a state may have, besides its version.
-        of: the owner of the state, for the error.
-        needed: the names of the entries that it must have.
-    """
-    entries = state.keys() - {"version"}
-    if state.get("version", VERSION) == VERSION and entries <= set(known) and entries >= set(needed):
-        return
-    raise ValueError(
-        f"got a state of {of} of version {state.get('version', 'unknown')} with the entries {sorted(entries)}, "
-        f"expected version {VERSION} with entries among {sorted(known)}: another version of gossip_modules has saved "
-        "it; continue with that version, or load the model alone: module.load_state_dict"
-    )
 
 
 class Loaded:
@@ -101,9 +76,9 @@ class Loaded:
                 "rounds with the same peers and weights; resume on the same graph"
             )
 
-    def restart(self, policies: PolicyItems) -> bool:
-        """Drop the vectors with one of these policies; returns whether there were any."""
-        gone = [name for name, declared in self.policies.items() if declared.items() & policies]
+    def restart(self, event: Restart) -> bool:
+        """Drop the vectors that begin anew after an event; returns whether there were any."""
+        gone = [name for name, policies in self.policies.items() if begins_anew(policies, event)]
         for name in gone:
             del self.policies[name]
             self.vectors.pop(name, None)

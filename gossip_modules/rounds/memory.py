@@ -13,29 +13,15 @@ from torch.optim import Optimizer
 
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
-from .loaded import VERSION, Loaded, PolicyItems, check_layout
+from ..state import VERSION, Restart, State, begins_anew, branch, is_of_one_worker, leaf, transient
+from .loaded import Loaded
 from .outer_optimizer import OuterOptimizer, carried_state
 from .rates import Rates, RateUnits
 from .runs import carry, layout_of, places_of, runs, tensors_beyond
 from .vector import Vector, wide, widened
 
 _T = TypeVar("_T")
-_ENTRIES = frozenset(
-    (
-        "num_rounds",
-        "numbers",
-        "policies",
-        "places",
-        "weights",
-        "vectors",
-        "optimizers",
-        "links",
-        "rates",
-        "joins",
-        "inner",
-    )
-)  # of a state
-_OF_ONE_WORKER: PolicyItems = {("join", "zero"), ("generation", "reset")}  # of vectors that no joining worker gets
+_ENTRIES = ("policies", "places", "weights", "vectors", "optimizers", "links", "joins")  # of states, besides the leaves
 
 
 class Entry(NamedTuple):
@@ -45,7 +31,7 @@ class Entry(NamedTuple):
     policies: Mapping[str, Any]
 
 
-class Memory:
+class Memory(State):
     """The state of an algorithm for one model: named vectors, optimizers and links.
 
     An algorithm declares an entry where it first uses it, and gets the same object in later rounds. The memory handles
@@ -72,25 +58,28 @@ class Memory:
         numbers: numbers of the algorithm, by name; joining workers get a copy.
     """
 
+    num_rounds: int = leaf(0)
+    numbers: dict[str, float] = leaf({})
+    units: RateUnits = branch(is_flat=True)
+    rates: Rates | None = leaf(None, is_saved=False)
+    entries: dict[str, Entry] = leaf({}, is_saved=False)
+    optimizers: dict[str, OuterOptimizer] = leaf({}, is_saved=False)
+    _links: dict[int, dict[str, Any]] = leaf({}, average="on_request", is_by_peer=True, is_saved=False)
+    _has_passing_links: bool = leaf(False, is_saved=False)  # of one generation; see `link`
+    _inner: Memory | None = branch()
+    _loaded: Loaded = leaf(Loaded({}), is_saved=False)
+    _missing: list[str] = leaf([], is_saved=False)  # new vectors that a loaded state with other vectors lacks
+    _seen: FlatLayout | None = leaf(None, is_saved=False)  # of a model without new tensors
+    _model_layout: FlatLayout | None = leaf(None, is_saved=False)  # of the model, buffers included
+    _cached: dict[object, Any] = leaf({}, generation="reset", is_saved=False, is_copied=False)
+    _scratch: dict[str, Vector] = leaf({}, is_saved=False, is_copied=False)
+    _x: Vector | None = transient(None)  # the model of the present round
+
     def __init__(self, weights: str = "") -> None:
-        self.num_rounds, self.weights = 0, weights
-        self.layout: FlatLayout | None = None
-        self.entries: dict[str, Entry] = {}
-        self.optimizers: dict[str, OuterOptimizer] = {}
+        self.weights = weights
         self.units = RateUnits()
-        self.rates: Rates | None = None
-        self.numbers: dict[str, float] = {}
-        self._x: Vector | None = None  # the model of the present round
+        self.layout: FlatLayout | None = None
         self._devices: list[torch.device] | None = None  # of its parts; None: there was no round yet
-        self._model_layout: FlatLayout | None = None  # of the model, buffers included
-        self._links: dict[int, dict[str, Any]] = {}
-        self._has_passing_links = False  # of one generation; see `link`
-        self._scratch: dict[str, Vector] = {}
-        self._cached: dict[object, Any] = {}
-        self._loaded = Loaded({})
-        self._missing: list[str] = []  # new vectors that a loaded state with other vectors lacks
-        self._seen: FlatLayout | None = None  # of a model without new tensors
-        self._inner: Memory | None = None
 
     # For algorithms.
 
@@ -300,9 +289,9 @@ class Memory:
             old: the memories of all fragments before; together they have each of their tensors once.
             p: the number of this fragment, whose counts go on.
         """
-        self.reset()
+        self.restart()
         self.fit(x)
-        self.num_rounds, self.units = old[p].num_rounds, RateUnits(old[p].units.rates)
+        self.num_rounds, self.units.rates = old[p].num_rounds, old[p].units.rates
         self.numbers = dict(old[p].numbers)
         self._carry_vectors(old)
         if any(memory.inner.layout is not None for memory in old):
@@ -336,7 +325,7 @@ class Memory:
     def take(self, state: Mapping[str, Any]) -> None:
         """Load `state`, `state_dict(joins=True)` of another rank. Vectors with `join="zero"` keep their values."""
         own = {name: entry for name, entry in self.entries.items() if entry.policies["join"] == "zero"}
-        inner = self._inner
+        inner, self._inner = self._inner, None
         self.load_state_dict(state)
         self.entries, self._inner = own, inner
 
@@ -354,18 +343,6 @@ class Memory:
             vectors = [entry.vector for entry in self.entries.values() if entry.policies["in_units_of_rate"]]
             self.units.scale(vectors, rates, self.layout)
         self.rates = rates
-
-    @staticmethod
-    def check(state: Mapping[str, Any], *, of: object) -> None:
-        """Raise ValueError if `state` is no state of `state_dict()` of this version.
-
-        Args:
-            state: the state.
-            of: the algorithm, for the error.
-        """
-        check_layout(state, _ENTRIES, of=of)
-        if "inner" in state:
-            Memory.check(state["inner"], of=f"the inner algorithm of {of}")
 
     def check_vectors(self, *, of: object) -> None:
         """Raise ValueError if a loaded state has other vectors in place of some that the algorithm has asked for.
@@ -400,64 +377,41 @@ class Memory:
         if self._inner is not None:
             self._inner.put_back()
 
-    def forget_models(self, *, is_asked: bool = True) -> None:
-        """Restart vectors as declared by `average`, because all models have become equal.
-
-        Args:
-            is_asked: whether the user asked for the average and no workers come or go. Links then restart too.
-        """
-        if is_asked:
-            self._links, self._loaded.links = {}, {}
-        self._restart({("average", "reset"), *([("average", "on_request")] if is_asked else [])})
-        self.forget_inner_models(is_asked=is_asked)
-
-    def forget_inner_models(self, *, is_asked: bool = False) -> None:
-        """Call `forget_models` for the memory of the inner algorithm alone, with this `is_asked`."""
+    def restart_inner(self) -> None:
+        """Restart the memory of the inner algorithm as after an exact average of all models."""
         if self._inner is not None:
-            self._inner.forget_models(is_asked=is_asked)
+            self._inner.restart(Restart.AVERAGE)
 
-    def begin_generation(self, weights: str) -> None:
-        """Restart vectors as declared by `generation`: workers have joined or left. See [Note: Sums over workers].
+    def turn_to(self, weights: str) -> None:
+        """Note the description of new weights."""
+        self.weights = weights
+        if self._inner is not None:
+            self._inner.turn_to(weights)
 
-        Args:
-            weights: the description of the new weights.
-        """
-        self._cached, self.weights = {}, weights
-        if self._has_passing_links:
+    # See `State`.
+
+    def restart(self, event: Restart = Restart.ALL) -> None:
+        """See `State`; also drops the vectors that begin anew, with their optimizers. See [Note: Sums over workers]."""
+        gone = {name: entry.vector for name, entry in self.entries.items() if begins_anew(entry.policies, event)}
+        self.entries = {name: entry for name, entry in self.entries.items() if name not in gone}
+        self.optimizers = {
+            name: kept for name, kept in self.optimizers.items() if all(kept.of is not x for x in gone.values())
+        }
+        if self._loaded.restart(event) or gone:
+            self.num_rounds, self._loaded.optimizers = 0, {}
+        if event is Restart.REQUEST:
+            self._loaded.links = {}
+        if event is Restart.GENERATION and self._has_passing_links:
             self._links = {}
-        self._restart({("generation", "reset")})
-        if self._inner is not None:
-            self._inner.begin_generation(weights)
+        super().restart(event)
 
-    def renumber_links(self, ranks: Mapping[int, int]) -> None:
-        """Keep these links only, under new ranks.
-
-        Args:
-            ranks: the new rank of each peer, by its old rank.
-        """
-        self._links = {ranks[peer]: link for peer, link in self._links.items() if peer in ranks}
-        if self._inner is not None:
-            self._inner.renumber_links(ranks)
-
-    def forget_peer(self, peer: int) -> None:
-        """Drop the state of the link to a peer."""
-        self.renumber_links({other: other for other in self._links if other != peer})
-
-    def reset(self) -> None:
-        """Return to the state before the first round."""
-        x, devices, layout = self._x, self._devices, self.layout
-        self.__init__(self.weights)  # type: ignore[misc]
-        self._x, self._devices, self.layout = x, devices, layout
+    def collect(self) -> None:
+        """See `State`."""
+        self.units.put_back()
 
     def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
-        """Return the whole state; shares memory with this object.
-
-        Args:
-            joins: whether the state is for a joining worker. It then leaves out vectors with `join="zero"` or
-                `generation="reset"`.
-            has_links: whether the state contains links. A worker with other peers cannot use them.
-        """
-        self.units.put_back()
+        """See `State`."""
+        state: dict[str, Any] = super().state_dict(joins=joins, has_links=has_links)
         loaded, entries = self._loaded, self.entries
         if loaded.vectors:  # see `check_vectors`
             entries = {name: entry for name, entry in entries.items() if name not in self._missing}
@@ -466,35 +420,39 @@ class Memory:
         optimizers = {name: state for name, (_, state) in loaded.optimizers.items()}
         optimizers |= {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         is_bound = any(declared.get("of_weights") for declared in policies.values())
-        num_rounds = self.num_rounds
         if joins:
-            left_out = [name for name, declared in policies.items() if declared.items() & _OF_ONE_WORKER]
+            left_out = [name for name, declared in policies.items() if is_of_one_worker(declared)]
             vectors = {name: vector for name, vector in vectors.items() if name not in left_out}
-            num_rounds, optimizers = (0 if left_out else num_rounds), (optimizers if vectors else {})
-        state = {
-            "num_rounds": num_rounds,
-            "numbers": dict(self.numbers),
+            optimizers = optimizers if vectors else {}
+            state["num_rounds"] = 0 if left_out else self.num_rounds
+        state |= {
             "policies": {name: dict(declared) for name, declared in policies.items() if name in vectors},
             "places": places_of(self.layout) if entries else loaded.places,
             "weights": (loaded.weights or self.weights) if is_bound else "",
             "vectors": vectors,
             "optimizers": optimizers,
-            "links": {**loaded.links, **self._links} if has_links else {},
-            "rates": self.units.rates,
+            "links": {**loaded.links, **self._links} if has_links and not joins else {},
             "joins": joins,
-            "inner": None if self._inner is None else self._inner.state_dict(joins=joins, has_links=has_links),
         }
         state["version"] = VERSION if any(state[name] for name in ("vectors", "optimizers", "links")) else None
         return {name: value for name, value in state.items() if value or name == "num_rounds"}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a copy of a state of `state_dict()`. The next round checks its shapes and uses it."""
-        self.reset()
+    def entry_names(self) -> set[str]:
+        """See `State`."""
+        return {*super().entry_names(), *_ENTRIES}
+
+    def check_state(self, state: Any, *, of: object = None) -> None:
+        """See `State`."""
+        super().check_state(state, of=of)
+        if "inner" in state and self._inner is None:
+            Memory().check_state(state["inner"], of=f"the inner algorithm of {of}")
+
+    def fill(self, state: Any) -> None:
+        """See `State`. The next round checks the shapes of the vectors and uses them."""
+        if "inner" in state and self._inner is None:
+            self._inner = Memory(self.weights)
+        super().fill(state)
         self._loaded = Loaded(state)
-        self.num_rounds, self.units.rates = state.get("num_rounds", 0), state.get("rates")
-        self.numbers = dict(state.get("numbers", {}))
-        if "inner" in state:
-            self.inner.load_state_dict(state["inner"])
 
     def overwrite(self, state: Mapping[str, Any]) -> None:
         """Give the entries the values of `state`, a state of `state_dict()` with the present layout, in place."""
@@ -515,19 +473,6 @@ class Memory:
     def _model(self) -> Vector:
         assert self._x is not None, "fit() comes first"
         return self._x
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_x": None, "_scratch": {}, "_cached": {}}  # a copy belongs to another model
-
-    def _restart(self, policies: PolicyItems) -> None:
-        """Drop the vectors with one of these policies and the optimizers that step them."""
-        gone = {name: entry.vector for name, entry in self.entries.items() if entry.policies.items() & policies}
-        self.entries = {name: entry for name, entry in self.entries.items() if name not in gone}
-        self.optimizers = {
-            name: kept for name, kept in self.optimizers.items() if all(kept.of is not x for x in gone.values())
-        }
-        if self._loaded.restart(policies) or gone:
-            self.num_rounds, self._loaded.optimizers = 0, {}
 
 
 def _moved(kept: Any, device: torch.device) -> Any:

@@ -13,6 +13,7 @@ from ..compression.compressor import Code as Code
 from ..compression.compressor import Compressor
 from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager
+from ..state import State, leaf, transient
 from ..transport.base import Pending, Transport
 from ..worlds.all_or_none import all_or_none
 from .memory import Memory
@@ -37,7 +38,7 @@ def read_header(raw: Tensor) -> list[int]:
     return raw.cpu().numpy().view(np.uint32).tolist()
 
 
-class MessageCheck:
+class MessageCheck(State):
     """For each peer, the number and a digest of the messages so far, and the headers that compare them.
 
     [Note: out of step] A header of 8 bytes is sent ahead of every message. It holds the number of the message and the
@@ -49,11 +50,10 @@ class MessageCheck:
         numbers: the number of the next message to each peer, equal at both ends of a link.
     """
 
-    def __init__(self) -> None:
-        self.numbers: dict[int, int] = {}
-        self._digests: dict[int, int] = {}
-        self._headers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._pending: Pending | None = None
+    numbers: dict[int, int] = leaf({}, is_by_peer=True)
+    _digests: dict[int, int] = leaf({}, is_by_peer=True)
+    _headers: dict[int, tuple[Tensor, Tensor]] = transient({})
+    _pending: Pending | None = transient(None)
 
     def post(self, transport: Transport, expected: Mapping[int, tuple[int, int]], *, t: int) -> None:
         """Send a header to each peer and post the receive of its header, without waiting.
@@ -109,30 +109,15 @@ class MessageCheck:
             total = sum(int(message.raw.view(torch.int64).sum()) for message in messages)
             self._digests[peer] = (31 * self._digests.get(peer, 0) + total) % _WORD
 
-    def forget(self, peer: int) -> None:
-        """Drop the number and the digest of a peer, so that the next message starts anew."""
-        self.renumber({other: other for other in self.numbers if other != peer})
+    def to_layout(self, state: dict[str, Any]) -> dict[str, Any]:
+        """See `State`."""
+        digests = state.get("digests", {})
+        return {**state, "peers": list(digests), "digests": list(digests.values())} if state else state
 
-    def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Keep these peers only, under new ranks.
-
-        Args:
-            ranks: the new rank of each peer, by its old rank.
-        """
-        self.numbers, self._digests = (
-            {ranks[peer]: value for peer, value in values.items() if peer in ranks}
-            for values in (self.numbers, self._digests)
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The numbers and the digests, for a checkpoint."""
-        peers, digests = list(self._digests), list(self._digests.values())
-        return {"numbers": dict(self.numbers), "peers": peers, "digests": digests}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of `state_dict()`; an empty state resets."""
-        self.numbers = dict(state.get("numbers", {}))
-        self._digests = dict(zip(state.get("peers", ()), state.get("digests", ()), strict=True))
+    def from_layout(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """See `State`."""
+        digests = dict(zip(state.get("peers", ()), state.get("digests", ()), strict=True))
+        return {"digests": digests, **{name: state[name] for name in state.keys() - {"peers", "digests"}}}
 
 
 def _refuse(transport: Transport, peer: int, mine: Sequence[int], theirs: Sequence[int], *, t: int) -> None:
@@ -353,8 +338,11 @@ class MessageRounds(Mail):
             self._forget(peer)
 
     def _forget(self, peer: int) -> None:
-        self.memory.forget_peer(peer)
-        self.message_check.forget(peer)
+        self._renumber({other: other for other in range(self.transport.world_size) if other != peer})
+
+    def _renumber(self, ranks: Mapping[int, int]) -> None:
+        self.message_check.renumber(ranks)
+        self.memory.renumber(ranks)
 
     def rebind(self, mixing: MixingManager, transport: Transport) -> None:
         """See `Mixer`; links to peers whose names are still there are kept."""
@@ -365,13 +353,4 @@ class MessageRounds(Mail):
         self._lost, self._compared = set(), set()
         peers = mixing.graph.phone_book(transport.rank) if self.has_links else ()
         kept = {rank: ranks[name] for rank, name in enumerate(names) if name in ranks and ranks[name] in peers}
-        self.message_check.renumber(kept)
-        self.memory.renumber_links(kept)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Mixer`: the numbers and digests of messages."""
-        return {} if self._is_elastic else self.message_check.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Mixer`."""
-        self.message_check.load_state_dict({} if self._is_elastic else state)
+        self._renumber(kept)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..flat.vector import FlatVector
 from ..loop.hooks import Observer
 from ..mixing_manager.base import MixingManager
+from ..state import State
 from ..transport.base import Transport
 from ..transport.deadline import Deadline
 from ..worlds.all_or_none import MayBeLost, all_or_none
@@ -20,7 +21,7 @@ from ..worlds.world import ALONE, ModelWorld
 _T = TypeVar("_T", Tensor, FlatVector)
 
 
-class Mixer(ABC):
+class Mixer(State, ABC):
     """The interface of engines to rounds: s <- W(t) s, in two halves, so that other work can run between them.
 
     `start(s, t)` posts round t. Then either `finish(s)` or `difference(s)` waits and decodes. Do not change or free `s`
@@ -156,13 +157,6 @@ class Mixer(ABC):
     """The number of optimizer steps before the round; engines write it before `start`, if the mixer is not `is_plain`.
     """
 
-    def forget_models(self) -> None:
-        """Restart the state of models: the user has set all ranks to one model."""
-        self.reset()
-
-    def end_average(self) -> None:
-        """Restart the state invalid after an exact average in place of a round."""
-
     def count_tokens(self, num_tokens: int) -> None:
         """Count `num_tokens` tokens of this rank; see `GossipDataParallel.count_tokens`."""
         raise ValueError(
@@ -279,30 +273,19 @@ class Mixer(ABC):
         s.divide_by_weight_()
         return result
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state from round to round, as tensors and plain values."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of `state_dict()`."""
-        if state:
+    def check_state(self, state: Any, *, of: object = None) -> None:
+        """See `State`."""
+        if state and not self.entry_names():
             raise ValueError(
                 f"got state {sorted(state)} of another algorithm, expected none for {self}; load it with the algorithm "
                 "that saved it"
             )
-
-    def reset(self) -> None:
-        """Drop all state."""
-        self.load_state_dict({})
+        super().check_state(state, of=self)
 
     def begin_anew(self, x: FlatVector, k: int) -> None:
         """Drop all state, and begin with equal models on all ranks; see `begin` for x and k."""
-        self.reset()
+        self.restart()
         self.begin(x, k)
-
-    def state_for_newcomer(self) -> dict[str, Any]:
-        """Return the state for a joining worker, without links to peers."""
-        return {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

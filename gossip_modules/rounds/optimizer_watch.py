@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +12,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
 from ..loop.hooks import Reader, existing_optimizers, is_left_out
+from ..state import State, branch, leaf, transient
 from .algorithm import Algorithm
 from .memory import Memory
 from .rates import Rates, merged, rate_of
 from .requests import SGDStep, Vectors
 
 
-class OptimizerWatch(Reader):
+class OptimizerWatch(Reader, State):
     """Watches the optimizers of one model, as far as an algorithm declares that it needs their steps.
 
     Args:
@@ -34,10 +34,13 @@ class OptimizerWatch(Reader):
 
     sees_inner_steps = True  # the inner optimizer has a learning rate and momentum of its own
 
+    inner_rate: float | None = leaf(None)
+    _momentum: SGDMomentum | None = branch(is_flat=True)
+    _rates: StepRates | None = branch(name="step_rates")
+
     def __init__(self, algorithm: Algorithm, buffer: FlatBuffer) -> None:
         super().__init__(buffer)
         self._algorithm = algorithm
-        self.inner_rate: float | None = None
         self._momentum = SGDMomentum(buffer, algorithm.parts[0]) if algorithm.needs_sgd else None
         self._rates = StepRates(buffer) if algorithm.follows_rate else None
 
@@ -74,38 +77,13 @@ class OptimizerWatch(Reader):
             self._momentum.step = None
             self._momentum.write(memory.momentum.parts)
 
-    def forget(self, memory: Memory) -> None:
-        """Forget the last step, and write the momentum of the memory into the optimizer, if there is one."""
+    def write(self, memory: Memory) -> None:
+        """Write the momentum of a memory into the optimizer, if there is one."""
         if self._momentum is not None:
-            self._momentum.step = None
             self._momentum.write(memory.parts_of("momentum"))
 
-    def state_dict(self, *, joins: bool = False) -> dict[str, Any]:
-        """Return the step and the rates since the last round.
 
-        Args:
-            joins: whether the state is for a joining worker, which has taken no step.
-        """
-        step = None if joins or self.step is None else list(self.step)
-        rates = None if self._rates is None else self._rates.state_dict()
-        return {"sgd_step": step, "step_rates": rates, "inner_rate": self.inner_rate}
-
-    def load_state_dict(self, state: Mapping[str, Any], memory: Memory) -> None:
-        """Load a state of `state_dict()`; an empty state resets.
-
-        Args:
-            state: the state.
-            memory: the memory of the outermost algorithm.
-        """
-        self.inner_rate = state.get("inner_rate")
-        if self._rates is not None:
-            self._rates.load_state_dict(state.get("step_rates") or {})
-        self.forget(memory)
-        if self._momentum is not None and (step := state.get("sgd_step")) is not None:
-            self._momentum.step = SGDStep(*step)
-
-
-class StepRates:
+class StepRates(State):
     """The learning rates of the optimizer steps since the last round.
 
     [Note: Rates of ranks] All ranks must scale their vectors by the same factor in the same round, since the sum of the
@@ -120,12 +98,26 @@ class StepRates:
         buffer: the buffer with the parameters of the model.
     """
 
+    rates: Rates | None = leaf(None)
+    num_steps: int = leaf(0)
+    # The rates of optimizers that are not known yet, and the number of their steps; None: they were loaded just now.
+    _first: tuple[Rates | None, int] | None = leaf(None, is_saved=False, is_copied=False)
+    _groups: MutableMapping[Optimizer, GroupRates] = leaf(WeakIdKeyDictionary(), is_saved=False, is_copied=False)
+    _has_looked: bool = leaf(False, is_saved=False, is_copied=False)
+    _parameters: list[Tensor] = transient([])  # the parameters of the buffer for which the groups were read
+
     def __init__(self, buffer: FlatBuffer) -> None:
         self._buffer = buffer
-        self._groups: MutableMapping[Optimizer, GroupRates] = WeakIdKeyDictionary()  # last step last
-        self._parameters: list[Tensor] = []  # the parameters of the buffer for which the groups were read
-        self._loaded: tuple[Rates | None, int] = (None, 0)  # the loaded rates, for optimizers that are not known yet
-        self._has_looked = False
+
+    @property
+    def _loaded(self) -> tuple[Rates | None, int]:
+        return (self.rates, self.num_steps) if self._first is None else self._first
+
+    def collect(self) -> None:
+        """See `State`: the rates since the last round, and the number of steps."""
+        self._first = self._loaded
+        num_steps = max((groups.num_steps for _, groups in self._known()), default=self._first[1])
+        self.rates, self.num_steps = self._rates(), num_steps
 
     def since_round(self) -> Rates | None:
         """Return the rates since the last round; None: no optimizer with a learning rate is known."""
@@ -155,7 +147,7 @@ class StepRates:
         """Restart: read the rates of the next step."""
         for optimizer, groups in self._known():
             groups.rates, groups.num_steps = list(_rates_of(optimizer)), 0
-        self._loaded = (self._rates(), 0)
+        self._first = self._rates(), 0
 
     def _known(self) -> list[tuple[Optimizer, GroupRates]]:
         """Return the optimizers of the model, in the order of their last steps."""
@@ -174,22 +166,6 @@ class StepRates:
             ours = {id(parameter): name for name, parameter in named if name in names}
             self._groups[optimizer] = groups = GroupRates(optimizer, ours, *self._loaded)
         return groups
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the rates since the last round, and the number of steps."""
-        num_steps = max((groups.num_steps for _, groups in self._known()), default=self._loaded[1])
-        return {"rates": self._rates(), "num_steps": num_steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of `state_dict()`."""
-        self._loaded = state.get("rates"), state.get("num_steps", 0)
-        self._groups.clear()
-        self._has_looked = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        loaded = tuple(self.state_dict().values())  # a copy belongs to other optimizers
-        others = {"_groups": WeakIdKeyDictionary(), "_parameters": [], "_has_looked": False}
-        return {**self.__dict__, "_loaded": loaded, **others}
 
 
 class GroupRates:
@@ -237,7 +213,11 @@ def _rates_of(optimizer: Optimizer) -> Iterator[float | None]:
         yield float(rate) if isinstance(rate, (int, float)) else None
 
 
-class SGDMomentum:
+def _step_of(saved: Sequence[float]) -> SGDStep:
+    return SGDStep(*saved)
+
+
+class SGDMomentum(State):
     """Makes the `momentum_buffer` of every parameter of a model a view of one vector.
 
     Before a step the buffers of the optimizer become views of the vector; after the step its rates are recorded. A step
@@ -252,12 +232,14 @@ class SGDMomentum:
         RuntimeError: (optimizer steps) a second step without a round in between.
     """
 
+    # Since the last round.
+    step: SGDStep | None = leaf(None, name="sgd_step", average="reset", join="zero", save=list, load=_step_of)
+    _vector: FlatVector | None = transient(None)
+    _places: list[tuple[Tensor, Tensor]] = transient([])  # each parameter and its view of the vector
+
     def __init__(self, buffer: FlatBuffer, algorithm: Algorithm) -> None:
         self.buffer, self.name = buffer, type(algorithm).__name__
         self.takes_nesterov, self.needs_gradients = algorithm.takes_nesterov, algorithm.needs_gradients
-        self.step: SGDStep | None = None  # since the last round
-        self._vector: FlatVector | None = None
-        self._places: list[tuple[Tensor, Tensor]] = []  # each parameter and its view of the vector
         self._next: Sequence[Tensor] = ()  # the last written momentum, by dtype; a new vector starts from it
 
     def write(self, momentum: Sequence[Tensor]) -> None:
@@ -331,6 +313,3 @@ class SGDMomentum:
         if self._vector is not None and [id(parameter) for parameter, _ in self._places] != list(map(id, parameters)):
             self._places = list(zip(parameters, self.buffer.parameters_in(self._vector), strict=True))
         return self._places
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_vector": None, "_places": []}  # a copy belongs to another optimizer

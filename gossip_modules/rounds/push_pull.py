@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,12 +15,17 @@ from ..flat.layout import CHUNK_BYTES, check_chunk_bytes
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights, knows_period
 from ..old_calls import GOSSIPER_ARGUMENTS, foreign_arguments
+from ..state import transient
 from ..transport.base import Pending, Transport
 from ..transport.exchange import Messages
 from ..worlds.world import ALONE, ModelWorld
 from .mixer import Mixer
 
 _MAX_PREPARED = 64  # sets of peers
+
+
+def _nothing() -> None:
+    return None
 
 
 class PushPull(Mixer):
@@ -53,6 +58,9 @@ class PushPull(Mixer):
 
     is_plain = True
     sends_shares: bool = False  # whether columns of W sum to one instead of rows: [Note: lost peers] of `Neighbours`
+    _prepared: dict[Peers, Prepared] = transient({})
+    _prepared_of: Callable[[], FlatVector | None] = transient(_nothing)  # the vector that they send, while it lives
+    _prepared_weight: Tensor | None = transient(None)  # which they send too
     received: Sequence[FlatVector] = ()  # the messages of the in-peers, in the order of the in-peers
 
     @foreign_arguments(GOSSIPER_ARGUMENTS, in_order=tuple(GOSSIPER_ARGUMENTS))
@@ -67,7 +75,6 @@ class PushPull(Mixer):
         self._inbox: list[FlatVector] = []
         self._sent: FlatVector | None = None
         self._pending: Pending | None = None
-        self._forget_messages()
 
     def bind(self, mixing: MixingManager, transport: Transport, world: ModelWorld = ALONE) -> None:
         """See `Mixer`."""
@@ -89,9 +96,7 @@ class PushPull(Mixer):
         self._forget_messages()
 
     def _forget_messages(self) -> None:
-        self._prepared: dict[Peers, Prepared] = {}
-        self._prepared_of: Callable[[], FlatVector | None] = lambda: None  # the vector that they send, while it lives
-        self._prepared_weight: Tensor | None = None  # which they send too
+        self._prepared, self._prepared_of, self._prepared_weight = {}, _nothing, None
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`."""
@@ -329,14 +334,6 @@ class PushPull(Mixer):
                 raise PeersLost
             if k is not None:
                 yield k
-
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("_prepared", "_prepared_of", "_prepared_weight")  # a copy sends another vector
-        return {name: value for name, value in self.__dict__.items() if name not in names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget_messages()
 
     # On a narrow wire.
 

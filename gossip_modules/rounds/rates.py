@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ..flat.layout import FlatLayout
+from ..state import State, leaf
 from .vector import Vector
 
 Rates: TypeAlias = float | Mapping[str, float]
 """One learning rate for all parameters, or a rate for each of some parameters, by name."""
 
 
-class RateUnits:
+class RateUnits(State):
     """The learning rate that is the unit of vectors.
 
     [Note: Units of the learning rate] A vector that is a sum of optimizer steps is proportional to their learning rate.
@@ -29,9 +30,8 @@ class RateUnits:
         kept: during a round at rate zero, the parts of vectors that it uses as zeros, with their values.
     """
 
-    def __init__(self, rates: Rates | None = None) -> None:
-        self.rates = rates
-        self.kept: list[tuple[Tensor, Tensor]] = []
+    rates: Rates | None = leaf(None)
+    kept: list[tuple[Tensor, Tensor]] = leaf([], is_saved=False)
 
     def scale(self, vectors: Sequence[Vector], rates: Rates, layout: FlatLayout | None) -> None:
         """Scale vectors to units of these rates.

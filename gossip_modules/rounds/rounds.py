@@ -17,13 +17,13 @@ from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
 from ..loop.hooks import Observer
 from ..mixing_manager.base import MixingManager
+from ..state import Restart, branch, check_layout, transient
 from ..transport.base import Transport
 from ..worlds.world import ALONE, ModelWorld
 from .agreed_delay import AgreedDelay
 from .algorithm import Algorithm
 from .driver import Driver
 from .flights import Flight, Flights
-from .loaded import check_layout
 from .mixer import Mixer
 from .optimizer_watch import OptimizerWatch
 from .periodic import Fragment, Periodic, check_names, cut
@@ -54,6 +54,10 @@ class Rounds(Mixer):
         drivers: the driver of each fragment; one for the whole model.
     """
 
+    drivers: list[Driver] = branch(name="fragments")
+    _agreed: AgreedDelay | None = branch(is_flat=True)
+    _whole: Vector | None = transient(None)  # the model of the last round
+
     def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
         self.algorithm, self.plain = algorithm, plain
         outer = algorithm.parts[0]
@@ -65,7 +69,6 @@ class Rounds(Mixer):
         # With a delay, a model that is not finite must not enter a round, since the round cannot be left out later.
         self.is_skippable = algorithm.is_skippable and not algorithm.can_recover and not delay
         self._t = 0  # the number of the round
-        self._whole: Vector | None = None  # the model of the last round
         self._buffer: FlatBuffer | None = None  # knows the places of the tensors in the vector
         self._fragments: list[Fragment] = []
         self._layout: FlatLayout | None = None  # of the vector that the fragments are cut from
@@ -325,16 +328,6 @@ class Rounds(Mixer):
 
     # State.
 
-    def forget_models(self) -> None:
-        """See `Mixer`."""
-        for driver in self.drivers:
-            driver.forget_models(is_asked=True)
-
-    def end_average(self) -> None:
-        """See `Mixer`."""
-        for driver in self.drivers:
-            driver.forget_models(is_asked=False)
-
     def shared(self, x: FlatVector) -> Sequence[Tensor]:
         """See `Mixer`: the momentum of the optimizer, where the algorithm writes it."""
         if not self.algorithm.needs_sgd:
@@ -347,7 +340,8 @@ class Rounds(Mixer):
         """See `Mixer`."""
         driver = self.drivers[0]
         if driver.watch is not None and self.shared(x):
-            driver.watch.forget(driver.memory)
+            driver.watch.restart(Restart.REQUEST)
+            driver.watch.write(driver.memory)
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
         """See `Mixer`."""
@@ -357,15 +351,23 @@ class Rounds(Mixer):
     def __repr__(self) -> str:
         return repr(self.algorithm)
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Mixer`; shares memory.
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> Any:
+        """See `State`.
 
         Fragments are cut anew in the first step after a change of the trained tensors, so that their states have no
         places: they load into the same cut only.
         """
-        states = [driver.state_dict() for driver in self.drivers]
-        state = self._state(states if len(states) == 1 else list(map(_without_places, states)))
-        return state if self._agreed is None else {**state, **self._agreed.state_dict()}
+        state = super().state_dict(joins=joins, has_links=has_links)
+        if "fragments" in state and not joins:
+            state["fragments"] = list(map(_without_places, state["fragments"]))
+        return state
+
+    def to_layout(self, state: dict[str, Any]) -> dict[str, Any]:
+        """See `State`: the state of the only driver is the state of the whole model."""
+        if len(self.drivers) > 1:
+            return {"algorithm": self.algorithm.name, **state}
+        (whole,) = state.pop("fragments")
+        return {**whole, **state}
 
     def saved_flights(self) -> list[dict[str, Any]] | None:
         """See `Mixer` and [Note: Rounds in a checkpoint]."""
@@ -385,19 +387,18 @@ class Rounds(Mixer):
             self._flights.note(flight, each["agreed"])
             self.drivers[flight.fragment].resume_round(each["round"])
 
-    def state_for_newcomer(self) -> dict[str, Any]:
-        """See `Mixer`."""
-        return self._state([driver.state_for_newcomer() for driver in self.drivers])
+    def from_layout(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """See `State`."""
+        own = {name: value for name, value in state.items() if name != "delays"}
+        delays = {} if self._agreed is None or "delays" not in state else {"delays": state["delays"]}
+        return {"fragments": own.get("fragments", [own] * bool(own)), **delays}
 
-    def _state(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        return states[0] if len(states) == 1 else {"algorithm": self.algorithm.name, "fragments": states}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Mixer`. Under a membership some vectors restart: see [Note: Sums over workers] of `Memory`."""
-        own = {name: value for name, value in state.items() if name != "delays"}  # of `AgreedDelay`
-        name, states = self.algorithm.parts[0].name, own.get("fragments", [own])
-        if "fragments" in own:
-            check_layout(own, ("algorithm", "fragments"), of=self.algorithm)
+    def check_state(self, state: Any, *, of: object = None) -> None:
+        """See `State`."""
+        states = state.get("fragments", [state])
+        if "fragments" in state:
+            check_layout(state, ("algorithm", "fragments", "delays"), of=self.algorithm)
+        name = self.algorithm.parts[0].name
         if any(each.get("algorithm") != name for each in states):
             raise ValueError(
                 f"got the state of {states[0].get('algorithm', 'another algorithm')}, expected the state of "
@@ -408,25 +409,15 @@ class Rounds(Mixer):
                 f"got the state of {len(states)} fragments, expected {len(self.drivers)}; wrap with the fragments= of "
                 "the saved model, or load the model alone: module.load_state_dict"
             )
-        for driver, part in zip(self.drivers, states, strict=True):
-            driver.check(part)
-        self._give_up()
-        for driver, part in zip(self.drivers, states, strict=True):
-            driver.load(part)
-        if self._agreed is not None:
-            self._agreed.load_state_dict(state)
+        super().check_state(state, of=of)
 
     def stats(self) -> dict[str, float]:
         """See `Mixer`: the delay of the last rounds, if ranks agree on it."""
         return {} if self._agreed is None else {"auto_delay": self._agreed.present}
 
-    def reset(self) -> None:
-        """See `Mixer`."""
-        if self._agreed is not None:
-            self._agreed.reset()
+    def interrupt(self) -> None:
+        """See `State`."""
         self._give_up()
-        for driver in self.drivers:
-            driver.load({})
 
     def begin_anew(self, x: FlatVector, k: int) -> None:
         """See `Mixer`; a rank that misses this begin takes the memory of another rank: [Note: One memory]."""
@@ -440,10 +431,6 @@ class Rounds(Mixer):
         self._give_up()
         if (watch := self.drivers[0].watch) is not None:
             watch.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        assert all(driver.open_round is None for driver in self.drivers), "flush() before copying: a round is in flight"
-        return {**self.__dict__, "_whole": None}
 
 
 def _without_places(state: Mapping[str, Any]) -> dict[str, Any]:

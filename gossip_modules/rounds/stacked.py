@@ -14,6 +14,7 @@ from ..flat.layout import FlatLayout, Segment, TensorSpec
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..schedule import Action
+from ..state import Restart
 from .algorithm import Algorithm
 from .flights import Flight, Flights
 from .memory import Memory
@@ -211,9 +212,7 @@ class Stacked:
         """
         self.average(models, is_model=True)
         for memory in (memory for part in (self, *self.fragments) for memory in part.memories):
-            memory.forget_models(is_asked=False)
-            if action is Action.WARM_UP:
-                memory.reset()
+            memory.restart(Restart.ALL if action is Action.WARM_UP else Restart.AVERAGE)
         if action is Action.WARM_UP and not self.overlap:
             self._begin(x)
 
@@ -260,7 +259,7 @@ class Stacked:
             self._run_to_end()
         if self.algorithm.averages_at(k):
             for memory in self.memories:
-                memory.forget_inner_models()
+                memory.restart_inner()
         _mark(x)
 
     def launch(self, x: Vector, k: int, sgd: SGDStep | None) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from ..state import Restart, State, leaf
 from ..transport.agreement import broadcast_state
 from ..transport.base import Transport
 from ..worlds.all_or_none import MayBeLost
 from .memory import Memory
 
 
-class Stamps:
+class Stamps(State):
     """The steps of the last rounds of a memory, and whether all ranks have agreed on the newest memory.
 
     [Note: One memory] Some algorithms need equal vectors on all ranks (`has_equal_memory`). Under a membership memories
@@ -29,21 +32,30 @@ class Stamps:
     Attributes:
         taken, lost: the step of the last round that took effect, and of the last round that was lost; -1: other workers
             have not had it, see `go_back`.
+        is_needed: whether the workers of a generation must agree on one memory.
         is_agreed: whether all ranks have the memory with the newest stamp.
         has_tried: whether this generation has run the agreement.
     """
 
+    taken: int = leaf(0)
+    lost: int = leaf(0)
+
     def __init__(self) -> None:
-        self.taken = self.lost = 0
+        self.is_needed = False
         self.is_agreed = self.has_tried = True
 
-    def begin_generation(self, *, is_needed: bool) -> None:
-        """Begin a generation with other workers.
+    def to_layout(self, state: dict[str, int]) -> list[int]:
+        """See `State`."""
+        return [state["taken"], state["lost"]]
 
-        Args:
-            is_needed: whether its workers must agree on one memory.
-        """
-        self.is_agreed = self.has_tried = not is_needed
+    def from_layout(self, state: Sequence[int]) -> dict[str, int]:
+        """See `State`."""
+        return dict(zip(("taken", "lost"), state, strict=False))
+
+    def restarted(self, event: Restart) -> None:
+        """See `State`: the workers of a new generation agree."""
+        if event is Restart.GENERATION:
+            self.is_agreed = self.has_tried = not self.is_needed
 
     def go_back(self, k: int) -> None:
         """Take no memory of this rank for the newest if it had rounds after step k, which comes only now.

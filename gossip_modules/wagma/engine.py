@@ -18,6 +18,7 @@ from ..flat.vector import FlatVector
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..profiling import span
 from ..rounds.mixer import GlobalAverage
+from ..state import Restart
 from ..worlds.all_or_none import MayBeLost
 from .group_average import GroupAverage
 from .group_result import LentModel
@@ -302,14 +303,22 @@ class WaitAvoidingEngine(Engine):
             )
             self._round_in_flight = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Engine`. After `settle()`, so that all ranks are in one round."""
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
+        """See `State`. After `settle()`, so that all ranks are in one round."""
+        state: dict[str, Any] = super().state_dict(joins=joins, has_links=has_links)
+        if joins:
+            return state
         with self.worker.published.reading() as y:
             assert y is not None, "a model is published from the beginning"
-            return {**super().state_dict(), "published": y.vector.raw.clone(), "published_at": y.standing}
+            return {**state, "published": y.vector.raw.clone(), "published_at": y.standing}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Engine`, and [Note: beginning]. Raises ValueError for the state of another model too."""
+    def entry_names(self) -> set[str]:
+        """See `State`."""
+        return {*super().entry_names(), "published", "published_at"}
+
+    def check_state(self, state: Any, *, of: object = None) -> None:
+        """See `State`."""
+        super().check_state(state, of=of)
         y = self.worker.published.latest.vector  # of the layout of the model
         published = state.get("published")  # None: the state of a copy, which has published nothing
         if published is not None and (published.dtype, published.shape) != (y.raw.dtype, y.raw.shape):
@@ -317,20 +326,24 @@ class WaitAvoidingEngine(Engine):
                 f"got a published model of {published.numel()} elements of {published.dtype}, expected "
                 f"{y.layout.num_bytes} bytes (torch.uint8); load the state of a wrapper around the same model"
             )
-        super().load_state_dict(state)
-        self._set_round(state["t"])
-        self._is_reset = published is None
-        if published is not None:
-            with self.worker.state:
-                self.worker.publish(FlatVector(y.layout, published.to(self._device)), t=state["published_at"])
 
-    def reset(self) -> None:
-        """See `Engine`. `publish_loaded()` is to follow."""
-        self._set_round(0)
-        self._is_reset = True
+    def fill(self, state: Any) -> None:
+        """See `State`, and [Note: beginning]."""
+        super().fill(state)
+        if (published := state.get("published")) is not None:
+            layout = self.worker.published.latest.vector.layout
+            with self.worker.state:
+                self.worker.publish(FlatVector(layout, published.to(self._device)), t=state["published_at"])
+            self._is_reset = False
+
+    def restarted(self, event: Restart) -> None:
+        """See `State`. `publish_loaded()` is to follow, unless a published model was loaded."""
+        if event is Restart.ALL:
+            self._set_round(self.t)
+            self._is_reset = True
 
     def publish_loaded(self, x: FlatVector) -> None:
-        """y <- x after a `reset()`: y is another model, and no peer should get it."""
+        """y <- x after a restart: y is another model, and no peer should get it."""
         if self._is_reset:
             with self.worker.state:
                 self.worker.publish(x, t=self.t - 1)

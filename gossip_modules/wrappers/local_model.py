@@ -24,6 +24,7 @@ from ..loop.loop import Loop, RoundTime
 from ..loop.turn import is_in_signal_handler
 from ..old_calls import levels_to_user
 from ..profiling import Span
+from ..state import Restart
 from ..transport.change_board import first_difference
 from ..worlds.world import ModelWorld
 from .averaging import AveragedModel
@@ -148,7 +149,9 @@ class LocalModel(AveragedModel):
 
     def forget_models(self) -> None:
         """See `AveragedModel`."""
-        self.engine.forget_models()
+        # If workers may fail during the average, links stay, since both ends must stay equal.
+        is_elastic = self.averager.transport.is_elastic
+        self.engine.restart(Restart.AVERAGE if is_elastic else Restart.REQUEST)
 
     @property
     def rank(self) -> int:
@@ -474,5 +477,5 @@ class LocalModel(AveragedModel):
             if self.engine.successor is not None:
                 self._succeed(self.engine.successor)
         else:
-            self.engine.reset()
+            self.engine.restart()
             self.set_out()

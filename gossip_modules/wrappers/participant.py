@@ -19,6 +19,7 @@ from ..mixing_manager.base import MixingManager
 from ..transport.agreement import broadcast_tensors
 from ..transport.base import Transport
 from ..transport.process_group import DEFAULT_TIMEOUT
+from ..transport.state_tree import copied
 from ..worlds.world import ModelWorld
 from .local_model import LocalModel
 
@@ -276,7 +277,7 @@ class Participant(ModelWorld):
         self._gather()
         vector = self.local.buffer.vector
         weight = vector.push_sum_weight * (0.5 if self.is_weighted else 1.0)
-        engine = self.local.engine.state_for_newcomer(vector)
+        engine = copied({**self.local.engine.state_dict(joins=True), "step": self.step})
         state = {"vector": vector.raw.clone(), "weight": weight, "engine": engine, **self.layout()}
         vector.push_sum_weight.copy_(weight)  # at last, as a copy may fail
         return state

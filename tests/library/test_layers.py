@@ -91,7 +91,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "registry": {"extras"},
         "doctor": {"devices", "graph_manager", "lab", "matcha", "registry", "transport"},
         "lab": {
-            *("flat", "graph_manager", "mixing_manager", "compression", "schedule"),
+            *("state", "flat", "graph_manager", "mixing_manager", "compression", "schedule"),
             *("algorithms", "extras", "rounds", "registry", "methods", "wrappers"),
         },
         "methods": {*_WRAPPERS, "algorithms", "extras", "registry"},

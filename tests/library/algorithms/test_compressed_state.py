@@ -98,7 +98,7 @@ def test_a_reset_starts_afresh(name: str) -> None:
             for t in range(3):
                 gossiper.mix(s, t)
             results.append(s)
-            gossiper.reset()
+            gossiper.restart()
         assert torch.equal(results[0].raw, results[1].raw)
 
     run_ranks(2, body)
@@ -279,7 +279,7 @@ def test_after_a_round_without_an_answer_only_a_checkpoint_goes_on() -> None:
         if group.rank():
             rounds.load_state_dict(state)
         else:
-            rounds.reset()
+            rounds.restart()
         with pytest.raises(RuntimeError, match="the two ranks have gossiped in a different number of rounds"):
             rounds.mix(s, 1)
         for again in (rounds, copy.deepcopy(rounds)):

@@ -51,7 +51,7 @@ def test_it_is_as_far_as_the_other_one(name: str) -> None:
         assert follower.stats == engine.stats
     assert not follower.flush(x)
     assert not follower.is_in_flight
-    follower.reset()
+    follower.restart()
     assert (follower.t, follower.step) == (0, 0)
     engine.flush(x)
     engine.close()

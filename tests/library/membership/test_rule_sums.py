@@ -88,7 +88,7 @@ def test_living_workers_reach_the_optimum_of_the_mean_of_their_losses(rule: Algo
         worker.begin(2, [0, 2, 3])
         worker.train(SECOND, SNAPSHOT)
         if worker.name == 0 and worker.engine is not None:
-            handed.put((worker.engine.state_for_newcomer(worker.x), worker.x.segments[0].clone()))
+            handed.put((worker.engine.state_dict(joins=True), worker.x.segments[0].clone()))
         worker.train(SNAPSHOT, THIRD)
         worker.begin(3, [0, 2, 3, 4])
         worker.train(THIRD, LAST)
@@ -188,8 +188,8 @@ def test_a_joining_worker_takes_the_tensors_that_are_still_trained(
     whole = local_of(wrappers[0]).buffer.vector
     donor.round(whole)
     memory_of(donor).momentum.parts[0].fill_(0.5)
-    newcomer.load_state_dict(donor.state_for_newcomer(whole))
-    given = newcomer.state_for_newcomer(local_of(wrapper).buffer.vector)  # it may be a donor before its first round
+    newcomer.load_state_dict(donor.state_dict(joins=True))
+    given = newcomer.state_dict(joins=True)  # it may be a donor before its first round
     freeze_first(wrapper)
     newcomer.load_state_dict(given)
     newcomer.round(local_of(wrapper).buffer.vector)
@@ -210,7 +210,7 @@ def test_sums_are_in_no_state_that_is_loaded_under_a_membership(rule: Algorithm)
     engine, x = engine_of(wrapper), local_of(wrapper).buffer.vector
     engine.round(x)
     assert memory_of(engine).state_dict()["vectors"]
-    joins = engine.state_for_newcomer(x)["gossiper"]["memory"]
+    joins = engine.state_dict(joins=True)["gossiper"]["memory"]
     assert (joins["num_rounds"], joins.get("vectors")) == (0, None)
     engine.load_state_dict(engine.state_dict())
     memory = memory_of(engine).state_dict()

@@ -240,7 +240,7 @@ def four_three_four(
         assert worker.engine is not None
         if worker.name == 0:
             worker.flush()
-            given.put((worker.engine.state_for_newcomer(worker.x), worker.x.segments[0].clone()))
+            given.put((worker.engine.state_dict(joins=True), worker.x.segments[0].clone()))
         worker.train(SNAPSHOT, 18)
         worker.begin(3, GENERATIONS[2][1])
         worker.train(18, LAST)

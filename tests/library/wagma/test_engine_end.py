@@ -102,7 +102,7 @@ def test_a_fast_rank_waits_until_the_others_have_loaded(settles: bool) -> None:
 def test_arrivals_of_before_a_load_start_nothing() -> None:
     def body(group: dist.ProcessGroup) -> None:
         rank = Rank(group)
-        rank.engine.reset()
+        rank.engine.restart()
         rank.engine.publish_loaded(rank.vector)
         rank.worker.liveness.post(1 - group.rank(), ControlMessage(ARRIVED, 7, rank.worker.num_beginnings))
         rank.engine.begin()
