@@ -78,7 +78,8 @@ class FollowingEngine(LockstepEngine):
         """See `State`; a state of the first process has the counters too."""
         name = str(state.get("engine"))
         is_known = name == self._followed or name.startswith(_FOLLOWS)
-        super().check_state({**state, "engine": self.state_name, "gossiper": {}} if is_known else state)
+        if not is_known:
+            super().check_state(state)
 
     def fill(self, state: Any) -> None:
         """See `State`."""

@@ -182,6 +182,10 @@ class OverlapEngine(LockstepEngine):
         self._thread = self._snapshot = self._flight = None
         self._sent_buffers = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        assert self._flight is None, "flush() before copying: a round is in flight"
+        return super().__getstate__()
+
     def _begins_round(self) -> bool:
         """Whether a round begins in this step, as in each step at the beginning with `average_until`."""
         return self._action(self.step) is not Action.SKIP

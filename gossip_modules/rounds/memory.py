@@ -289,6 +289,7 @@ class Memory(State):
             old: the memories of all fragments before; together they have each of their tensors once.
             p: the number of this fragment, whose counts go on.
         """
+        self.units, self._inner = RateUnits(), None  # `old` has them
         self.restart()
         self.fit(x)
         self.num_rounds, self.units.rates = old[p].num_rounds, old[p].units.rates
@@ -405,12 +406,9 @@ class Memory(State):
             self._links = {}
         super().restart(event)
 
-    def collect(self) -> None:
-        """See `State`."""
-        self.units.put_back()
-
     def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
         """See `State`."""
+        self.units.put_back()
         state: dict[str, Any] = super().state_dict(joins=joins, has_links=has_links)
         loaded, entries = self._loaded, self.entries
         if loaded.vectors:  # see `check_vectors`

@@ -62,7 +62,7 @@ def test_the_keys_of_a_state_never_change(name: str) -> None:
     rounds, s = bound(ALGORITHMS[name](), ring(1), solo_group()), vector_of(0)
     rounds.mix(s, 0)
     state, algorithm = rounds.state_dict(), name.split()[0]
-    assert set(state) == {"algorithm", "links", "memory", "messages", "optimizer", "stamps"}
+    assert set(state) == {"algorithm", "links", "memory", "messages", "stamps"}
     assert state["algorithm"] == algorithm
     assert set(state["messages"]) == {"numbers", "peers", "digests"}
     assert set(state["memory"].get("vectors", {})) == _VECTORS.get(algorithm, set())

@@ -253,7 +253,7 @@ def test_an_optimizer_without_a_rate_scales_nothing() -> None:
     )
     for step in range(2):
         train_step(wrapper, optimizer, 0, step)
-    assert rates_of(wrapper) == {"rates": None, "num_steps": 1}
+    assert rates_of(wrapper) == {"num_steps": 1}
     wrapper.close()
 
 
