@@ -197,7 +197,7 @@ class EqualSteps(Reader):
             return
         self._has_own = is_own
         self._before = [sample(x).clone() for x in self._probes]
-        self._gradients = [None if x.grad is None else sample(x.grad).clone() for x in self._probes]
+        self._gradients = [None if x.grad is None or x.grad.is_sparse else sample(x.grad).clone() for x in self._probes]
 
     @torch.no_grad()
     def leave_step(self, optimizer: Optimizer) -> None:

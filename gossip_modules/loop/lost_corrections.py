@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -13,15 +12,17 @@ from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
 from ..flat.sharded import local_of
+from .gradient_watch import weakly
 from .hooks import Reader, holds_any
 from .moment import sample
 
 _FIRST, _FACTOR = 8, 4  # a look begins at this step, and then at so many times the last one
 _NUM_LOOKS = 8  # rounds of a look, and more while corrections are taken back
-_NUM_ROUNDS = 3  # whose corrections were taken back, as trials have shown
+_NUM_ROUNDS = 3  # in turn, whose corrections were taken back
 _NUM_PROBES = 6  # parameters that are looked at
 _MIN_ELEMENTS = 8  # of such a parameter: few may come back to their values by chance
 _SMALL = 0.25  # of the correction of a round, for the change over a round and a step that has taken it back
+_ALONG = 0.95  # cosine of the angle between a step and the gradient, for a step along the gradient
 
 
 class LostCorrections(Reader):
@@ -29,14 +30,13 @@ class LostCorrections(Reader):
 
     [Note: Corrections that are taken back] Copies of the parameters that are neither declared nor found are written
     over them in each step, and ranks train alone. Let A be samples of a parameter before a round, B = A + c after it,
-    and A' before the next round. Where A' is A but for a small part of c, the step may have written a copy. But a step
-    along the gradient undoes a correction as well, where training stands still. So a trial decides: after the next
-    round and the backward that follows, the samples are set back to A. A step along the gradient, which is computed at
-    B already, leads away from A by -c then, and the samples get c afterwards. A copy leads to A again. After three
-    trials in turn with that result there is an error.
+    and A' before the next round. Where A' is A but for a small part of c, the step has taken back the correction: it
+    may have written a copy. A step along the gradient at B may lead back to A as well, where training stands still. So
+    a step counts only where A' - B has another direction than the gradient. After three rounds in turn with that result
+    there is an error. Nothing is written.
 
     Optimizers of torch.optim keep no copies. So where such an optimizer has written the samples last, a look ends at
-    once, and no trial is made. Other steps are looked at for some rounds, early ones and then ever more seldom.
+    once. Other steps are looked at for some rounds, early ones and then ever more seldom.
 
     Args:
         buffer: has the parameters.
@@ -55,7 +55,6 @@ class LostCorrections(Reader):
     def _reset(self) -> None:
         self.start = _FIRST
         self._probes: list[_Probe] = []
-        self._handle: Any = None
         self._thread = 0
         self._stepper = ""
         self._num_rounds = 0  # with a correction, of this look
@@ -63,8 +62,13 @@ class LostCorrections(Reader):
     def close(self) -> None:
         """End a look; idempotent."""
         super().close()
-        self._remove_handle()
-        self._probes = []
+        self._keep([])
+
+    def _keep(self, probes: list[_Probe]) -> None:
+        for probe in self._probes:
+            if probe not in probes:
+                probe.close()
+        self._probes = probes
 
     def before_round(self, *, followed: Collection[int] = ()) -> None:
         """Compare the parameters with the values of before the last round; at the step `start` and later.
@@ -75,17 +79,16 @@ class LostCorrections(Reader):
         Raises:
             RuntimeError: the corrections of `_NUM_ROUNDS` rounds were taken back.
         """
-        self._remove_handle()
         if not self.is_reading:
             self._begin(followed)
             return
         with torch.no_grad():
             self._num_rounds += max(probe.compare() for probe in self._probes)
         lost = [probe for probe in self._probes if probe.num_lost >= _NUM_ROUNDS]
-        self._probes = [probe for probe in self._probes if not probe.is_honest]
+        self._keep([probe for probe in self._probes if not probe.is_honest])
         if lost:
             self._refuse(lost)
-        is_suspicious = any(probe.num_lost or probe.is_on_trial for probe in self._probes)
+        is_suspicious = any(probe.num_lost for probe in self._probes)
         if not self._probes or (self._num_rounds >= _NUM_LOOKS and not is_suspicious):
             self.close()
             self.start *= _FACTOR
@@ -94,37 +97,21 @@ class LostCorrections(Reader):
         fitting = [
             x
             for x in self.buffer.parameters
-            if local_of(x).is_contiguous() and local_of(x).numel() >= _MIN_ELEMENTS and id(x) not in followed
+            if x.requires_grad and id(x) not in followed and local_of(x).numel() >= _MIN_ELEMENTS
         ]
-        self._probes = [_Probe(x) for x in fitting[:: max(1, -(-len(fitting) // _NUM_PROBES))]]
+        chosen = fitting[:: max(1, -(-len(fitting) // _NUM_PROBES))]
+        self._keep([_Probe(x, self.buffer.gradient_source(x)) for x in chosen])
         if not self._probes:
             self.start *= _FACTOR
             return
-        self._thread, self._stepper = threading.get_ident(), ""
-        self._num_rounds = 0
+        self._thread, self._stepper, self._num_rounds = threading.get_ident(), "", 0
         self.read()
 
     @torch.no_grad()
     def after_round(self) -> None:
         """Note what the round has written."""
         for probe in self._probes:
-            probe.after = probe.samples.clone()
-        if any(probe.is_on_trial for probe in self._probes):
-            trained = [x for x in self.buffer.parameters if x.requires_grad]
-            if trained:
-                source = self.buffer.gradient_source(min(trained, key=Tensor.numel))
-                self._handle = source.register_post_accumulate_grad_hook(_at_the_end_of_a_backward(self))
-
-    def set_back(self) -> None:
-        """A backward has ended: set samples on trial back to their values before the round."""
-        self._remove_handle()
-        for probe in self._probes:
-            probe.set_back()
-
-    def _remove_handle(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+            probe.after = probe.now()
 
     def _refuse(self, lost: list[_Probe]) -> None:
         names = {id(parameter): name for name, parameter in self.buffer.module.named_parameters()}
@@ -150,12 +137,10 @@ class LostCorrections(Reader):
         if threading.get_ident() != self._thread:
             return
         self._stepper = type(optimizer).__name__
-        for probe in self._probes:
-            probe.end_trial()
         if type(optimizer).__module__.startswith("torch.optim"):
             for probe in self._probes:
                 if holds_any(optimizer, [probe.parameter]):
-                    probe.stepped = probe.samples.clone()
+                    probe.stepped = probe.now()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"buffer": self.buffer, "_name": self._name}
@@ -169,92 +154,61 @@ class LostCorrections(Reader):
 class _Probe:
     """Samples of one parameter.
 
+    Args:
+        parameter: the parameter.
+        source: the tensor of its gradient; of another tensor, as of a sharded one, the gradient is not looked at.
+
     Attributes:
         parameter: the parameter.
-        before: their values before the last round.
-        after: their values after it; None: there was none.
+        after: their values after the last round; None: there was none.
         stepped: their values after the last step of an optimizer of torch.optim.
-        is_on_trial: whether they are set back after the next backward.
         is_honest: whether steps keep corrections, so that there is nothing to look for.
-        num_lost: the trials in turn in which a correction was lost.
+        num_lost: the rounds in turn whose correction was lost.
     """
 
-    def __init__(self, parameter: Tensor) -> None:
+    def __init__(self, parameter: Tensor, source: Tensor) -> None:
         self.parameter = parameter
-        self.before = self.samples.clone()
+        self._before = self.now()
+        self._gradient: Tensor | None = None  # after the last backward
         self.after: Tensor | None = None
         self.stepped: Tensor | None = None
-        self.is_on_trial = self.is_honest = self._is_set_back = False
+        self.is_honest = False
         self.num_lost = 0
+        is_own = source is parameter
+        self._handle = parameter.register_post_accumulate_grad_hook(weakly(self._note)) if is_own else None
 
-    @property
-    def samples(self) -> Tensor:
-        """A view, whose changes autograd does not see."""
-        return sample(self.parameter.data)
+    def now(self) -> Tensor:
+        """The samples, a copy."""
+        return sample(self.parameter).clone()
 
-    def set_back(self) -> None:
-        """The samples <- their values before the round, if nothing has written them since."""
-        if self.is_on_trial and self.after is not None and torch.equal(self.samples, self.after):
-            self.samples.copy_(self.before)
-            self._is_set_back = True
-
-    def end_trial(self) -> None:
-        """A step has ended: the samples get the correction at once if it has led away from the values before it."""
-        if not self._is_set_back or self.after is None:
-            return
-        correction = self.after - self.before
-        size = torch.linalg.vector_norm(correction.float())
-        change = torch.linalg.vector_norm((self.samples - self.before).float())
-        if bool(size > 0) and bool(change > _SMALL * size):
-            self._is_set_back = self.is_on_trial = False
-            self.is_honest = True
-            self._add(correction)
-            self.after = None
+    def _note(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.layout is torch.strided:
+            self._gradient = sample(parameter.grad).clone()
 
     def compare(self) -> bool:
         """A step may have come since the round; returns whether the round and a step have changed the samples."""
-        now = self.samples.clone()
-        before, after, stepped = self.before, self.after, self.stepped
-        self.before, self.after, self.stepped = now, None, None
-        is_set_back, self._is_set_back = self._is_set_back, False
+        now = self.now()
+        before, after, stepped, gradient = self._before, self.after, self.stepped, self._gradient
+        self._before, self.after, self.stepped, self._gradient = now, None, None, None
         if after is None:
             return False
         if stepped is not None and torch.equal(stepped, now):
             self.is_honest = True
             return False
-        correction = after - before
-        size = torch.linalg.vector_norm(correction.float())
-        is_lost = bool(torch.linalg.vector_norm((now - before).float()) <= _SMALL * size)
-        if not bool(size > 0) or torch.equal(now, before if is_set_back else after):
-            if is_set_back:  # no step has come
-                self._add(correction)
+        size = torch.linalg.vector_norm((after - before).float())
+        if not bool(size > 0) or torch.equal(now, after):
             return False
-        if not is_set_back:
-            self.is_on_trial = is_lost
-            self.num_lost *= is_lost
-            return True
-        self.is_on_trial = False
-        self.num_lost += 1
-        if not is_lost:
-            self.is_honest = True
-            self._add(correction)
+        is_back = bool(torch.linalg.vector_norm((now - before).float()) <= _SMALL * size)
+        is_lost = is_back and gradient is not None and not _are_along((after - now).float(), gradient.float())
+        self.num_lost = self.num_lost + 1 if is_lost else 0
         return True
 
-    def _add(self, correction: Tensor) -> None:
-        samples = self.samples
-        samples.add_(correction)
-        self.before = samples.clone()
+    def close(self) -> None:
+        """Look at gradients no more; idempotent."""
+        if self._handle is not None:
+            self._handle.remove()
 
 
-def _at_the_end_of_a_backward(owner: LostCorrections) -> Any:
-    reference = weakref.ref(owner)
-
-    def set_back() -> None:
-        if (found := reference()) is not None:
-            with torch.no_grad():
-                found.set_back()
-
-    def queue(_: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(set_back)
-
-    return queue
+def _are_along(x: Tensor, y: Tensor) -> bool:
+    """Whether the angle between x and y is small."""
+    return bool(torch.dot(x, y) >= _ALONG * torch.linalg.vector_norm(x) * torch.linalg.vector_norm(y))
