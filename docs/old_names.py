@@ -11,20 +11,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gossip_modules.old_calls import (  # noqa: E402
-    GRAPH_ARGUMENTS,
-    MATCHA_ARGUMENTS,
-    MIXING_ARGUMENTS,
-    Ignored,
-    NewName,
-    Refused,
-)
-from gossip_modules.wrappers.other_names import (  # noqa: E402
+from gossip_modules.compat.actions import Ignored, NewName, Refused  # noqa: E402
+from gossip_modules.compat.tables import (  # noqa: E402
     AD_PSGD_ARGUMENTS,
     ALL_REDUCE_ARGUMENTS,
     DDP_ARGUMENTS,
     DDP_ATTRIBUTES,
+    GRAPH_ARGUMENTS,
+    MATCHA_ARGUMENTS,
     MISSING,
+    MIXING_ARGUMENTS,
     SGP_ARGUMENTS,
     WAGMA_ARGUMENTS,
     WORKING,
@@ -59,7 +55,7 @@ def _argument(action: Any) -> tuple[str, str]:
 
 def attributes() -> str:
     """Of the methods and attributes of the wrappers."""
-    rows = [(name, remedy, "works, with a warning") for name, remedy in WORKING.items()]
+    rows = [(name, works.remedy, "works, with a warning") for name, works in WORKING.items()]
     return table("method or attribute", [*rows, *missing(MISSING)])
 
 

@@ -4,7 +4,6 @@ All graphs are in `gossip_modules.graph_manager`, weights in `.mixing_manager`, 
 classes for your own methods in `.extend`, dpwa in `.dpwa`, and the MPI backend in `.mpi`.
 """
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from . import compression as compression
@@ -12,7 +11,7 @@ from . import extend as extend
 from . import extras as _extras
 from . import graph_manager as graph_manager
 from . import mixing_manager as mixing_manager
-from . import simple_distributed as simple_distributed
+from . import old_names as _old_names
 from .algorithms.choco import Choco
 from .algorithms.d2 import D2
 from .algorithms.d_psgd import DPSGD
@@ -40,7 +39,6 @@ from .compression.sparsifier import RandomK, TopK
 from .graph_manager import RingGraph
 from .membership.membership import Membership
 from .metrics import MetricsLogger
-from .old_calls import REMOVED
 from .optim.delayed_nesterov import DelayedNesterov
 from .optim.gossip_adamw import GossipAdamW
 from .optim.muon import MuonAdamW
@@ -108,88 +106,12 @@ __all__ = [
     "job_store",
 ]
 
-_MOVED = {
-    "Algorithm": "extend",
-    "BaseGraph": "graph_manager",
-    "ButterflyGroups": "graph_manager",
-    "Cast": "compression",
-    "ChainGraph": "graph_manager",
-    "ChunkTopK": "compression",
-    "ClockInterpolation": "dpwa",
-    "CompleteGraph": "graph_manager",
-    "Compressor": "compression",
-    "ConstantInterpolation": "dpwa",
-    "DoubleBinaryTreeGraph": "graph_manager",
-    "DynamicBipartiteCompleteGraph": "graph_manager",
-    "DynamicBipartiteExponentialGraph": "graph_manager",
-    "DynamicBipartiteLinearGraph": "graph_manager",
-    "DynamicDirectedExponentialGraph": "graph_manager",
-    "DynamicDirectedLinearGraph": "graph_manager",
-    "Engine": "extend",
-    "EquiDynGraph": "graph_manager",
-    "EquiStaticGraph": "graph_manager",
-    "FlatBuffer": "extend",
-    "FlatVector": "extend",
-    "GlobalAverage": "extend",
-    "GossipModule": "extend",
-    "GossipWrapper": "extend",
-    "GraphManager": "graph_manager",
-    "GraphMixing": "mixing_manager",
-    "HypercubeGraph": "graph_manager",
-    "Interpolation": "dpwa",
-    "LaplacianMixing": "mixing_manager",
-    "LockstepEngine": "extend",
-    "LossInterpolation": "dpwa",
-    "MatrixMixing": "mixing_manager",
-    "Memory": "extend",
-    "MetropolisHastingsMixing": "mixing_manager",
-    "Mix": "extend",
-    "Mixer": "extend",
-    "MixingManager": "mixing_manager",
-    "MixingWeights": "mixing_manager",
-    "NPeerDynamicDirectedExponentialGraph": "graph_manager",
-    "NetworkXGraph": "graph_manager",
-    "OuterMethod": "extend",
-    "OverlapEngine": "extend",
-    "PairwiseAverager": "dpwa",
-    "PairwiseConfig": "dpwa",
-    "ProcessGroupTransport": "extend",
-    "PushPull": "extend",
-    "PushSum": "extend",
-    "RandomGraph": "graph_manager",
-    "RandomMatchingGraph": "graph_manager",
-    "RandomPushGraph": "graph_manager",
-    "SGDStep": "extend",
-    "Selection": "extend",
-    "SimpleGossipDataParallel": "simple_distributed",
-    "StaticExponentialGraph": "graph_manager",
-    "SyncEngine": "extend",
-    "TorusGraph": "graph_manager",
-    "Transport": "extend",
-    "TwoBit": "compression",
-    "UniformMixing": "mixing_manager",
-    "Vectors": "extend",
-    "WeightedGraph": "graph_manager",
-    "init_mpi_process_group": "mpi",
-    "measure_link_times": "matcha.link_times",
-    "mpi_store": "mpi",
-    "register_mpi_backend": "mpi",
-    "select_graph": "graph_manager",
-}
-"""Names that have moved from here, with their modules."""
-
 
 def __getattr__(name: str) -> Any:
-    if name in REMOVED:
-        raise ImportError(f"got {__name__}.{name}, which is gone: {REMOVED[name]}", name=__name__)
     if name in _extras.NAMES or name in _extras.EXTRAS:
         found = globals()[name] = _extras.load(_extras.place_of(name))
         return found
-    if name not in _MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = f"{__name__}.{_MOVED[name]}"
-    warnings.warn(f"{__name__}.{name} is now {module}.{name}; the old name will go", DeprecationWarning, stacklevel=2)
-    return _extras.load(f"{_MOVED[name]}:{name}")
+    return _old_names.module_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,3 @@
 """`AllReduceDataParallel`, in the module where Stochastic Gradient Push has it."""
 
-from .wrappers.all_reduce import AllReduceDataParallel
-
-__all__ = ["AllReduceDataParallel"]
+from .compat.sgp import AllReduceDataParallel as AllReduceDataParallel

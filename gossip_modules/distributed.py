@@ -1,5 +1,3 @@
 """`GossipDataParallel`, in the module where Stochastic Gradient Push has it."""
 
-from .wrappers.gossip import GossipDataParallel
-
-__all__ = ["GossipDataParallel"]
+from .compat.sgp import GossipDataParallel as GossipDataParallel

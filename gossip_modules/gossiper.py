@@ -1,9 +1,6 @@
-"""The gossip of models in lockstep, under the names that Stochastic Gradient Push gives to it."""
+"""The gossip of models in lockstep, in the module where Stochastic Gradient Push has it."""
 
-from .old_calls import BilatPushPull
-from .rounds.push_pull import PushPull, PushSum
-
-Gossiper = PushPull
-"""The base of both there; a method of your own is an `Algorithm` here."""
-
-__all__ = ["BilatPushPull", "Gossiper", "PushPull", "PushSum"]
+from .compat.sgp import BilatPushPull as BilatPushPull
+from .compat.sgp import Gossiper as Gossiper
+from .compat.sgp import PushPull as PushPull
+from .compat.sgp import PushSum as PushSum

@@ -1,5 +1,3 @@
 """`SimpleGossipDataParallel`, in the module where Stochastic Gradient Push has it."""
 
-from .wrappers.composable import SimpleGossipDataParallel
-
-__all__ = ["SimpleGossipDataParallel"]
+from .compat.sgp import SimpleGossipDataParallel as SimpleGossipDataParallel

@@ -15,14 +15,13 @@ from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
-from ..old_calls import foreign_arguments
+from ..old_names import takes_old_arguments
 from ..rounds.mixer import GlobalAverage
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import GraphLike, Links, MixingLike, as_timeout, group_of
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.choices import choose_bipartite_mixing
 from ..wrappers.composition import check_whole
-from ..wrappers.other_names import AD_PSGD_ARGUMENTS, DDP_ARGUMENTS
 from ..wrappers.participant import Participant, check_elastic
 from .engine import BilateralEngine
 
@@ -109,7 +108,7 @@ class BilatGossipDataParallel(GossipWrapper):
         ...     optimizer.zero_grad()
     """
 
-    @foreign_arguments(DDP_ARGUMENTS, AD_PSGD_ARGUMENTS)
+    @takes_old_arguments()
     def __init__(
         self,
         module: nn.Module,

@@ -13,12 +13,12 @@ from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..loop.copies import WeightCopies
 from ..loop.hooks import Observer
-from ..old_calls import foreign_arguments
+from ..old_names import takes_old_arguments
 from ..state import Restart
 from ..wrappers.averaging import AveragedModel, AveragingMixin
 from ..wrappers.composition import check_inside, hold, let_go
 from .average_on_demand import AverageOnDemand
-from .config import CURVE_ARGUMENTS, PairwiseConfig
+from .config import PairwiseConfig
 from .engine import PairwiseEngine
 
 
@@ -32,7 +32,7 @@ class PairwiseWorker(AveragingMixin):
         """The address of this worker, as configured, with the port chosen for `*`."""
         return self._engine.server.address
 
-    @foreign_arguments(CURVE_ARGUMENTS)
+    @takes_old_arguments()
     def add_peer(self, name: str, address: str) -> None:
         """See `PairwiseEngine.add_peer`; from any thread."""
         self._engine.add_peer(name, address)

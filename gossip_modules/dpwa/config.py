@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..flat.nonfinite import check_policy
-from ..old_calls import ForeignArguments, Refused, foreign_arguments
+from ..old_names import takes_old_arguments
 from ..wrappers.arguments import as_timeout
 from .interpolation import (
     ClockInterpolation,
@@ -35,12 +35,6 @@ _CONTEXTS = (
     ("server_ssl", ssl.PROTOCOL_TLS_CLIENT, "CLIENT_AUTH"),
     ("client_ssl", ssl.PROTOCOL_TLS_SERVER, "SERVER_AUTH"),
 )
-_NO_CURVE = Refused(
-    "workers are encrypted by TLS and have certificates in place of CURVE keys; pass server_ssl= and client_ssl=, two "
-    "ssl.SSLContext, to the constructor"
-)
-CURVE_ARGUMENTS: ForeignArguments = {"curve": _NO_CURVE, "public_key": _NO_CURVE}
-"""Those of earlier versions, which had keys of CurveZMQ."""
 _DEFAULTS: Mapping[str, Any] = {  # of the keys of a file
     "nodes": None,
     "fetch_probability": 1.0,
@@ -187,7 +181,7 @@ class PairwiseConfig:
             raise ValueError(f"{path}: {error}") from error
 
 
-PairwiseConfig.__init__ = foreign_arguments(CURVE_ARGUMENTS)(PairwiseConfig.__init__)  # type: ignore[method-assign]
+PairwiseConfig.__init__ = takes_old_arguments()(PairwiseConfig.__init__)  # type: ignore[method-assign]
 
 
 def check_address(address: str, *, peer: str, is_own: bool = False) -> None:

@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from ..flat.selection import Selection
-from ..old_calls import foreign_arguments
+from ..old_names import takes_old_arguments
 from ..wrappers.base import GossipWrapper
 from ..wrappers.composition import check_whole
-from ..wrappers.other_names import DDP_ARGUMENTS, PAIRWISE_ARGUMENTS
 from .average_on_demand import AverageOnDemand
 from .averager import PairwiseWorker
-from .config import CURVE_ARGUMENTS, DEFAULT_INTERPOLATION, DEFAULT_MAX_DISTANCE, DEFAULT_TIMEOUT, PairwiseConfig
+from .config import DEFAULT_INTERPOLATION, DEFAULT_MAX_DISTANCE, DEFAULT_TIMEOUT, PairwiseConfig
 from .engine import PairwiseEngine
 from .interpolation import Interpolation
 
@@ -94,7 +93,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         engine: Any = self._local.engine
         return engine
 
-    @foreign_arguments(PAIRWISE_ARGUMENTS, CURVE_ARGUMENTS, DDP_ARGUMENTS)
+    @takes_old_arguments()
     def __init__(
         self,
         module: nn.Module,

@@ -5,7 +5,7 @@ The random graph of MATCHA, which is planned from one of these, is `gossip_modul
 
 from typing import Any
 
-from ..extras import load
+from ..old_names import module_attribute
 from .base import GraphManager, WeightedGraph
 from .base_graph import BaseGraph
 from .butterfly_groups import ButterflyGroups
@@ -67,11 +67,6 @@ __all__ = [
     "select_graph",
 ]
 
-_ABOVE = {"FixedProcessor": "matcha.graph", "MatchaProcessor": "matcha.graph"}
-"""Names that MATCHA's code has in this module, with their modules here."""
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _ABOVE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return load(f"{_ABOVE[name]}:{name}")
+    return module_attribute(__name__, name)

@@ -19,13 +19,13 @@ from operator import eq
 from typing import Any
 
 from ..checks import checked_integer
-from ..old_calls import OldAttribute
+from ..old_names import OldNames
 
 MAX_PERIOD = 2**31  # a longer period counts as "never repeats"
 _MAX_SCANNED_RANKS = 2**18  # limit on rounds x ranks in a scan of the schedule, which takes about a second
 
 
-class GraphManager(ABC):
+class GraphManager(OldNames, ABC):
     """A directed communication graph that may change every round, in a regular pattern.
 
     A new graph has to write `phone_book` only; the other methods are computed from it, `in_peers` in O(n). If the rows
@@ -41,16 +41,6 @@ class GraphManager(ABC):
     Raises:
         ValueError: there is no graph of this size or with this schedule.
     """
-
-    # Names of Stochastic Gradient Push.
-    get_peers = OldAttribute("write graph.out_peers(rank, t) and graph.in_peers(rank, t), for round t")
-    get_edges = OldAttribute("write graph.out_peers(rank, t) and graph.in_peers(rank, t), for round t")
-    peers_per_itr = OldAttribute(
-        "write graph.num_peers(t); a schedule is an argument, as in peers_per_itr={0: 2, 90: 1}"
-    )
-    is_regular_graph = OldAttribute("read graph.is_regular")
-    is_bipartite_graph = OldAttribute("read graph.is_bipartite")
-    is_dynamic_graph = OldAttribute("read graph.is_dynamic")
 
     is_bipartite = False
     """Whether the ranks form two classes, active and passive, and every edge joins an active and a passive rank."""

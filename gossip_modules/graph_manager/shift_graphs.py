@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import gcd, isqrt
 
 from ..checks import checked_integer
-from ..old_calls import GRAPH_ARGUMENTS, foreign_arguments
+from ..old_names import takes_old_arguments
 from .base import GraphManager, LazyRow, row_period, window
 
 
@@ -34,7 +34,7 @@ class ShiftGraph(GraphManager):
 
     is_regular = True
 
-    @foreign_arguments(GRAPH_ARGUMENTS, leading="rank")
+    @takes_old_arguments()
     def __init__(self, world_size: int, *, peers_per_itr: int | Mapping[int, int] = 1) -> None:
         super().__init__(world_size, peers_per_itr=peers_per_itr)
         self._rows = {p: self.shifts(p) if p else () for p in self._segments.values()}

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..flat.buffer import FlatBuffer
 from ..flat.sharded import local_of
-from ..old_calls import levels_to_user
+from ..warn import levels_to_user
 from .debias import Debias, Form
 from .hooks import Reader, holds_any
 from .masters import NUM_PROOFS, Masters, add_, change_beyond, correct_, is_rounded

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
-from ..old_calls import levels_to_user
+from ..warn import levels_to_user
 from .copies import WeightCopies
 from .debias import Debias
 from .equal_steps import EqualSteps

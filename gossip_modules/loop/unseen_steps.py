@@ -6,7 +6,7 @@ import warnings
 
 from torch.optim import Optimizer
 
-from ..old_calls import levels_to_user
+from ..warn import levels_to_user
 from .gradient_watch import WatchedGradient
 
 _MANY_CHANGES = 3  # in turn, until they count as steps

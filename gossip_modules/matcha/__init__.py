@@ -4,6 +4,8 @@
 Wang, Sahu, Yang, Joshi, Kar, ICC 2019, arXiv 1905.09435. `python -m gossip_modules.matcha` prints a plan.
 """
 
+from typing import Any
+
 from ..graph_manager.matchings import (
     Edge,
     Matching,
@@ -21,15 +23,14 @@ from ..mixing_manager.laplacians import (
     mixing_weight,
     periodic_dpsgd_weight,
 )
-from .graph import FixedProcessor, MatchaGraph, MatchaProcessor
+from ..old_names import module_attribute
+from .graph import MatchaGraph
 from .planning import ActivationPlan, activation_probabilities, joint_probabilities, matching_costs
 
 __all__ = [
     "ActivationPlan",
     "Edge",
-    "FixedProcessor",
     "MatchaGraph",
-    "MatchaProcessor",
     "Matching",
     "MixingWeight",
     "activation_probabilities",
@@ -46,3 +47,7 @@ __all__ = [
     "predefined_matchings",
     "select_graph",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return module_attribute(__name__, name)

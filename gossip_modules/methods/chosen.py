@@ -10,7 +10,7 @@ from typing import Any
 from ..compression import QSGD, Cast, ChunkTopK, Compressor, RandomK, SignNorm, TopK, TwoBit
 from ..extras import MissingExtra, load
 from ..graph_manager import named_graphs
-from ..old_calls import REMOVED
+from ..old_names import remedy_of_removed
 from ..registry import METHODS, Method, name_of
 from ..rounds.algorithm import Algorithm, Over
 from ..schedule import Schedule
@@ -121,8 +121,9 @@ def read_schedule(text: str) -> Schedule:
     Raises:
         ValueError: it names none.
     """
-    if (name := text.strip().partition("(")[0]) in REMOVED:
-        raise ValueError(f"got schedule={text!r}, expected a Schedule: {name} is gone; {REMOVED[name]}")
+    name = text.strip().partition("(")[0]
+    if remedy := remedy_of_removed(name):
+        raise ValueError(f"got schedule={text!r}, expected a Schedule: {name} is gone; {remedy}")
     return read(text, SCHEDULES, option="schedule")
 
 

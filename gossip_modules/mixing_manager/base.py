@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..graph_manager import WeightedGraph
 from ..graph_manager.base import GraphManager
-from ..old_calls import MIXING_ARGUMENTS, OldAttribute, foreign_arguments
+from ..old_names import OldNames, takes_old_arguments
 
 _ROUNDING = 1e-12  # tolerance for sums and products of weights in float64
 _PACKAGE = __name__.partition(".")[0]
@@ -31,7 +31,7 @@ class MixingWeights(NamedTuple):
     inp: Mapping[int, float]
 
 
-class MixingManager(ABC):
+class MixingManager(OldNames, ABC):
     """The mixing matrices W(t) on the edges of a graph.
 
     A new mixing manager has to write `weights` only. If it is known whether rows or columns sum to one, override the
@@ -42,10 +42,6 @@ class MixingManager(ABC):
     Args:
         graph: the graph; W(t) is zero where it has no edge, except on the diagonal.
     """
-
-    # Names of Stochastic Gradient Push.
-    get_mixing_weights = OldAttribute("write mixing.weights(rank, t), for round t")
-    is_regular = OldAttribute("read mixing.graph.is_regular")
 
     def __init__(self, graph: GraphManager) -> None:
         self.graph = graph
@@ -156,7 +152,7 @@ class UniformMixing(MixingManager):
 
     is_column_stochastic = True
 
-    @foreign_arguments(MIXING_ARGUMENTS, trailing="device")
+    @takes_old_arguments()
     def __init__(self, graph: GraphManager) -> None:
         refuse_weighted(graph, type(self).__name__)
         super().__init__(graph)

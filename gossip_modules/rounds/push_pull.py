@@ -14,7 +14,7 @@ from ..compression.compressor import Cast
 from ..flat.layout import CHUNK_BYTES, check_chunk_bytes
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights, knows_period
-from ..old_calls import GOSSIPER_ARGUMENTS, foreign_arguments
+from ..old_names import takes_old_arguments
 from ..state import transient
 from ..transport.base import Pending, Transport
 from ..transport.exchange import Messages
@@ -63,7 +63,7 @@ class PushPull(Mixer):
     _prepared_weight: Tensor | None = transient(None)  # which they send too
     received: Sequence[FlatVector] = ()  # the messages of the in-peers, in the order of the in-peers
 
-    @foreign_arguments(GOSSIPER_ARGUMENTS, in_order=tuple(GOSSIPER_ARGUMENTS))
+    @takes_old_arguments()
     def __init__(self, *, wire_dtype: torch.dtype | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
         if wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,13 @@ from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..membership.membership import Membership
-from ..old_calls import foreign_arguments
+from ..old_names import takes_old_arguments
 from ..rounds.mixer import GlobalAverage
 from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..wrappers.arguments import Links, as_timeout, as_whole, check_flags, group_of
 from ..wrappers.base import GossipWrapper, close_when_collected
 from ..wrappers.composition import check_whole
-from ..wrappers.other_names import DDP_ARGUMENTS, WAGMA_ARGUMENTS
 from ..wrappers.participant import Participant, check_links
 from .engine import WaitAvoidingEngine
 from .group_average import GroupAverage
@@ -115,14 +114,7 @@ class GroupAverageDataParallel(GossipWrapper):
         >>> model.close()
     """
 
-    _foreign_attributes: ClassVar[Mapping[str, str]] = {
-        **GossipWrapper._foreign_attributes,
-        **dict.fromkeys(
-            ("join", "join_hook"), "write `while model.round < num_rounds:` for the loop, with one number on all ranks"
-        ),
-    }
-
-    @foreign_arguments(DDP_ARGUMENTS, WAGMA_ARGUMENTS)
+    @takes_old_arguments()
     def __init__(
         self,
         module: nn.Module,

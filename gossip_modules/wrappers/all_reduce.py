@@ -23,7 +23,7 @@ from ..flat.vector import FlatVector
 from ..loop.gradient_watch import weakly
 from ..membership.background_log import log
 from ..membership.membership import Membership
-from ..old_calls import ForeignArguments, Refused, foreign_arguments
+from ..old_names import OldModuleNames, takes_old_arguments
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import broadcast_state
 from ..transport.connect import CPU, connect
@@ -34,14 +34,8 @@ from .averaging import AveragedModel, AveragingMixin
 from .base import GossipWrapper
 from .checkpoint import Checkpoint
 from .composition import check_inside, check_whole, hold, let_go
-from .other_names import ALL_REDUCE_ARGUMENTS, DDP_ARGUMENTS, OldNames
 from .participant import Participant, check_links
 from .state import check_prefix
-
-_GOSSIP_ARGUMENTS: ForeignArguments = {
-    "gossip_buffers": Refused("buffers are those of rank 0; write broadcast_buffers=False where each rank has its own"),
-}
-
 
 _PARTS = 16  # of the parameters, of which each step looks at one: a pass over all would take 5 % of a step
 
@@ -79,7 +73,7 @@ class PackedModel(AveragedModel):
         vector.unpack_to([*self.trained, *self.selection.averaged(self.module).values()])
 
 
-class AllReduceDataParallel(OldNames, DistributedDataParallel, AveragingMixin):
+class AllReduceDataParallel(OldModuleNames, DistributedDataParallel, AveragingMixin):
     """AllReduce SGD: gradients averaged over all ranks, bit for bit as DistributedDataParallel does.
 
     It adds the methods of the gossip wrappers: `flush`, `close`, `average_`, `averaged`, `consensus_distance` and
@@ -111,7 +105,7 @@ class AllReduceDataParallel(OldNames, DistributedDataParallel, AveragingMixin):
             return super().__new__(cls)
         return ElasticAllReduce(*args, membership=membership, **options)
 
-    @foreign_arguments(_GOSSIP_ARGUMENTS, ALL_REDUCE_ARGUMENTS, passed_on_to=DistributedDataParallel.__init__)
+    @takes_old_arguments(passed_on_to=DistributedDataParallel.__init__)
     def __init__(
         self,
         module: nn.Module,
@@ -230,7 +224,7 @@ class ElasticAllReduce(GossipWrapper):
         FloatingPointError: (forward) see `on_nonfinite`.
     """
 
-    @foreign_arguments(_GOSSIP_ARGUMENTS, ALL_REDUCE_ARGUMENTS, DDP_ARGUMENTS)
+    @takes_old_arguments()
     def __init__(
         self,
         module: nn.Module,

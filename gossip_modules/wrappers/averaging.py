@@ -19,10 +19,10 @@ from ..flat.sharded import gathered, local_of
 from ..flat.vector import FlatVector
 from ..loop.copies import WeightCopies
 from ..loop.masters import declared_pairs
-from ..old_calls import levels_to_user
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.process_group import ProcessGroupTransport, calling
+from ..warn import levels_to_user
 from ..worlds.world import ALONE, ModelWorld
 from .frozen import find_differing, frozen_parameters
 from .node import Node

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from ..flat.selection import Selection
 from ..flat.sharded import local_of
 from ..flat.transformed import call_plain, is_transformed, not_compiled, refuse_scripting
 from ..flat.vector import FlatVector
-from ..old_calls import levels_to_user
+from ..old_names import OldModuleNames
 from ..profiling import span
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import REMEDY, broadcast_tensors, find_difference
@@ -31,12 +31,12 @@ from ..transport.connect import connect, group_or_world
 from ..transport.deadline import Deadline
 from ..transport.process_group import ProcessGroupTransport
 from ..version import __version__
+from ..warn import levels_to_user
 from .arguments import Links, check_flags
 from .averaging import AveragingMixin
 from .checkpoint import Checkpoint
 from .composition import check_inside, check_optimizers, check_outside, check_sharding, hold, let_go
 from .local_model import LocalModel
-from .other_names import DDP_ATTRIBUTES, MISSING, OldNames
 from .participant import Participant
 from .replica import find_difference_in_replica, make_replica
 from .state import (
@@ -64,7 +64,7 @@ _MANY_STEPS = 10  # after which ranks should have met, and should differ
 _ROUNDING = 4  # units in the last place by which an average of equal numbers may differ from them
 
 
-class GossipWrapper(OldNames, AveragingMixin):
+class GossipWrapper(OldModuleNames, AveragingMixin):
     """A module that mixes its parameters with other ranks before its training forwards.
 
     [Note: Where a round runs] At the first training forward of an optimizer step (the wrapped module in train mode,
@@ -89,7 +89,6 @@ class GossipWrapper(OldNames, AveragingMixin):
     """
 
     _local: LocalModel
-    _foreign_attributes: ClassVar[Mapping[str, str]] = {**DDP_ATTRIBUTES, **MISSING}
     _join_config: Any = SimpleNamespace(enable=False)  # of `Joinable`, where a wrapper is one
 
     def __init__(

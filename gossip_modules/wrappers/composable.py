@@ -274,24 +274,3 @@ _become = vars(object)["__class__"].__set__  # whatever a class says of its `__c
 def _blank(plain: type[nn.Module]) -> nn.Module:
     """A module of the class with gossip, without state."""
     return object.__new__(_with_gossip(plain))
-
-
-class SimpleGossipDataParallel(GossipDataParallel):
-    """`GossipDataParallel` without overlap: every round runs in the training thread, and no other thread is started.
-
-    Args:
-        module: the model, as for `GossipDataParallel`.
-        options: any argument of `GossipDataParallel` but `overlap` and `max_staleness`.
-
-    Example:
-        >>> model = SimpleGossipDataParallel(nn.Linear(10, 2), push_sum=False)
-        >>> model(torch.randn(4, 10)).sum().backward()  # gossips, then computes
-    """
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        if given := sorted({"overlap", "max_staleness"} & set(options)):
-            raise TypeError(
-                f"got {' and '.join(given)} for SimpleGossipDataParallel, which never overlaps rounds with "
-                "training; use GossipDataParallel"
-            )
-        super().__init__(module, **options)

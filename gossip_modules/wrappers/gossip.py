@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from ..flat.selection import Selection
 from ..flat.sharded import meshes_of
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
-from ..old_calls import foreign_arguments
+from ..old_names import takes_old_arguments
 from ..rounds.mixer import Mixer
 from ..rounds.vector import widened
 from ..schedule import Schedule
@@ -35,7 +35,6 @@ from .base import GossipWrapper
 from .choices import AlgorithmLike, Choices, as_algorithm, wire_limit
 from .composition import check_sharding
 from .node import MemberNode, Node, check_node_size, count_nodes, make_node, meet_node
-from .other_names import DDP_ARGUMENTS, SGP_ARGUMENTS
 from .participant import Participant, check_elastic
 from .replica import meet_replica
 
@@ -146,12 +145,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
 
     _graph: str | None = None  # that rounds are on; None with a membership, where it follows the number of workers
     _others: ProcessGroupTransport | None = None  # of `Join`; made in the first step inside it
-    _foreign_attributes: ClassVar[Mapping[str, str]] = {
-        **GossipWrapper._foreign_attributes,
-        "join": "write `with torch.distributed.algorithms.Join([model]):` around the loop",
-    }
 
-    @foreign_arguments(DDP_ARGUMENTS, SGP_ARGUMENTS)
+    @takes_old_arguments()
     def __init__(
         self,
         module: nn.Module,

@@ -22,10 +22,10 @@ from ..flat.vector import FlatVector
 from ..loop.copies import WeightCopies
 from ..loop.loop import Loop, RoundTime
 from ..loop.turn import is_in_signal_handler
-from ..old_calls import levels_to_user
 from ..profiling import Span
 from ..state import Restart
 from ..transport.change_board import first_difference
+from ..warn import levels_to_user
 from ..worlds.world import ModelWorld
 from .averaging import AveragedModel
 from .composition import check_outside

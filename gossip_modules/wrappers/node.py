@@ -20,12 +20,12 @@ from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..membership.membership import Membership
 from ..membership.node import PATIENCE, NodeCollectives, NodeProcesses
-from ..old_calls import levels_to_user
 from ..rounds.mixer import GlobalAverage
 from ..transport.agreement import check_agreement
 from ..transport.connect import CPU
 from ..transport.exchange import STREAM_ORDERED
 from ..transport.process_group import ProcessGroupTransport
+from ..warn import levels_to_user
 from .arguments import Links
 
 

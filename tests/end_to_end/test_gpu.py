@@ -31,7 +31,6 @@ from gossip_modules.extend import Algorithm, FlatBuffer, FlatVector, OuterMethod
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rounds import Rounds
-from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from tests.harness.problems import adamw, fill_, mlp, net, sgd, train_step
 from tests.harness.ranks import TIMEOUT, run_ranks
 from tests.harness.reference import Snapshot, flatten
@@ -48,7 +47,6 @@ TOLERANCE = 2e-6  # GPU kernels sum in another order than the CPU's
 STEPS = 7
 MODES: list[tuple[Any, dict[str, Any]]] = [
     (GossipDataParallel, {}),
-    (SimpleGossipDataParallel, {}),
     (GossipDataParallel, {"overlap": True}),
     (FixedStaleness, {"overlap": True, "max_staleness": 2}),
 ]

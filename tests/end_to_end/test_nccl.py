@@ -35,7 +35,6 @@ from gossip_modules import (
     StreamingDiLoCo,
 )
 from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
-from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from tests.harness.problems import fill_, mlp, net, sgd, train_step
 from tests.harness.processes import Outcome, run_processes
 from tests.harness.progress import local_of
@@ -132,7 +131,6 @@ def resumed(rank: int) -> list[Tensor]:
 
 PAIR: Mapping[str, Case] = {
     "SGP": gossip(graph=irregular_digraph(2)),
-    "SGP, composable": trained(SimpleGossipDataParallel, init_sync=False, graph=irregular_digraph(2)),
     "Overlap SGP": gossip(graph=irregular_digraph(2), overlap=True),
     "staleness 2": trained(FixedStaleness, init_sync=False, graph=irregular_digraph(2), overlap=True, max_staleness=2),
     "D-PSGD": gossip(algorithm=DPSGD(), graph=RingGraph(2)),

@@ -32,7 +32,8 @@ _LOCKSTEP = {
 _WRAPPERS = {
     *_LOCKSTEP,
     "version",
-    "old_calls",
+    "old_names",
+    "warn",
     "engine",
     "loop",
     "membership",
@@ -50,19 +51,20 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "extras": set(),
         "profiling": set(),
         "flat": {"devices", "state"},
-        "old_calls": set(),
-        "graph_manager": {"checks", "old_calls", "extras"},
+        "old_names": {"extras"},
+        "warn": set(),
+        "graph_manager": {"checks", "old_names"},
         "compression": {"checks", "devices"},
         "transport": {"devices"},
         "worlds": {"devices", "flat", "transport"},
-        "matcha": {"graph_manager", "mixing_manager", "transport", "old_calls", "devices"},
-        "mixing_manager": {"graph_manager", "old_calls"},
+        "matcha": {"graph_manager", "mixing_manager", "transport", "old_names", "devices"},
+        "mixing_manager": {"graph_manager", "old_names"},
         "mpi": {"transport", "devices"},
-        "gossiper": {"rounds", "old_calls"},
+        "gossiper": {"compat"},
         "optim": set(),
         "sparta": {"graph_manager", "compression"},
-        "loop": {"flat", "transport", "old_calls"},
-        "rounds": {*_LOCKSTEP, "loop", "registry", "old_calls"},
+        "loop": {"flat", "transport", "warn"},
+        "rounds": {*_LOCKSTEP, "loop", "registry", "old_names"},
         "algorithms": {
             "devices",
             "flat",
@@ -78,7 +80,19 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
             *("state", "worlds"),
         },
         "version": set(),
-        "compat": set(),
+        "compat": {
+            *(
+                "extras",
+                "warn",
+                "graph_manager",
+                "matcha",
+                "schedule",
+                "compression",
+                "rounds",
+                "algorithms",
+                "wrappers",
+            ),
+        },
         "extend": {*_WRAPPERS, "algorithms"} - {"membership"},
         "membership": {*_LOCKSTEP, "version"},
         "wrappers": _WRAPPERS - {"wrappers"},
@@ -98,10 +112,10 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "testing": {"membership", "transport"},
         "integrations": {"flat", "loop", "registry", "transport", "wrappers"},
         # Modules with the names that other systems gave to them.
-        "distributed": {"wrappers"},
-        "ar_distributed": {"wrappers"},
-        "simple_distributed": {"wrappers"},
-        "communicator": {"wrappers", "matcha", "algorithms", "compression", "schedule"},
+        "distributed": {"compat"},
+        "ar_distributed": {"compat"},
+        "simple_distributed": {"compat"},
+        "communicator": {"compat"},
     },
     "train": {
         "job": set(),
@@ -127,7 +141,7 @@ DEPENDENCIES = {"torch", "numpy", "networkx", "typing_extensions"}
 # Modules beside the packages that nothing imports: a command, and names of other libraries.
 ABOVE = {"ar_distributed", "communicator", "distributed", "doctor", "gossiper", "simple_distributed"}
 # The extras that an extra may import: all others it reaches by name.
-EXTRAS_OF_EXTRAS = {"lab": {"methods"}}
+EXTRAS_OF_EXTRAS = {"lab": {"methods"}, "compat": {"matcha"}}
 # The only files that may import a module by its name; `metrics` and `doctor` import packages of others.
 BY_NAME = {"extras", "metrics", "doctor", "lab"}
 # Who may import what is not installed with the library; nothing that `import gossip_modules` runs imports these.

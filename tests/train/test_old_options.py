@@ -52,10 +52,6 @@ VALUES = {
     "datasetRoot": "somewhere",
     "description": "words",
     "p": "",
-    "solo": "",
-    "hvd": "",
-    "xla": "",
-    "r": "",
 }
 """A value for each option that has one; others are typed with 1."""
 OWN = [
@@ -160,8 +156,6 @@ LINES: Mapping[str, dict[str, Any]] = {
         "graph": "matcha5",
         "algorithm": "Choco(TopK(0.1), step_size=0.1)",
     },
-    "-solo -xla": {"recipe": "wagma", "compile": "inductor"},
-    "-r --lr=0.01 --batch-size 8": {"resume": "auto", "lr": 0.01, "batch_size": 8},
 }
 
 

@@ -97,12 +97,12 @@ MATCHA: Mapping[str, Action] = {
 """Of train_mpi.py of MATCHA."""
 
 WAGMA: Mapping[str, Action] = {
-    "solo": flag({"recipe": "wagma"}, {}, "--recipe wagma"),
-    "hvd": flag({"recipe": "ar"}, {}, "--recipe ar"),
+    "solo": Gone("pass --recipe wagma"),
+    "hvd": Gone("pass --recipe ar"),
     "lars": Gone(
         "train by SGD, which train.gossip_sgd has, or take the wrapper in a script with an optimizer of yours"
     ),
-    "xla": flag({"compile": "inductor"}, {}, "--compile inductor"),
+    "xla": Gone("pass --compile inductor"),
     "regime": Gone("pass --preset imagenet-resnet50, or --milestones, --milestone-factor and --warmup-epochs"),
     "lrmult": Gone("pass --lr, the learning rate for a global batch of 256"),
     "dwu": Gone("pass --warmup-epochs 0"),
@@ -118,7 +118,7 @@ DPWA: Mapping[str, Action] = {
         "pass --recipe dpwa: workers are ranks, and find each other through the launcher; "
         "PairwiseConfig.from_yaml(name, file) reads the file in a script of yours"
     ),
-    "r": flag({"resume": "auto"}, {}, "--resume auto"),
+    "r": Gone("pass --resume auto"),
 }
 """Of main.py of dpwa."""
 

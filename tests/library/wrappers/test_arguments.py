@@ -226,10 +226,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: gm.AllReduceDataParallel(mlp(), process_group="gloo"),
         r"got process_group='gloo', expected a ProcessGroup; make one with torch.distributed.new_group\(ranks\)",
     ),
-    "overlap where there is none": (
-        lambda: gm.simple_distributed.SimpleGossipDataParallel(mlp(), overlap=True),
-        r"got overlap for SimpleGossipDataParallel.*use GossipDataParallel",
-    ),
 }
 
 

@@ -19,7 +19,6 @@ from gossip_modules import GossipDataParallel, RingGraph, Schedule
 from gossip_modules.extend import PushPull
 from gossip_modules.graph_manager import CompleteGraph, NetworkXGraph
 from gossip_modules.mixing_manager import MatrixMixing, MetropolisHastingsMixing, UniformMixing
-from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from gossip_modules.wrappers.base import GossipWrapper
 from tests.harness.problems import fill_, loss_of, mlp, net, numerator, sgd, train_step
 from tests.harness.ranks import assert_no_gossip_threads, run_ranks, solo_group
@@ -30,12 +29,9 @@ from tests.library.wrappers.wrapping import MODES, irregular, wrap
 
 
 @pytest.mark.parametrize("options", MODES)
-@pytest.mark.parametrize("make", [GossipDataParallel, SimpleGossipDataParallel])
-def test_average_and_averaged(make: Callable[..., GossipWrapper], options: dict[str, Any]) -> None:
-    options = options if make is GossipDataParallel else {}
-
+def test_average_and_averaged(options: dict[str, Any]) -> None:
     def body(group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-        wrapper = make(net(group.rank()), process_group=group, graph=irregular(), init_sync=False, **options)
+        wrapper = wrap(net(group.rank()), group, graph=irregular(), init_sync=False, **options)
         optimizer = sgd(wrapper)
         for step in range(3):
             train_step(wrapper, optimizer, group.rank(), step)
@@ -331,6 +327,10 @@ def test_several_processes_per_node_make_their_own_groups() -> None:
     run_ranks(2, body)
 
 
+class OtherWrapper(GossipDataParallel):
+    """Another class."""
+
+
 DISAGREEMENTS: list[tuple[Callable[[int, dist.ProcessGroup], GossipWrapper], str]] = [
     (
         lambda r, g: wrap(mlp(), g, graph=RingGraph(3, peers_per_itr=1 + r // 2)),
@@ -355,8 +355,8 @@ DISAGREEMENTS: list[tuple[Callable[[int, dist.ProcessGroup], GossipWrapper], str
     (lambda r, g: wrap(nn.Linear(3, 2, dtype=[torch.float32, torch.float64][r // 2]), g), r"rank 2: .*float64"),
     (lambda r, g: wrap(nn.Linear(3, 2, bias=r < 2), g), r"rank 2: model: got 1 entries, expected 2"),
     (
-        lambda r, g: [GossipDataParallel, SimpleGossipDataParallel][r // 2](mlp(), process_group=g),
-        r"rank 2: wrapper: got SimpleGossipDataParallel, expected GossipDataParallel",
+        lambda r, g: [GossipDataParallel, OtherWrapper][r // 2](mlp(), process_group=g),
+        r"rank 2: wrapper: got OtherWrapper, expected GossipDataParallel",
     ),
 ]
 

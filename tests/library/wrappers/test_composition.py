@@ -30,14 +30,13 @@ from gossip_modules.extend import PushPull, PushSum
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, UniformMixing
 from gossip_modules.rounds.mixer import Mixer
 from gossip_modules.rounds.rounds import Rounds
-from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from tests.harness.cases import each_once
 from tests.harness.problems import loss_of, mlp, net, sgd, train_step
 from tests.harness.processes import run_processes
 from tests.harness.progress import local_of, round_of
 from tests.harness.ranks import run_ranks, solo_group
 
-WRAPPERS = [GossipDataParallel, SimpleGossipDataParallel, BilatGossipDataParallel, GroupAverageDataParallel]
+WRAPPERS = [GossipDataParallel, BilatGossipDataParallel, GroupAverageDataParallel]
 
 PEERS = {"w": "tcp://127.0.0.1:*"}
 

@@ -12,7 +12,6 @@ from torch.distributed.algorithms.join import Join
 
 from gossip_modules import AllReduceDataParallel, GossipDataParallel, Schedule, gossip
 from gossip_modules.graph_manager import NetworkXGraph
-from gossip_modules.simple_distributed import SimpleGossipDataParallel
 from tests.harness.problems import loss_of, mlp, numerator, sgd
 from tests.harness.processes import run_processes
 from tests.harness.progress import round_of, take_corrections
@@ -23,7 +22,7 @@ NUM_RANKS = 3
 NUM_BATCHES = (5, 2, 9)
 DIGRAPH = NetworkXGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]))
 CASES: list[tuple[type[GossipDataParallel], dict[str, Any]]] = [
-    (SimpleGossipDataParallel, {}),
+    (GossipDataParallel, {}),
     (GossipDataParallel, {"graph": DIGRAPH}),
     (GossipDataParallel, {"overlap": True}),
     (GossipDataParallel, {"overlap": True, "max_staleness": 2, "graph": DIGRAPH}),

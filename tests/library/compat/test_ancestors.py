@@ -9,7 +9,6 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import networkx as nx
@@ -18,11 +17,13 @@ import torch
 from torch import nn
 
 import gossip_modules as gm
-from gossip_modules.dpwa.adapters.pytorch import DpwaPyTorchAdapter
-from gossip_modules.old_calls import GOSSIPER_ARGUMENTS, GRAPH_ARGUMENTS, MATCHA_ARGUMENTS, ForeignArguments, Ignored
-from gossip_modules.wrappers.other_names import (
+from gossip_modules.compat.actions import ForeignArguments, Ignored
+from gossip_modules.compat.tables import (
     AD_PSGD_ARGUMENTS,
     ALL_REDUCE_ARGUMENTS,
+    GOSSIPER_ARGUMENTS,
+    GRAPH_ARGUMENTS,
+    MATCHA_ARGUMENTS,
     MISSING,
     SGP_ARGUMENTS,
     WAGMA_ARGUMENTS,
@@ -57,7 +58,6 @@ IMPORTS: Mapping[str, tuple[str, ...]] = {
         "FixedProcessor",
         "MatchaProcessor",
     ),
-    "dpwa.adapters.pytorch": ("DpwaPyTorchAdapter",),
 }
 EXAMPLES: Mapping[str, Any] = {
     "rank": 0,
@@ -88,14 +88,13 @@ EXAMPLES: Mapping[str, Any] = {
 }
 TABLES: list[tuple[Any, ForeignArguments]] = [
     (gm.GossipDataParallel, SGP_ARGUMENTS),
-    (gm.simple_distributed.SimpleGossipDataParallel, SGP_ARGUMENTS),
     (gm.BilatGossipDataParallel, AD_PSGD_ARGUMENTS),
     (gm.AllReduceDataParallel, ALL_REDUCE_ARGUMENTS),
     (gm.GroupAverageDataParallel, WAGMA_ARGUMENTS),
 ]
 REFUSED = {
     *("local_node_group", "master_group", "lr", "momentum", "weight_decay", "nesterov"),
-    *("network_interface_type", "tcp_interface_name", "optimizer"),
+    *("network_interface_type", "tcp_interface_name", "optimizer", "groupsize", "tau"),
 }
 
 
@@ -174,14 +173,12 @@ def test_arguments_of_the_same_meaning_take_effect() -> None:
     assert model.max_staleness == 2
     assert "which is now max_staleness=2" in warned[0]
     model.close()
-    model, _, _ = said(lambda: wrapped(gm.GroupAverageDataParallel, tau=7))
-    assert "sync_period, wait_avoiding, overlap=(7," in model.extra_repr()
-    model.close()
 
 
 def test_the_state_dict_and_the_checkpoint_of_sgp() -> None:
     wrapper = gm.GossipDataParallel(nn.Linear(2, 1), process_group=solo_group())
-    with pytest.warns(UserWarning, match=r"state_dict\(finish_gossip=...\), a name of .*: write model.state_dict\(\)"):
+    match = r"got finish_gossip=True for GossipDataParallel.state_dict, which changes nothing: state_dict\(\) always"
+    with pytest.warns(UserWarning, match=match):
         state = wrapper.state_dict(finish_gossip=True)
     assert set(state) == set(wrapper.state_dict())
     with pytest.raises(ValueError, match=r'checkpoint of Stochastic Gradient Push .*checkpoint\["state_dict"\]'):
@@ -199,7 +196,7 @@ def test_every_attribute_that_works(name: str) -> None:
     expected = {"transfer_params": True, "is_ps_numerator": False, "ps_weight": torch.ones(1, dtype=torch.float64)}
     assert value == expected.get(name)
     assert len(warned) == 1
-    assert f".{name}, a name of Stochastic Gradient Push: {WORKING[name]}" in warned[0]
+    assert f".{name}, a name of Stochastic Gradient Push: {WORKING[name].remedy}" in warned[0]
     _, warned, _ = said(lambda: getattr(model, name))
     assert warned == []  # once is enough for a loop
     model.close()
@@ -348,15 +345,6 @@ def test_transfer_params_runs_the_round_where_the_loop_says_when() -> None:
     model.close()
 
 
-def test_the_adapter_of_dpwa(tmp_path: Path) -> None:
-    path = tmp_path / "nodes.yaml"
-    path.write_text("- nodes:\n  - {name: w0, host: 127.0.0.1, port: 0}\n- fetch_probability: 1\n- timeout_ms: 2500\n")
-    net = nn.Linear(2, 1)
-    adapter = DpwaPyTorchAdapter(net, "w0", path)
-    assert adapter.module is net
-    adapter.update_send(1.0)
-    assert adapter.update_wait(loss=0.5) is False
-    assert adapter.update(0.5) is False
-    adapter.close()
-    with pytest.raises(ValueError, match=r"got name='w1' and peers"):
-        DpwaPyTorchAdapter(net, name="w1", config_file=str(path))
+def test_the_adapter_of_dpwa_is_answered_with_the_averager() -> None:
+    with pytest.raises(ImportError, match=r"write from gossip_modules.dpwa import PairwiseAverager, Pairwise"):
+        importlib.import_module("gossip_modules.dpwa.adapters.pytorch")

@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossip_modules as gm
-from gossip_modules.old_calls import REMOVED, Ignored, NewName, Refused, foreign_arguments
-from gossip_modules.wrappers.other_names import DDP_ARGUMENTS
+from gossip_modules.compat.actions import Foreign, ForeignArguments, Ignored, NewName, Refused
+from gossip_modules.compat.moved import REMOVED
+from gossip_modules.compat.tables import ARGUMENTS, DDP_ARGUMENTS
+from gossip_modules.old_names import takes_old_arguments
 from tests.harness.progress import engine_of
 from tests.harness.ranks import solo_group
 
@@ -23,22 +25,28 @@ from tests.harness.ranks import solo_group
 class Client:
     """It says what it was given."""
 
-    @foreign_arguments(
-        {"size": Ignored("there are no buckets"), "wait": NewName("timeout")},
-        {
-            "wait": Refused("never: another table has it"),
-            "mesh": Refused("there is no mesh; pass group="),
-            "late": lambda value, given: NewName("timeout") if given["module"] == 2 else Refused("not now"),
-        },
-    )
+    @takes_old_arguments()
     def __init__(self, module: int, *, timeout: float = 1.0, group: str = "") -> None:
         self.given = (module, timeout, group)
 
 
-@foreign_arguments({"wait": Refused("call connect() again")}, passed_on_to=Client)
+@takes_old_arguments(passed_on_to=Client)
 def connect(module: int, **options: Any) -> Client:
-    """What passes arguments on."""
+    """A function that passes arguments on."""
     return Client(module, **options)
+
+
+@pytest.fixture(autouse=True)
+def tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old arguments of both."""
+    old: ForeignArguments = {
+        "size": Ignored("there are no buckets"),
+        "wait": NewName("timeout"),
+        "mesh": Refused("there is no mesh; pass group="),
+        "late": lambda value, given: NewName("timeout") if given["module"] == 2 else Refused("not now"),
+    }
+    monkeypatch.setitem(ARGUMENTS, "Client.__init__", Foreign(old))
+    monkeypatch.setitem(ARGUMENTS, "connect", Foreign({"wait": Refused("call connect() again")}))
 
 
 def test_own_arguments_pass_without_a_word() -> None:
@@ -110,7 +118,6 @@ def with_group(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "SGP": with_group(gm.GossipDataParallel),
-    "SGP without overlap": with_group(gm.simple_distributed.SimpleGossipDataParallel),
     "gossip()": with_group(gm.gossip),
     "AD-PSGD": with_group(gm.BilatGossipDataParallel),
     "WAGMA": with_group(gm.GroupAverageDataParallel),
@@ -149,7 +156,7 @@ def test_the_table_has_all_arguments_of_the_installed_torch() -> None:
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_arguments_without_effect_are_accepted_with_one_warning_each(name: str) -> None:
     options = dict(IGNORED)
-    if name in ("SGP", "SGP without overlap", "gossip()"):
+    if name in ("SGP", "gossip()"):
         del options["find_unused_parameters"]  # it has that of its own, for nodes
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

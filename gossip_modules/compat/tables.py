@@ -1,17 +1,16 @@
-"""The arguments and attributes of other wrappers, and what becomes of each: a table for each of them."""
+"""The tables: each argument and attribute of other libraries and older versions, with its answer."""
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from ..old_calls import Action, ForeignArguments, Ignored, NewName, Refused, is_torch, levels_to_user
+from .actions import Action, Foreign, ForeignArguments, Ignored, NewName, Refused, Works
+from .working import block, nothing, push_sum_weight, transfer_params
 
 _NO_BUCKETS = Ignored("gradients are not averaged, so there are no buckets")
 _UNUSED = Ignored("a step needs no gradient of any other rank, so parameters without one hold nobody up")
@@ -83,6 +82,12 @@ PAIRWISE_ARGUMENTS: ForeignArguments = {
     ),
 }
 """Those that differ for a wrapper without a process group."""
+_NO_CURVE = Refused(
+    "workers are encrypted by TLS and have certificates in place of CURVE keys; pass server_ssl= and client_ssl=, two "
+    "ssl.SSLContext, to the constructor"
+)
+CURVE_ARGUMENTS: ForeignArguments = {"curve": _NO_CURVE, "public_key": _NO_CURVE}
+"""Those of versions that had keys of CurveZMQ."""
 
 _NO_REDUCER = "gradients are not averaged, so there are no buckets and no reducer"
 _COUNTS = "model.comm_stats() counts rounds, bytes and waits"
@@ -220,14 +225,22 @@ ALL_REDUCE_ARGUMENTS: ForeignArguments = {
     "distributed": _distributed,
 }
 """Of AllReduceDataParallel, besides those of DistributedDataParallel."""
+_GOSSIP_ARGUMENTS: ForeignArguments = {
+    "gossip_buffers": Refused("buffers are those of rank 0; write broadcast_buffers=False where each rank has its own"),
+}
+"""Of the other wrappers, for AllReduceDataParallel."""
 
 WAGMA_ARGUMENTS: ForeignArguments = {
-    "groupsize": NewName("group_size"),
-    "tau": NewName("sync_period"),
+    "groupsize": Refused("write group_size="),
+    "tau": Refused("write sync_period="),
     "optimizer": Refused("the module is wrapped, not the optimizer; step an optimizer of model.parameters() as before"),
 }
 """Of the optimizer wrapper of WAGMA-SGD, for GroupAverageDataParallel."""
 
+STATE_ARGUMENTS: ForeignArguments = {
+    "finish_gossip": Ignored("state_dict() always applies the corrections in flight"),
+}
+"""Of `state_dict` of Stochastic Gradient Push."""
 
 MISSING: Mapping[str, str] = {
     "update_gossiper": "a graph has a schedule of its peers by round; pass "
@@ -245,121 +258,85 @@ MISSING: Mapping[str, str] = {
 }
 """Attributes without a counterpart of the same meaning; by name, with what to do, as a clause."""
 
+_EVERY_RANK = Ignored("a graph answers for every rank, as in graph.out_peers(rank, t)")
+GRAPH_ARGUMENTS: ForeignArguments = {
+    "rank": _EVERY_RANK,
+    "local_rank": _EVERY_RANK,
+    "nprocs_per_node": Ignored("GossipDataParallel(nprocs_per_node=N) makes nodes; a graph is one of nodes then"),
+}
+"""The graphs of Stochastic Gradient Push."""
+MIXING_ARGUMENTS: ForeignArguments = {"device": Ignored("weights are numbers, on no device")}
+"""The mixings of Stochastic Gradient Push."""
+MATCHA_ARGUMENTS: ForeignArguments = {
+    "rank": _EVERY_RANK,
+    "size": Ignored("the graph has the number of ranks"),
+    "iterations": Ignored("rounds are drawn one by one, and have no end"),
+    "issubgraph": Ignored("matchings and graphs are told apart by their types"),
+    "commBudget": NewName("budget"),
+}
+"""The processors of MATCHA."""
+GOSSIPER_ARGUMENTS: ForeignArguments = dict.fromkeys(
+    ("msg", "graph", "device", "mixing", "logger", "rank", "world_size"),  # in the order of their constructors
+    Refused(
+        "the message and the graph are given when rounds begin; for a model write GossipDataParallel(module, "
+        "graph=graph), for a tensor write gossiper.bind(UniformMixing(graph), connect()), then "
+        "gossiper.average(message, num_rounds=1)"
+    ),
+)
+"""The gossipers of Stochastic Gradient Push."""
 
-class OldName:
-    """A method or attribute of Stochastic Gradient Push that works here, with a warning, once for each wrapper.
-
-    Args:
-        get: its value, for a wrapper.
-        remedy: the line to write instead, as a clause.
-    """
-
-    def __init__(self, get: Callable[[Any], Any], remedy: str) -> None:
-        self._get, self.remedy = get, remedy
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, wrapper: Any, owner: type) -> Any:
-        if wrapper is None:
-            return self
-        if not is_torch(sys._getframe(1)):  # torch.jit.trace reads all attributes
-            _warn_once(wrapper, self._name, self.remedy)
-        return self._get(wrapper)
-
-
-def _warn_once(wrapper: Any, name: str, remedy: str) -> None:
-    said = wrapper.__dict__.setdefault("_said_old_names", set())
-    if name not in said:
-        said.add(name)
-        text = f"got {type(wrapper).__name__}.{name}, a name of Stochastic Gradient Push: {remedy}"
-        warnings.warn(text, UserWarning, stacklevel=levels_to_user())
-
-
-def _transfer_params(wrapper: Any) -> Callable[..., bool]:
-    def transfer_params(mix: bool = True) -> bool:
-        if getattr(wrapper, "rounds", "") == "manual":
-            wrapper.gossip_step()
-        return True
-
-    return transfer_params
-
-
-def _block(wrapper: Any) -> Callable[[], None]:
-    transport = wrapper._local.averager.transport
-    return lambda: transport.all_reduce(torch.zeros(1, device=transport.device), what="block()")
-
-
-def _push_sum_weight(wrapper: Any) -> Tensor:
-    """The push-sum weight, float64 [1], a copy; 1 for a wrapper without one."""
-    buffer = getattr(wrapper._local, "buffer", None)
-    return torch.ones(1, dtype=torch.float64, device="cpu") if buffer is None else buffer.vector.push_sum_weight.clone()
-
-
-def _nothing(wrapper: Any) -> Callable[[], None]:
-    return lambda: None
-
+ARGUMENTS: dict[str, Foreign] = {
+    "AllReduceDataParallel.__init__": Foreign({**ALL_REDUCE_ARGUMENTS, **_GOSSIP_ARGUMENTS}),
+    "BilatGossipDataParallel.__init__": Foreign({**AD_PSGD_ARGUMENTS, **DDP_ARGUMENTS}),
+    "ElasticAllReduce.__init__": Foreign({**DDP_ARGUMENTS, **ALL_REDUCE_ARGUMENTS, **_GOSSIP_ARGUMENTS}),
+    "GossipDataParallel.__init__": Foreign({**SGP_ARGUMENTS, **DDP_ARGUMENTS}),
+    "GroupAverageDataParallel.__init__": Foreign({**WAGMA_ARGUMENTS, **DDP_ARGUMENTS}),
+    "MatchaGraph.__init__": Foreign(
+        MATCHA_ARGUMENTS, in_order=("commBudget", "rank", "size", "iterations", "issubgraph")
+    ),
+    "OldModuleNames.state_dict": Foreign(STATE_ARGUMENTS),
+    "PairwiseAverager.__init__": Foreign(CURVE_ARGUMENTS),
+    "PairwiseConfig.__init__": Foreign(CURVE_ARGUMENTS),
+    "PairwiseDataParallel.__init__": Foreign({**DDP_ARGUMENTS, **CURVE_ARGUMENTS, **PAIRWISE_ARGUMENTS}),
+    "PushPull.__init__": Foreign(GOSSIPER_ARGUMENTS, in_order=tuple(GOSSIPER_ARGUMENTS)),
+    "ShiftGraph.__init__": Foreign(GRAPH_ARGUMENTS, leading="rank"),
+    "UniformMixing.__init__": Foreign(MIXING_ARGUMENTS, trailing="device"),
+}
+"""The arguments that a function takes besides its own, by the name of the function with its class."""
 
 _ESTIMATE = "parameters hold the de-biased estimate wherever your code sees them"
-
-
-class OldNames(nn.Module):
-    """A base of a wrapper: names of other wrappers, which work with a warning, or whose error tells the remedy.
-
-    `hasattr` is False for an attribute that is an error. An attribute that only the wrapped module has is named too.
-    """
-
-    _foreign_attributes: ClassVar[Mapping[str, str]] = {}
-    """What takes the place of an attribute, as a clause, by its name; a subclass extends the table of its base."""
-
-    transfer_params = OldName(
-        _transfer_params,
+WORKING: Mapping[str, Works] = {
+    "transfer_params": Works(
+        transfer_params,
         "rounds run by themselves, so leave it out; with rounds='manual' write model.gossip_step()",
-    )
-    sync_comms = OldName(lambda wrapper: wrapper.flush, "write model.flush()")
-    block = OldName(_block, "write torch.distributed.barrier()")
-    communicator_warmup = OldName(_nothing, "connections are made in the constructor; leave the call out")
-    unbias = OldName(_nothing, f"{_ESTIMATE}; leave the call out")
-    ps_numerator = OldName(_nothing, f"{_ESTIMATE}; leave the call out")
-    is_ps_numerator = OldName(lambda wrapper: False, f"{_ESTIMATE}; it is always False")
-    ps_weight = OldName(_push_sum_weight, 'read model.get_extra_state()["weight"]')
-
-    def __getattr__(self, name: str) -> Any:
-        module = self.__dict__.get("_modules", _NONE).get("module")  # None before the constructor has set it
-        if name == "module" and module is not None:  # in every forward
-            return module
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            remedy = self._foreign_attributes.get(name)
-            if remedy is None and module is not None and not name.startswith("_") and hasattr(module, name):
-                remedy = f"the module in it has; write model.module.{name}"
-            if remedy is None:
-                raise
-            raise AttributeError(f"{error}: {remedy}", name=name, obj=self) from None
-
-    def state_dict(self, *args: Any, finish_gossip: object = None, **kwargs: Any) -> Any:
-        """As `nn.Module.state_dict`; `finish_gossip` changes nothing, as corrections in flight are always applied."""
-        if finish_gossip is not None:
-            remedy = "write model.state_dict(), which always applies what is in flight"
-            _warn_once(self, "state_dict(finish_gossip=...)", remedy)
-        return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.load_state_dict`.
-
-        Raises:
-            ValueError: it is the checkpoint of Stochastic Gradient Push, which has a state dict inside.
-        """
-        if {"state_dict", "ps_weight"} <= set(state_dict):
-            raise ValueError(
-                f"got a checkpoint of Stochastic Gradient Push to load into a {type(self).__name__}, expected its "
-                'state dict; write model.load_state_dict(checkpoint["state_dict"]), with parameters divided by '
-                'checkpoint["ps_weight"] where checkpoint["is_ps_numerator"] is true'
-            )
-        return super().load_state_dict(state_dict, *args, **kwargs)
-
-
-_NONE: Mapping[str, Any] = {}
-WORKING: Mapping[str, str] = {name: old.remedy for name, old in vars(OldNames).items() if isinstance(old, OldName)}
-"""The names of Stochastic Gradient Push that work; each with the line to write, as a clause."""
+    ),
+    "sync_comms": Works(lambda wrapper: wrapper.flush, "write model.flush()"),
+    "block": Works(block, "write torch.distributed.barrier()"),
+    "communicator_warmup": Works(nothing, "connections are made in the constructor; leave the call out"),
+    "unbias": Works(nothing, f"{_ESTIMATE}; leave the call out"),
+    "ps_numerator": Works(nothing, f"{_ESTIMATE}; leave the call out"),
+    "is_ps_numerator": Works(lambda wrapper: False, f"{_ESTIMATE}; it is always False"),
+    "ps_weight": Works(push_sum_weight, 'read model.get_extra_state()["weight"]'),
+}
+"""Attributes of Stochastic Gradient Push that work."""
+_PEERS = "write graph.out_peers(rank, t) and graph.in_peers(rank, t), for round t"
+_ROUNDS = "write `while model.round < num_rounds:` for the loop, with one number on all ranks"
+ATTRIBUTES: dict[str, Mapping[str, str | Works]] = {
+    "AllReduceDataParallel": WORKING,
+    "GossipDataParallel": {"join": "write `with torch.distributed.algorithms.Join([model]):` around the loop"},
+    "GossipWrapper": {**DDP_ATTRIBUTES, **MISSING, **WORKING},
+    "GraphManager": {
+        "get_peers": _PEERS,
+        "get_edges": _PEERS,
+        "peers_per_itr": "write graph.num_peers(t); a schedule is an argument, as in peers_per_itr={0: 2, 90: 1}",
+        "is_regular_graph": "read graph.is_regular",
+        "is_bipartite_graph": "read graph.is_bipartite",
+        "is_dynamic_graph": "read graph.is_dynamic",
+    },
+    "GroupAverageDataParallel": dict.fromkeys(("join", "join_hook"), _ROUNDS),
+    "MixingManager": {
+        "get_mixing_weights": "write mixing.weights(rank, t), for round t",
+        "is_regular": "read mixing.graph.is_regular",
+    },
+}
+"""The attributes that a class does not have, by its name: an object of it answers with the value or the remedy."""

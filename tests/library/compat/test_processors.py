@@ -6,8 +6,8 @@ import networkx as nx
 import pytest
 
 import gossip_modules as gm
+from gossip_modules.compat.processors import FixedProcessor, MatchaProcessor
 from gossip_modules.graph_manager.matchings import predefined_matchings
-from gossip_modules.matcha import FixedProcessor, MatchaProcessor
 
 
 def test_the_processor_is_the_graph() -> None:

@@ -10,7 +10,6 @@ import functools
 import re
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import networkx as nx
@@ -20,7 +19,6 @@ from torch import nn
 
 import gossip_modules as gm
 from gossip_modules import communicator, extend, gossiper
-from gossip_modules.dpwa.adapters.pytorch import DpwaPyTorchAdapter
 from gossip_modules.integrations.host import check_gossip, wrap
 from gossip_modules.registry import METHODS
 from gossip_modules.testing import run_ranks
@@ -74,7 +72,6 @@ ChocoCommunicator(0, 1, RingGraph(1), 0.9, 0.1)
 centralizedCommunicator(0, 1)
 GroupAverageDataParallel(module, groupsize=1, tau=10)
 GroupAverageDataParallel(module, 1)
-DpwaPyTorchAdapter(module, "w0", config)
 GossipDataParallel(module, algorithm=PowerGossip())
 PowerGossip(rank=1, num_iterations=2, warm_start=True)
 """.strip().splitlines()
@@ -83,17 +80,15 @@ BEHIND = re.compile(r"\b(?:write|read|pass|call|as in|use) ")
 
 
 @pytest.fixture
-def names(tmp_path: Path) -> Iterator[dict[str, Any]]:
+def names() -> Iterator[dict[str, Any]]:
     """What a script has: the names that it imports, a module, a graph, a mixing and a tensor."""
-    config = tmp_path / "nodes.yaml"
-    config.write_text("- nodes:\n  - {name: w0, host: 127.0.0.1, port: 0}\n")
     group, graph, made = solo_group(), gm.RingGraph(1), list[Any]()
     found: dict[str, Any] = {name: getattr(gm, name) for name in dir(gm) if name in gm.__all__}
     for part in (extend, communicator, gossiper, gm.graph_manager, gm.mixing_manager, gm.simple_distributed):
         public = getattr(part, "__all__", [name for name in dir(part) if name[0].isupper()])
         found.update({name: getattr(part, name) for name in public})
     mixing = gm.mixing_manager.UniformMixing(graph)
-    found.update(torch=torch, nx=nx, functools=functools, DpwaPyTorchAdapter=DpwaPyTorchAdapter, config=config)
+    found.update(torch=torch, nx=nx, functools=functools)
     found.update(module=nn.Linear(2, 1), graph=graph, mixing=mixing, message=torch.ones(3), gossiper=extend.PushSum())
     found.update(world_size=8, base=gm.graph_manager.select_graph(0), device=torch.device("cpu"))
     found["connect"] = functools.partial(gm.connect, group)
@@ -102,7 +97,6 @@ def names(tmp_path: Path) -> Iterator[dict[str, Any]]:
             found[name] = closing(kind, made, process_group=group)
     for name in ("decenCommunicator", "ChocoCommunicator", "centralizedCommunicator"):
         found[name] = functools.partial(found[name], process_group=group)
-    found["DpwaPyTorchAdapter"] = closing(DpwaPyTorchAdapter, made)
     found["PairwiseDataParallel"] = closing(gm.PairwiseDataParallel, made)
     yield found
     for wrapper in made:

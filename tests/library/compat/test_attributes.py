@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 import gossip_modules as gm
-from gossip_modules.wrappers.other_names import DDP_ATTRIBUTES
+from gossip_modules.compat.tables import DDP_ATTRIBUTES
 from tests.harness.ranks import solo_group
 
 WRAPPERS: list[Any] = [gm.GossipDataParallel, gm.BilatGossipDataParallel, gm.GroupAverageDataParallel]
