@@ -1,3 +1,5 @@
 """`GossipDataParallel`, in the module where Stochastic Gradient Push has it."""
 
-from .compat.sgp import GossipDataParallel as GossipDataParallel
+from .compat.sgp import GossipDataParallel
+
+__all__ = ["GossipDataParallel"]

@@ -1,3 +1,5 @@
 """`SimpleGossipDataParallel`, in the module where Stochastic Gradient Push has it."""
 
-from .compat.sgp import SimpleGossipDataParallel as SimpleGossipDataParallel
+from .compat.sgp import SimpleGossipDataParallel
+
+__all__ = ["SimpleGossipDataParallel"]
