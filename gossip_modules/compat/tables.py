@@ -231,8 +231,8 @@ _GOSSIP_ARGUMENTS: ForeignArguments = {
 """Of the other wrappers, for AllReduceDataParallel."""
 
 WAGMA_ARGUMENTS: ForeignArguments = {
-    "groupsize": Refused("write group_size="),
-    "tau": Refused("write sync_period="),
+    "groupsize": Refused("write GroupAverageDataParallel(module, group_size=1), with your number"),
+    "tau": Refused("write GroupAverageDataParallel(module, sync_period=10), with your number"),
     "optimizer": Refused("the module is wrapped, not the optimizer; step an optimizer of model.parameters() as before"),
 }
 """Of the optimizer wrapper of WAGMA-SGD, for GroupAverageDataParallel."""
