@@ -161,11 +161,6 @@ class MeasuringEngine(SyncEngine):
         world: ModelWorld = ALONE,
     ) -> None:
         super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite, world=world)
-        if gossiper.keeps_models:
-            raise ValueError(
-                f"got overlap='auto' with {gossiper}, expected overlap=False: it replaces the model by an average of "
-                "sent models, without the optimizer steps during the round"
-            )
         self.limits, self._is_eager = limits, is_eager
         self._sent = 0  # bytes before the measured rounds
 

@@ -98,11 +98,6 @@ class OverlapEngine(LockstepEngine):
         on_nonfinite: str = "raise",
         world: ModelWorld = ALONE,
     ) -> None:
-        if gossiper.keeps_models:
-            raise ValueError(
-                f"got overlap=True with {gossiper}, expected overlap=False: it replaces the model by an average of "
-                "sent models, without the optimizer steps during the round"
-            )
         if not gossiper.has_own_times:
             schedule = replace(schedule, gossip_every=max(schedule.gossip_every, max_staleness + 1))
         super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite, world=world)

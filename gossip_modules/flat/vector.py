@@ -265,6 +265,10 @@ class FlatVector:
         """
         _combine_(self.push_sum_weight, scale, list(map(_weight, others)), weights, alpha)
 
+    def reset_weight_(self) -> None:
+        """w <- 1: the segments hold an estimate, or a vector without a weight; they stay."""
+        self.push_sum_weight.fill_(1.0)
+
     def multiply_by_weight_(self, weight: Tensor | None = None) -> None:
         """x = z * w: every segment times the push-sum weight, or another one, float [1]; the weight stays."""
         self._scale_by(weight, torch.mul)

@@ -154,6 +154,30 @@ class Algorithm(ABC):
                 f"`{type(self).__name__}.times`, which says what these steps are"
             )
 
+    def check_overlap(self, overlap: bool | str, schedule: Schedule) -> None:
+        """Raise ValueError if rounds cannot run under training.
+
+        Args:
+            overlap: the argument of the wrapper.
+            schedule: the schedule of the rounds.
+        """
+        outer = self.parts[0]
+        if overlap and getattr(outer, "delay", False):
+            raise ValueError(
+                f"got overlap={overlap!r} beside {outer}, expected one of them: its delay says for how many steps a "
+                "round travels under training; leave overlap out"
+            )
+        if overlap and any(part.needs_current or part.keeps_models for part in self.parts):
+            raise ValueError(
+                f"got overlap={overlap!r} with {self}, expected overlap=False: it needs the result of a round before "
+                "the next step; leave overlap out"
+            )
+        if overlap and outer.has_equal_memory and schedule.average_until:
+            raise ValueError(
+                f"got {schedule} with overlap=True and {outer}, expected overlap=False: the algorithm begins with the "
+                "model after the last average, which an overlapped one leaves different on each rank; take delay="
+            )
+
     def check_shards(self, nprocs_per_node: int) -> None:
         """Raise ValueError if rounds cannot work on the shards of a model that several processes hold together.
 

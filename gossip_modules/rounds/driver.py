@@ -426,7 +426,7 @@ class Driver(State):
         for b, own in zip(buffers, self._buffers, strict=True):
             b.copy_(own)
         if x is not v.x and mixer is self.plain:
-            flat.push_sum_weight.fill_(1.0)
+            flat.reset_weight_()
         mixer.start(flat, v.t)
         if isinstance(x, SentVector):
             self.alpha, x.is_correction = mixer.difference(flat), True
@@ -478,7 +478,7 @@ class Driver(State):
     def _set_weight(self, v: Vectors) -> None:
         """Set the push-sum weight to one after an exact average over all ranks."""
         if v.x.flat is not None and not (isinstance(v.x, SentVector) and v.x.is_correction):
-            v.x.flat.push_sum_weight.fill_(1.0)
+            v.x.flat.reset_weight_()
 
     # State.
 

@@ -352,7 +352,7 @@ class GlobalAverage(Mixer):
         if self._sums_weights:
             self._average(s.push_sum_weight)
             s.divide_by_weight_()
-        s.push_sum_weight.fill_(1.0)
+        s.reset_weight_()
 
     def _average(self, x: Tensor) -> None:
         self.transport.all_reduce(x, what=f"global average in round {self._round}")

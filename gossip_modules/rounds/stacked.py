@@ -13,7 +13,7 @@ from ..compression.compressor import Cast
 from ..flat.layout import FlatLayout, Segment, TensorSpec
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
-from ..schedule import Action
+from ..schedule import Action, Schedule
 from ..state import Restart
 from .algorithm import Algorithm
 from .flights import Flight, Flights
@@ -90,8 +90,7 @@ class Stacked:
         self.algorithm = algorithm
         if mixing is not None:
             algorithm.check(mixing)
-        if overlap and (algorithm.needs_current or algorithm.keeps_models):
-            raise ValueError(f"got overlap=True with {algorithm}, expected overlap=False: it needs the current models")
+        algorithm.check_overlap(overlap, Schedule())
         self.mixing = None if mixing is None else StackedMixing(mixing)
         self.num_ranks = num_ranks or (mixing.graph.world_size if mixing is not None else 1)
         self.overlap = overlap

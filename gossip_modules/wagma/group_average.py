@@ -109,7 +109,7 @@ class GroupAverage(Mixer):
             self._mean = s.like()
         self.finish_to(self._mean)
         s.raw.copy_(self._mean.raw)
-        s.push_sum_weight.fill_(1.0)
+        s.reset_weight_()
 
     def finish_to(self, out: FlatVector) -> None:
         """Wait, then out <- the mean, where `start` was called with another vector of the same layout.

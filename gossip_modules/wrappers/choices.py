@@ -228,30 +228,16 @@ class Choices:
             )
         if isinstance(self.algorithm, Algorithm):
             self.algorithm.check_schedule(self.schedule)
+            self.algorithm.check_overlap(overlap, self.schedule)
         if self._parts:
-            self._check_algorithm(self._parts[0], overlap=overlap, init_sync=init_sync, nprocs_per_node=nprocs_per_node)
+            self._check_algorithm(self._parts[0], init_sync=init_sync, nprocs_per_node=nprocs_per_node)
 
-    def _check_algorithm(self, outer: Algorithm, *, overlap: bool | str, init_sync: bool, nprocs_per_node: int) -> None:
+    def _check_algorithm(self, outer: Algorithm, *, init_sync: bool, nprocs_per_node: int) -> None:
         """Raise ValueError where the algorithm, whose first part is `outer`, stands beside what does not fit to it."""
-        if overlap and isinstance(outer, Periodic) and outer.delay:
-            raise ValueError(
-                f"got overlap={overlap!r} beside {outer}, expected one of them: its delay says for how many steps a "
-                "round travels under training; leave overlap out"
-            )
-        if overlap and any(part.needs_current for part in self._parts):
-            raise ValueError(
-                f"got overlap={overlap!r} with {self.algorithm}, expected overlap=False: it needs the result of a "
-                "round before the next step; leave overlap out"
-            )
         if outer.has_equal_memory and not init_sync:
             raise ValueError(
                 f"got init_sync=False beside {outer}, expected True: all ranks move one anchor, so they must start "
                 "from one model"
-            )
-        if overlap and outer.has_equal_memory and self.schedule.average_until:
-            raise ValueError(
-                f"got {self.schedule} with overlap=True and {outer}, expected overlap=False: the algorithm begins with "
-                "the model after the last average, which an overlapped one leaves different on each rank; take delay="
             )
         gossip = [name for name in ("graph", "mixing", "wire_dtype") if getattr(self, name) is not None]
         if gossip and not outer.mixes:

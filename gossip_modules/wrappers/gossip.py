@@ -402,11 +402,11 @@ class GossipDataParallel(GossipWrapper, Joinable):
                 "wrap as when it was saved, or load the model alone: module.load_state_dict"
             )
         super().set_extra_state(state)
-        weight = self._local.buffer.vector.push_sum_weight
+        vector = self._local.buffer.vector
         if state is not None and self._local.loop.debias is not None:
-            weight.copy_(state["weight"])
+            vector.push_sum_weight.copy_(state["weight"])
         else:  # the saved parameters are estimates
-            weight.fill_(1.0)
+            vector.reset_weight_()
         if state is not None and "graph" not in state and self._was_on_a_ring:
             warnings.warn(
                 f"got a checkpoint of an older version, where ranks mixed on a ring if no graph was named; now it is "

@@ -213,16 +213,16 @@ class Participant(ModelWorld):
         """Note the weight; a lone worker has weight one, and its estimate stays."""
         if not self.is_weighted:
             return
-        local, weight = self.local, self.local.buffer.vector.push_sum_weight
-        if self.membership.transport.is_alone and weight.item() != 1.0:
+        local, vector = self.local, self.local.buffer.vector
+        if self.membership.transport.is_alone and vector.push_sum_weight.item() != 1.0:
             try:
                 local.apply_in_flight()
             except FloatingPointError:  # [Note: after infinities]
                 self.membership.repeat_step()
                 raise
             local.to_estimate()
-            weight.fill_(1.0)
-        self.weight = weight.item()
+            vector.reset_weight_()
+        self.weight = vector.push_sum_weight.item()
 
     @torch.no_grad()
     def found(self) -> None:
@@ -237,7 +237,7 @@ class Participant(ModelWorld):
         transport = self.membership.transport
         with transport.as_one_collective():
             broadcast_tensors(transport, [vector.raw, counts, *self._others()])
-        vector.push_sum_weight.fill_(1.0)
+        vector.reset_weight_()
         engine.go_to(vector, *counts.tolist())
 
     def begin(self, transport: LinkTransport, growth: float) -> None:
