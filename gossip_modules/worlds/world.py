@@ -42,6 +42,9 @@ class ModelWorld:
         """
         return False
 
+    def compare_layouts(self) -> None:
+        """In the first round of a generation: take over the exchanged tensors of the others, where this rank is new."""
+
     def repeat_step(self) -> None:
         """The round of this step has failed: the next call of `at_step` is of the same step."""
 

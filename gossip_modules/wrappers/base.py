@@ -126,10 +126,10 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
         """
         local = self._local
         local.engine, local.averager = engine, averager
-        if local.transport is not None:
+        if local.is_connected:
             local.loop.turn.limit = 2 * local.transport.timeout.total_seconds()
         local.set_out()
-        local.travelling.watch(local)
+        local.watch_changes()
         if isinstance(local.world, Participant):
             local.world.membership.attach(local.world)
         hold(self)
@@ -176,14 +176,15 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
                 deadline.extend(deadline.passed - passed)
         finally:
             existing.close()
-        self._local.transport = links.connect(device, ranks=ranks, deadline=deadline)
+        transport = links.connect(device, ranks=ranks, deadline=deadline)
+        self._local.connect(transport)
         if is_sharded:
             try:
                 self._local.share_with(make_replica(self.module, links))
             except BaseException:
-                self._local.transport.close()
+                transport.close()
                 raise
-        return self._local.transport
+        return transport
 
     # A forward, and the round of a step, in the order in which things happen.
 
@@ -244,7 +245,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
         if local.is_averaged:
             return
         local.is_seen_current = is_current
-        if local.transport is not None and local.loop.turn.trainer != (thread := threading.get_ident()):
+        if local.is_connected and local.loop.turn.trainer != (thread := threading.get_ident()):
             local.transport.thread = thread
         try:
             for _ in range(local.loop.num_rounds_due(is_synced=self._sync)):
@@ -508,9 +509,10 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
 
     def comm_stats(self) -> dict[str, float]:
         """See `AveragingMixin`."""
-        transport = self._local.transport
-        peers = {} if transport is None else transport.traffic.summary(transport.names)
-        return {**super().comm_stats(), **self._local.world.stats(), **peers}
+        local, peers = self._local, {}
+        if local.is_connected:
+            peers = local.transport.traffic.summary(local.transport.names)
+        return {**super().comm_stats(), **local.world.stats(), **peers}
 
     def extra_repr(self) -> str:
         """The rank and the options, one per line."""

@@ -22,10 +22,14 @@ from ..flat.vector import FlatVector
 from ..loop.copies import WeightCopies
 from ..loop.loop import Loop, RoundTime
 from ..loop.turn import is_in_signal_handler
+from ..membership.links import LinkTransport
 from ..profiling import Span
 from ..state import Restart
-from ..transport.change_board import first_difference
+from ..transport.agreement import check_agreement
+from ..transport.change_board import REMEDY, first_difference
+from ..transport.process_group import ProcessGroupTransport
 from ..warn import levels_to_user
+from ..worlds.all_or_none import MayBeLost
 from ..worlds.world import ModelWorld
 from .averaging import AveragedModel
 from .composition import check_outside
@@ -65,7 +69,8 @@ class LocalModel(AveragedModel):
 
     Attributes:
         engine: how rounds run.
-        transport: the transport of the rounds.
+        transport: the transport of the rounds, over the ranks; only if `is_connected`.
+        is_connected: whether rounds have a transport over ranks, as all but those of dpwa do.
         world: the ranks that train together.
         loop: observes the training of this model.
         place: this rank and the number of ranks; None without ranks.
@@ -79,7 +84,8 @@ class LocalModel(AveragedModel):
     """
 
     engine: Engine
-    transport: Any = None
+    transport: ProcessGroupTransport | LinkTransport
+    is_connected = False
     place: Place = None
     who: str = ""
     around: Callable[[], nn.Module | None]
@@ -102,7 +108,7 @@ class LocalModel(AveragedModel):
         self.world = ModelWorld()
         self.description: dict[str, str] = {}
         self.buffer = FlatBuffer(module, selection=selection, num_shards=num_shards)
-        self.travelling = Travelling()
+        self.travelling = Travelling(self.buffer)
         self._run_after_step = weakref.WeakMethod(run)
         self.loop = Loop(self.buffer, self, when=when, name=name, max_flushes=MAX_KEPT)
 
@@ -126,6 +132,10 @@ class LocalModel(AveragedModel):
         self.loop.start()
         if self.loop.when is not RoundTime.FORWARD:
             self.engine.set_out(self.vector)
+
+    def connect(self, transport: ProcessGroupTransport | LinkTransport) -> None:
+        """Run rounds over this transport from now on."""
+        self.transport, self.is_connected = transport, True
 
     def share_with(self, node: Node) -> None:
         """Hold this model together with the processes of the node."""
@@ -196,7 +206,7 @@ class LocalModel(AveragedModel):
         if masters.is_looking or self.num_steps >= loop.next_look:
             loop.before_round(self.num_steps, None if self.world.changes else getattr(self.averager, "transport", None))
         is_current = self.is_seen_current or self.buffer.is_current()
-        is_leaving = travelling.frozen_at is not None and travelling.must_leave(engine)
+        is_leaving = travelling.frozen_at is not None and travelling.must_leave(engine.t)
         if is_leaving or travelling.is_first or not is_current:
             self.choose()
             if not self.buffer.is_attached():
@@ -380,12 +390,54 @@ class LocalModel(AveragedModel):
     def choose(self, *, may_leave: bool = True) -> None:
         """Let the vector have the trained tensors now, on all ranks at this point: [Note: What travels].
 
-        may_leave: whether frozen tensors may leave the vector: see [Note: what leaves the vector].
+        With a membership the vector stays as it is where a worker is lost meanwhile, and the next step tries again.
+
+        Args:
+            may_leave: whether frozen tensors may leave the vector: see [Note: what leaves the vector].
+
+        Raises:
+            ValueError: ranks train other tensors.
+            TimeoutError, ConnectionError: a peer is late or gone; names it.
         """
         if self.engine.is_asynchronous:
             self._refuse_others()
-        else:
-            self.travelling.change(self, may_leave=may_leave)
+            return
+        if not self.buffer.is_attached():
+            self.reattach()
+        if not self.buffer.is_trained():
+            return
+        with MayBeLost(self.transport):
+            if self.travelling.is_first and may_leave:
+                self.world.compare_layouts()
+            self.travelling.change(self, self.engine.t, may_leave=may_leave)
+
+    def watch_changes(self) -> None:
+        """Let ranks that change what is trained and ranks that do not find each other: see `ChangeBoard`."""
+        if self.is_connected and not self.engine.is_asynchronous:
+            local = weakref.ref(self)
+            self.travelling.watch(self.transport, step=lambda: -1 if (kept := local()) is None else kept.engine.step)
+
+    def compare_trained(self, description: list[str]) -> None:
+        """See `Ranks`; the processes of a node compare theirs first, if each has the whole model."""
+        node, transport = self.node, self.transport
+        check = partial(check_agreement, what="comparing what is trained", remedy=REMEDY)
+
+        def compare() -> bool:
+            if transport.board is not None:
+                transport.board.announce(description)
+            check(transport, {"trained": description})
+            return False
+
+        if node is None:
+            compare()
+            return
+        if not node.is_sharded:
+            check(node.control, {"trained": description})
+        node.run(compare)
+
+    def average_frozen(self, vector: FlatVector) -> None:
+        """See `Ranks`."""
+        self.averager.mix(vector, self.engine.t)
 
     def _refuse_others(self) -> None:
         """Raise ValueError where other tensors are trained, of a rank whose peers may ask for its model at any time."""
@@ -458,7 +510,7 @@ class LocalModel(AveragedModel):
     def state_dict(self) -> dict[str, Any]:
         """The place of this rank, the state of the engine, the rounds in flight, and the position in the loop."""
         place = {} if self.place is None else dict(zip(("rank", "world_size"), self.place, strict=True))
-        parts = {**self.loop.state_dict(), **self.travelling.saved(self)}
+        parts = {**self.loop.state_dict(), **self.travelling.saved(self.engine.t)}
         flights = (
             self.engine.saved_flights() if self.may_flush and self.former is None else None
         )  # which waits for them
@@ -470,7 +522,8 @@ class LocalModel(AveragedModel):
         """Take back what `state_dict()` gave; an empty one starts anew."""
         self.loop.load_state_dict(state)
         if state:
-            self.travelling.load_saved(self, state)
+            if not self.engine.is_asynchronous:
+                self.travelling.load_saved(state)
             self.engine.load_state_dict(state["engine"])
             if not self.world.changes:
                 self.engine.resume_flights(state.get("flights", ()))

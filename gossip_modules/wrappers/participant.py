@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,8 +17,9 @@ from ..graph_manager.base import GraphManager
 from ..membership.links import LinkTransport, alone
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
-from ..transport.agreement import broadcast_tensors
+from ..transport.agreement import broadcast_state, broadcast_tensors
 from ..transport.base import Transport
+from ..transport.change_board import digest_of
 from ..transport.process_group import DEFAULT_TIMEOUT
 from ..transport.state_tree import copied
 from ..worlds.world import ModelWorld
@@ -86,7 +88,7 @@ class Participant(ModelWorld):
         self.choose = functools.lru_cache(maxsize=_KEPT_SIZES)(choose)  # MATCHA plans each graph, which takes a while
         self._peers, self._has_links = peers, has_links
         self._check_sizes(check, example)
-        local.transport = alone(membership.timeout)
+        local.connect(alone(membership.timeout))
 
     def _check_sizes(self, check: Callable[[Any], None], example: str) -> None:
         membership = self.membership
@@ -131,6 +133,38 @@ class Participant(ModelWorld):
             self.look_at_weight()
         self.has_lost_peers = bool(membership.lost)
         return True
+
+    def compare_layouts(self) -> None:
+        """See `ModelWorld`, and [Note: agreeing] of `Travelling`."""
+        local, travelling, transport = self.local, self.local.travelling, self.local.transport
+        assert isinstance(transport, LinkTransport), "the transport of a membership"
+
+        def compare() -> bool:
+            """Whether this worker has taken over the layout of another one."""
+            digest = bytes.fromhex(digest_of([json.dumps(travelling.signature())]))
+            mine = torch.frombuffer(bytearray(digest) + bytes([travelling.is_newcomer]), dtype=torch.uint8)
+            table = mine.new_empty(transport.world_size * len(mine))
+            transport.all_gather(table, mine, what="comparing what travels")
+            rows = table.view(transport.world_size, -1)
+            if bool((rows[:, :-1] == rows[0, :-1]).all()):
+                return False
+            source = int(rows[:, -1].argmin())  # the first one of those that are not new, or of all
+            state = self.layout() if transport.rank == source else None
+            state = broadcast_state(transport, state, source=source, what="what travels")
+            differs = not torch.equal(rows[source, :-1], mine[:-1])
+            if differs:
+                self.take_layout(state, freezes=travelling.is_newcomer)
+            return differs
+
+        if (node := local.node) is None or node.is_sharded:
+            with transport.as_one_collective():
+                compare()
+        elif node.run(compare):
+            state = self.layout() if node.control.rank == 0 else None
+            state = broadcast_state(node.control, state, source=0, what="what travels")
+            if node.control.rank:
+                self.take_layout(state)
+        travelling.is_first = travelling.is_newcomer = False
 
     def repeat_step(self) -> None:
         """See `ModelWorld`."""
@@ -249,11 +283,11 @@ class Participant(ModelWorld):
             local.to_estimate()
             vector.push_sum_weight.mul_(growth)
         local.engine.rebind(self.choose(transport.world_size), transport, vector)
-        local.transport = transport
+        local.connect(transport)
         if local.node is None:  # else the averages of a node follow the membership
             local.averager.transport = transport
         self.place()
-        local.travelling.watch(local)
+        local.watch_changes()
 
     def place(self) -> None:
         """Note the place of this process; the processes of a node have consecutive ranks, as without a membership."""

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import weakref
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from ..engine.engine import Engine
 from ..flat.buffer import FlatBuffer
 from ..flat.slots import Slot
 from ..flat.vector import FlatVector
-from ..transport.agreement import broadcast_state, check_agreement
-from ..transport.change_board import REMEDY, digest_of
-from ..worlds.all_or_none import MayBeLost
+from ..membership.links import LinkTransport
+from ..transport.change_board import digest_of
+from ..transport.process_group import ProcessGroupTransport
 
 _MAX_AGREED = 1000  # choices that are remembered
 
 
+class Ranks(Protocol):
+    """The part of a model that reaches the other ranks, for a change of the exchanged tensors."""
+
+    def apply_in_flight(self) -> None:
+        """Apply the rounds in flight."""
+
+    def compare_trained(self, description: list[str]) -> None:
+        """Compare the description of the exchanged tensors with all other ranks.
+
+        Raises:
+            ValueError: ranks train other tensors.
+            TimeoutError, ConnectionError: a peer is late or gone; names it.
+        """
+
+    def average_frozen(self, vector: FlatVector) -> None:
+        """vector <- its exact average over all ranks."""
+
+
 class Travelling:
-    """Decides about the tensors in the vector of a `LocalModel`, the argument `local`, at its rounds.
+    """Decides about the exchanged tensors of a model at its rounds.
 
     [Note: what leaves the vector] A tensor that is frozen has been trained since the last round. It stays in the vector
     until a round has taken it along; at the next one it is averaged exactly over all ranks, once, and leaves. So all
@@ -36,6 +51,9 @@ class Travelling:
     frozen layers. So in the first round of a generation each worker with other tensors in its vector than the first one
     that is not new takes over the layout of that one.
 
+    Args:
+        buffer: the buffer of the model, which has the vector.
+
     Attributes:
         frozen_at: the number of rounds when tensors of the vector were found frozen; None: none is.
         agreed: digests of the agreed choices.
@@ -43,15 +61,16 @@ class Travelling:
         is_first: whether the next round is the first one of a generation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffer: FlatBuffer) -> None:
+        self._buffer = buffer
         self.frozen_at: int | None = None
         self.agreed: set[str] = set()
         self.is_newcomer = False
         self.is_first = False
 
-    def must_leave(self, engine: Engine) -> bool:
-        """Whether frozen tensors leave the vector now, though this rank has changed nothing."""
-        return self.frozen_at is not None and engine.t > self.frozen_at
+    def must_leave(self, t: int) -> bool:
+        """Whether frozen tensors leave the vector after t rounds, though this rank has changed nothing."""
+        return self.frozen_at is not None and t > self.frozen_at
 
     def state_dict(self) -> dict[str, Any]:
         """The choice of a donor and its agreements with the others, for a joining worker."""
@@ -61,20 +80,20 @@ class Travelling:
         """Go on from the state of a donor."""
         self.frozen_at, self.agreed, self.is_first = state["frozen_at"], set(state["agreed"]), state["is_first"]
 
-    def saved(self, local: Any) -> dict[str, Any]:
-        """Return the frozen tensors still in the vector, for the checkpoint of a `LocalModel`."""
-        frozen = [slot.name for slot in local.buffer.frozen()]
-        at = self.frozen_at if local.buffer.is_complete() else local.engine.t
+    def saved(self, t: int) -> dict[str, Any]:
+        """Return the frozen tensors still in the vector after t rounds, for a checkpoint."""
+        frozen = [slot.name for slot in self._buffer.frozen()]
+        at = self.frozen_at if self._buffer.is_complete() else t
         return {"frozen": frozen, "frozen_at": at} if frozen and at is not None else {}
 
-    def load_saved(self, local: Any, state: Mapping[str, Any]) -> None:
+    def load_saved(self, state: Mapping[str, Any]) -> None:
         """Let frozen tensors leave the vector in the same round as without the checkpoint.
 
         The model may have been wrapped with these tensors frozen already, so that they are not in the vector. All ranks
         compare their vectors in the next step.
         """
-        buffer, frozen = local.buffer, state.get("frozen", ())
-        if not frozen or local.engine.is_asynchronous:
+        buffer, frozen = self._buffer, state.get("frozen", ())
+        if not frozen:
             return
         agreed, slots = buffer.agreed, buffer.candidates(frozen=frozen)
         if [slot.signature() for slot in slots] != buffer.signature():
@@ -83,15 +102,14 @@ class Travelling:
         buffer.agree(agreed)
         self.frozen_at = state["frozen_at"]
 
-    def watch(self, local: Any) -> None:
-        """Let ranks that change and ranks that do not find each other over the transport."""
-        transport = local.transport
-        if local.engine.is_asynchronous or not hasattr(transport, "watch_changes"):
-            return
-        owner, buffer = weakref.ref(local), weakref.ref(local.buffer)
+    def watch(self, transport: ProcessGroupTransport | LinkTransport, *, step: Callable[[], int]) -> None:
+        """Let ranks that change and ranks that do not find each other over the transport.
 
-        def step() -> int:
-            return -1 if (kept := owner()) is None else int(kept.engine.step)
+        Args:
+            transport: the transport of the rounds.
+            step: returns the number of training steps so far; it does not keep the model alive.
+        """
+        buffer = weakref.ref(self._buffer)
 
         def tensors() -> list[str]:
             return [] if (kept := buffer()) is None else describe(kept, kept.slots)
@@ -99,117 +117,69 @@ class Travelling:
         transport.watch_changes(step=step, tensors=tensors)
         self.is_first = transport.is_elastic
 
-    def change(self, local: Any, *, may_leave: bool) -> None:
-        """Exchange the trained tensors now, on all ranks alike; may_leave: whether frozen tensors may leave.
+    def signature(self) -> list[object]:
+        """The facts about the exchanged tensors to be equal on all workers."""
+        buffer = self._buffer
+        return [buffer.signature(), buffer.agreed, buffer.is_complete(), self.frozen_at, sorted(self.agreed)]
+
+    def change(self, ranks: Ranks, t: int, *, may_leave: bool) -> None:
+        """Exchange the trained tensors now, on all ranks alike.
+
+        Args:
+            ranks: reaches the other ranks.
+            t: the number of rounds so far.
+            may_leave: whether frozen tensors may leave the vector.
 
         Raises:
             ValueError: ranks train other tensors.
-            TimeoutError, ConnectionError: a peer is late or gone; names it. With a membership the vector stays as it
-                is, and the next step tries again.
+            TimeoutError, ConnectionError: a peer is late or gone; names it. The vector stays as it is.
         """
-        if not local.buffer.is_attached():
-            local.reattach()
-        if not local.buffer.is_trained():
-            return
-        with MayBeLost(local.transport):
-            self._change(local, may_leave=may_leave)
-
-    def _change(self, local: Any, *, may_leave: bool) -> None:
-        buffer = local.buffer
-        if self.is_first and may_leave:
-            self._meet(local)
+        buffer = self._buffer
         frozen = buffer.frozen()
         is_new = not buffer.is_complete()
-        is_due = may_leave and not is_new and self.must_leave(local.engine)
+        is_due = may_leave and not is_new and self.must_leave(t)
         leaving = frozen if is_due else []
         slots = buffer.candidates(kept=[] if leaving else frozen)
         signature = [slot.signature() for slot in slots]
-        self._agree(local, slots, is_same=signature == buffer.agreed)
+        self._agree(ranks, slots, is_same=signature == buffer.agreed)
         if leaving:
-            self._average(local, leaving)
+            self._average(ranks, leaving)
         if signature != buffer.signature():
             buffer.attach(slots)
         buffer.keep()
         buffer.agree()
         if is_new or is_due:
-            self.frozen_at = local.engine.t if frozen and not leaving else None
+            self.frozen_at = t if frozen and not leaving else None
 
-    def _meet(self, local: Any) -> None:
-        """In the first round of a generation: see [Note: agreeing]."""
-        participant: Any = local.world
-        transport, node, buffer = local.transport, local.node, local.buffer
-
-        def compare() -> bool:
-            """Whether this worker has taken over the layout of another one."""
-            own = [buffer.signature(), buffer.agreed, buffer.is_complete(), self.frozen_at, sorted(self.agreed)]
-            digest = bytes.fromhex(digest_of([json.dumps(own)]))
-            mine = torch.frombuffer(bytearray(digest) + bytes([self.is_newcomer]), dtype=torch.uint8)
-            table = mine.new_empty(transport.world_size * len(mine))
-            transport.all_gather(table, mine, what="comparing what travels")
-            rows = table.view(transport.world_size, -1)
-            if bool((rows[:, :-1] == rows[0, :-1]).all()):
-                return False
-            source = int(rows[:, -1].argmin())  # the first one of those that are not new, or of all
-            state = participant.layout() if transport.rank == source else None
-            state = broadcast_state(transport, state, source=source, what="what travels")
-            differs = not torch.equal(rows[source, :-1], mine[:-1])
-            if differs:
-                participant.take_layout(state, freezes=self.is_newcomer)
-            return differs
-
-        if node is None or node.is_sharded:
-            with transport.as_one_collective():
-                compare()
-        elif node.run(compare):
-            state = participant.layout() if node.control.rank == 0 else None
-            state = broadcast_state(node.control, state, source=0, what="what travels")
-            if node.control.rank:
-                participant.take_layout(state)
-        self.is_first = self.is_newcomer = False
-
-    def _agree(self, local: Any, slots: Sequence[Slot], *, is_same: bool) -> None:
+    def _agree(self, ranks: Ranks, slots: Sequence[Slot], *, is_same: bool) -> None:
         """Compare these tensors with the tensors of the other ranks.
 
         Args:
-            local: the local model of this rank.
+            ranks: reaches the other ranks.
             slots: the slots of the tensors to exchange from now on.
             is_same: whether the vector stays as all ranks have it.
         """
-        buffer, node, transport = local.buffer, local.node, local.transport
-        description = describe(buffer, slots)
+        description = describe(self._buffer, slots)
         if not self.agreed:
-            self.agreed.add(digest_of([*buffer.agreed, *buffer.copied_at_start]))
+            self.agreed.add(digest_of([*self._buffer.agreed, *self._buffer.copied_at_start]))
         digest = digest_of(description)
         if is_same and digest in self.agreed:
             return
         # First, as it may raise, and then this rank does all of this again; and what is in flight may be a collective.
-        local.apply_in_flight()
-        check = partial(check_agreement, what="comparing what is trained", remedy=REMEDY)
-
-        def compare() -> bool:
-            if transport.board is not None:
-                transport.board.announce(description)
-            check(transport, {"trained": description})
-            return False
-
-        if node is None:
-            compare()
-        else:
-            if not node.is_sharded:
-                check(node.control, {"trained": description})
-            node.run(compare)
+        ranks.apply_in_flight()
+        ranks.compare_trained(description)
         if len(self.agreed) >= _MAX_AGREED:
             self.agreed.clear()
         self.agreed.add(digest)
 
     @torch.no_grad()
-    def _average(self, local: Any, leaving: Sequence[Slot]) -> None:
+    def _average(self, ranks: Ranks, leaving: Sequence[Slot]) -> None:
         """These tensors <- their exact average over all ranks."""
         tensors = [slot.memory for slot in leaving]
-        vector, t, averager = FlatVector.pack(tensors), local.engine.t, local.averager
-        vector.push_sum_weight.copy_(local.buffer.vector.push_sum_weight)
+        vector = FlatVector.pack(tensors)
+        vector.push_sum_weight.copy_(self._buffer.vector.push_sum_weight)
         vector.multiply_by_weight_()
-        averager.mix(vector, t)
+        ranks.average_frozen(vector)
         vector.unpack_to(tensors)
         torch.autograd.graph.increment_version([slot.tensor for slot in leaving])
 
