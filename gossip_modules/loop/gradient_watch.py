@@ -1,4 +1,4 @@
-"""Watches on gradients: a gradient that was dropped without a step, and training in eval mode."""
+"""A watched gradient, which tells of backwards, and of a gradient that was dropped without a step."""
 
 from __future__ import annotations
 
@@ -161,61 +161,3 @@ def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
             found(tensor)
 
     return call
-
-
-class EvalTraining:
-    """Notices that a model is trained in eval mode, where each rank would train alone without a word.
-
-    A forward in eval mode is an evaluation, even where autograd records it (adversarial examples, saliency maps). It
-    is training where gradients of parameters are computed after it and parameters have changed by the next forward.
-    In a forward of train mode the wrapper calls `forget()`, where `is_watching`.
-
-    Attributes:
-        is_watching: whether a forward in eval mode was the last one, so that there is something to forget.
-    """
-
-    def __init__(self) -> None:
-        self._has_told = False
-        self._handle: torch.utils.hooks.RemovableHandle | None = None
-        self.forget()
-
-    def forget(self) -> None:
-        """The last forward in eval mode counts no more: a forward trains, or a checkpoint is about to be loaded."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle, self.is_watching, self._has_gradients = None, False, False
-        self._last = Moment()
-
-    def check(self, buffer: FlatBuffer, *, name: str) -> None:
-        """A forward in eval mode that autograd records.
-
-        Args:
-            buffer: has the parameters that the wrapper gossips.
-            name: the name of the wrapper's class.
-
-        Raises:
-            RuntimeError: since the last such forward, without a round in between, gradients were computed and
-                parameters were stepped. Once for each wrapper.
-        """
-        trained = [parameter for parameter in buffer.parameters if parameter.requires_grad]
-        is_step = self._has_gradients and self.is_watching and self._last.num_writes() != 0
-        self.forget()
-        if self._has_told or not trained:
-            return
-        if is_step:
-            self._has_told = True
-            raise RuntimeError(
-                f"got an optimizer step after a forward in eval mode, which starts no gossip round: expected training "
-                f"forwards in train mode; call model.train() before the training loop, or, to train in eval mode (with "
-                f"frozen BatchNorm statistics, say), wrap with {name}(..., gossip_in_eval_mode=True)"
-            )
-        self.is_watching, self._last = True, Moment(counted=trained)
-
-        def note(*_: object) -> None:
-            self._has_gradients = True
-
-        sources = [buffer.gradient_source(parameter) for parameter in trained]
-        self._handle = torch.autograd.graph.register_multi_grad_hook(sources, note, mode="any")
-
-    def __reduce__(self) -> tuple[type[EvalTraining], tuple[()]]:
-        return EvalTraining, ()  # nothing is known of the training of a copy

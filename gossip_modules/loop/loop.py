@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ from ..warn import levels_to_user
 from .copies import WeightCopies
 from .debias import Debias
 from .equal_steps import EqualSteps
-from .gradient_watch import EvalTraining, WatchedGradient
+from .gradient_watch import WatchedGradient
 from .hooks import Methods, Observer, Reader, existing_optimizers, holds_any, num_running
 from .lost_corrections import LostCorrections
 from .moment import Moment
@@ -49,6 +49,13 @@ class RoundTime(Enum):
                 f"got rounds={value!r}, expected 'forward' (a round before the first training forward of each "
                 "optimizer step), 'step' (after each optimizer step) or 'manual' (only in gossip_step())"
             ) from None
+
+
+class _Evaluation(NamedTuple):
+    """A forward in eval mode that autograd has recorded: the parameters then, and the backwards before it."""
+
+    begin: Moment
+    num_backwards: int
 
 
 class Loop(Observer):
@@ -118,7 +125,7 @@ class Loop(Observer):
         self._num_without = 0  # optimizer steps since the last round, or since the start
         self.num_owed = 0
         self._round_thread = 0  # of the last round, or of the start
-        self._has_warned = self._has_raised = False
+        self._has_warned = self._has_raised = self._has_told_of_mode = False
         self._thread, self._num_elsewhere = 0, 0  # of the last forward; steps over tensors like the parameters
         self._num_forwards = 0  # training forwards so far
         self._last = (0, 0)  # the forwards and backwards before the last step
@@ -134,7 +141,7 @@ class Loop(Observer):
         self._last_of: dict[int, tuple[int, int]] = {}  # as `_last`, by optimizer
         self._before: Moment | None = None  # before a step that may be none
         self.gradient = WatchedGradient(buffer)
-        self._evaluations = EvalTraining()
+        self._evaluation: _Evaluation | None = None
         self._unseen = UnseenSteps(self.name)
         self._num_backwards = 0  # as of the watched gradient, at the last round
 
@@ -198,11 +205,6 @@ class Loop(Observer):
         finally:
             self.next_look = min(equal.start, lost.start)
 
-    @property
-    def follows_rounds(self) -> bool:
-        """Whether `after_round` is to be called."""
-        return self.copies.masters.follows_rounds or self.lost_corrections.is_reading
-
     def after_round(self) -> None:
         """Note the corrections of a round, and bring them to copies."""
         self.copies.masters.after_round()
@@ -240,8 +242,7 @@ class Loop(Observer):
         Args:
             is_synced: whether the forward is outside `no_sync()`.
         """
-        if self._evaluations.is_watching:
-            self._evaluations.forget()
+        self._evaluation = None
         if self._num_elsewhere and self.gradient.is_stepped():
             self._num_elsewhere = 0  # a tool writes what that optimizer steps, as masters, over the parameters
         self._is_synced |= self._is_last_synced and self.has_ended
@@ -349,21 +350,29 @@ class Loop(Observer):
             owner.round_after_step()
 
     def evaluate(self) -> None:
-        """Note the begin of a forward in eval mode with autograd.
+        """A forward in eval mode begins that autograd records: an evaluation (adversarial examples, saliency maps), or
+        training in eval mode, where each rank would train alone without a word.
 
         Raises:
-            RuntimeError: see `EvalTraining.check`.
+            RuntimeError: since the last such forward, without a training forward in between, gradients were computed
+                and parameters were written; once.
         """
-        if self.when is RoundTime.FORWARD:
-            try:
-                self._evaluations.check(self.buffer, name=self.name)
-            except RuntimeError:
-                self._has_raised = True  # the user has been told that steps have no rounds
-                raise
+        if self.when is not RoundTime.FORWARD or self._has_told_of_mode:
+            return
+        last, trained = self._evaluation, [x for x in self.buffer.parameters if x.requires_grad]
+        self._evaluation = _Evaluation(Moment(counted=trained), self.gradient.num_backwards)
+        if last is not None and last.num_backwards < self.gradient.num_backwards and last.begin.num_writes():
+            self._evaluation = None
+            self._has_raised = self._has_told_of_mode = True  # the user has been told that steps have no rounds
+            raise RuntimeError(
+                f"got an optimizer step after a forward in eval mode, which starts no gossip round: expected training "
+                f"forwards in train mode; call model.train() before the training loop, or, to train in eval mode (with "
+                f"frozen BatchNorm statistics, say), wrap with {self.name}(..., gossip_in_eval_mode=True)"
+            )
 
     def forget_evaluation(self) -> None:
         """The parameters are about to become others for good."""
-        self._evaluations.forget()
+        self._evaluation = None
         self._unseen.begin(0)
         self._num_backwards = self.gradient.num_backwards
 
@@ -427,7 +436,7 @@ class Loop(Observer):
             if self.gradient.num_left_out:
                 self._make_up(optimizer, count)
             if count == 2:
-                if self._evaluations.is_watching:  # the forwards are in eval mode: that error says so
+                if self._evaluation is not None:  # the forwards are in eval mode: that error says so
                     self.evaluate()
                 self._raise_once(
                     f"got two steps of {type(optimizer).__name__} over parameters of a {self.name} without a gossip "
@@ -516,7 +525,7 @@ class Loop(Observer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has optimizers of its own, of which nothing is known; its model is bound again.
-        known_of_it = {"_is_watched", "_counts", "_last_of", "_before", "gradient", "_evaluations", "_unseen"}
+        known_of_it = {"_is_watched", "_counts", "_last_of", "_before", "gradient", "_evaluation", "_unseen"}
         unknown = {*known_of_it, "_num_backwards"}
         state = {name: x for name, x in vars(self).items() if name not in unknown}
         return {**state, "_is_due": self.is_due, "_owner": no_owner}
