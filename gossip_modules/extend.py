@@ -2,8 +2,8 @@
 
 from .algorithms.outer_method import OuterMethod
 from .compression.compressor import Compressor as Compressor
-from .engine.engine import Engine, LockstepEngine, SyncEngine
-from .engine.overlap import OverlapEngine
+from .engine.engine import Engine
+from .engine.lockstep import LockstepEngine, OverlapEngine, SyncEngine
 from .flat.buffer import FlatBuffer
 from .flat.selection import Selection
 from .flat.vector import FlatVector

@@ -1,24 +1,14 @@
-"""Engines decide when rounds run relative to training: the base classes, and the blocking engine."""
+"""Engines decide when rounds run relative to training: their base class, and the engine of a copy."""
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import Tensor
-
-from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, refuse
 from ..flat.vector import FlatVector
-from ..mixing_manager.base import MixingManager
-from ..profiling import Span
-from ..rounds.mixer import GlobalAverage, Mixer
-from ..schedule import Action, Schedule
-from ..state import Restart, State, branch, leaf
-from ..transport.base import Transport
-from ..worlds.world import ALONE, ModelWorld
+from ..state import State, leaf
 
 MAX_KEPT = 4  # corrections of flushes that `add_again` tells apart
 _UNNAMED = "LockstepEngine"  # the engine of old checkpoints without a name
@@ -63,9 +53,6 @@ class Engine(State, ABC):
 
     needs_generation: bool = False
     """Whether steps are lost until the next generation begins, so that the next step waits for it."""
-
-    successor: Engine | None = None
-    """The engine that takes the place of this one at the next step, with its mixer and its counters."""
 
     t: int = leaf(0, is_needed=True)
     """The number of rounds started so far."""
@@ -241,214 +228,3 @@ class IdleEngine(Engine):
     def from_layout(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """See `State`: the number of rounds in a state of the copied engine."""
         return {name: state[name] for name in state if name == "t"}
-
-
-class LockstepEngine(Engine):
-    """Runs the rounds of a mixer in lockstep: all ranks run round t together.
-
-    Args:
-        gossiper: the mixer, bound to its peers.
-        schedule: the steps with gossip or averages.
-        on_nonfinite: "raise" raises FloatingPointError if a round would mix infinities or NaN into a model, "spread"
-            does not check.
-        world: the processes that decide about rounds together.
-
-    Raises:
-        ValueError: `on_nonfinite` has another value; or the mixer keeps models of peers, and the schedule has exact
-            averages.
-    """
-
-    step: int = leaf(0, is_needed=True)
-    gossiper: Mixer = branch(is_needed=True)
-
-    def __init__(
-        self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise", world: ModelWorld = ALONE
-    ) -> None:
-        super().__init__()
-        self.world, self._is_alone = world, world.sharers is None
-        self.on_nonfinite = check_policy(on_nonfinite)
-        if gossiper.keeps_models and schedule.average_every:
-            raise ValueError(
-                f"got {schedule} with {gossiper}, expected average_every=0: it keeps models of peers from before such "
-                "an average, and would undo it; leave the averages out"
-            )
-        self.gossiper = gossiper
-        self.schedule = schedule
-        self.choice: dict[str, Any] | None = None  # that this engine was made from: see [Note: overlap="auto"]
-        self._is_warm_up = False  # whether the last round was an average after which the algorithm begins
-        # The mean of the weights changes if a rank dies, or joins with half the weight of another rank.
-        sums_weights = gossiper.transport.is_elastic and gossiper.is_weighted
-        self.averager = GlobalAverage(gossiper.transport, sums_weights=sums_weights)
-        self._scheduled_average = GlobalAverage(gossiper.transport, sums_weights=sums_weights, may_fail=True)
-
-    @property
-    def state_name(self) -> str:
-        """See `Engine`: one name for all lockstep engines."""
-        return "LockstepEngine"
-
-    def to_layout(self, state: dict[str, Any]) -> dict[str, Any]:
-        """See `State`."""
-        choice = {} if self.choice is None else {"choice": self.choice}
-        return {**super().to_layout(state), **choice}
-
-    def entry_names(self) -> set[str]:
-        """See `State`; a state may have the choice of overlap that the engine was made from."""
-        return {*super().entry_names(), "choice"}
-
-    def check_state(self, state: Any, *, of: object = None) -> None:
-        """See `State`."""
-        if "control" in state:
-            raise ValueError(
-                "got the state of a ConsensusControl, which is gone, expected the state of a run with a Schedule; load "
-                "the model alone, module.load_state_dict, and train with SlowMo(4, momentum=0.4) or "
-                "Schedule(average_every=8)"
-            )
-        super().check_state(state, of=of)
-
-    def close(self) -> None:
-        """See `Engine`."""
-        self.gossiper.close()
-
-    def rebind(self, weights: MixingManager, transport: Transport, x: FlatVector) -> None:
-        """See `Engine`."""
-        self.gossiper.rebind(weights, transport)
-        self.averager.transport = self._scheduled_average.transport = transport
-
-    def round_stats(self) -> dict[str, float]:
-        """See `Engine`; with the choice of overlap, if there is one."""
-        numbers = {} if self.choice is None else {k: v for k, v in self.choice.items() if isinstance(v, int | float)}
-        own = self.gossiper.stats()
-        return {**super().round_stats(), **own, **{f"auto_{name}": float(v) for name, v in numbers.items()}}
-
-    def set_out(self, x: FlatVector) -> None:
-        """See `Engine`."""
-        self.gossiper.begin(x)
-        self.step = 1
-
-    @property
-    def is_in_flight(self) -> bool:
-        """See `Engine`."""
-        return not self.gossiper.is_plain and self.gossiper.is_in_flight
-
-    def flush(self, x: FlatVector) -> bool:
-        """See `Engine`."""
-        return self.gossiper.flush(x)
-
-    def saved_flights(self) -> list[dict[str, Any]] | None:
-        """See `Engine`."""
-        return self.gossiper.saved_flights()
-
-    def resume_flights(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """See `Engine`."""
-        self.gossiper.resume_flights(saved)
-
-    def join(self, x: FlatVector, state: Mapping[str, Any]) -> None:
-        """See `Engine`."""
-        self.load_state_dict(state)
-
-    def progress(self) -> tuple[float, ...]:
-        """Return the counters, for `FollowingEngine.follow`."""
-        return float(self.t), float(self.step), float(self.is_in_flight), *map(float, astuple(self.stats))
-
-    def shared(self, x: FlatVector) -> Sequence[Tensor]:
-        """See `Mixer`."""
-        return self.gossiper.shared(x)
-
-    def take_shared(self, x: FlatVector) -> None:
-        """See `Mixer`."""
-        self.gossiper.take_shared(x)
-
-    def advance(self, num_steps: int) -> None:
-        """See `Engine`; also counts the rounds of these steps, which are a function of the step."""
-        target = self.step + num_steps
-        for step in range(self.step, target):
-            self.t += self._has_round(step)
-        for step in range(target, self.step):
-            self.t -= self._has_round(step)
-        self.step = target
-
-    def _has_round(self, step: int) -> bool:
-        """Whether a round runs in this step."""
-        action = self.schedule.action(step)
-        return self.gossiper.is_due(step) if action is Action.GOSSIP else action is not Action.SKIP
-
-    def _next_mixer(self) -> Mixer | None:
-        """Return the mixer of this step, None if no round runs; advances the step."""
-        step, self.step = self.step, self.step + 1
-        action = self._action(step)
-        self._is_warm_up = action is Action.WARM_UP
-        if action is Action.SKIP:
-            return None
-        if action is not Action.GOSSIP:
-            return self._scheduled_average
-        if not self.gossiper.is_plain:
-            self.gossiper.k = step
-        return self.gossiper
-
-    def _action(self, step: int) -> Action:
-        """Return the action at a step, by the schedule and the algorithm."""
-        action = self.schedule.action(step)
-        runs = action is not Action.GOSSIP or self.gossiper.is_plain or self.gossiper.is_due(step)
-        return action if runs else Action.SKIP
-
-    def _limit_of(self, mixer: Mixer, t: int) -> dict[str, Any]:
-        """Return the arguments of `CallThread.result` for round t: the timeout and the description for the error."""
-        transport = self.gossiper.transport
-
-        def what() -> str:
-            peers = [transport.names[i] for i in mixer.sources if i != transport.rank]
-            return f"rank {transport.names[transport.rank]}: round {t} with ranks {peers}"
-
-        return {"what": what, "timeout": transport.timeout}
-
-    def _refuse_nonfinite(self, mixer: Mixer, t: int, *, is_own: bool, is_here: bool = True) -> NoReturn:
-        names, rank = self.gossiper.transport.names, self.gossiper.transport.rank
-        senders = () if is_own or not is_here else [names[i] for i in mixer.sources if i != rank]
-        refuse(names[rank], f"round {t}", senders=senders, is_here=is_own or is_here)
-
-
-class SyncEngine(LockstepEngine):
-    """Blocking rounds: x <- W(t) x, in place, before the forward, without a copy, a thread or a stream.
-
-    If the model of a rank is not finite, the rank raises before it sends the model; on a GPU without a membership it
-    raises one round later.
-    """
-
-    def __init__(
-        self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise", world: ModelWorld = ALONE
-    ) -> None:
-        super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite, world=world)
-        # With a membership a round waits for the GPU anyway, and no other worker is to get values that are not finite.
-        self._is_finite: Callable[[FlatVector], bool] = is_finite if gossiper.transport.is_elastic else FiniteCheck()
-
-    def round(self, x: FlatVector) -> bool:
-        """See `Engine`."""
-        start, step, mixer = time.perf_counter(), self.step, self._next_mixer()
-        if self.on_nonfinite == "raise" and (mixer is not None or self.gossiper.has_news):
-            self._check_finite(mixer or self.gossiper, x)
-        has_changed = False if self.gossiper.is_plain else self.gossiper.begin(x, step)
-        if mixer is self._scheduled_average:  # no round may be in flight during an average over all ranks
-            has_changed |= self.gossiper.flush(x)
-        if mixer is None:
-            if has_changed:
-                self.stats.wait_seconds += time.perf_counter() - start
-            return has_changed
-        with Span("gossip.round", [f"t={self.t}"]):
-            mixer.start(x, self.t)
-            self.t += 1
-            mixer.finish(x)
-            if mixer is self._scheduled_average and not self._scheduled_average.has_failed:
-                self.gossiper.restart(Restart.AVERAGE)
-                if self._is_warm_up:
-                    self.gossiper.begin_anew(x, step)
-        self.stats.wait_seconds += time.perf_counter() - start
-        self.stats.record(0)
-        self.gossiper.transport.traffic.mixed(0)
-        return True
-
-    def _check_finite(self, mixer: Mixer, x: FlatVector) -> None:
-        """Raise FloatingPointError if x, which is about to be sent, is not finite; nothing has changed yet."""
-        is_rare = self.gossiper.can_recover  # rounds are rare, so that the check may wait for the GPU
-        looks_well = is_finite(x) if is_rare else self._is_finite(x)
-        if not (looks_well if self._is_alone else self.world.agree(looks_well)):
-            self._refuse_nonfinite(mixer, self.t, is_own=True)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..flat.vector import FlatVector
 from ..state import Restart
-from .engine import EngineStats, LockstepEngine
+from .engine import EngineStats
+from .lockstep import LockstepEngine
 
 _FOLLOWS = "process that follows "
 

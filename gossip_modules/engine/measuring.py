@@ -1,4 +1,4 @@
-"""MeasuringEngine: measured blocking rounds, until all ranks have chosen the time of later rounds."""
+"""Measurement: the times of blocking rounds, until all ranks have chosen the overlap of later rounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +16,8 @@ from ..devices import wait_for_queue
 from ..flat.vector import FlatVector
 from ..rounds.mixer import Mixer
 from ..rounds.push_pull import PushPull
-from ..schedule import Schedule
-from ..state import leaf
-from ..worlds.world import ALONE, ModelWorld
-from .engine import LockstepEngine, SyncEngine
-from .overlap import OverlapEngine
+from ..worlds.world import ModelWorld
+from .overlap import Overlap
 
 NUM_WARM, NUM_MEASURED = 2, 6
 """Rounds that are left out of the medians, and rounds that the choice is made from."""
@@ -52,6 +48,10 @@ class OverlapChoice:
     step_seconds: float
     round_seconds: float
     advice: str = ""
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers among the attributes, for `comm_stats()`."""
+        return {f"auto_{name}": float(v) for name, v in asdict(self).items() if isinstance(v, int | float)}
 
     def __str__(self) -> str:
         chosen = f"overlap={self.overlap}"
@@ -129,110 +129,104 @@ class OverlapLimits:
         return OverlapChoice(overlaps, staleness, dtype, step, cost, advice)
 
 
-class MeasuringEngine(SyncEngine):
-    """Measured blocking rounds; after the eighth one all ranks choose the engine of later rounds.
+class Measurement:
+    """Times of blocking rounds, from which all ranks choose the overlap of later rounds.
 
     [Note: overlap="auto"] Each rank takes the time of its rounds and of the steps between them, but not of the averages
     that training begins with under `Schedule(average_until=...)`. After the eighth round, in the same step on all
     ranks, a gather of three numbers per rank gives all ranks the same measurements. The next gather takes the latency
     of the network, and a third one shares it. From these numbers each rank computes the same choice. If several
-    processes hold one model, all of them take the measurements of the first one. The engine that runs rounds from then
-    on has the mixer, the counters and the statistics of this one, so training goes on with the bits of a run that was
-    built with the chosen settings and resumed here.
+    processes hold one model, all of them take the measurements of the first one. The engine turns to the choice after
+    this round, so training goes on with the bits of a run that was built with the chosen settings and resumed here.
 
     Args:
-        gossiper, schedule, on_nonfinite, world: see `SyncEngine`.
         limits: the settings to choose from.
-        is_eager: see `OverlapEngine`.
+        is_eager: see `Overlap`.
     """
 
-    _steps: list[float] = leaf([], is_saved=False)
-    _rounds: list[float] = leaf([], is_saved=False)
-    _ended: float | None = leaf(None, is_saved=False)  # when the last step's round has ended
-
-    def __init__(
-        self,
-        gossiper: Mixer,
-        schedule: Schedule,
-        *,
-        on_nonfinite: str,
-        limits: OverlapLimits,
-        is_eager: bool = True,
-        world: ModelWorld = ALONE,
-    ) -> None:
-        super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite, world=world)
+    def __init__(self, limits: OverlapLimits, *, is_eager: bool = True) -> None:
         self.limits, self._is_eager = limits, is_eager
         self._sent = 0  # bytes before the measured rounds
+        self.begin_anew()
 
-    def round(self, x: FlatVector) -> bool:
-        """See `Engine`."""
+    def begin_anew(self) -> None:
+        """Drop all times."""
+        self._steps: list[float] = []
+        self._rounds: list[float] = []
+        self._ended: float | None = None  # when the last step's round has ended
+        self._start = 0.0
+
+    def begin_step(self, x: FlatVector) -> None:
+        """Note the time at the safe point of a step, before its round."""
         wait_for_queue(x.raw.device)
-        start, t = time.perf_counter(), self.t
+        self._start = time.perf_counter()
         if self._ended is not None:
-            self._steps.append(start - self._ended)
-        has_changed = super().round(x)
+            self._steps.append(self._start - self._ended)
+
+    def end_step(self, x: FlatVector, *, has_round: bool, num_bytes_sent: int) -> bool:
+        """Note the time after the round of a step.
+
+        Args:
+            x: the model.
+            has_round: whether the step had a round that counts.
+            num_bytes_sent: the bytes that this rank has sent so far.
+
+        Returns:
+            Whether `agree` is to be called.
+        """
         wait_for_queue(x.raw.device)
         self._ended = time.perf_counter()
-        if self.t > t and not self._is_warm_up:
-            self._rounds.append(self._ended - start)
-            if len(self._rounds) == NUM_WARM:
-                self._sent = self.gossiper.transport.num_bytes_sent
-            if len(self._rounds) == NUM_WARM + NUM_MEASURED:
-                self._agree(x)
-        return has_changed
+        if not has_round:
+            return False
+        self._rounds.append(self._ended - self._start)
+        if len(self._rounds) == NUM_WARM:
+            self._sent = num_bytes_sent
+        return len(self._rounds) == NUM_WARM + NUM_MEASURED
 
-    def _agree(self, x: FlatVector) -> None:
-        """Choose, on all ranks alike."""
-        transport = self.gossiper.transport
+    def agree(self, mixer: Mixer, x: FlatVector, t: int, *, world: ModelWorld, gossip_every: int) -> OverlapChoice:
+        """Choose, on all ranks alike; collective.
+
+        Args:
+            mixer: the mixer of the rounds.
+            x: the model.
+            t: the number of the last round.
+            world: the processes that hold the model; all take the measurements of the first one.
+            gossip_every: the steps from one round to the next.
+        """
+        transport = mixer.transport
+
+        def gather(own: Sequence[float]) -> Tensor:
+            """Return the numbers of all ranks, float64 [ranks, numbers] in host memory."""
+            mine = torch.tensor(own, dtype=torch.float64, device="cpu")
+            everyone = mine.new_empty(transport.world_size * mine.numel())
+            transport.all_gather(everyone, mine, what=f"choosing overlap after round {t}")
+            return everyone.view(transport.world_size, -1)
+
         medians = [statistics.median(seconds[NUM_WARM:]) for seconds in (self._steps, self._rounds)]
-        measured = self._gather([*medians, (transport.num_bytes_sent - self._sent) / NUM_MEASURED])
+        measured = gather([*medians, (transport.num_bytes_sent - self._sent) / NUM_MEASURED])
         start = time.perf_counter()  # all ranks are here
-        self._gather([0.0])
-        latency = self._gather([time.perf_counter() - start]).min()
-        self.world.first(measured)
-        self.world.first(latency)
-        limits = replace(
-            self.limits, has_wide_messages=self._has_wide_messages(x), gossip_every=self.schedule.gossip_every
-        )
+        gather([0.0])
+        latency = gather([time.perf_counter() - start]).min()
+        world.first(measured)
+        world.first(latency)
+        limits = replace(self.limits, has_wide_messages=_has_wide_messages(mixer, x), gossip_every=gossip_every)
         choice = limits.choose(measured[:, :2].tolist(), latency.item(), measured[:, 2].max().item())
         if transport.rank == 0:
             level = logging.WARNING if choice.advice else logging.INFO
-            _log.log(level, 'overlap="auto": %s, after round %d', choice, self.t - 1)
-        self.successor = self._engine_of(choice)
+            _log.log(level, 'overlap="auto": %s, after round %d', choice, t)
+        return choice
 
-    def _has_wide_messages(self, x: FlatVector) -> bool:
-        """Whether `narrow` would make the messages of a model x shorter."""
-        mixer, algorithm = self.gossiper, getattr(self.gossiper, "algorithm", None)
-        plain = getattr(mixer, "plain", mixer)
-        is_rounded = algorithm is None or algorithm.parts[-1].takes_wire_dtype
-        is_open = isinstance(plain, PushPull) and plain.wire_dtype is None and is_rounded
-        return is_open and any(segment.dtype.itemsize > 2 for segment in x.segments)
-
-    def _gather(self, own: Sequence[float]) -> Tensor:
-        """Return the numbers of all ranks, float64 [ranks, numbers] in host memory."""
-        mine, transport = torch.tensor(own, dtype=torch.float64, device="cpu"), self.gossiper.transport
-        everyone = mine.new_empty(transport.world_size * mine.numel())
-        transport.all_gather(everyone, mine, what=f"choosing overlap after round {self.t - 1}")
-        return everyone.view(transport.world_size, -1)
-
-    def _engine_of(self, choice: OverlapChoice) -> LockstepEngine:
-        """Return the engine for the next rounds."""
-        mixer, policy = self.gossiper, self.on_nonfinite
+    def overlap_of(self, choice: OverlapChoice, mixer: Mixer) -> Overlap | None:
+        """Return the overlap of a choice, None for blocking rounds, and let the messages of the mixer be as chosen."""
         if choice.wire_dtype is not None:
-            plain = getattr(mixer, "plain", mixer)
+            plain = mixer.plain
             assert isinstance(plain, PushPull), "the wrapper refuses a narrow wire for others"
             plain.narrow(getattr(torch, choice.wire_dtype))
-        engine: LockstepEngine
-        if choice.overlap:
-            own: dict[str, Any] = {"max_staleness": choice.max_staleness, "is_eager": self._is_eager}
-            engine = OverlapEngine(mixer, self.schedule, **own, on_nonfinite=policy, world=self.world)
-        else:
-            engine = SyncEngine(mixer, self.schedule, on_nonfinite=policy, world=self.world)
-        engine.t, engine.step, engine.stats, engine.choice = self.t, self.step, self.stats, asdict(choice)
-        return engine
+        return Overlap(max_staleness=choice.max_staleness, is_eager=self._is_eager) if choice.overlap else None
 
-    def fill(self, state: Any) -> None:
-        """See `State`; a state that was saved after the choice brings the choice along, if it is within the limits."""
-        super().fill(state)
-        if (saved := state.get("choice")) and self.limits.allow(choice := OverlapChoice(**saved)):
-            self.successor = self._engine_of(choice)
+
+def _has_wide_messages(mixer: Mixer, x: FlatVector) -> bool:
+    """Whether `narrow` would make the messages of a model x shorter."""
+    plain = mixer.plain
+    is_open = isinstance(plain, PushPull) and plain.wire_dtype is None and mixer.takes_wire_dtype
+    return is_open and any(segment.dtype.itemsize > 2 for segment in x.segments)

@@ -1,47 +1,59 @@
-"""OverlapEngine: runs rounds on the gossip thread, under the next forward and backward."""
+"""Overlap: rounds on the gossip thread, under the next forward and backward."""
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..flat.nonfinite import FiniteCheck, is_finite, log_left_out
+from ..flat.nonfinite import is_finite
 from ..flat.vector import FlatVector, add_
 from ..profiling import span
+from ..rounds.flights import Flight, Flights
 from ..rounds.mixer import Mixer
-from ..schedule import Action, Schedule
-from ..state import Restart, transient
-from ..transport.threads import CallThread
-from ..worlds.world import ALONE, ModelWorld
-from .engine import LockstepEngine
+from ..state import State, transient
+from ..transport.base import Transport
 
 _ROUNDING = 16  # units in the last place
 
 
-@dataclass
-class _Flight:
-    """A round on the gossip thread, and the step before it."""
+@dataclass(eq=False)
+class LateRound(Flight):
+    """A round of the whole model on the gossip thread.
 
-    job: Callable[[], float]
-    step: int
-    mixer: Mixer
-    t: int
-    is_finite: bool = True  # whether the correction is finite; written by the job
-    is_converted: bool = False  # see [Note: late buffers]
-    future: Future[float] = field(default_factory=Future)
-    is_submitted: bool = False
+    Attributes:
+        mixer: the mixer of the round; None: the correction comes from a checkpoint.
+        is_average: whether the round is the exact average of a schedule.
+        is_finite: whether the correction is finite; written by the job.
+        own_buffer_weight: W_ii for buffers, when the round has arrived: see [Note: late buffers].
+        is_converted: whether the buffers are converted: see [Note: late buffers].
+    """
+
+    mixer: Mixer | None = None
+    is_average: bool = False
+    is_finite: bool = True
+    own_buffer_weight: float = 1.0
+    is_converted: bool = False
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """The senders to this rank."""
+        return () if self.mixer is None else self.mixer.sources
+
+    @property
+    def received(self) -> Sequence[FlatVector] | None:
+        """See `Mixer`."""
+        return None if self.mixer is None else self.mixer.received
 
 
-class OverlapEngine(LockstepEngine):
-    """Rounds on the gossip thread while training computes: x <- x + (W(t) - I) s when round t is done.
+class Overlap(State):
+    """The round under training, at most one: x <- x + (W(t) - I) s when round t is done.
 
     [Note: Overlap] s is a snapshot of x. The round that starts before forward k is applied before forward k + 1, after
     one optimizer step u: x <- W x + u. The step u is neither lost nor scaled. Since 1^T (W - I) = 0, the sum of x over
@@ -69,282 +81,258 @@ class OverlapEngine(LockstepEngine):
     Assran et al., arXiv 1811.10792, Algorithm 2 (Overlap SGP).
 
     Args:
-        gossiper: the mixer, bound to its peers; rounds call it on the gossip thread.
-        schedule: the steps with gossip or averages. A round starts every max_staleness + 1 steps at most, unless the
-            algorithm chooses the steps.
         max_staleness: the largest lateness of a round in forwards; then training waits for it.
         is_eager: whether a complete round is applied before its last forward. False applies all rounds at a fixed step,
             so that the processes of a node agree.
-        on_nonfinite: see `LockstepEngine`; the gossip thread checks the correction before it is applied. If messages
-            change the state of peers, "raise" checks x before each round and each exact average, as `SyncEngine` does.
-        world: see `LockstepEngine`.
+
+    Attributes:
+        flights: the round in flight.
     """
 
-    adds_again = True
-
-    _snapshot: FlatVector | None = transient(None)
+    _snapshot: FlatVector | None = transient(None)  # the model as it was sent, and then the correction
     _sent_buffers: list[Tensor] = transient([])  # copies of the snapshot's buffers, before it becomes a correction
     _flushed_alpha: float | None = transient(None)  # alpha of the correction that a flush applied since the last round
-    _thread: CallThread | None = transient(None)
-    _stream: torch.Stream | None = transient(None)
+    _saved: Mapping[str, Any] | None = transient(None)  # the correction of a checkpoint, until a vector has its layout
 
-    def __init__(
-        self,
-        gossiper: Mixer,
-        schedule: Schedule,
-        *,
-        max_staleness: int = 0,
-        is_eager: bool = True,
-        on_nonfinite: str = "raise",
-        world: ModelWorld = ALONE,
-    ) -> None:
-        if not gossiper.has_own_times:
-            schedule = replace(schedule, gossip_every=max(schedule.gossip_every, max_staleness + 1))
-        super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite, world=world)
-        self.max_staleness = max_staleness
-        self.is_eager = is_eager
-        self._flight: _Flight | None = None
-        self._is_finite = FiniteCheck()
+    def __init__(self, *, max_staleness: int = 0, is_eager: bool = True) -> None:
+        self.max_staleness, self.is_eager = max_staleness, is_eager
+        self.flights: Flights[LateRound] = Flights()
 
     @property
-    def is_in_flight(self) -> bool:
-        """See `Engine`."""
-        return self._flight is not None
+    def flight(self) -> LateRound | None:
+        """The round in flight."""
+        return self.flights.oldest
 
-    @property
-    def can_leave_out(self) -> bool:
-        """See `Engine`: the memory of an algorithm may change on the gossip thread."""
-        return self.gossiper.is_plain
-
-    def round(self, x: FlatVector) -> bool:
-        """See `Engine`."""
-        flight, alpha, staleness, has_changed = self._flight, None, 0, False
-        if flight is None:
-            if self.gossiper.has_news:
-                self._check_finite(self.gossiper, x)
-            has_changed = self.gossiper.begin(x, self.step)
+    def begin_step(self) -> LateRound | None:
+        """Let `add_again` add nothing from now on; returns the round in flight."""
         self._flushed_alpha = None
-        if flight is not None:
-            is_last = self.step - flight.step > self.max_staleness or self._begins_round()
-            if is_last or (self.is_eager and flight.future.done()):
-                alpha, staleness = self._arrive(flight, x), self._staleness_of(flight)
-        mixer = self._next_mixer()
-        if mixer is not None:
-            self._check_finite(mixer, x)
-        if alpha is not None:
-            self._convert_buffers(x, alpha)
-        if mixer is not None and x.raw.device.type == "cpu" and len(mixer.chunks(x)) > 1:
-            self._fill_and_depart(mixer, x, alpha)
-        else:
-            if alpha is not None:
-                self._apply(x, alpha)
-            if mixer is not None:
-                self._copy_and_depart(mixer, x)
-        if alpha is not None:
-            self.stats.record(staleness)
-        return alpha is not None or has_changed
+        return self.flights.oldest
 
-    def flush(self, x: FlatVector) -> bool:
-        """See `Engine`."""
-        flight = self._flight
-        if flight is None:
-            return False
-        alpha = self._arrive(flight, x)
-        self._convert_buffers(x, alpha)
-        self._apply(x, alpha)
-        self._flushed_alpha = alpha
-        self.stats.record(self._staleness_of(flight))
-        return True
+    # A round departs.
 
-    def saved_flights(self) -> list[dict[str, Any]] | None:
-        """See `Engine`."""
-        return None if self._flight is not None else super().saved_flights()
-
-    def add_again(self, x: FlatVector, *, after: int = 0) -> bool:
-        """See `Engine`: the correction of the only flush is in the snapshot until the next round."""
-        if after or self._snapshot is None or self._flushed_alpha is None or self._snapshot.layout != x.layout:
-            return False
-        parameters, corrections = (vector.where(is_buffer=False).segments for vector in (x, self._snapshot))
-        for own, correction in zip(parameters, corrections, strict=True):
-            add_(own, correction, alpha=self._flushed_alpha)
-        return True
-
-    def close(self) -> None:
-        """See `Engine`. A round in flight ends by itself, since peers have its message."""
-        super().close()
-        if self._thread is not None:
-            self._thread.close()
-        self._thread = self._snapshot = self._flight = None
-        self._sent_buffers = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        assert self._flight is None, "flush() before copying: a round is in flight"
-        return super().__getstate__()
-
-    def _begins_round(self) -> bool:
-        """Whether a round begins in this step, as in each step at the beginning with `average_until`."""
-        return self._action(self.step) is not Action.SKIP
-
-    def _staleness_of(self, flight: _Flight) -> int:
-        return max(self.step - flight.step - 1, 0)
-
-    def _arrive(self, flight: _Flight, x: FlatVector) -> float:
-        """Wait for the round and return its alpha. The round stays in flight, with its correction in the snapshot."""
-        if not flight.is_submitted:  # an interrupt came before
-            self._submit(flight)
-        start = time.perf_counter()
-        with span("gossip.wait"):
-            try:
-                assert self._thread is not None, "a round in flight runs on the gossip thread"
-                self.is_waiting = True
-                alpha = self._thread.result(flight.future, **self._limit_of(flight.mixer, flight.t))
-            except Exception:  # an error of the round; an interrupt leaves the round in flight
-                self._flight = None
-                raise
-            finally:
-                self.is_waiting = False
-        self.stats.wait_seconds += time.perf_counter() - start
-        self.gossiper.transport.traffic.mixed(self._staleness_of(flight))  # before the next round departs
-        if self._stream is not None:
-            torch.accelerator.current_stream(x.raw.device).wait_stream(self._stream)  # c is written before it is added
-        assert self._snapshot is not None
-        flight.mixer.leave_out_late(self._snapshot, alpha)
-        if self.on_nonfinite != "spread" and not self.world.agree(flight.is_finite):
-            self._leave_out(flight, x)
-        if flight.mixer is self._scheduled_average and not self._scheduled_average.has_failed:
-            self.gossiper.restart(Restart.AVERAGE)
-        return alpha
-
-    def _leave_out(self, flight: _Flight, x: FlatVector) -> None:
-        """Raise an error because the correction has infinities or NaN.
-
-        In a membership only the worker that has sent them raises. The others set the correction to zero.
-        """
-        received, transport = flight.mixer.received, self.gossiper.transport
-        # If another process of the node has found them, all that this one has received is finite.
-        is_sent = not flight.is_finite and received is not None and all(map(is_finite, received))
-        is_own = is_sent or not is_finite(x)
-        if not transport.is_elastic or not self.world.agree(not is_own):
-            self._flight = None
-            self._refuse_nonfinite(flight.mixer, flight.t, is_own=is_own, is_here=not flight.is_finite)
-        senders = [transport.names[i] for i in flight.mixer.sources if i != transport.rank]
-        log_left_out(transport.names[transport.rank], f"round {flight.t}", senders)
-        assert self._snapshot is not None
-        self._snapshot.raw.zero_()
-        self._snapshot.push_sum_weight.zero_()
-        flight.is_finite = flight.is_converted = True
-        self.stats.num_skipped += 1
-
-    def _check_finite(self, mixer: Mixer, x: FlatVector) -> None:
-        """Raise FloatingPointError if x is not finite and peers cannot leave its message out.
-
-        A round that has arrived is then still in flight and not applied, so you can repair x and repeat the step.
-        """
-        looks = self.on_nonfinite == "raise" and not self.gossiper.is_skippable  # also before exact averages
-        if looks and not self.world.agree(self._is_finite(x)):
-            self._refuse_nonfinite(mixer, self.t, is_own=True)
-
-    def _convert_buffers(self, x: FlatVector, alpha: float) -> None:
-        """Prepare the buffers of x and of the correction c, once for an arrived round.
-
-        b <- W_ii b in x, and c <- r / alpha, so that x + alpha c has the average: see [Note: late buffers].
-        """
-        flight = self._flight
-        assert flight is not None
-        assert self._snapshot is not None
-        if flight.is_converted:
-            return
-        flight.is_converted = True
-        own = flight.mixer.own_buffer_weight
-        if own == 1.0:
-            return
-        for b, c, s in zip(x.buffers, self._snapshot.buffers, self._sent_buffers, strict=True):
-            given_away = s.mul_((1 - own) / alpha)
-            c.add_(given_away)
-            # A rest of W_ii s - W_ii s is a rounding error, and no part of a peer.
-            c.masked_fill_(c.abs() <= _ROUNDING * torch.finfo(c.dtype).eps * given_away.abs(), 0.0)
-            b.mul_(own)
-
-    def _apply(self, x: FlatVector, alpha: float) -> None:
-        """x <- x + the correction of the round that has arrived. The round is no longer in flight."""
-        assert self._snapshot is not None
-        self._flight = None
-        with span("gossip.apply"):
-            x.add_(self._snapshot, alpha=alpha)
-
-    def _copy_and_depart(self, mixer: Mixer, x: FlatVector) -> None:
-        """Take the snapshot and pass it to the gossip thread."""
-        assert self._flight is None, "one round in flight at a time"
-        snapshot, stream, t = self._snapshot_of(x).copy_(x), self._stream, self.t
-        self.t += 1
-        if stream is not None:
-            stream.wait_stream(torch.accelerator.current_stream(x.raw.device))  # s is written before it is sent
-
-        def run() -> float:
-            on_stream = stream or contextlib.nullcontext()
-            with torch.no_grad(), on_stream, span("gossip.round", f"t={t}"):
-                mixer.start(snapshot, t)
-                return self._difference(flight, snapshot)
-
-        flight = self._flight = _Flight(run, self.step - 1, mixer, t)
-        self._keep_buffers(snapshot)
-        self._submit(flight)
-
-    def _fill_and_depart(self, mixer: Mixer, x: FlatVector, alpha: float | None) -> None:
-        """Let the gossip thread fill and send the snapshot in chunks: see [Note: Filling].
+    def depart(
+        self,
+        x: FlatVector,
+        mixer: Mixer,
+        t: int,
+        *,
+        begun: int,
+        landing: LateRound | None,
+        is_average: bool,
+        checks: bool,
+    ) -> float:
+        """Apply the correction of the round that has arrived, and pass a snapshot of x to the gossip thread.
 
         Args:
-            mixer: the mixer of the new round.
             x: the model, mutated.
-            alpha: the alpha of the round that has arrived; None: no round has arrived.
+            mixer: the mixer of the new round.
+            t: the number of the new round.
+            begun: the number of optimizer steps before the new round.
+            landing: the round that has arrived; None: no round is in flight.
+            is_average: whether the new round is the exact average of a schedule.
+            checks: whether the gossip thread checks that the correction is finite.
+
+        Returns:
+            The seconds for which training waited for the copy.
         """
-        assert alpha is not None or self._flight is None, "one round in flight at a time"
-        snapshot, t = self._snapshot_of(x), self.t
-        pairs = tuple(zip(mixer.chunks(x), mixer.chunks(snapshot), strict=True))
-        filling = Filling(x, snapshot, pairs, alpha=alpha)
-        self.t += 1
+        transport = mixer.transport
+
+        def describe() -> str:
+            names, rank = transport.names, transport.rank
+            return f"rank {names[rank]}: round {t} with ranks {[names[i] for i in mixer.sources if i != rank]}"
+
+        last = begun + 1 + self.max_staleness
+        flight = LateRound(begun, begun + 1 if self.is_eager else last, last, t, describe=describe)
+        flight.mixer, flight.is_average = mixer, is_average
+        cut = mixer.chunks(x) if x.raw.device.type == "cpu" else ()
+        if len(cut) > 1:
+            return self._fill(flight, mixer, x, cut, landing, checks=checks)
+        if landing is not None:
+            self.apply(landing, x)
+        assert self.flight is None, "one round in flight at a time"
+        snapshot = self._snapshot_of(x).copy_(x)
+        self.flights.follow_training(x.raw.device)  # s is written before it is sent
 
         def run() -> float:
-            with torch.no_grad(), span("gossip.round", f"t={t}"):
-                with filling:
-                    mixer.start_filling(snapshot, t, filling.fill)
-                return self._difference(flight, snapshot)
+            mixer.start(snapshot, t)
+            return _difference(flight, mixer, snapshot, checks=checks)
 
-        flight = self._flight = _Flight(run, self.step - 1, mixer, t)
+        flight.job = run
+        self._keep_buffers(snapshot)
+        self.flights.begin(flight, transport)
+        return 0.0
+
+    def _fill(
+        self,
+        flight: LateRound,
+        mixer: Mixer,
+        x: FlatVector,
+        cut: Sequence[FlatVector],
+        landing: LateRound | None,
+        *,
+        checks: bool,
+    ) -> float:
+        """Let the gossip thread fill and send the snapshot in chunks: see [Note: Filling]."""
+        assert landing is not None or self.flight is None, "one round in flight at a time"
+        snapshot = self._snapshot_of(x)
+        pairs = tuple(zip(cut, mixer.chunks(snapshot), strict=True))
+        filling = Filling(x, snapshot, pairs, alpha=None if landing is None else landing.result)
+
+        def run() -> float:
+            with filling:
+                mixer.start_filling(snapshot, flight.t, filling.fill)
+            return _difference(flight, mixer, snapshot, checks=checks)
+
+        flight.job = run
         start = time.perf_counter()
-        self._submit(flight)
+        self.flights.begin(flight, mixer.transport, in_place_of=landing)
         with span("gossip.fill"):
             try:
                 filling.wait()
             finally:  # x and the snapshot are equal now
                 self._keep_buffers(x)
-        self.stats.wait_seconds += time.perf_counter() - start
-
-    def _difference(self, flight: _Flight, snapshot: FlatVector) -> float:
-        """Turn the snapshot into the correction, on the gossip thread."""
-        alpha = flight.mixer.difference(snapshot)
-        flight.is_finite = self.on_nonfinite == "spread" or is_finite(snapshot)
-        return alpha
+        return time.perf_counter() - start
 
     def _keep_buffers(self, s: FlatVector) -> None:
         """Copy the sent buffers, before the gossip thread overwrites them: see [Note: late buffers]."""
         for kept, buffer in zip(self._sent_buffers, s.buffers, strict=True):
             kept.copy_(buffer)
 
-    def _submit(self, flight: _Flight) -> None:
-        if self._thread is None:
-            self._thread = CallThread(f"gossip-{self.gossiper.transport.rank}")
-        self._thread.submit(flight.job, flight.future)
-        flight.is_submitted = True
-
     def _snapshot_of(self, x: FlatVector) -> FlatVector:
         """Return the memory for a snapshot of x."""
         if self._snapshot is None or self._snapshot.layout != x.layout or self._snapshot.raw.device != x.raw.device:
-            assert self._flight is None, "a correction is in the snapshot"
+            assert self.flight is None, "a correction is in the snapshot"
             self._snapshot = x.like()
             self._sent_buffers = [torch.empty_like(buffer) for buffer in x.buffers]
-            self._stream = None if x.raw.device.type == "cpu" else torch.Stream(x.raw.device)
         return self._snapshot
+
+    # A round arrives.
+
+    def wait(self, flight: LateRound, transport: Transport) -> None:
+        """Wait for the round, which stays in flight, with its correction in the snapshot."""
+        self.flights.wait(flight, transport)
+        if flight.mixer is not None:
+            assert self._snapshot is not None
+            flight.mixer.leave_out_late(self._snapshot, flight.result)
+            flight.own_buffer_weight = flight.mixer.own_buffer_weight
+
+    def convert_buffers(self, flight: LateRound, x: FlatVector) -> None:
+        """Prepare the buffers of x and of the correction c, once for an arrived round.
+
+        b <- W_ii b in x, and c <- r / alpha, so that x + alpha c has the average: see [Note: late buffers].
+        """
+        self._take_saved(x)
+        assert self._snapshot is not None
+        own = flight.own_buffer_weight
+        if flight.is_converted or own == 1.0:
+            return
+        flight.is_converted = True
+        for b, c, s in zip(x.buffers, self._snapshot.buffers, self._sent_buffers, strict=True):
+            given_away = s.mul_((1 - own) / flight.result)
+            c.add_(given_away)
+            # A rest of W_ii s - W_ii s is a rounding error, and no part of a peer.
+            c.masked_fill_(c.abs() <= _ROUNDING * torch.finfo(c.dtype).eps * given_away.abs(), 0.0)
+            b.mul_(own)
+
+    def apply(self, flight: LateRound, x: FlatVector, *, is_flush: bool = False) -> None:
+        """x <- x + the correction of the round that has arrived. The round is no longer in flight.
+
+        Args:
+            flight: the round, with converted buffers.
+            x: the model, mutated.
+            is_flush: whether `add_again` may add the correction once more.
+        """
+        assert self._snapshot is not None
+        self.flights.end(flight)
+        with span("gossip.apply"):
+            x.add_(self._snapshot, alpha=flight.result)
+        if is_flush:
+            self._flushed_alpha = flight.result
+
+    def leave_out(self, flight: LateRound) -> None:
+        """Let the correction of an arrived round be zero."""
+        assert self._snapshot is not None
+        self._snapshot.raw.zero_()
+        self._snapshot.push_sum_weight.zero_()
+        flight.is_finite = flight.is_converted = True
+
+    def add_again(self, x: FlatVector) -> bool:
+        """Add the correction of the last flush to x once more; it is in the snapshot until the next round.
+
+        Returns:
+            Whether x was written.
+        """
+        if self._snapshot is None or self._flushed_alpha is None or self._snapshot.layout != x.layout:
+            return False
+        parameters, corrections = (vector.where(is_buffer=False).segments for vector in (x, self._snapshot))
+        for own, correction in zip(parameters, corrections, strict=True):
+            add_(own, correction, alpha=self._flushed_alpha)
+        return True
+
+    # A round in a checkpoint.
+
+    def saved(self, flight: LateRound) -> dict[str, Any]:
+        """Return an arrived round for a checkpoint; shares memory."""
+        if self._saved is not None:
+            return dict(self._saved)
+        assert self._snapshot is not None
+        return {
+            "begun": flight.begun,
+            "first": flight.first,
+            "last": flight.last,
+            "t": flight.t,
+            "alpha": flight.result,
+            "is_average": flight.is_average,
+            "is_finite": flight.is_finite,
+            "own_buffer_weight": flight.own_buffer_weight,
+            "is_converted": flight.is_converted,
+            "correction": self._snapshot.raw,
+            "weight": self._snapshot.push_sum_weight,
+            "sent_buffers": self._sent_buffers,
+        }
+
+    def resume(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with the rounds of `saved`, one or none."""
+        self.flights.cancel()
+        self._saved = None
+        for each in saved:
+            flight = LateRound(*(each[name] for name in ("begun", "first", "last", "t")))
+            flight.is_average, flight.is_finite = each["is_average"], each["is_finite"]
+            flight.own_buffer_weight, flight.is_converted = each["own_buffer_weight"], each["is_converted"]
+            self.flights.note(flight, each["alpha"])
+            self._saved = copy.deepcopy(each)
+
+    def _take_saved(self, x: FlatVector) -> None:
+        """Put the correction of a checkpoint into the snapshot, which has the layout of x.
+
+        Raises:
+            ValueError: other tensors were trained when the checkpoint was saved.
+        """
+        if (saved := self._saved) is None:
+            return
+        snapshot = self._snapshot = x.like()
+        if saved["correction"].numel() != snapshot.raw.numel():
+            raise ValueError(
+                f"got a checkpoint with a round in flight of {saved['correction'].numel()} bytes, expected "
+                f"{snapshot.raw.numel()}: other tensors were trained when it was saved; freeze the same parameters "
+                "before you load it, or load the model alone: module.load_state_dict"
+            )
+        self._saved = None
+        snapshot.raw.copy_(saved["correction"])
+        snapshot.push_sum_weight.copy_(saved["weight"])
+        self._sent_buffers = [own.clone().copy_(b) for own, b in zip(x.buffers, saved["sent_buffers"], strict=True)]
+
+    def close(self) -> None:
+        """End the thread and free the buffers; idempotent."""
+        self.flights.close()
+        self._snapshot, self._sent_buffers, self._saved = None, [], None
+
+
+def _difference(flight: LateRound, mixer: Mixer, snapshot: FlatVector, *, checks: bool) -> float:
+    """Turn the snapshot into the correction, on the gossip thread; returns alpha."""
+    alpha = mixer.difference(snapshot)
+    flight.is_finite = not checks or is_finite(snapshot)
+    return alpha
 
 
 class Filling:
@@ -381,7 +369,7 @@ class Filling:
     def fill(self, k: int) -> None:
         """Process at least the chunks up to k; see `Mixer.start_filling`.
 
-        Each call doubles the number of processed chunks: see [Note: Filling] of `OverlapEngine`.
+        Each call doubles the number of processed chunks: see [Note: Filling] of `Overlap`.
         """
         for index in range(self._num_done, min((2 << k) - 1, len(self._chunks))):
             self._fill(index)

@@ -27,7 +27,7 @@ from ..algorithms.slowmo import SlowMo
 from ..algorithms.sparse_loco import SparseLoCo
 from ..algorithms.sparta import Sparta
 from ..algorithms.streaming_diloco import StreamingDiLoCo
-from ..engine.overlap import OverlapEngine
+from ..engine.overlap import Overlap
 from ..registry import Method, Paper, StepSizes
 from ..rounds.push_pull import PushSum
 from ..wrappers.all_reduce import AllReduceDataParallel
@@ -200,7 +200,7 @@ BUILT_IN: tuple[Method, ...] = (
         "osgp",
         "Overlap SGP",
         "SGP whose rounds run while the next steps are computed",
-        OverlapEngine,
+        Overlap,
         make=OverlapSGP,
         fixed={"push_sum": True, "overlap": True},
         text="OverlapSGP()",

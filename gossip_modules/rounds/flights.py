@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
@@ -45,32 +46,47 @@ class Flight:
     future: Future[float] = field(default_factory=Future)
     is_submitted: bool = False
 
+    @property
+    def result(self) -> float:
+        """The result of the job, which has ended."""
+        return self.future.result(0)
+
+    def staleness_at(self, k: int) -> int:
+        """The lateness of a round that ends after k optimizer steps: the steps since the first possible one."""
+        return max(k - self.begun - 1, 0)
+
     def is_due(self, k: int) -> bool:
         """Whether the round ends after k optimizer steps: at the latest at `last`, or earlier if it is complete."""
         return k >= self.last or (k >= self.first and self.future.done())
 
 
-class Flights:
+F = TypeVar("F", bound=Flight)
+
+
+class Flights(Generic[F]):
     """The rounds in flight of one model, in the order in which they began, and the thread that runs them.
 
     The gossip thread runs one job after the other, in the order of the steps, which is equal on all ranks. It owns the
     vectors of a job until the result is there, and the training thread owns the rest, so no lock is needed. On a GPU
     the jobs run in a stream of their own.
+
+    Attributes:
+        thread: the gossip thread; None: no job was passed to it yet.
     """
 
     def __init__(self) -> None:
-        self._flights: list[Flight] = []
-        self._thread: CallThread | None = None
+        self._flights: list[F] = []
+        self.thread: CallThread | None = None
         self._stream: torch.Stream | None = None
 
     def __len__(self) -> int:
         return len(self._flights)
 
-    def __iter__(self) -> Iterator[Flight]:
-        return iter(tuple(self._flights))
+    def __iter__(self) -> Iterator[F]:
+        return iter(self._flights)
 
     @property
-    def oldest(self) -> Flight | None:
+    def oldest(self) -> F | None:
         """The flight that began first; None: no round is in flight."""
         return self._flights[0] if self._flights else None
 
@@ -83,25 +99,30 @@ class Flights:
             self._stream = torch.Stream(device)
         self._stream.wait_stream(torch.accelerator.current_stream(device))
 
-    def begin(self, flight: Flight, transport: Transport) -> Flight:
-        """Note a flight, and pass its job to the gossip thread. An interrupt in between loses no round."""
-        self._flights.append(flight)
-        self._submit(flight, transport)
-        return flight
+    def begin(self, flight: F, transport: Transport, *, in_place_of: F | None = None) -> None:
+        """Note a flight, and pass its job to the gossip thread. An interrupt in between loses no round.
 
-    def _submit(self, flight: Flight, transport: Transport) -> None:
+        Args:
+            flight: the new flight.
+            transport: the transport of its job.
+            in_place_of: a flight whose result the job applies; its end and the new flight are one assignment.
+        """
+        self._flights = [*(other for other in self._flights if other is not in_place_of), flight]
+        self._submit(flight, transport)
+
+    def _submit(self, flight: F, transport: Transport) -> None:
         stream, job, t = self._stream, flight.job, flight.t
 
         def run() -> float:
             with torch.no_grad(), stream or contextlib.nullcontext(), span("gossip.round", f"t={t}"):
                 return job()
 
-        if self._thread is None:
-            self._thread = CallThread(f"gossip-{transport.rank}")
-        self._thread.submit(run, flight.future)
+        if self.thread is None:
+            self.thread = CallThread(f"gossip-{transport.rank}")
+        self.thread.submit(run, flight.future)
         flight.is_submitted = True
 
-    def wait(self, flight: Flight, transport: Transport) -> float:
+    def wait(self, flight: F, transport: Transport) -> float:
         """Wait for the job of a flight, which stays in flight until `end`. Returns the result.
 
         An error of the job ends all flights; an interrupt ends none.
@@ -110,38 +131,38 @@ class Flights:
             self._submit(flight, transport)
         with span("gossip.wait"):
             try:
-                if self._thread is None:
+                if self.thread is None:
                     result = flight.future.result(0)
                 else:
-                    result = self._thread.result(flight.future, what=flight.describe, timeout=transport.timeout)
+                    result = self.thread.result(flight.future, what=flight.describe, timeout=transport.timeout)
             except Exception:
-                self._flights.clear()
+                self._flights = []
                 raise
         if self._stream is not None:  # the vectors of the job are written before training reads them
             torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
         return result
 
-    def note(self, flight: Flight, result: float = 0.0) -> None:
+    def note(self, flight: F, result: float = 0.0) -> None:
         """Note a flight whose communication has ended with this result, such as a flight of a checkpoint."""
         flight.future.set_result(result)
         flight.is_submitted = True
-        self._flights.append(flight)
+        self._flights = [*self._flights, flight]
 
-    def end(self, flight: Flight) -> None:
+    def end(self, flight: F) -> None:
         """Note the end of a flight, whose result training has applied."""
-        self._flights.remove(flight)
+        self._flights = [other for other in self._flights if other is not flight]
 
     def cancel(self) -> None:
         """Drop all flights."""
-        self._flights.clear()
+        self._flights = []
 
     def close(self) -> None:
         """Drop all flights and end the thread. A job ends by itself, since peers wait for it."""
-        self._flights.clear()
-        if self._thread is not None:
-            self._thread.close()
-        self._thread = None
+        self._flights = []
+        if self.thread is not None:
+            self.thread.close()
+        self.thread = None
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Flights:
+    def __deepcopy__(self, memo: dict[int, object]) -> Flights[F]:
         assert not self._flights, "flush() before copying: a round is in flight"
         return Flights()

@@ -78,6 +78,14 @@ class Mixer(State, ABC):
         """Whether the push-sum weight w may differ from one, so that the estimate is x / w."""
         return False
 
+    @property
+    def plain(self) -> Mixer:
+        """The mixer of plain gossip: this one, or the one that answers `Mix` for an algorithm."""
+        return self
+
+    takes_wire_dtype: bool = True
+    """Whether all messages are vectors of plain gossip, which a narrow wire may round."""
+
     is_plain: bool = False
     """Whether a round is due in each step and needs no preparation, so that `is_due` and `begin` need not be called."""
 
@@ -92,7 +100,7 @@ class Mixer(State, ABC):
     def own_buffer_weight(self) -> float:
         """W_ii of the last started round, for buffers; 1: buffers are corrected in the same way as parameters.
 
-        See [Note: late buffers] of `OverlapEngine`.
+        See [Note: late buffers] of `Overlap`.
         """
         return 1.0
 

@@ -59,7 +59,8 @@ class Rounds(Mixer):
     _whole: Vector | None = transient(None)  # the model of the last round
 
     def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
-        self.algorithm, self.plain = algorithm, plain
+        self.algorithm, self._plain = algorithm, plain
+        self.takes_wire_dtype = algorithm.parts[-1].takes_wire_dtype
         outer = algorithm.parts[0]
         self._times = outer if isinstance(outer, Periodic) and outer.is_in_pieces else None
         num_fragments, delay = (1, 0) if self._times is None else (self._times.num_fragments, self._times.delay)
@@ -72,7 +73,7 @@ class Rounds(Mixer):
         self._buffer: FlatBuffer | None = None  # knows the places of the tensors in the vector
         self._fragments: list[Fragment] = []
         self._layout: FlatLayout | None = None  # of the vector that the fragments are cut from
-        self._flights = Flights()
+        self._flights: Flights[Flight] = Flights()
 
     def check(self, mixing: MixingManager) -> None:
         """See `Mixer`."""
@@ -108,6 +109,11 @@ class Rounds(Mixer):
                 "push_sum=False: when workers die and join, the sum of the push-sum weights is not known, and an exact "
                 "average needs it"
             )
+
+    @property
+    def plain(self) -> Mixer:
+        """See `Mixer`."""
+        return self._plain
 
     @property
     def is_weighted(self) -> bool:

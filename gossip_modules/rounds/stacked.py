@@ -105,7 +105,7 @@ class Stacked:
         self.memories = [Memory(repr(mixing)) for _ in self._mails]
         self._answered: list[Answered] = []
         self._has_begun = False
-        self._flights = Flights()
+        self._flights: Flights[Flight] = Flights()
         self._correction: tuple[Tensor, Tensor | None] | None = None  # of the overlapped round, for models and weights
         self._open: StackedRound | None = None
 

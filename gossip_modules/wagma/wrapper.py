@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..engine.background import close_at_program_end
-from ..engine.engine import SyncEngine
-from ..engine.overlap import OverlapEngine
+from ..engine.lockstep import LockstepEngine
+from ..engine.overlap import Overlap
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
 from ..graph_manager.butterfly_groups import ButterflyGroups
@@ -170,8 +170,8 @@ class GroupAverageDataParallel(GossipWrapper):
         self.register_load_state_dict_post_hook(_publish_loaded)
         options: dict[str, Any] = {"on_nonfinite": on_nonfinite}
         if not wait_avoiding:
-            make, schedule = OverlapEngine if overlap else SyncEngine, Schedule(average_every=sync_period)
-            engine = make(GroupAverage(groups, local.transport), schedule, **options)
+            average, schedule = GroupAverage(groups, local.transport), Schedule(average_every=sync_period)
+            engine = LockstepEngine(average, schedule, overlap=Overlap() if overlap else None, **options)
             self._start(engine, GlobalAverage(local.transport))
             return
         options |= {"sync_period": sync_period, "overlap": overlap}

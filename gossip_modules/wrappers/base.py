@@ -554,7 +554,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
         with local.loop.turn:
             is_flushed = local.may_flush
             if is_flushed:
-                local.prepare_to_save()
+                local.wait_for_rounds()
             elif not local.is_whole:
                 warnings.warn(
                     f"got state_dict() of a {type(self).__name__} inside a gossip round or an optimizer step, as in "
@@ -586,7 +586,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
 
     def before_load(self) -> None:
         """The parameters are about to become others for good."""
-        self.flush()
+        self._local.wait_for_rounds()
         self._local.loop.own_weights.forget()
         self._local.loop.forget_evaluation()
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ..engine.engine import LockstepEngine, SyncEngine
-from ..engine.measuring import MeasuringEngine, OverlapChoice, OverlapLimits
-from ..engine.overlap import OverlapEngine
+from ..engine.lockstep import LockstepEngine
+from ..engine.measuring import Measurement, OverlapChoice, OverlapLimits
+from ..engine.overlap import Overlap
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
 from ..flat.sharded import meshes_of
@@ -86,7 +86,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         overlap: whether a round runs in a thread under the next forward and backward, instead of before it. Costs a
             second copy of the model. "auto": the first eight rounds block and are measured, then all ranks choose
             overlap, and a staleness of at most `max_staleness`; see `overlap_choice`, and [Note: overlap="auto"] of
-            `MeasuringEngine`. Not for algorithms without overlap, outer methods (use delay="auto") or a membership.
+            `Measurement`. Not for algorithms without overlap, outer methods (use delay="auto") or a membership.
         max_staleness: the number of forwards before training waits for a late overlapped round; rounds then start every
             max_staleness + 1 steps. An algorithm with `sync_every` keeps its steps; a late round then ends at the
             latest when the next one begins.
@@ -288,16 +288,13 @@ class GossipDataParallel(GossipWrapper, Joinable):
 
     def _make_engine(self, mixer: Mixer, schedule: Schedule) -> LockstepEngine:
         """When rounds run."""
-        policy, is_eager = self._on_nonfinite, self._local.node is None or self._local.node.is_eager
-        world = self._local.world
-        if not self._overlap:
-            return SyncEngine(mixer, schedule, on_nonfinite=policy, world=world)
-        late = self._max_staleness
+        is_eager, overlap, measurement = self._local.node is None or self._local.node.is_eager, None, None
         if self._overlap == "auto":
-            limits = OverlapLimits(late, self._wire_limit)
-            return MeasuringEngine(mixer, schedule, on_nonfinite=policy, limits=limits, is_eager=is_eager, world=world)
-        options: dict[str, Any] = {"is_eager": is_eager, "on_nonfinite": policy, "world": world}
-        return OverlapEngine(mixer, schedule, max_staleness=late, **options)
+            measurement = Measurement(OverlapLimits(self._max_staleness, self._wire_limit), is_eager=is_eager)
+        elif self._overlap:
+            overlap = Overlap(max_staleness=self._max_staleness, is_eager=is_eager)
+        options: dict[str, Any] = {"on_nonfinite": self._on_nonfinite, "world": self._local.world}
+        return LockstepEngine(mixer, schedule, overlap=overlap, measurement=measurement, **options)
 
     @property
     def overlap(self) -> bool | str:
@@ -316,8 +313,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
 
         `state_dict()` has it, and a run with this state continues with it.
         """
-        choice = getattr(getattr(self._local, "engine", None), "choice", None)
-        return None if choice is None else OverlapChoice(**choice)
+        engine = getattr(self._local, "engine", None)  # a constructor that failed has none
+        return engine.choice if isinstance(engine, LockstepEngine) else None
 
     def settle(self) -> None:
         """See `AveragingMixin`. All ranks call it, so later rounds mix the present trained tensors."""

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..engine.engine import MAX_KEPT, Engine, LockstepEngine
+from ..engine.engine import MAX_KEPT, Engine
+from ..engine.lockstep import LockstepEngine
 from ..flat.aliases import has_memory
 from ..flat.buffer import FlatBuffer
 from ..flat.former_layout import FormerLayout
@@ -234,13 +235,6 @@ class LocalModel(AveragedModel):
             loop.after_round()
         if engine.is_asynchronous or engine.is_in_flight:
             own_weights.note()
-        if engine.successor is not None:
-            self._succeed(engine.successor)
-
-    def _succeed(self, engine: Engine) -> None:
-        """Run rounds by this engine from now on."""
-        self.engine = engine
-        self.averager = getattr(engine, "averager", self.averager)
 
     # The parts of a step, which `flush` and `averaged` use as well.
 
@@ -294,8 +288,8 @@ class LocalModel(AveragedModel):
                     self.reattach()
                 self.apply_in_flight()
 
-    def prepare_to_save(self) -> None:
-        """Apply the rounds in flight that a checkpoint cannot contain to the tensors that the module has now."""
+    def wait_for_rounds(self) -> None:
+        """Wait for the rounds in flight, and apply those that a checkpoint cannot contain."""
         if self.is_closed:
             return
         with self.loop.turn:
@@ -527,8 +521,6 @@ class LocalModel(AveragedModel):
             self.engine.load_state_dict(state["engine"])
             if not self.world.changes:
                 self.engine.resume_flights(state.get("flights", ()))
-            if self.engine.successor is not None:
-                self._succeed(self.engine.successor)
         else:
             self.engine.restart()
             self.set_out()

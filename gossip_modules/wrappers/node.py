@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..engine.engine import LockstepEngine
 from ..engine.following import FollowingEngine
+from ..engine.lockstep import LockstepEngine
 from ..flat.selection import Selection
 from ..flat.vector import FlatVector
 from ..membership.membership import Membership

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +20,8 @@ from gossip_modules.ad_psgd.exchange import BilateralAverage
 from gossip_modules.ad_psgd.shared_model import SharedModel
 from gossip_modules.dpwa.engine import PairwiseEngine
 from gossip_modules.dpwa.fetcher import ModelFetcher
-from gossip_modules.engine.overlap import Filling, OverlapEngine, _Flight
+from gossip_modules.engine.lockstep import LockstepEngine
+from gossip_modules.engine.overlap import Filling, LateRound, Overlap
 from gossip_modules.engine.snapshots import Snapshot, SnapshotPool
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.transport.deadline import Deadline
@@ -182,46 +184,52 @@ def train_while_x_is_filled(patch: pytest.MonkeyPatch) -> None:
 
 def overwrite_what_is_sent(patch: pytest.MonkeyPatch) -> None:
     """The snapshot is written over at the next forward, whether it has left or not."""
-    arrive = OverlapEngine._arrive
+    wait = LockstepEngine._wait
 
-    def arrive_over(engine: OverlapEngine, flight: _Flight, x: FlatVector) -> float:
+    def wait_over(engine: LockstepEngine, flight: LateRound, x: FlatVector) -> None:
         if not flight.future.done():
-            assert engine._snapshot is not None
-            engine._snapshot.raw.copy_(x.raw)
-        return arrive(engine, flight, x)
+            snapshot_of(engine).raw.copy_(x.raw)
+        wait(engine, flight, x)
 
-    patch.setattr(OverlapEngine, "_arrive", arrive_over)
+    patch.setattr(LockstepEngine, "_wait", wait_over)
 
 
 def correct_too_soon(patch: pytest.MonkeyPatch) -> None:
     """A round is applied before it is complete."""
 
-    def arrive_at_once(engine: OverlapEngine, flight: _Flight, x: FlatVector) -> float:
-        flight.is_converted = True
-        return 1.0
+    def wait_for_nothing(engine: LockstepEngine, flight: LateRound, x: FlatVector) -> None:
+        flight.is_converted, flight.future = True, Future()
+        flight.future.set_result(1.0)
 
-    patch.setattr(OverlapEngine, "_arrive", arrive_at_once)
+    patch.setattr(LockstepEngine, "_wait", wait_for_nothing)
 
 
 def correct_twice(patch: pytest.MonkeyPatch) -> None:
     """A round that a flush has applied stays in flight."""
 
-    def apply(engine: OverlapEngine, x: FlatVector, alpha: float) -> None:
-        assert engine._snapshot is not None
-        x.add_(engine._snapshot, alpha=alpha)
+    def apply(overlap: Overlap, flight: LateRound, x: FlatVector, *, is_flush: bool = False) -> None:
+        assert overlap._snapshot is not None
+        x.add_(overlap._snapshot, alpha=flight.result)
 
-    patch.setattr(OverlapEngine, "_apply", apply)
+    patch.setattr(Overlap, "apply", apply)
 
 
 def flush_without_waiting(patch: pytest.MonkeyPatch) -> None:
     """A flush applies a round only if that is complete."""
-    flush = OverlapEngine.flush
+    flush = LockstepEngine.flush
 
-    def flush_if_done(engine: OverlapEngine, x: FlatVector) -> bool:
-        flight = engine._flight
+    def flush_if_done(engine: LockstepEngine, x: FlatVector) -> bool:
+        flight = None if engine.overlap is None else engine.overlap.flight
         return flight is not None and flight.future.done() and flush(engine, x)
 
-    patch.setattr(OverlapEngine, "flush", flush_if_done)
+    patch.setattr(LockstepEngine, "flush", flush_if_done)
+
+
+def snapshot_of(engine: LockstepEngine) -> FlatVector:
+    """The vector that is sent."""
+    assert engine.overlap is not None
+    assert engine.overlap._snapshot is not None
+    return engine.overlap._snapshot
 
 
 # WAGMA.

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 
 from gossip_modules.dpwa.averager import PairwiseWorker
+from gossip_modules.engine.lockstep import LockstepEngine
+from gossip_modules.engine.overlap import LateRound
+from gossip_modules.transport.threads import CallThread
 from tests.harness.reference import flatten
 
 
@@ -45,3 +48,17 @@ def take_corrections(wrapper: Any) -> bool:
     before = flatten(wrapper)
     wrapper.flush()
     return not torch.equal(flatten(wrapper), before)
+
+
+def flight_of(engine: LockstepEngine) -> LateRound:
+    """The round in flight under training."""
+    assert engine.overlap is not None
+    assert engine.overlap.flight is not None
+    return engine.overlap.flight
+
+
+def thread_of(engine: LockstepEngine) -> CallThread:
+    """The gossip thread of rounds under training."""
+    assert engine.overlap is not None
+    assert engine.overlap.flights.thread is not None
+    return engine.overlap.flights.thread

@@ -25,7 +25,7 @@ from gossip_modules.transport.deadline import Deadline
 from gossip_modules.transport.exchange import MAX_STAGED, Staging
 from gossip_modules.transport.traffic import PeerTraffic
 from tests.harness.problems import loss_of, sgd, train
-from tests.harness.progress import engine_of, local_of
+from tests.harness.progress import engine_of, flight_of, local_of, thread_of
 from tests.harness.ranks import CPU, TIMEOUT, HangUp, assert_no_gossip_threads, run_ranks
 from tests.harness.reference import Oracle, flatten, uniform
 from tests.library.engine.vectors import BOTH, CHUNK, DIGRAPH, random_vector, wide
@@ -212,8 +212,7 @@ def test_overlap_in_chunks_equals_the_oracle(max_staleness: int) -> None:
             process_group=group,
         )
         engine = engine_of(wrapper)
-        assert isinstance(engine, OverlapEngine)
-        engine.is_eager = False
+        engine.overlap.is_eager = False
         steps = train(wrapper, sgd(wrapper.module), group.rank(), 9)
         wrapper.close()
         return steps
@@ -372,8 +371,7 @@ def test_an_interrupt_between_applying_and_submitting_loses_nothing(
 ) -> None:
     engine, transport, x = scripted()
     engine.round(x)
-    thread = engine._thread
-    assert thread is not None
+    thread = thread_of(engine)
     submit = thread.submit
 
     def interrupted(*args: Any) -> None:
@@ -435,8 +433,7 @@ def test_a_round_that_fails_while_it_is_sent_leaves_x_whole(num_sent: int) -> No
     """The correction of the round before is applied in full, once; the error is raised by who waits for the round."""
     engine, transport, x = scripted()
     engine.round(x)
-    assert engine._flight is not None
-    engine._flight.future.exception(PATIENCE)
+    flight_of(engine).future.exception(PATIENCE)
     transport.error, transport.num_sent = ConnectionError("rank 1 has gone"), num_sent
     assert engine.round(x)
     assert value(x) == 6.0
@@ -473,8 +470,7 @@ def test_rounds_that_are_late_are_filled_too() -> None:
         for _ in range(5):
             written.append(engine.round(x))
             if engine.is_in_flight:
-                assert engine._flight is not None
-                engine._flight.future.exception(PATIENCE)
+                flight_of(engine).future.exception(PATIENCE)
         engine.flush(x)
         assert written == ([False, True, False, True, False] if is_eager else [False, False, True, False, True])
         assert value(x) == 9.0

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import GossipDataParallel, RingGraph, Schedule
-from gossip_modules.engine.engine import LockstepEngine
+from gossip_modules.engine.lockstep import LockstepEngine
 from gossip_modules.extend import FlatVector, OverlapEngine, PushSum, SyncEngine
 from gossip_modules.mixing_manager import UniformMixing
 from gossip_modules.transport.deadline import Deadline
 from gossip_modules.transport.traffic import PeerTraffic
 from tests.harness.problems import fill_, loss_of, mlp
-from tests.harness.progress import local_of
+from tests.harness.progress import flight_of, local_of, thread_of
 from tests.harness.ranks import HangUp, assert_no_gossip_threads, gossip_threads, run_ranks
 
 PEER = 10.0  # what the peer always sends
@@ -123,8 +123,7 @@ def value(x: FlatVector) -> float:
 
 def arrive(engine: OverlapEngine) -> None:
     """Return when the round in flight is complete."""
-    assert engine._flight is not None
-    engine._flight.future.exception(PATIENCE)
+    flight_of(engine).future.exception(PATIENCE)
 
 
 def make_engine(overlap: bool, gossiper: PushSum, schedule: Schedule) -> LockstepEngine:
@@ -221,14 +220,13 @@ def test_training_waits_at_the_last_forward(monkeypatch: pytest.MonkeyPatch) -> 
     engine.round(x)
     engine.round(x)
     assert engine.stats.wait_seconds == 0
-    assert engine._thread is not None
-    result, is_waiting = engine._thread.result, threading.Event()
+    result, is_waiting = thread_of(engine).result, threading.Event()
 
     def wait(*args: Any, **kwargs: Any) -> float:
         is_waiting.set()
         return result(*args, **kwargs)
 
-    monkeypatch.setattr(engine._thread, "result", wait)
+    monkeypatch.setattr(thread_of(engine), "result", wait)
     training = threading.Thread(target=engine.round, args=(x,))
     training.start()
     assert is_waiting.wait(PATIENCE)
@@ -311,7 +309,6 @@ def test_an_interrupt_while_waiting_keeps_the_correction(is_complete: bool, monk
     gossiper, transport = scripted()
     engine, x = OverlapEngine(gossiper, Schedule()), vector(2.0)
     engine.round(x)
-    assert engine._thread is not None
 
     def interrupted(*_: Any, **__: Any) -> float:
         if is_complete:
@@ -320,7 +317,7 @@ def test_an_interrupt_while_waiting_keeps_the_correction(is_complete: bool, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._thread, "result", interrupted)
+        patch.setattr(thread_of(engine), "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.flush(x)
     assert engine.is_in_flight
@@ -399,7 +396,8 @@ def test_deepcopy_has_no_thread_and_goes_on_alone() -> None:
         copy.deepcopy(engine)
     engine.flush(x)
     twin = copy.deepcopy(engine)
-    assert (twin.t, twin.step, twin.max_staleness) == (engine.t, engine.step, 1)
+    assert twin.overlap is not None
+    assert (twin.t, twin.step, twin.overlap.max_staleness) == (engine.t, engine.step, 1)
     assert len(gossip_threads()) == 1
     y = x.clone()
     for _ in range(3):

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from gossip_modules import D2, QGDSGDm, RingGraph, Schedule
-from gossip_modules.engine.engine import LockstepEngine, SyncEngine
 from gossip_modules.engine.following import FollowingEngine
-from gossip_modules.engine.overlap import OverlapEngine
+from gossip_modules.engine.lockstep import LockstepEngine, OverlapEngine, SyncEngine
 from gossip_modules.extend import PushPull
 from gossip_modules.flat.buffer import FlatBuffer
 from gossip_modules.flat.vector import FlatVector

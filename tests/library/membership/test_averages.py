@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gossip_modules import Schedule
-from gossip_modules.engine.engine import SyncEngine
-from gossip_modules.engine.overlap import OverlapEngine
+from gossip_modules.engine.lockstep import OverlapEngine, SyncEngine
 from gossip_modules.extend import PushPull
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager.named_graphs import undirected_ring

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import GossipDataParallel, MatchaGraph, Membership
-from gossip_modules.engine.engine import LockstepEngine
+from gossip_modules.engine.lockstep import LockstepEngine
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership import donor as donor_module
 from gossip_modules.membership import limits

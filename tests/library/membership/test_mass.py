@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from gossip_modules import RingGraph
-from gossip_modules.engine.overlap import OverlapEngine
+from gossip_modules.engine.lockstep import OverlapEngine
 from gossip_modules.extend import PushPull, PushSum
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.membership.links import LinkTransport
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, UniformMixing
 from gossip_modules.schedule import Schedule
+from tests.harness.progress import flight_of
 from tests.library.membership.test_links import Ended, run_links
 
 SIZE, DIM, AFTER = 5, 301, 4
@@ -63,8 +64,7 @@ def test_survivors_and_the_dead_worker_together_hold_the_whole_mass(name: str, s
             if step == last - 1:
                 sent[rank] = mass_of(x)
             x.segments[0].add_(0.1 * (1 + rank + step))
-        assert engine._flight is not None
-        engine._flight.future.result()
+        flight_of(engine).future.result()
         update = mass_of(x) - sent[rank]
         barrier.wait()
         if rank == dying:

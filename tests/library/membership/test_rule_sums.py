@@ -22,7 +22,7 @@ from gossip_modules import (
     QGDSGDm,
     RingGraph,
 )
-from gossip_modules.engine.engine import LockstepEngine, SyncEngine
+from gossip_modules.engine.lockstep import LockstepEngine, SyncEngine
 from gossip_modules.extend import Algorithm, PushPull
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager import BaseGraph

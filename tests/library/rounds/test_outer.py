@@ -31,7 +31,7 @@ from gossip_modules import (
     gossip,
 )
 from gossip_modules.compression import ChunkTopK, TwoBit
-from gossip_modules.engine.engine import SyncEngine
+from gossip_modules.engine.lockstep import SyncEngine
 from gossip_modules.extend import Algorithm, FlatBuffer, OuterMethod, ProcessGroupTransport, PushPull
 from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.mixing_manager import UniformMixing

@@ -27,7 +27,7 @@ from gossip_modules import (
     StreamingDiLoCo,
     TopK,
 )
-from gossip_modules.engine.engine import SyncEngine
+from gossip_modules.engine.lockstep import SyncEngine
 from gossip_modules.extend import OuterMethod, PushPull
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership.links import LinkTransport

@@ -24,7 +24,7 @@ from gossip_modules import (
     Schedule,
     gossip,
 )
-from gossip_modules.engine.engine import SyncEngine
+from gossip_modules.engine.lockstep import SyncEngine
 from gossip_modules.extend import Algorithm, FlatBuffer, Memory, ProcessGroupTransport, PushPull
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rounds import Rounds, mixer_of

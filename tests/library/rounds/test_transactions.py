@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import D2, GASLoC, PowerGossip, RingGraph, Schedule, SlowMo
-from gossip_modules.engine.engine import SyncEngine
+from gossip_modules.engine.lockstep import SyncEngine
 from gossip_modules.extend import FlatBuffer, ProcessGroupTransport, PushPull
 from gossip_modules.graph_manager import GraphManager
 from gossip_modules.loop.hooks import Observer

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import GossipDataParallel, RingGraph, Schedule
-from gossip_modules.engine.engine import LockstepEngine
+from gossip_modules.engine.lockstep import LockstepEngine
 from gossip_modules.extend import OverlapEngine
 from gossip_modules.graph_manager import (
     CompleteGraph,

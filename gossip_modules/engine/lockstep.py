@@ -1,0 +1,413 @@
+"""LockstepEngine: the rounds of a mixer, round t on all ranks together, in the step or under training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, replace
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, log_left_out, refuse
+from ..flat.vector import FlatVector
+from ..mixing_manager.base import MixingManager
+from ..profiling import Span
+from ..rounds.mixer import GlobalAverage, Mixer
+from ..schedule import Action, Schedule
+from ..state import Restart, branch, leaf
+from ..transport.base import Transport
+from ..worlds.world import ALONE, ModelWorld
+from .engine import Engine
+from .measuring import Measurement, OverlapChoice
+from .overlap import LateRound, Overlap
+
+
+class LockstepEngine(Engine):
+    """Runs the rounds of a mixer in lockstep: all ranks run round t together.
+
+    Without `overlap` a round is x <- W(t) x, in place, before the forward, without a copy, a thread or a stream. If the
+    model of a rank is not finite, the rank raises before it sends the model; on a GPU without a membership it raises
+    one round later. With `overlap` see [Note: Overlap].
+
+    Args:
+        gossiper: the mixer, bound to its peers; with `overlap` the gossip thread calls it.
+        schedule: the steps with gossip or averages. With `overlap` a round starts every max_staleness + 1 steps at
+            most, unless the algorithm chooses the steps.
+        overlap: lets rounds run under training; None: training waits for each round.
+        measurement: chooses the overlap after the first rounds, which block: see [Note: overlap="auto"].
+        on_nonfinite: "raise" raises FloatingPointError if a round would mix infinities or NaN into a model, "spread"
+            does not check.
+        world: the processes that decide about rounds together, so that all of them raise, or choose, alike.
+
+    Attributes:
+        choice: the choice of `measurement`; None: there is none yet.
+
+    Raises:
+        ValueError: `on_nonfinite` has another value; or the mixer keeps models of peers, and the schedule has exact
+            averages.
+    """
+
+    step: int = leaf(0, is_needed=True)
+    gossiper: Mixer = branch(is_needed=True)
+
+    def __init__(
+        self,
+        gossiper: Mixer,
+        schedule: Schedule,
+        *,
+        overlap: Overlap | None = None,
+        measurement: Measurement | None = None,
+        on_nonfinite: str = "raise",
+        world: ModelWorld = ALONE,
+    ) -> None:
+        super().__init__()
+        self.world, self._is_alone = world, world.sharers is None
+        self.on_nonfinite = check_policy(on_nonfinite)
+        if gossiper.keeps_models and schedule.average_every:
+            raise ValueError(
+                f"got {schedule} with {gossiper}, expected average_every=0: it keeps models of peers from before such "
+                "an average, and would undo it; leave the averages out"
+            )
+        self.gossiper, self.schedule = gossiper, schedule
+        # The mean of the weights changes if a rank dies, or joins with half the weight of another rank.
+        sums_weights = gossiper.transport.is_elastic and gossiper.is_weighted
+        self.averager = GlobalAverage(gossiper.transport, sums_weights=sums_weights)
+        self._scheduled_average = GlobalAverage(gossiper.transport, sums_weights=sums_weights, may_fail=True)
+        self.choice: OverlapChoice | None = None
+        self._measurement, self.overlap = measurement, overlap
+        self._turn_to(overlap)
+        # With a membership a round waits for the GPU anyway, and no other worker is to get values that are not finite.
+        self._is_finite: Callable[[FlatVector], bool] = is_finite if gossiper.transport.is_elastic else FiniteCheck()
+
+    def _turn_to(self, overlap: Overlap | None) -> None:
+        """Let rounds run under training from now on, or in the step."""
+        self.overlap, self.adds_again = overlap, overlap is not None
+        if overlap is not None and not self.gossiper.has_own_times:
+            gossip_every = max(self.schedule.gossip_every, overlap.max_staleness + 1)
+            self.schedule = replace(self.schedule, gossip_every=gossip_every)
+        # Peers can leave out a correction that is under way, but not a message that changes their state.
+        self._looks_at_model = self.on_nonfinite == "raise" and (overlap is None or not self.gossiper.is_skippable)
+
+    def set_out(self, x: FlatVector) -> None:
+        """See `Engine`."""
+        self.gossiper.begin(x)
+        self.step = 1
+
+    # A step.
+
+    def round(self, x: FlatVector) -> bool:
+        """See `Engine`: wait for the round that is due, and mix by the mixer of this step, or let it depart."""
+        start, k, overlap, gossiper = time.perf_counter(), self.step, self.overlap, self.gossiper
+        if self._measurement is not None:
+            self._measurement.begin_step(x)
+        flight = None if overlap is None else overlap.begin_step()
+        landing = flight if flight is not None and self._lands(flight, x) else None
+        action = self._action(k)
+        mixer = self._mixer_of(action, k)
+        self.step = k + 1
+        if self._looks_at_model and (mixer is not None or gossiper.has_news):
+            self._check_finite(mixer or gossiper, x)
+        has_changed = False
+        if not gossiper.is_plain and flight is None:
+            has_changed = gossiper.begin(x, k)
+            if mixer is self._scheduled_average:  # no round may be in flight during an average over all ranks
+                has_changed |= gossiper.flush(x)
+        if overlap is not None:
+            return self._go_on(overlap, x, mixer, landing) or has_changed
+        if mixer is not None:
+            has_changed = True
+            with Span("gossip.round", [f"t={self.t}"]):
+                mixer.start(x, self.t)
+                self.t += 1
+                mixer.finish(x)
+                if mixer is self._scheduled_average and not self._scheduled_average.has_failed:
+                    gossiper.restart(Restart.AVERAGE)
+                    if action is Action.WARM_UP:
+                        gossiper.begin_anew(x, k)
+            self.stats.record(0)
+            gossiper.transport.traffic.mixed(0)
+        if has_changed:
+            self.stats.wait_seconds += time.perf_counter() - start
+        if self._measurement is not None:
+            self._measure(self._measurement, x, has_round=mixer is not None and action is not Action.WARM_UP)
+        return has_changed
+
+    def _action(self, k: int) -> Action:
+        """Return the action at a step, by the schedule and the algorithm."""
+        action, gossiper = self.schedule.action(k), self.gossiper
+        runs = action is not Action.GOSSIP or gossiper.is_plain or gossiper.is_due(k)
+        return action if runs else Action.SKIP
+
+    def _mixer_of(self, action: Action, k: int) -> Mixer | None:
+        """Return the mixer for an action after k steps; None: no round runs."""
+        if action is Action.SKIP:
+            return None
+        if action is not Action.GOSSIP:
+            return self._scheduled_average
+        if not self.gossiper.is_plain:
+            self.gossiper.k = k
+        return self.gossiper
+
+    def advance(self, num_steps: int) -> None:
+        """See `Engine`; also counts the rounds of these steps, which are a function of the step."""
+        target = self.step + num_steps
+        for step in range(self.step, target):
+            self.t += self._action(step) is not Action.SKIP
+        for step in range(target, self.step):
+            self.t -= self._action(step) is not Action.SKIP
+        self.step = target
+
+    # Under training.
+
+    def _lands(self, flight: LateRound, x: FlatVector) -> bool:
+        """Whether the round ends in this step. Its correction is there then, and not applied yet."""
+        if not (flight.is_due(self.step) or self._action(self.step) is not Action.SKIP):
+            return False
+        self._wait(flight, x)
+        return True
+
+    def _go_on(self, overlap: Overlap, x: FlatVector, mixer: Mixer | None, landing: LateRound | None) -> bool:
+        """Apply the correction of the round that has arrived, and let the round of this step depart."""
+        k = self.step - 1
+        if landing is not None:
+            overlap.convert_buffers(landing, x)
+        if mixer is not None:
+            t, self.t = self.t, self.t + 1
+            is_average, checks = mixer is self._scheduled_average, self.on_nonfinite != "spread"
+            self.stats.wait_seconds += overlap.depart(
+                x, mixer, t, begun=k, landing=landing, is_average=is_average, checks=checks
+            )
+        elif landing is not None:
+            overlap.apply(landing, x)
+        if landing is not None:
+            self.stats.record(landing.staleness_at(k))
+        return landing is not None
+
+    def _wait(self, flight: LateRound, x: FlatVector) -> None:
+        """Wait for the round, which stays in flight, with its correction in the snapshot."""
+        assert self.overlap is not None, "a round in flight overlaps"
+        start, transport, self.is_waiting = time.perf_counter(), self.gossiper.transport, True
+        try:
+            self.overlap.wait(flight, transport)
+        finally:
+            self.is_waiting = False
+        self.stats.wait_seconds += time.perf_counter() - start
+        transport.traffic.mixed(flight.staleness_at(self.step))  # before the next round departs
+        if self.on_nonfinite != "spread" and not self._agree(flight.is_finite):
+            self._refuse_or_leave_out(self.overlap, flight, x)
+        if flight.is_average and not self._scheduled_average.has_failed:
+            self.gossiper.restart(Restart.AVERAGE)
+
+    def flush(self, x: FlatVector) -> bool:
+        """See `Engine`."""
+        overlap = self.overlap
+        if overlap is None:
+            return self.gossiper.flush(x)
+        if (flight := overlap.flight) is None:
+            return False
+        self._wait(flight, x)
+        overlap.convert_buffers(flight, x)
+        overlap.apply(flight, x, is_flush=True)
+        self.stats.record(flight.staleness_at(self.step))
+        return True
+
+    @property
+    def is_in_flight(self) -> bool:
+        """See `Engine`."""
+        if self.overlap is not None:
+            return self.overlap.flight is not None
+        return not self.gossiper.is_plain and self.gossiper.is_in_flight
+
+    @property
+    def can_leave_out(self) -> bool:
+        """See `Engine`: the memory of an algorithm may change on the gossip thread."""
+        return self.overlap is not None and self.gossiper.is_plain
+
+    def add_again(self, x: FlatVector, *, after: int = 0) -> bool:
+        """See `Engine`."""
+        return self.overlap is not None and not after and self.overlap.add_again(x)
+
+    def saved_flights(self) -> list[dict[str, Any]] | None:
+        """See `Engine`."""
+        overlap = self.overlap
+        if overlap is None:
+            return self.gossiper.saved_flights()
+        if (flight := overlap.flight) is None:
+            return []
+        if self.gossiper.transport.is_elastic:
+            return None
+        overlap.wait(flight, self.gossiper.transport)
+        return [overlap.saved(flight)]
+
+    def resume_flights(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """See `Engine`."""
+        if self.overlap is None:
+            self.gossiper.resume_flights(saved)
+        else:
+            self.overlap.resume(saved)
+
+    # Infinities and NaN.
+
+    def _agree(self, is_true: bool) -> bool:
+        """Return whether it is true on all processes of this model."""
+        return is_true if self._is_alone else self.world.agree(is_true)
+
+    def _check_finite(self, mixer: Mixer, x: FlatVector) -> None:
+        """Raise FloatingPointError if x, which is about to be sent, is not finite.
+
+        A round that has arrived is then still in flight and not applied, so you can repair x and repeat the step.
+        """
+        is_rare = self.gossiper.can_recover  # rounds are rare, so that the check may wait for the GPU
+        if not self._agree(is_finite(x) if is_rare else self._is_finite(x)):
+            self._refuse(mixer.sources, self.t, is_own=True)
+
+    def _refuse_or_leave_out(self, overlap: Overlap, flight: LateRound, x: FlatVector) -> None:
+        """Raise FloatingPointError, since the correction has infinities or NaN.
+
+        In a membership only the worker that has sent them raises. The others set the correction to zero.
+        """
+        transport, received = self.gossiper.transport, flight.received
+        # If another process of the node has found them, all that this one has received is finite.
+        is_sent = not flight.is_finite and received is not None and all(map(is_finite, received))
+        is_own = is_sent or not is_finite(x)
+        if not transport.is_elastic or not self._agree(not is_own):
+            overlap.flights.cancel()
+            self._refuse(flight.sources, flight.t, is_own=is_own, is_here=not flight.is_finite)
+        log_left_out(transport.names[transport.rank], f"round {flight.t}", self._names_of(flight.sources))
+        overlap.leave_out(flight)
+        self.stats.num_skipped += 1
+
+    def _refuse(self, sources: Sequence[int], t: int, *, is_own: bool, is_here: bool = True) -> NoReturn:
+        transport = self.gossiper.transport
+        senders = () if is_own or not is_here else self._names_of(sources)
+        refuse(transport.names[transport.rank], f"round {t}", senders=senders, is_here=is_own or is_here)
+
+    def _names_of(self, ranks: Sequence[int]) -> list[int]:
+        transport = self.gossiper.transport
+        return [transport.names[i] for i in ranks if i != transport.rank]
+
+    # The choice of overlap.
+
+    def _measure(self, measurement: Measurement, x: FlatVector, *, has_round: bool) -> None:
+        """Note the times of a step, and choose after the last one that is measured."""
+        mixer = self.gossiper
+        if measurement.end_step(x, has_round=has_round, num_bytes_sent=mixer.transport.num_bytes_sent):
+            every = self.schedule.gossip_every
+            self._choose(measurement.agree(mixer, x, self.t - 1, world=self.world, gossip_every=every))
+
+    def _choose(self, choice: OverlapChoice) -> None:
+        """Run later rounds as chosen."""
+        assert self._measurement is not None
+        measurement, self._measurement, self.choice = self._measurement, None, choice
+        self._turn_to(measurement.overlap_of(choice, self.gossiper))
+
+    # State.
+
+    @property
+    def state_name(self) -> str:
+        """See `Engine`: one name for all lockstep engines."""
+        return "LockstepEngine"
+
+    def to_layout(self, state: dict[str, Any]) -> dict[str, Any]:
+        """See `State`."""
+        choice = {} if self.choice is None else {"choice": asdict(self.choice)}
+        return {**super().to_layout(state), **choice}
+
+    def entry_names(self) -> set[str]:
+        """See `State`; a state may have the choice of overlap."""
+        return {*super().entry_names(), "choice"}
+
+    def check_state(self, state: Any, *, of: object = None) -> None:
+        """See `State`."""
+        if "control" in state:
+            raise ValueError(
+                "got the state of a ConsensusControl, which is gone, expected the state of a run with a Schedule; load "
+                "the model alone, module.load_state_dict, and train with SlowMo(4, momentum=0.4) or "
+                "Schedule(average_every=8)"
+            )
+        super().check_state(state, of=of)
+
+    def fill(self, state: Any) -> None:
+        """See `State`; a choice of overlap is loaded if this run chooses too, and the choice is within its limits."""
+        super().fill(state)
+        choice = OverlapChoice(**state["choice"]) if "choice" in state else None
+        if choice is not None and self._measurement is not None and self._measurement.limits.allow(choice):
+            self._choose(choice)
+
+    def interrupt(self) -> None:
+        """See `State`: a round under training is dropped."""
+        if self.overlap is not None:
+            self.overlap.resume([])
+
+    def restarted(self, event: Restart) -> None:
+        """See `State`."""
+        if event is Restart.ALL and self._measurement is not None:
+            self._measurement.begin_anew()
+
+    def join(self, x: FlatVector, state: Mapping[str, Any]) -> None:
+        """See `Engine`."""
+        self.load_state_dict(state)
+
+    def close(self) -> None:
+        """See `Engine`. A round in flight ends by itself, since peers have its message."""
+        self.gossiper.close()
+        if self.overlap is not None:
+            self.overlap.close()
+
+    def rebind(self, weights: MixingManager, transport: Transport, x: FlatVector) -> None:
+        """See `Engine`."""
+        self.gossiper.rebind(weights, transport)
+        self.averager.transport = self._scheduled_average.transport = transport
+
+    def round_stats(self) -> dict[str, float]:
+        """See `Engine`; with the choice of overlap, if there is one."""
+        choice = {} if self.choice is None else self.choice.numbers()
+        return {**super().round_stats(), **self.gossiper.stats(), **choice}
+
+    def progress(self) -> tuple[float, ...]:
+        """Return the counters, for `FollowingEngine.follow`."""
+        return float(self.t), float(self.step), float(self.is_in_flight), *map(float, astuple(self.stats))
+
+    def shared(self, x: FlatVector) -> Sequence[Tensor]:
+        """See `Mixer`."""
+        return self.gossiper.shared(x)
+
+    def take_shared(self, x: FlatVector) -> None:
+        """See `Mixer`."""
+        self.gossiper.take_shared(x)
+
+
+class SyncEngine(LockstepEngine):
+    """Blocking rounds: see `LockstepEngine`.
+
+    Args:
+        gossiper, schedule, on_nonfinite, world: see `LockstepEngine`.
+    """
+
+    def __init__(
+        self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise", world: ModelWorld = ALONE
+    ) -> None:
+        super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite, world=world)
+
+
+class OverlapEngine(LockstepEngine):
+    """Rounds under training: see `LockstepEngine` and [Note: Overlap].
+
+    Args:
+        gossiper, schedule, on_nonfinite, world: see `LockstepEngine`.
+        max_staleness, is_eager: see `Overlap`.
+    """
+
+    def __init__(
+        self,
+        gossiper: Mixer,
+        schedule: Schedule,
+        *,
+        max_staleness: int = 0,
+        is_eager: bool = True,
+        on_nonfinite: str = "raise",
+        world: ModelWorld = ALONE,
+    ) -> None:
+        overlap = Overlap(max_staleness=max_staleness, is_eager=is_eager)
+        super().__init__(gossiper, schedule, overlap=overlap, on_nonfinite=on_nonfinite, world=world)
