@@ -282,6 +282,7 @@ def train_rank(
     optimizer = make_optimizer(case, wrapper)
     if case.endswith("resumed"):
         train(case, wrapper, optimizer, data, range(MIDDLE))
+        wrapper.flush()  # which a save did too, before it contained rounds in flight
         saved = wrapper.state_dict(), optimizer.state_dict()
         wrapper.close()
         wrapper = wrapped()

@@ -528,7 +528,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
         return None if self._local.world.changes else self._local.place
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.state_dict`, flushed and de-biased; gossip state is in its metadata.
+        """As `nn.Module.state_dict`, de-biased; gossip state, with the rounds in flight, is in its metadata.
 
         Among several ranks the key "_extra_state" holds the rank: int64 [2]. In a thread beside the training thread,
         and in a signal handler inside a step, it has copies, without the round in flight. In a signal handler inside a

@@ -157,7 +157,7 @@ class GossipModule(nn.Module):
         return super().train(mode)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.state_dict`, flushed and de-biased; gossip state rides in its metadata, not in its keys."""
+        """As `nn.Module.state_dict`, de-biased; gossip state, with the rounds in flight, is in its metadata."""
         save, gossip = super().state_dict, self._gossip
         prefix, has_place = gossip._prefix_in(args, kwargs), not keeps_extra_state(self)
         return gossip.saved_by(lambda: save(*args, **kwargs), prefix, inside="", has_place=has_place)

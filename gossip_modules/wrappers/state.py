@@ -176,7 +176,8 @@ def _check_fingerprint(place: Tensor, state_dict: Mapping[str, Any], prefix: str
         raise ValueError(
             f"got a state dict of rank {of['rank']} of {of['world_size']} with other tensors than this rank has saved, "
             "expected the same: of one key, torch.distributed.checkpoint keeps the tensor of any rank; save and load "
-            f"model.checkpoint(optimizer) with it. If you changed tensors yourself, remove the key '{prefix}{SUFFIX}'"
+            "model.checkpoint(optimizer) with it. A state dict shares memory with its model: copy it before the model "
+            f"trains on or is closed. If you changed tensors yourself, remove the key '{prefix}{SUFFIX}'"
         )
 
 

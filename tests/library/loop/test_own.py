@@ -384,6 +384,8 @@ def test_a_late_outer_step_that_would_be_put_away_with_an_average_warns(is_point
     _ = points_to_average(model) if is_pointer else swap_in(model)
     evaluate(model)
     assert engine_of(model).is_in_flight
+    save(model)  # the round stays in flight
+    assert engine_of(model).is_in_flight
     with pytest.warns(UserWarning, match=r"while other weights stand in its parameters.*put them back before you save"):
         model.settle()
     model.close()
