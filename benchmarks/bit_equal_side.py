@@ -189,7 +189,7 @@ def cases() -> dict[str, Callable[[], Arguments | None]]:
     }
 
 
-class LateRound(Exception):
+class AppliedLate(Exception):
     """Raised if a round was applied later than in the next step, so that the bits depend on time."""
 
 
@@ -272,7 +272,7 @@ def train_rank(
     """Train one rank of a case.
 
     Raises:
-        LateRound: a round was applied later than in the next step, because of the load of the machine.
+        AppliedLate: a round was applied later than in the next step, because of the load of the machine.
     """
 
     def wrapped() -> Any:
@@ -297,7 +297,7 @@ def train_rank(
     is_late = STALE in case and NODES not in case and wrapper.comm_stats()["max_staleness"] > 0
     wrapper.close()
     if is_late:
-        raise LateRound
+        raise AppliedLate
     return ends
 
 
@@ -377,7 +377,7 @@ def run_threads(names: Sequence[str], pause: float = 0.0) -> list[str]:
 def run_punctual(case: str) -> str:
     """The digest of a case whose rounds have all come before the next step, as the ranks pause between steps."""
     for pause in (0.02, 0.05, 0.1, 0.2, 0.4):
-        with suppress(LateRound):
+        with suppress(AppliedLate):
             return run_threads([case], pause)[0]
     raise RuntimeError(f"{case}: rounds take longer than 0.4 s; the load of the machine is too high")
 
