@@ -16,7 +16,7 @@ from ..loop.hooks import Observer
 from ..old_names import takes_old_arguments
 from ..state import Restart
 from ..wrappers.averaging import AveragedModel, AveragingMixin
-from ..wrappers.composition import check_inside, hold, let_go
+from ..wrappers.composition import check_inside, claim, release
 from .average_on_demand import AverageOnDemand
 from .config import PairwiseConfig
 from .engine import PairwiseEngine
@@ -176,7 +176,7 @@ class PairwiseAverager(PairwiseWorker):
         self._engine = PairwiseEngine(buffer, config, init_from_peers=init_from_peers)
         averager = AverageOnDemand(buffer.vector.raw.device, config.time_to_average)
         self._local: ServedModel = ServedModel(buffer, self._engine, averager)
-        hold(self)
+        claim(self)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -214,7 +214,7 @@ class PairwiseAverager(PairwiseWorker):
 
     def close(self) -> None:
         """See `AveragingMixin`. A fetch under way is given up, not waited for."""
-        let_go(self)
+        release(self)
         self._local.close()
         self._engine.close()
         self._local.averager.close()

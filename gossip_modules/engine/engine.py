@@ -93,7 +93,7 @@ class Engine(State, ABC):
             Whether x was written.
         """
 
-    def set_out(self, x: FlatVector) -> None:
+    def start_training(self, x: FlatVector) -> None:
         """Begin training at x, with rounds after optimizer steps: the first round runs after step 1."""
 
     def flush(self, x: FlatVector) -> bool:

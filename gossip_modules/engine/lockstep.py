@@ -89,7 +89,7 @@ class LockstepEngine(Engine):
         # Peers can leave out a correction that is under way, but not a message that changes their state.
         self._looks_at_model = self.on_nonfinite == "raise" and (overlap is None or not self.gossiper.is_skippable)
 
-    def set_out(self, x: FlatVector) -> None:
+    def start_training(self, x: FlatVector) -> None:
         """See `Engine`."""
         self.gossiper.begin(x)
         self.step = 1

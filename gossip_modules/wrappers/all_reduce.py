@@ -33,7 +33,7 @@ from .arguments import as_timeout, check_flags, check_process_group, group_of
 from .averaging import AveragedModel, AveragingMixin
 from .base import GossipWrapper
 from .checkpoint import Checkpoint
-from .composition import check_inside, check_whole, hold, let_go
+from .composition import check_inside, check_whole, claim, release
 from .participant import Participant, check_links
 from .state import check_prefix
 
@@ -144,7 +144,7 @@ class AllReduceDataParallel(OldModuleNames, DistributedDataParallel, AveragingMi
         self._bytes_per_step = 2 * (n - 1) * num_bytes // n
         self._num_steps = 0
         self._is_finite = FiniteCheck() if on_nonfinite == "raise" else None
-        hold(self)
+        claim(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As DistributedDataParallel."""
@@ -176,7 +176,7 @@ class AllReduceDataParallel(OldModuleNames, DistributedDataParallel, AveragingMi
 
     def close(self) -> None:
         """Release the resources of averages; further training still averages gradients."""
-        let_go(self)
+        release(self)
         self._transport.close()
 
     def comm_stats(self) -> dict[str, float]:

@@ -35,7 +35,7 @@ from ..warn import levels_to_user
 from .arguments import Links, check_flags
 from .averaging import AveragingMixin
 from .checkpoint import Checkpoint
-from .composition import check_inside, check_optimizers, check_outside, check_sharding, hold, let_go
+from .composition import check_inside, check_optimizers, check_outside, check_sharding, claim, release
 from .local_model import LocalModel
 from .participant import Participant
 from .replica import find_difference_in_replica, make_replica
@@ -128,11 +128,11 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
         local.engine, local.averager = engine, averager
         if local.is_connected:
             local.loop.turn.limit = 2 * local.transport.timeout.total_seconds()
-        local.set_out()
+        local.start_training()
         local.watch_changes()
         if isinstance(local.world, Participant):
             local.world.membership.attach(local.world)
-        hold(self)
+        claim(self)
 
     def _open(self, links: Links, *, init_sync: bool, ranks: Sequence[int] | None = None) -> ProcessGroupTransport:
         """Connect the ranks; collective.
@@ -195,10 +195,10 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
             return call_plain(module, args, kwargs, wrapper=type(self).__name__)
         local = self._local
         is_training = self._before_forward()
-        # The node's replica averages gradients and shares buffers, so all its processes must call it: in training
-        # only, and not after close().
+        # The DistributedDataParallel of a node averages gradients and shares buffers, so all its processes call it:
+        # in training only, and not after close().
         if local.node is not None and is_training and not local.is_closed:
-            module = local.node.replica
+            module = local.node.trained_module
         with span(f"{type(self).__name__}.forward"):
             out = module(*args, **kwargs)
         local.loop.has_ended = True
@@ -451,7 +451,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
             self.flush()
         finally:
             local.stop()
-            let_go(self)
+            release(self)
             local.engine.close()
             self._release()
         if not local.engine.is_asynchronous:
@@ -672,7 +672,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
         super().__setstate__(state)
         self._local.bind(self, self._round_after_step)
         if not self._local.is_closed:
-            hold(self, is_copy=True)
+            claim(self, is_copy=True)
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_scripting(type(self).__name__, "use torch.jit.script(model.module)")

@@ -43,14 +43,14 @@ _live: weakref.WeakSet[AveragingMixin] = weakref.WeakSet()
 _lock = threading.RLock()  # around changes of _live and walks over it, in which wrappers may be collected
 
 
-def hold(wrapper: AveragingMixin, *, is_copy: bool = False) -> None:
-    """Note that the wrapper keeps its parameters from now on, until `let_go` or until it is collected.
+def claim(wrapper: AveragingMixin, *, is_copy: bool = False) -> None:
+    """Note that the wrapper keeps its parameters from now on, until `release` or until it is collected.
 
     Modules in it whose `gossip()` was closed are plain ones from now on.
 
     Args:
-        wrapper: whose construction has succeeded.
-        is_copy: whether it is a copy, of a wrapper to which that was done; its module may not be complete yet.
+        wrapper: the wrapper, at the end of its construction.
+        is_copy: whether it is a copy of another wrapper; its module may not be complete yet.
     """
     for part in () if is_copy else wrapper.module.modules():
         if isinstance(vars(part).get("_gossip"), AveragingMixin):
@@ -59,7 +59,7 @@ def hold(wrapper: AveragingMixin, *, is_copy: bool = False) -> None:
         _live.add(wrapper)
 
 
-def let_go(wrapper: AveragingMixin) -> None:
+def release(wrapper: AveragingMixin) -> None:
     """Note that the wrapper is closed; idempotent."""
     with _lock:
         _live.discard(wrapper)

@@ -128,11 +128,11 @@ class LocalModel(AveragedModel):
         """Whether corrections must wait until `averaged()` ends."""
         return self.is_averaged and self.engine.is_asynchronous
 
-    def set_out(self) -> None:
+    def start_training(self) -> None:
         """Training begins, with the model as it is now, before or after the first round."""
         self.loop.start()
         if self.loop.when is not RoundTime.FORWARD:
-            self.engine.set_out(self.vector)
+            self.engine.start_training(self.vector)
 
     def connect(self, transport: ProcessGroupTransport | LinkTransport) -> None:
         """Run rounds over this transport from now on."""
@@ -523,4 +523,4 @@ class LocalModel(AveragedModel):
                 self.engine.resume_flights(state.get("flights", ()))
         else:
             self.engine.restart()
-            self.set_out()
+            self.start_training()

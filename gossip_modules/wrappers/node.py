@@ -45,6 +45,9 @@ class Node:
         control: the same for messages that no process waits a GPU for; may be `transport`.
         selection: the tensors that each process keeps for itself.
         find_unused_parameters: as for DistributedDataParallel.
+
+    Attributes:
+        trained_module: the module of a training forward, a DistributedDataParallel of `module`.
     """
 
     is_whole = False  # whether one process gossips the whole vector of the model that it holds
@@ -65,17 +68,17 @@ class Node:
         self.local_rank, self.num_shards = transport.rank, transport.world_size
         self._selection = selection
         self._find_unused_parameters = find_unused_parameters
-        self.replica = self._replicate(module)
+        self.trained_module = self._make_ddp(module)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Node:
         node = copy.copy(self)
         memo[id(self)] = node
         node.transport, node.control = copy.deepcopy((self.transport, self.control), memo)
-        if not self.transport.is_closed:  # else nobody calls the replica any more
-            node.replica = node._replicate(copy.deepcopy(self.replica.module, memo))
+        if not self.transport.is_closed:  # else its forwards are the forwards of the module
+            node.trained_module = node._make_ddp(copy.deepcopy(self.trained_module.module, memo))
         return node
 
-    def _replicate(self, module: nn.Module) -> DistributedDataParallel:
+    def _make_ddp(self, module: nn.Module) -> DistributedDataParallel:
         if self.transport.backend == "gloo":
             self.transport.barrier(what="making a node")  # names an absent process, which torch's own errors do not
         with self._selection.ignored_by_ddp(module):
@@ -129,7 +132,7 @@ class Node:
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, backward accumulates gradients that are not averaged over the processes."""
-        return self.replica.no_sync()
+        return self.trained_module.no_sync()
 
     def num_holders(self, name: str) -> int:
         """Return the number of processes with the same elements of a tensor.

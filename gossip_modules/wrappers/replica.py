@@ -45,7 +45,7 @@ class ShardedReplica(Node):
     equal_ranks = ()
 
     def __init__(self, module: nn.Module, control: ProcessGroupTransport) -> None:
-        self.replica: Any = module
+        self.trained_module: Any = module
         self.transport = self.control = control
         # By the name of each parameter, the number of processes that hold the same elements of it.
         self._num_holders = {name: control.world_size // num_parts(x) for name, x in module.named_parameters()}
@@ -53,7 +53,7 @@ class ShardedReplica(Node):
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """See `Node`."""
-        return without_reduction(self.replica)
+        return without_reduction(self.trained_module)
 
     def shard(self, vector: FlatVector) -> FlatVector:
         """See `Node`: the vector itself."""
