@@ -124,7 +124,7 @@ class LockstepEngine(Engine):
                 if mixer is self._scheduled_average and not self._scheduled_average.has_failed:
                     gossiper.restart(Restart.AVERAGE)
                     if action is Action.WARM_UP:
-                        gossiper.begin_anew(x, k)
+                        gossiper.start_over(x, k)
             self.stats.record(0)
             gossiper.transport.traffic.mixed(0)
         if has_changed:
@@ -343,7 +343,7 @@ class LockstepEngine(Engine):
     def restarted(self, event: Restart) -> None:
         """See `State`."""
         if event is Restart.ALL and self._measurement is not None:
-            self._measurement.begin_anew()
+            self._measurement.clear()
 
     def join(self, x: FlatVector, state: Mapping[str, Any]) -> None:
         """See `Engine`."""

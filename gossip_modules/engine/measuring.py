@@ -147,9 +147,9 @@ class Measurement:
     def __init__(self, limits: OverlapLimits, *, is_eager: bool = True) -> None:
         self.limits, self._is_eager = limits, is_eager
         self._sent = 0  # bytes before the measured rounds
-        self.begin_anew()
+        self.clear()
 
-    def begin_anew(self) -> None:
+    def clear(self) -> None:
         """Drop all times."""
         self._steps: list[float] = []
         self._rounds: list[float] = []

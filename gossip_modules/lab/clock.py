@@ -354,7 +354,7 @@ class Clock:
         self.starts[:] = starts
         self.k += 1
 
-    def begin_at(self, seconds: float, k: int) -> None:
+    def start_at(self, seconds: float, k: int) -> None:
         """Begin at this time and step, in place of a clock for other workers."""
         self.starts[:] = seconds
         self.k = self.first_k = k

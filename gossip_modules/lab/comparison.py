@@ -180,7 +180,7 @@ class LabTraining:
         self._sent_bytes += clock.sent_bytes
         self._began = float(clock.arrivals()[rows].max()) + event.seconds
         self.method = self._make(workers)
-        self.method.clock.begin_at(self._began, self.step)
+        self.method.clock.start_at(self._began, self.step)
         if isinstance(driver, Stacked) and isinstance(self.method.driver, Stacked):
             carry(driver, self.method.driver, rows.tolist())
 

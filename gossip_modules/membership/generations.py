@@ -140,7 +140,7 @@ class Generations:
         if before is not None:
             job.num_joins += len(joined)
             job.num_deaths += len(left)
-        self.begin_together(view, transport, growth)  # also ends a round over the old links
+        self.switch_links(view, transport, growth)  # also ends a round over the old links
         if joined and (before is not None or (change.rank == 0 and not self.worker.is_founder)):
             place = {"generation": view.generation, "clock": clock}
             job.together("post_counts", place, lambda: self.post_counts(**place))
@@ -163,7 +163,7 @@ class Generations:
         job.untold.append(change)
         return change
 
-    def begin_together(self, view: View, transport: LinkTransport, growth: float) -> None:
+    def switch_links(self, view: View, transport: LinkTransport, growth: float) -> None:
         """Let the model turn to the links of a generation, on all processes with its shards."""
         what = {"view": asdict(view), "growth": growth}
         self.job.together("begin", what, lambda: self.job.participant.begin(transport, growth))
@@ -237,7 +237,7 @@ class Generations:
         if view is not None and (is_later or not view.has(self.worker.id)):  # not in it: see [Note: one history]
             self._adopt(view)
 
-    def begin_epoch(self) -> None:
+    def form_again(self) -> None:
         """The roster was restored: begin to form the next generation again, and report losses again."""
         view = self.worker.roster.view
         if view is not None and view.generation > (0 if self.active is None else self.active.generation):
@@ -312,7 +312,7 @@ class Generations:
                 if self._is_void(view) or self.job.closed.is_set():
                     self.retire(transport)
                     return
-                if (before := self.formed.get(view.generation)) is not None:  # see `begin_epoch`
+                if (before := self.formed.get(view.generation)) is not None:  # see `form_again`
                     self.retire(before)
                 self.formed[view.generation] = transport
             if num_shards > 1:  # the worker is ready when all its processes have connected

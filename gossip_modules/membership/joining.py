@@ -421,7 +421,7 @@ def go_on_alone(worker: LocalWorker, before: View, number: int, clock: int, seco
         generations.due, generations.limit, generations.clock = [], None, clock
         worker.is_excluded = worker.is_cut_off = True
         worker.next_probe = time.monotonic() + max(limits.QUERY, seconds)
-    generations.begin_together(view, transport, 1.0)
+    generations.switch_links(view, transport, 1.0)
     change = Change(generation, clock + job.steps_before, 0, (number,), (), {})
     job.untold.append(change)
     return change

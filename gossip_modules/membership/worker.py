@@ -346,7 +346,7 @@ class LocalWorker:
             self.refused = None
         if self._num_epochs != self.job.store.num_epochs or roster.branch != before.branch:
             self._num_epochs = self.job.store.num_epochs
-            generations.begin_epoch()
+            generations.form_again()
         if self._must_come():
             if self.num_comings and generations.active is None:
                 log.warning("job %s: this worker has lost its place before it began, and comes again", self.job.name)

@@ -290,7 +290,7 @@ class Mixer(State, ABC):
             )
         super().check_state(state, of=self)
 
-    def begin_anew(self, x: FlatVector, k: int) -> None:
+    def start_over(self, x: FlatVector, k: int) -> None:
         """Drop all state, and begin with equal models on all ranks; see `begin` for x and k."""
         self.restart()
         self.begin(x, k)

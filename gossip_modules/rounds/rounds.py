@@ -425,9 +425,9 @@ class Rounds(Mixer):
         """See `State`."""
         self._give_up()
 
-    def begin_anew(self, x: FlatVector, k: int) -> None:
+    def start_over(self, x: FlatVector, k: int) -> None:
         """See `Mixer`; a rank that misses this begin takes the memory of another rank: [Note: One memory]."""
-        super().begin_anew(x, k)
+        super().start_over(x, k)
         for driver in self.drivers:
             driver.stamps.taken = k
 

@@ -639,8 +639,8 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
         """
         algorithm = self._local.description.get("algorithm", type(self).__name__)
         lost = f"the counters of rounds, push-sum weights and the memory of {algorithm}"
-        begin_anew = partial(self.set_extra_state, None)
-        return Checkpoint(model, self, self._local, optimizers, begin_anew=begin_anew, lost=lost)
+        start_over = partial(self.set_extra_state, None)
+        return Checkpoint(model, self, self._local, optimizers, start_over=start_over, lost=lost)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """`.to()`, `.half()` and their like: corrections in flight belong to the old dtype and device."""

@@ -52,7 +52,7 @@ class Checkpoint:
         wrapper: the wrapper.
         local: its model.
         optimizers: the optimizers of this rank, over the parameters of the model.
-        begin_anew: lets the wrapper keep nothing of the models from before.
+        start_over: lets the wrapper keep nothing of the models from before.
         lost: the names of the state to restart with another number of ranks, for the warning.
     """
 
@@ -63,7 +63,7 @@ class Checkpoint:
         local: AveragedModel,
         optimizers: Sequence[Optimizer],
         *,
-        begin_anew: Callable[[], None] = lambda: None,
+        start_over: Callable[[], None] = lambda: None,
         lost: str = "",
     ) -> None:
         for optimizer in optimizers:
@@ -73,7 +73,7 @@ class Checkpoint:
                     "save what is equal on all ranks, such as a scheduler, beside the checkpoint"
                 )
         self._model, self._wrapper, self._optimizers, self._lost = model, wrapper, optimizers, lost
-        self._local, self._begin_anew = local, begin_anew
+        self._local, self._start_over = local, start_over
         self._prefix = "" if wrapper.module is model else "module."
 
     @torch.no_grad()
@@ -154,7 +154,7 @@ class Checkpoint:
         else:
             self._warn(world, place, has_optimizers=optimizers is not None)
             self._load(state_dict, None)
-            self._begin_anew()  # from the tensors that are there now
+            self._start_over()  # from the tensors that are there now
         for optimizer, state in zip(self._optimizers, optimizers or (), strict=optimizers is not None):
             optimizer.load_state_dict(with_shards(state, optimizer))
 

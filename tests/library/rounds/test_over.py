@@ -36,7 +36,7 @@ def test_an_algorithm_is_made_of_parts() -> None:
     assert SlowMo(gossip_every=1).over(D2().over(CHOCO)).parts == (SlowMo(gossip_every=1), D2(), CHOCO)
 
 
-def test_slow_momentum_over_d2_moves_the_mean_as_without_gossip_and_lets_it_begin_anew() -> None:
+def test_slow_momentum_over_d2_moves_the_mean_as_without_gossip_and_lets_it_start_over() -> None:
     """With the slow rates 1 and 0 an outer step is an exact average; what D2 keeps begins anew after it."""
     slow = SlowMo(3, momentum=0.0, gossip_every=1)
     w = D2().default_mixing(5).matrix(0).double()

@@ -333,6 +333,6 @@ def test_links_of_a_generation_that_another_process_may_begin_outlive_the_store(
     generations = Generations(SimpleNamespace(job=SimpleNamespace(shard=shard), roster=roster))
     generations.formed = {2: alone(TIMEOUT)}
     links = generations.formed[2]
-    generations.begin_epoch()
+    generations.form_again()
     assert (2 in generations.formed) == bool(shard)
     links.close()

@@ -272,7 +272,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     other.close()
 
 
-def test_tensors_of_each_rank_are_taken_from_rank_0_and_optimizers_without_a_mean_begin_anew(
+def test_tensors_of_each_rank_are_taken_from_rank_0_and_optimizers_without_a_mean_start_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Ignored and frozen tensors in the average; ranks of which one has not stepped yet."""
