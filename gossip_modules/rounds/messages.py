@@ -156,5 +156,5 @@ class Received:
     def add_to(self, x: Vector, alpha: float = 1.0) -> None:
         """x <- x + alpha sum_j W_ij (C_j - C_i)."""
         with x.adding() as total:
-            for weight, message in self._row:
+            for weight, message in self:
                 message.add_to(total, alpha=alpha * weight)
