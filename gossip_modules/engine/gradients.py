@@ -12,6 +12,7 @@ from torch import Tensor
 from ..flat.nonfinite import FiniteCheck
 from ..flat.vector import FlatVector
 from ..state import leaf
+from ..transport.base import Transport
 from ..worlds.all_or_none import MayBeLost, all_or_none
 from .engine import Engine
 
@@ -39,7 +40,7 @@ class GradientEngine(Engine):
 
     step: int = leaf(0, is_needed=True)
 
-    def __init__(self, transport: Any, *, share: Callable[[int], None], on_nonfinite: str = "raise") -> None:
+    def __init__(self, transport: Transport, *, share: Callable[[int], None], on_nonfinite: str = "raise") -> None:
         super().__init__()
         self.transport = transport
         self._share = share
@@ -47,7 +48,7 @@ class GradientEngine(Engine):
         self._is_first = False  # the next step of a generation
         self._has_joined = False  # with the model of a donor from some steps before
 
-    def rebind(self, weights: Any, transport: Any, x: FlatVector) -> None:
+    def rebind(self, weights: Any, transport: Transport, x: FlatVector) -> None:
         """See `Engine`."""
         self.transport = transport
         self.is_cut_off, self._is_first = False, True

@@ -145,7 +145,7 @@ class Generations:
             place = {"generation": view.generation, "clock": clock}
             job.together("post_counts", place, lambda: self.post_counts(**place))
         with self.worker.lock:
-            transport.num_bytes_sent += sum(other.num_bytes_sent for other in old)
+            transport.num_round_bytes += sum(other.num_bytes_sent for other in old)
             self.retire(*old, seconds=limits.RETIRE)
         what = [f"worker {n} left ({why})" for n, why in left.items()]
         if joined and before is not None:
@@ -217,7 +217,7 @@ class Generations:
         self.job.participant.begin(links, growth)
         with self.worker.lock:
             if before is not None:
-                links.num_bytes_sent += before.num_bytes_sent
+                links.num_round_bytes += before.num_bytes_sent
                 self.retire(before, seconds=limits.RETIRE)
             self.retire(*(self.formed.pop(g) for g in [g for g in self.formed if g <= number]))
             self._garbage += self._keys_of(number)

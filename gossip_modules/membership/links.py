@@ -96,6 +96,7 @@ class LinkTransport(PointToPoint):
 
     Attributes:
         failed: failed ranks, as seen by this process.
+        lost: failed ranks; with `vote` those on which all processes of the replica have agreed.
         vote: see [Note: one replica, one row]; None: this process has the whole model.
         on_broken: called once, where a collective is tried after another one has failed; None: nobody is.
     """
@@ -123,14 +124,12 @@ class LinkTransport(PointToPoint):
         self._on_lost = on_lost
         self.on_broken: Callable[[], None] | None = None
         self._is_whole_broken = False
-        self._round_bytes = 0
         self._lock = threading.Lock()
         self._own_waits, self._whole_waits = Waits(), Waits()
         self.waits, whole.waits = self._own_waits, self._whole_waits
         self.failed: frozenset[int] = frozenset()
         self.vote: Vote | None = None
         self._is_one = False  # inside `as_one_collective`
-        self._agreed: frozenset[int] = frozenset()
 
     def __deepcopy__(self, memo: dict[int, object]) -> LinkTransport:
         """Keep the same links: copies of a wrapper are snapshots and send nothing over them."""
@@ -138,23 +137,18 @@ class LinkTransport(PointToPoint):
 
     @property
     def num_bytes_sent(self) -> int:
-        """The number of bytes sent by this rank, collectives included."""
-        return self._round_bytes + self._whole.num_bytes_sent
+        """See `PointToPoint`."""
+        return self.num_round_bytes + self._whole.num_bytes_sent
 
-    @num_bytes_sent.setter
-    def num_bytes_sent(self, value: int) -> None:
-        self._round_bytes = value - self._whole.num_bytes_sent
-
-    @property
-    def lost(self) -> frozenset[int]:  # type: ignore[override]
-        """Failed ranks; with `vote` all processes of the replica have agreed on them."""
-        return self.failed if self.vote is None else self._agreed
+    def vote_by(self, vote: Vote) -> None:
+        """Leave out the peers on which all processes of a replica have agreed: see [Note: one replica, one row]."""
+        self.vote, self.agrees_on_lost, self.lost = vote, True, frozenset()
 
     def agree_lost(self, lost: frozenset[int]) -> frozenset[int]:
         """See `PointToPoint`."""
         if self.vote is not None:
-            lost, self._agreed = self.vote.union(lost, self.failed, self.world_size)
-            for peer in self._agreed - self.failed:
+            lost, self.lost = self.vote.union(lost, self.failed, self.world_size)
+            for peer in self.lost - self.failed:
                 self.break_link(peer)
         return lost
 
@@ -189,6 +183,8 @@ class LinkTransport(PointToPoint):
         with self._lock:
             is_new = peer not in self.failed
             self.failed |= {peer}
+            if self.vote is None:
+                self.lost = self.failed
         return is_new
 
     def _end_waits(self, peer: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..transport.process_group import ProcessGroupTransport
 from ..transport.state_tree import copied, encode
 from ..worlds.all_or_none import LOST
 from .joining import JobFullError, LeftWhileJoiningError
+from .links import Vote
 from .membership import Membership
 from .view import Change, View, parsed
 
@@ -57,7 +58,7 @@ class NodeProcesses:
         must_leave: whether a process of the node had called `Membership.leave` before the last safe point.
     """
 
-    vote: Any = None  # of processes that gossip shards: see `ReplicaProcesses`
+    vote: Vote | None = None  # of processes that gossip shards: see `ReplicaProcesses`
 
     def __init__(self, membership: Membership, control: ProcessGroupTransport, data: ProcessGroupTransport) -> None:
         self.membership, self.control, self.data = membership, control, data
@@ -100,8 +101,18 @@ class NodeProcesses:
         self.do(act)
         self.data.broadcast(x, source=0, what=what)
 
-    def run(self, act: Callable[[], bool], engine: Any) -> bool:
-        """The result of `act`, which runs rounds of the engine, in the first process; on all.
+    def run(
+        self,
+        act: Callable[[], bool],
+        progress: Callable[[], Sequence[float]],
+        follow: Callable[[Sequence[float]], None],
+    ) -> bool:
+        """The result of `act`, which runs rounds, in the first process; on all.
+
+        Args:
+            act: runs the rounds; called in the first process.
+            progress: returns the counters of the rounds; the same number of counters on all.
+            follow: takes the counters of the first process; called in the others.
 
         Raises as `as_one`. At a safe point it acts in this process only.
         """
@@ -113,16 +124,16 @@ class NodeProcesses:
                 result = act()
             except Exception as raised:  # noqa: BLE001 (told to the others, and raised below)
                 error, self._has_failed = raised, True
-        numbers = torch.tensor([error is not None, result, *engine.progress()], dtype=torch.float64, device="cpu")
+        numbers = torch.tensor([error is not None, result, *progress()], dtype=torch.float64, device="cpu")
         try:
             self.control.broadcast(numbers, source=0, what="a round of the node")
-            failed, result, *progress = numbers.tolist()
+            failed, result, *counters = numbers.tolist()
             if failed:
                 text = broadcast_state(self.control, described(error), source=0, what="why a round has failed")
         except LOST as failure:
             raise (error or failure) from failure
         if not self.leads:
-            engine.follow(progress)
+            follow(counters)
         if failed:
             raise error or self._error_of(text)
         return bool(result)

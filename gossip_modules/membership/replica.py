@@ -59,6 +59,8 @@ class ReplicaProcesses(NodeProcesses):
         vote: over the same processes.
     """
 
+    vote: Vote
+
     def __init__(self, membership: Membership, control: ProcessGroupTransport, vote: Vote) -> None:
         super().__init__(membership, control, control)
         self.vote = vote

@@ -62,8 +62,11 @@ class Transport(Protocol):
     names: Sequence[int]
     timeout: timedelta
     is_elastic: bool
-    num_bytes_sent: int
     traffic: PeerTraffic
+
+    @property
+    def num_bytes_sent(self) -> int:
+        """See the attributes."""
 
     @property
     def lost(self) -> frozenset[int]:

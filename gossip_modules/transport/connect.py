@@ -69,7 +69,7 @@ def connect(
     # fresh Gloo group at once would break connections that other ranks still make.
     with transport.within(deadline):
         transport.all_reduce(torch.zeros(1, device=wire), what="the first message of a new group")
-    transport.num_bytes_sent = 0
+    transport.forget_bytes()
     if transport.backend == "gloo":
         close_ports_of(group)
     return transport

@@ -244,7 +244,8 @@ class PendingExchange:
             self._works[k].clear()
         self._num_done = stop
         if stop == self.num_chunks:
-            self.lost = link.agree_lost(self.lost)
+            if link.agrees_on_lost:
+                self.lost = link.agree_lost(self.lost)
             arrived = self.recvs.num_bytes
             if self.lost:
                 arrived = {peer: number for peer, number in arrived.items() if peer not in self.lost}
@@ -291,6 +292,7 @@ class PointToPoint(ABC):
     failed: frozenset[int] = frozenset()  # peers that this process cannot reach, before all processes of it agree
     has_listener = False  # a `Listener` waits for messages without a limit
     board: ChangeBoard | None = None  # see [Note: changes that not all ranks make]
+    agrees_on_lost: bool = False  # whether several processes of one rank have links of their own
     notes: FailureNotes | None = None  # where failing ranks say why
     waits: Waits | None = None  # which can be given up; see [Note: waits that do not end]
 
@@ -308,10 +310,15 @@ class PointToPoint(ABC):
         self.rank, self.world_size, self.names = rank, world_size, names
         self.device, self.timeout, self.backend = device, timeout, backend
         self.is_stream_ordered = backend in STREAM_ORDERED
-        self.num_bytes_sent, self.traffic = 0, PeerTraffic()
+        self.num_round_bytes, self.traffic = 0, PeerTraffic()
         self.routes: dict[int, tuple[dist.ProcessGroup, int]] = {}  # by peer, as `route` has given them; until `close`
         self.waiting: dict[int, float] = {}  # the threads that wait for messages, and since when: for `ChangeBoard`
         self.use, self._staging = use, Staging(device)
+
+    @property
+    @abstractmethod
+    def num_bytes_sent(self) -> int:
+        """The number of bytes sent by this rank, collectives included."""
 
     @property
     def thread(self) -> int:
@@ -338,6 +345,8 @@ class PointToPoint(ABC):
 
     def agree_lost(self, lost: frozenset[int]) -> frozenset[int]:
         """Return the peers that all processes of this rank leave out; called at the end of each round.
+
+        It is called only if `agrees_on_lost`.
 
         Args:
             lost: the peers with missing or unsent messages.
@@ -415,7 +424,7 @@ class PointToPoint(ABC):
             if k < len(sends.chunks):
                 chunks = sends.chunks[k]
                 exchange.post(k, self._in_staging(chunks, fill=True) if is_staged else chunks, is_send=True)
-        self.num_bytes_sent += sends.total_bytes
+        self.num_round_bytes += sends.total_bytes
         exchange.begin()
         return exchange
 

@@ -97,6 +97,7 @@ class ProcessGroupTransport(PointToPoint):
             use=Use(group),
         )
         self._group: dist.ProcessGroup | None = group
+        self._num_collective_bytes = 0
         self.notes = notes
         self._deadline: Deadline | None = None
         self._is_whole = self.use.shared.peers is None  # connected with all ranks
@@ -113,6 +114,15 @@ class ProcessGroupTransport(PointToPoint):
         # At the exit of the interpreter groups end with the process.
         self._lost = weakref.finalize(self, self.use.lose)
         self._lost.atexit = False
+
+    @property
+    def num_bytes_sent(self) -> int:
+        """See `PointToPoint`."""
+        return self.num_round_bytes + self._num_collective_bytes
+
+    def forget_bytes(self) -> None:
+        """Count the sent bytes from zero."""
+        self.num_round_bytes = self._num_collective_bytes = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupTransport:
         """Another user of the same connection, see [Note: channels]; closed, and without a channel, if this one is."""
@@ -200,7 +210,7 @@ class ProcessGroupTransport(PointToPoint):
             return None
 
         self._collective(post, dist.AllreduceOptions(), what, x.nbytes)
-        self.num_bytes_sent += 2 * (self.world_size - 1) * x.nbytes // self.world_size
+        self._num_collective_bytes += 2 * (self.world_size - 1) * x.nbytes // self.world_size
         Staging.copy_back([(x, message)])
 
     def _sum(self, x: Tensor, timeout: timedelta) -> None:
@@ -241,7 +251,7 @@ class ProcessGroupTransport(PointToPoint):
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._collective(lambda options: self.group.broadcast([message], options), options, what, x.nbytes)
-        self.num_bytes_sent += x.nbytes * (self.rank == source)
+        self._num_collective_bytes += x.nbytes * (self.rank == source)
         Staging.copy_back([(x, message)])
 
     def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
@@ -250,7 +260,7 @@ class ProcessGroupTransport(PointToPoint):
         chunks = list(gathered.view(self.world_size, -1).unbind())
         options = dist.distributed_c10d.AllgatherOptions()
         self._collective(lambda options: self.group.allgather([chunks], [message], options), options, what, x.nbytes)
-        self.num_bytes_sent += (self.world_size - 1) * x.nbytes
+        self._num_collective_bytes += (self.world_size - 1) * x.nbytes
         Staging.copy_back([(out, gathered)])
 
     def barrier(self, *, what: str) -> None:

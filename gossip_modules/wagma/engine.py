@@ -129,7 +129,7 @@ class WaitAvoidingEngine(Engine):
         """See `Engine` and [Note: generations of WAGMA]. Waits for no rank."""
         before = self.worker
         self._begin_generation(weights, transport, x)
-        self.worker.control.num_bytes_sent += before.control.num_bytes_sent
+        self.worker.control.num_round_bytes += before.control.num_bytes_sent
         self._set_round(self.t)
         threading.Thread(target=_leave, args=(before,), name="gossip-closing", daemon=True).start()
 

@@ -162,6 +162,7 @@ class MemberNode(Node):
 
     is_whole = is_eager = True
     _engine: LockstepEngine
+    _follower: FollowingEngine | None = None
 
     def __init__(self, module: nn.Module, processes: NodeProcesses, **options: Any) -> None:
         self.processes = processes
@@ -169,7 +170,9 @@ class MemberNode(Node):
 
     def engine_of(self, engine: LockstepEngine) -> LockstepEngine:
         """See `Node`: the first process runs the rounds of all."""
-        self._engine = engine if self.processes.leads else FollowingEngine(engine)
+        self._engine = engine
+        if not self.processes.leads:
+            self._engine = self._follower = FollowingEngine(engine)
         return self._engine
 
     def averager(self, engine: LockstepEngine) -> GlobalAverage:
@@ -179,7 +182,8 @@ class MemberNode(Node):
 
     def run(self, act: Callable[[], bool]) -> bool:
         """See `Node` and `NodeProcesses.run`."""
-        return self.processes.run(act, self._engine)
+        follow = _keep if self._follower is None else self._follower.follow
+        return self.processes.run(act, self._engine.progress, follow)
 
     def shard(self, vector: FlatVector) -> FlatVector:
         """See `Node`: the vector itself."""
@@ -196,6 +200,10 @@ class MemberNode(Node):
             self.transport.broadcast(x, source=0, what="sharing the model in the node")
         if not self.processes.leads:
             self._engine.take_shared(vector)
+
+
+def _keep(counters: Sequence[float]) -> None:
+    """The first process has its own counters."""
 
 
 def make_node(module: nn.Module, links: Links, num_shards: int, **options: Any) -> Node:

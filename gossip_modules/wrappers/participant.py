@@ -278,7 +278,8 @@ class Participant(ModelWorld):
         """Turn to the links of the active generation now; all its members multiply their weights by `growth`."""
         local, vector, node = self.local, self.local.buffer.vector, self.membership.node
         local.apply_in_flight()
-        transport.vote = None if node is None else node.vote
+        if node is not None and node.vote is not None:
+            transport.vote_by(node.vote)
         if self.is_weighted:  # the storage holds z = x / w, so this changes no estimate
             local.to_estimate()
             vector.push_sum_weight.mul_(growth)

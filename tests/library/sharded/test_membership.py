@@ -254,7 +254,7 @@ def test_processes_that_lose_different_peers_average_alike() -> None:
             patience=TIMEOUT,
             on_lost=lambda peer, error, is_closed: None,
         )
-        transport.vote = vote_of([thread_group(inside[2 * replica + k], shard, SHARDS) for k in range(2)])
+        transport.vote_by(vote_of([thread_group(inside[2 * replica + k], shard, SHARDS) for k in range(2)]))
         mixer = PushSum()
         mixer.bind(mixing, transport)
         s, seen = FlatVector.over(torch.tensor([1.0 + replica])), []
