@@ -14,7 +14,7 @@ from ..flat.vector import FlatVector
 from ..loop.copies import WeightCopies
 from ..loop.hooks import Observer
 from ..old_names import takes_old_arguments
-from ..state import Restart
+from ..state import branch
 from ..wrappers.averaging import AveragedModel, AveragingMixin
 from ..wrappers.composition import check_inside, claim, release
 from .average_on_demand import AverageOnDemand
@@ -81,6 +81,7 @@ class ServedModel(AveragedModel):
     """
 
     averager: AverageOnDemand
+    engine: PairwiseEngine = branch()
 
     def __init__(self, buffer: FlatBuffer, engine: PairwiseEngine, averager: AverageOnDemand) -> None:
         self.buffer, self.engine, self.averager = buffer, engine, averager
@@ -128,10 +129,6 @@ class ServedModel(AveragedModel):
     def write(self, vector: FlatVector) -> None:
         """See `AveragedModel`."""
         self.buffer.written()
-
-    def forget_models(self) -> None:
-        """See `AveragedModel`."""
-        self.engine.restart(Restart.REQUEST)
 
 
 class PairwiseAverager(PairwiseWorker):

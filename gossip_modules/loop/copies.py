@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..flat.buffer import FlatBuffer
 from ..flat.sharded import local_of
+from ..state import Restart, leaf
 from ..warn import levels_to_user
 from .debias import Debias, Form
 from .hooks import Reader, holds_any
@@ -91,12 +92,13 @@ class WeightCopies(Reader):
 
     sees_inner_steps = True  # the inner optimizer has state of its own
 
+    _loaded: set[str] = leaf(set(), name="copies", load=set)  # names of copies, from a checkpoint
+
     def __init__(self, buffer: FlatBuffer, *, name: str, in_steps: bool = False) -> None:
         self.debias: Debias | None = None
         super().__init__(buffer)
         self._name, self._in_steps = name, in_steps
         self._told: set[str] = set()
-        self._loaded: set[str] = set()  # names of copies, from a checkpoint
         self.is_reading = True
         self._know_none()
 
@@ -340,19 +342,19 @@ class WeightCopies(Reader):
 
     # State.
 
-    def state_dict(self) -> dict[str, Any]:
-        """The names of copies, where there are some, so that a checkpoint's first step knows of them."""
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
+        """See `State`: the names of copies, where there are some, so that a checkpoint's first step knows of them."""
         names = set(self._loaded).union(*(watch.names for watch in list(self._watches.values())))
         if self.masters.has_proven:
             names.add(_MASTERS)
         return {"copies": sorted(names)} if names else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict()` gave."""
-        self._loaded = set(state.get("copies", ()))
-        self.masters.is_known = _MASTERS in self._loaded
-        for watch in list(self._watches.values()):
-            watch.end, watch.after = None, {}
+    def restarted(self, event: Restart) -> None:
+        """See `State`."""
+        if event is Restart.ALL:
+            self.masters.is_known = _MASTERS in self._loaded
+            for watch in list(self._watches.values()):
+                watch.end, watch.after = None, {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has optimizers of its own, of which nothing is known.

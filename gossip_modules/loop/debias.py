@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..flat.buffer import FlatBuffer
+from ..state import transient
 from .hooks import Reader
 from .owner import Owner, no_owner
 from .turn import Turn
@@ -55,6 +55,9 @@ class Debias(Reader):
         limits_steps: whether a peer is lost; see [Note: small weights].
     """
 
+    owner: Callable[[], Owner | None] = transient(no_owner)
+    _readers: MutableMapping[Optimizer, bool] = transient(WeakIdKeyDictionary())  # as a set, by identity
+
     def __init__(self, buffer: FlatBuffer, turn: Turn, owner: Callable[[], Owner | None]) -> None:
         super().__init__(buffer)
         self._turn = turn
@@ -62,7 +65,6 @@ class Debias(Reader):
         self.limits_steps = False
         self.form = Form.ESTIMATE
         self._scale: Tensor | None = None  # of the limited form
-        self._readers: MutableMapping[Optimizer, bool] = WeakIdKeyDictionary()  # as a set, by identity
 
     def to_estimate(self) -> None:
         """Hold z from now on."""
@@ -135,7 +137,3 @@ class Debias(Reader):
         if (w := weight[self.form]) is None:
             return x.clone()
         return (x.to(torch.promote_types(x.dtype, torch.float32)) / w[0].to(x.device)).to(x.dtype)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy has optimizers of its own, and is bound again.
-        return {**self.__dict__, "_readers": WeakIdKeyDictionary(), "owner": no_owner}

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
 from ..flat.sharded import local_of
+from ..state import transient
 from ..transport.process_group import ProcessGroupTransport
 from ..transport.stores import BoundedStore
 from .hooks import Reader, holds_any
@@ -73,27 +74,27 @@ class EqualSteps(Reader):
         start: the step at which the next comparison begins.
     """
 
+    is_reading: bool = transient(False)
+    start: int = transient(_FIRST)
+    _store: BoundedStore | None = transient(None)
+    _thread: int = transient(0)
+    _probes: list[Tensor] = transient([])
+    _places: list[int] = transient([])  # of the probes among the parameters
+    _counts: Counter[tuple[int, int, int]] = transient(Counter())  # such steps, by two ranks and the probe
+    _has_last: bool = transient(False)  # whether this rank has told of the step before
+    _before: list[Tensor] = transient([])  # samples before the first step since the last round, and gradients
+    _gradients: list[Tensor | None] = transient([])
+    _written: dict[int, Tensor] = transient({})  # samples at the end of a step of the optimizer that has the parameter
+    _has_own: bool = transient(False)  # whether these are from before the step of an optimizer of the parameters
+    _stepper: str = transient("")
+
     def __init__(self, buffer: FlatBuffer, *, name: str) -> None:
         super().__init__(buffer)
         self._name = name
-        self._forget()
-
-    def _forget(self) -> None:
-        self.start = _FIRST
-        self._store: BoundedStore | None = None
-        self._thread = 0
-        self._probes: list[Tensor] = []
-        self._places: list[int] = []  # of the probes among the parameters
-        self._counts: Counter[tuple[int, int, int]] = Counter()  # such steps, by two ranks and the probe
-        self._has_last = False  # whether this rank has told of the step before
-        self._clear()
 
     def _clear(self) -> None:
-        self._before: list[Tensor] = []  # samples before the first step since the last round, and gradients
-        self._gradients: list[Tensor | None] = []
-        self._written: dict[int, Tensor] = {}  # samples at the end of a step of the optimizer that has the parameter
-        self._has_own = False  # whether these are from before the step of an optimizer of the parameters
-        self._stepper = ""
+        self._before, self._gradients, self._written = [], [], {}
+        self._has_own, self._stepper = False, ""
 
     def before_round(self, step: int, transport: object) -> None:
         """Compare parameters with the ones of the next rank, if a comparison is under way; `step` is `start` or later.
@@ -208,14 +209,6 @@ class EqualSteps(Reader):
             if holds_any(optimizer, [x]):
                 self._written[k] = sample(x).clone()
                 self._stepper = type(optimizer).__name__
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"buffer": self.buffer, "_name": self._name}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.is_reading = False
-        self.__dict__.update(state)
-        self._forget()
 
 
 def _bits(mask: Tensor) -> int:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..flat.buffer import FlatBuffer
 from ..flat.transformed import not_compiled
+from ..state import State, leaf, transient
 from .moment import Moment, version_of
 
 
-class WatchedGradient:
+class WatchedGradient(State):
     """One gradient of a model, to notice that it was dropped without a step; and the moment of the last round.
 
     See [Note: Steps that are left out] of `Loop`. The gradient is noted when a backward has ended: one that raised may
@@ -28,22 +29,21 @@ class WatchedGradient:
         num_backwards: the backwards with a gradient of the watched parameter so far.
     """
 
+    num_backwards: int = transient(0)
+    num_left_out: int = leaf(0, is_saved=False, is_copied=False)
+    is_doubtful: bool = leaf(False, is_saved=False, is_copied=False)
+    parameter: Tensor | None = leaf(None, is_saved=False, is_copied=False)
+    value: Tensor | None = leaf(None, is_saved=False, is_copied=False)
+    _parameters: Sequence[Tensor] = leaf((), is_saved=False, is_copied=False)
+    _version: int = leaf(0, is_saved=False, is_copied=False)  # of `value`, when it was noted
+    _round: Moment | None = leaf(None, is_saved=False, is_copied=False)  # the end of the last round
+    _look: Moment | None = leaf(None, is_saved=False, is_copied=False)  # the last look since then
+    # Ids of parameters that had no gradient when an optimizer stepped.
+    _unused: set[int] = leaf(set(), is_saved=False, is_copied=False)
+    _handle: Any = leaf(None, is_saved=False, is_copied=False)
+
     def __init__(self, buffer: FlatBuffer) -> None:
         self._buffer = buffer
-        self.num_backwards = 0
-        self._reset()
-
-    def _reset(self) -> None:
-        self.num_left_out = 0
-        self.is_doubtful = False
-        self._parameters: Sequence[Tensor] = ()
-        self.parameter: Tensor | None = None
-        self.value: Tensor | None = None
-        self._version = 0  # of `value`, when it was noted
-        self._round: Moment | None = None  # the end of the last round
-        self._look: Moment | None = None  # the last look since then
-        self._unused: set[int] = set()  # ids of parameters that had no gradient when an optimizer stepped
-        self._handle: Any = None
 
     def begin(self) -> None:
         """A step begins."""
@@ -140,15 +140,7 @@ class WatchedGradient:
         """Watch no more; idempotent."""
         if self._handle is not None:
             self._handle.remove()
-        self._reset()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_buffer": self._buffer}  # nothing is known of the training of a copy
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.num_backwards = 0
-        self._reset()
+        self.restart()
 
 
 def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

@@ -16,13 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..flat.aliases import instances_of
 from ..flat.buffer import FlatBuffer
 from ..flat.transformed import not_compiled
+from ..state import State
 
 _Method: TypeAlias = Callable[[], Callable[[Optimizer], Any] | None]
 Methods: TypeAlias = tuple[_Method, ...]
 """References to methods of readers, which are not kept alive."""
 
 
-class Reader:
+class Reader(State):
     """A part of an `Observer`, called at the optimizer steps that concern it while it is reading.
 
     A subclass has some of these methods, each with the optimizer as its argument, called in this order:

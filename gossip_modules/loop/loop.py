@@ -6,7 +6,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
+from ..state import Restart, branch, leaf, transient
 from ..warn import levels_to_user
 from .copies import WeightCopies
 from .debias import Debias
@@ -105,17 +106,30 @@ class Loop(Observer):
             as torch.compile traces the end of a forward without a break.)
     """
 
+    # Whether the next training forward begins a step, whatever came before.
+    _is_due: bool = leaf(True, name="is_step_start", is_needed=True)
+    _is_synced: bool = leaf(False)  # whether a training forward outside no_sync() has ended since the last round
+    has_ended: bool = leaf(False, is_saved=False)
+    copies: WeightCopies = branch(is_flat=True)
+    debias: Debias | None = None
+    # A copy has optimizers of its own, of which nothing is known; its model is bound again.
+    _counts: dict[int, int] = leaf({}, is_saved=False, is_copied=False)  # steps since the last round, by optimizer
+    _last_of: dict[int, tuple[int, int]] = transient({})  # as `_last`, by optimizer
+    _is_watched: bool | None = transient(None)  # whether an optimizer of torch holds parameters; None: not known yet
+    _evaluation: _Evaluation | None = transient(None)
+    _before: Moment | None = transient(None)  # before a step that may be none
+    _num_backwards: int = transient(0)  # as of the watched gradient, at the last round
+    _owner: Callable[[], Owner | None] = transient(no_owner)
+
     def __init__(self, buffer: FlatBuffer, owner: Owner, *, when: RoundTime, name: str, max_flushes: int) -> None:
         self.when, self.name = when, name
         self.turn = Turn()
-        self.debias: Debias | None = None
         self.copies = WeightCopies(buffer, name=name, in_steps=when is RoundTime.STEP)
         self.own_weights = OwnWeights(buffer, self.turn, max_flushes=max_flushes)
         self.equal_steps = EqualSteps(buffer, name=name)
         self.lost_corrections = LostCorrections(buffer, name=name)
         self.next_look = 0
-        self._is_due = when is RoundTime.FORWARD  # the next training forward begins a step, whatever came before
-        self._is_synced = False  # a training forward outside no_sync() has ended since the last round
+        self._is_due = when is RoundTime.FORWARD
         self._is_last_synced = False  # the last one that began was outside no_sync()
         self._num_extra = 0  # training forwards of this step beyond the first, outside no_sync()
         self._num_made_up = 0  # rounds of steps that were left out, since the last optimizer step
@@ -129,25 +143,14 @@ class Loop(Observer):
         self._thread, self._num_elsewhere = 0, 0  # of the last forward; steps over tensors like the parameters
         self._num_forwards = 0  # training forwards so far
         self._last = (0, 0)  # the forwards and backwards before the last step
-        self.has_ended = False
-        self._know_nothing(buffer)
+        self.gradient = WatchedGradient(buffer)
+        self._unseen = UnseenSteps(name)
         self.bind(owner)
         super().__init__(buffer)
 
-    def _know_nothing(self, buffer: FlatBuffer) -> None:
-        """No optimizer has stepped yet, and no gradient was computed."""
-        self._is_watched: bool | None = None  # whether an optimizer of torch holds parameters; None: not known yet
-        self._counts: dict[int, int] = {}  # steps since the last round, by optimizer
-        self._last_of: dict[int, tuple[int, int]] = {}  # as `_last`, by optimizer
-        self._before: Moment | None = None  # before a step that may be none
-        self.gradient = WatchedGradient(buffer)
-        self._evaluation: _Evaluation | None = None
-        self._unseen = UnseenSteps(self.name)
-        self._num_backwards = 0  # as of the watched gradient, at the last round
-
     def bind(self, owner: Owner) -> None:
         """Serve this model, which is not kept alive."""
-        self._owner: Callable[[], Owner | None] = weakref.ref(owner)
+        self._owner = weakref.ref(owner)
         self.own_weights.owner = self._owner
         if self.debias is not None:
             self.debias.owner = self._owner
@@ -314,23 +317,21 @@ class Loop(Observer):
         """Evaluation begins, or state has been loaded: the next training forward begins a step."""
         self._is_due = self.when is RoundTime.FORWARD
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the loop is: whether the next training forward begins a step, or would after an optimizer step."""
-        return {"is_step_start": self.is_due, "is_synced": self._is_synced, **self.copies.state_dict()}
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> Any:
+        """See `State`: whether the next training forward begins a step, or would after an optimizer step."""
+        return {**super().state_dict(joins=joins, has_links=has_links), "is_step_start": self.is_due}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a loop where `state_dict()` was taken; an empty state begins a step.
+    def collect(self) -> None:
+        """See `State`."""
+        self._note_forward()
 
-        States of older versions have "is_step_start" alone.
-        """
-        self.copies.load_state_dict(state)
-        if not state:
-            self.end()
-            return
-        self._counts.clear()
-        is_due = state["is_step_start"]
-        self._is_due = is_due and self.when is RoundTime.FORWARD
-        self._is_synced, self.has_ended = state.get("is_synced", is_due), False
+    def from_layout(self, state: Any) -> Any:
+        """See `State`. States of older versions have "is_step_start" alone."""
+        return {"is_synced": state["is_step_start"], **state} if "is_step_start" in state else state
+
+    def restarted(self, event: Restart) -> None:
+        """See `State`."""
+        self._is_due = self._is_due and self.when is RoundTime.FORWARD
 
     def take_left_out(self) -> int:
         """The number of rounds to run now for left-out steps, before ranks meet outside of rounds."""
@@ -524,13 +525,4 @@ class Loop(Observer):
         return self._is_watched
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has optimizers of its own, of which nothing is known; its model is bound again.
-        known_of_it = {"_is_watched", "_counts", "_last_of", "_before", "gradient", "_evaluation", "_unseen"}
-        unknown = {*known_of_it, "_num_backwards"}
-        state = {name: x for name, x in vars(self).items() if name not in unknown}
-        return {**state, "_is_due": self.is_due, "_owner": no_owner}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._know_nothing(self.buffer)
-        super().__setstate__(state)
+        return {**super().__getstate__(), "_is_due": self.is_due}

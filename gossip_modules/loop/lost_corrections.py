@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
 from ..flat.sharded import local_of
+from ..state import transient
 from .gradient_watch import weakly
 from .hooks import Reader, holds_any
 from .moment import sample
@@ -47,17 +47,16 @@ class LostCorrections(Reader):
         is_reading: whether one is under way.
     """
 
+    is_reading: bool = transient(False)
+    start: int = transient(_FIRST)
+    _probes: list[_Probe] = transient([])
+    _thread: int = transient(0)
+    _stepper: str = transient("")
+    _num_rounds: int = transient(0)  # with a correction, of this look
+
     def __init__(self, buffer: FlatBuffer, *, name: str) -> None:
         super().__init__(buffer)
         self._name = name
-        self._reset()
-
-    def _reset(self) -> None:
-        self.start = _FIRST
-        self._probes: list[_Probe] = []
-        self._thread = 0
-        self._stepper = ""
-        self._num_rounds = 0  # with a correction, of this look
 
     def close(self) -> None:
         """End a look; idempotent."""
@@ -141,14 +140,6 @@ class LostCorrections(Reader):
             for probe in self._probes:
                 if holds_any(optimizer, [probe.parameter]):
                     probe.stepped = probe.now()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"buffer": self.buffer, "_name": self._name}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.is_reading = False
-        self.__dict__.update(state)
-        self._reset()
 
 
 class _Probe:

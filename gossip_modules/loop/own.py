@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
+from ..state import transient
 from .hooks import Reader
 from .moment import ParameterSamples
 from .owner import Owner, no_owner
@@ -61,19 +62,18 @@ class OwnWeights(Reader):
 
     is_step_open = False
 
-    owner: Callable[[], Owner | None] = staticmethod(no_owner)
+    owner: Callable[[], Owner | None] = transient(no_owner)
+
+    is_reading: bool = transient(False)
+    num_flushes: int = transient(0)
+    levels: list[_Level] = transient([])
+    _has_stepped: bool = transient(False)
+    _samples: ParameterSamples | None = transient(None)  # None: the weights of training are not known
+    _left: list[Tensor] = transient([])  # as the last step or round has left the parameters
 
     def __init__(self, buffer: FlatBuffer, turn: Turn, *, max_flushes: int) -> None:
         super().__init__(buffer)
         self._turn, self._max_flushes = turn, max_flushes
-        self._start()
-
-    def _start(self) -> None:
-        self.num_flushes = 0
-        self._has_stepped = False
-        self._samples: ParameterSamples | None = None  # None: the weights of training are not known
-        self._left: list[Tensor] = []  # as the last step or round has left the parameters
-        self.levels: list[_Level] = []
 
     def close(self) -> None:
         """Watch no more; idempotent."""
@@ -187,11 +187,3 @@ class OwnWeights(Reader):
         with self._turn.change:
             self._has_stepped, self.is_step_open = True, False
             self.note()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"buffer": self.buffer, "_turn": self._turn, "_max_flushes": self._max_flushes}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.is_reading = False
-        self._start()

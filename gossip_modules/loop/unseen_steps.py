@@ -6,6 +6,7 @@ import warnings
 
 from torch.optim import Optimizer
 
+from ..state import State, transient
 from ..warn import levels_to_user
 from .gradient_watch import WatchedGradient
 
@@ -17,7 +18,7 @@ _CAUSES = (
 )
 
 
-class UnseenSteps:
+class UnseenSteps(State):
     """Counts the changes of parameters between training forwards without a step of a torch optimizer that holds them.
 
     [Note: Steps that hooks do not see] Such a change may be an optimizer step: `step` is replaced on the instance,
@@ -44,15 +45,16 @@ class UnseenSteps:
             steps of these alone.
     """
 
+    are_steps: bool = transient(False)
+    num_plain: int = transient(0)
+    num_forwards: int = transient(0)
+    most_backwards: int = transient(-1)
+    _num_usual: int = transient(0)  # the most of them before a step that hooks have seen
+    _num_changes: int = transient(0)  # before these forwards, or gradients dropped
+    _has_warned: bool = transient(False)
+
     def __init__(self, name: str) -> None:
         self._name = name
-        self.are_steps = False
-        self.num_plain = 0
-        self.num_forwards = 0
-        self.most_backwards = -1
-        self._num_usual = 0  # the most of them before a step that hooks have seen
-        self._num_changes = 0  # before these forwards, or gradients dropped
-        self._has_warned = False
 
     def note_forward(self, gradient: WatchedGradient) -> int:
         """A training forward begins after another one and without a step in between; return the rounds that are due.

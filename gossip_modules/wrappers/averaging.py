@@ -20,6 +20,7 @@ from ..flat.vector import FlatVector
 from ..loop.copies import WeightCopies
 from ..loop.masters import declared_pairs
 from ..rounds.mixer import GlobalAverage
+from ..state import Restart, State
 from ..transport.agreement import check_agreement
 from ..transport.process_group import ProcessGroupTransport, calling
 from ..warn import levels_to_user
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class AveragedModel(ABC):
+class AveragedModel(State, ABC):
     """The model of one rank, as `AveragingMixin` reads and writes it.
 
     Attributes:
@@ -76,9 +77,6 @@ class AveragedModel(ABC):
     @abstractmethod
     def write(self, vector: FlatVector) -> None:
         """The trained tensors <- the estimate of a vector that `read` gave. Always follows `read`."""
-
-    def forget_models(self) -> None:
-        """Drop everything kept of other models."""
 
     @property
     def rank(self) -> int:
@@ -162,7 +160,9 @@ class AveragingMixin(ABC):
             self._average_kept(KeptBuffers(self.module, self._local.selection))
             self._find_differing_frozen()
         if not self._local.is_averaged:  # inside averaged() the models come back
-            self._local.forget_models()
+            # If workers may fail during the average, links stay, since both ends must stay equal.
+            is_elastic = self._local.averager.transport.is_elastic
+            self._local.restart(Restart.AVERAGE if is_elastic else Restart.REQUEST)
             self._note_equal_models()
 
     def _average(self) -> None:

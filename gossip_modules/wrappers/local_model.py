@@ -25,7 +25,7 @@ from ..loop.loop import Loop, RoundTime
 from ..loop.turn import is_in_signal_handler
 from ..membership.links import LinkTransport
 from ..profiling import Span
-from ..state import Restart
+from ..state import branch, transient
 from ..transport.agreement import check_agreement
 from ..transport.change_board import REMEDY, first_difference
 from ..transport.process_group import ProcessGroupTransport
@@ -37,6 +37,10 @@ from .composition import check_outside
 from .node import Node
 from .state import Place
 from .travelling import Travelling
+
+
+def _nothing() -> None:
+    return None
 
 
 class LocalModel(AveragedModel):
@@ -84,12 +88,14 @@ class LocalModel(AveragedModel):
         num_steps: the steps that were run here; steps before a checkpoint that was loaded do not count.
     """
 
-    engine: Engine
+    engine: Engine = branch(is_needed=True)
+    loop: Loop = branch(is_flat=True)
     transport: ProcessGroupTransport | LinkTransport
     is_connected = False
     place: Place = None
     who: str = ""
-    around: Callable[[], nn.Module | None]
+    around: Callable[[], nn.Module | None] = transient(_nothing)
+    _run_after_step: Callable[[], Callable[[], None] | None] = transient(_nothing)
     former: FormerLayout | None = None
     is_closed = is_seen_current = _has_warned = False
     num_steps = 0
@@ -157,12 +163,6 @@ class LocalModel(AveragedModel):
         """See `AveragedModel`."""
         self.to_estimate()
         self.loop.gradient.own_write()
-
-    def forget_models(self) -> None:
-        """See `AveragedModel`."""
-        # If workers may fail during the average, links stay, since both ends must stay equal.
-        is_elastic = self.averager.transport.is_elastic
-        self.engine.restart(Restart.AVERAGE if is_elastic else Restart.REQUEST)
 
     @property
     def rank(self) -> int:
@@ -485,7 +485,7 @@ class LocalModel(AveragedModel):
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
-        state = {name: value for name, value in vars(self).items() if name not in ("around", "_run_after_step")}
+        state = super().__getstate__()
         if self.engine.is_asynchronous or self.world.changes:
             # Its threads answer for one model; a copy is a snapshot that stays local.
             state.update(engine=self.engine.snapshot(), is_closed=True, world=ModelWorld())
@@ -501,26 +501,28 @@ class LocalModel(AveragedModel):
 
     # State.
 
-    def state_dict(self) -> dict[str, Any]:
-        """The place of this rank, the state of the engine, the rounds in flight, and the position in the loop."""
-        place = {} if self.place is None else dict(zip(("rank", "world_size"), self.place, strict=True))
-        parts = {**self.loop.state_dict(), **self.travelling.saved(self.engine.t)}
-        flights = (
-            self.engine.saved_flights() if self.may_flush and self.former is None else None
-        )  # which waits for them
-        if flights:
-            parts["flights"] = flights
-        return {**parts, "engine": self.engine.state_dict(), **place}
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
+        """See `State`: the place of this rank, the engine, the rounds in flight, and the position in the loop."""
+        # Waits for the rounds in flight.
+        flights = self.engine.saved_flights() if self.may_flush and self.former is None else None
+        return {
+            **super().state_dict(joins=joins, has_links=has_links),
+            **self.travelling.saved(self.engine.t),
+            **({"flights": flights} if flights else {}),
+            **({} if self.place is None else dict(zip(("rank", "world_size"), self.place, strict=True))),
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict()` gave; an empty one starts anew."""
-        self.loop.load_state_dict(state)
-        if state:
-            if not self.engine.is_asynchronous:
-                self.travelling.load_saved(state)
-            self.engine.load_state_dict(state["engine"])
-            if not self.world.changes:
-                self.engine.resume_flights(state.get("flights", ()))
-        else:
-            self.engine.restart()
+    def from_layout(self, state: Any) -> dict[str, Any]:
+        """See `State`. A wrapper keeps entries of its own beside these."""
+        return {name: state[name] for name in self.entry_names() if name in state}
+
+    def fill(self, state: Any) -> None:
+        """See `State`."""
+        super().fill(state)
+        if not state:
             self.start_training()
+            return
+        if not self.engine.is_asynchronous:
+            self.travelling.load_saved(state)
+        if not self.world.changes:
+            self.engine.resume_flights(state.get("flights", ()))

@@ -12,6 +12,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.slots import Slot
 from ..flat.vector import FlatVector
 from ..membership.links import LinkTransport
+from ..state import State, leaf
 from ..transport.change_board import digest_of
 from ..transport.process_group import ProcessGroupTransport
 
@@ -36,7 +37,7 @@ class Ranks(Protocol):
         """vector <- its exact average over all ranks."""
 
 
-class Travelling:
+class Travelling(State):
     """Decides about the exchanged tensors of a model at its rounds.
 
     [Note: what leaves the vector] A tensor that is frozen has been trained since the last round. It stays in the vector
@@ -61,24 +62,17 @@ class Travelling:
         is_first: whether the next round is the first one of a generation.
     """
 
+    frozen_at: int | None = leaf(None)
+    agreed: set[str] = leaf(set(), save=sorted, load=set)
+    is_first: bool = leaf(False)
+    is_newcomer: bool = leaf(False, is_saved=False)
+
     def __init__(self, buffer: FlatBuffer) -> None:
         self._buffer = buffer
-        self.frozen_at: int | None = None
-        self.agreed: set[str] = set()
-        self.is_newcomer = False
-        self.is_first = False
 
     def must_leave(self, t: int) -> bool:
         """Whether frozen tensors leave the vector after t rounds, though this rank has changed nothing."""
         return self.frozen_at is not None and t > self.frozen_at
-
-    def state_dict(self) -> dict[str, Any]:
-        """The choice of a donor and its agreements with the others, for a joining worker."""
-        return {"frozen_at": self.frozen_at, "agreed": sorted(self.agreed), "is_first": self.is_first}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of a donor."""
-        self.frozen_at, self.agreed, self.is_first = state["frozen_at"], set(state["agreed"]), state["is_first"]
 
     def saved(self, t: int) -> dict[str, Any]:
         """Return the frozen tensors still in the vector after t rounds, for a checkpoint."""
