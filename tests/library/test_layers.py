@@ -63,7 +63,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "gossiper": {"compat"},
         "optim": set(),
         "sparta": {"graph_manager", "compression"},
-        "loop": {"flat", "transport", "warn"},
+        "loop": {"state", "flat", "transport", "warn"},
         "rounds": {*_LOCKSTEP, "loop", "registry", "old_names"},
         "algorithms": {
             "devices",
