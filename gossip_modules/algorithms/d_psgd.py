@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..mixing_manager.base import MixingManager
 from ..rounds import Algorithm, Memory, Mix, Round, Vectors
 
 
@@ -25,8 +26,10 @@ class DPSGD(Algorithm):
 
     is_plain: ClassVar[bool] = True
     is_whole: ClassVar[bool] = True
-    needs_doubly_stochastic: ClassVar[bool] = False
     takes_push_sum: ClassVar[bool] = True
+
+    def check(self, mixing: MixingManager) -> None:
+        """See `Algorithm`; any weights will do, since push-sum weights correct the mean."""
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""

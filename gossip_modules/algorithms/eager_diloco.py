@@ -58,7 +58,6 @@ class EagerDiLoCo(DiLoCo):
     paper: ClassVar[Paper | None] = Paper(
         "Kale et al.", "Eager Updates For Overlapped Communication and Computation in DiLoCo", "2025", "2502.12996"
     )
-    writes_early: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()  # with delay=0, so that sync_every is checked

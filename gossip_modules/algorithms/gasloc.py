@@ -74,7 +74,6 @@ class GASLoC(OuterMethod):
         "2026",
         "2606.11081",
     )
-    writes_early: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -52,8 +52,15 @@ class GradientTracking(Algorithm):
     )
     needs_current: ClassVar[bool] = True
     is_skippable: ClassVar[bool] = False  # the sum of the y over ranks equals the sum of the u
-    mixes_several: ClassVar[bool] = True
     follows_rate: ClassVar[bool] = True
+
+    def check_inner(self, inner: Algorithm) -> None:
+        """See `Algorithm`."""
+        if not inner.parts[0].is_plain:
+            raise ValueError(
+                f"got {self}.over({inner}), expected plain gossip: the outer algorithm mixes two vectors in a round, "
+                "and the inner one keeps the state of one vector; take D2 or ExactDiffusion"
+            )
 
     def default_mixing(self, world_size: int) -> MixingManager:
         """See `Algorithm`."""

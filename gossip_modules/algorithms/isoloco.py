@@ -67,7 +67,6 @@ class IsoLoCo(DiLoCo):
     paper: ClassVar[Paper | None] = Paper(
         "Horoi, Thérien, Wolf, Belilovsky", "Can Model Merging Improve Aggregation in DiLoCo?", "2026", "2607.03011"
     )
-    needs_whole_tensors: ClassVar[bool] = True
     takes_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -79,6 +78,14 @@ class IsoLoCo(DiLoCo):
                 f"IsoLoCo: got fragments={self.fragments}, whose equal runs cut matrices, expected 1 or a list of "
                 "names for each fragment, as in [['embed', 'layers.0'], ['layers.1', 'head']]"
             )
+
+    def check_shards(self, nprocs_per_node: int) -> None:
+        """See `Algorithm`."""
+        raise ValueError(
+            f"got {self} for a model that several processes hold in shards (nprocs_per_node={nprocs_per_node}, or "
+            "fully_shard), expected a whole model in each: it needs whole matrices; take DiLoCo(), or a membership, "
+            "whose nodes gossip with one process"
+        )
 
     def outer_step(self, v: Vectors, m: Memory, phi: Vector, drift: Vector) -> None:
         """See `DiLoCo`."""

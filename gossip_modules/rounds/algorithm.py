@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -20,6 +20,15 @@ from .requests import Inner, Mix, Round
 
 if TYPE_CHECKING:
     from .requests import SGDStep, Vectors
+
+FORMER_FACTS: Mapping[str, str] = {
+    "is_elastic": "override for_membership() and raise a ValueError where a membership does not fit",
+    "mixes_several": "override check_inner() and raise a ValueError where an inner algorithm does not fit",
+    "needs_doubly_stochastic": "override check() and leave super().check() out, where any weights fit",
+    "needs_whole_tensors": "override check_shards() and raise a ValueError",
+    "writes_early": "leave it out",
+}
+"""Facts that a class declared in older versions; each with what takes its place, as a clause."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +52,11 @@ class Algorithm(ABC):
         is_plain: whether a round is `yield Mix(v.x)` and nothing else. Drivers then run it without a generator.
         needs_current: whether a round needs the model as the last step has left it. Such a round cannot overlap
             training.
-        mixes_several: whether a round yields more than one `Mix`. All of them are then answered by W(t). The rounds of
-            an inner algorithm cannot answer them, because its memory belongs to one vector.
         keeps_models: whether the algorithm keeps models of peers from round to round. It would undo exact averages in
             between, and it cannot overlap training.
         is_skippable: whether a rank may leave a round out after it has received the replies. False if peers rely on the
             round's change of state on this rank.
         needs_symmetric_weights: whether W(t) must be symmetric, on an undirected graph.
-        needs_doubly_stochastic: whether W(t) must keep the mean.
         needs_static_graph: whether W(t) must be symmetric and never change.
         needs_sgd: whether the algorithm reads and writes the momentum of the user's optimizer, a `torch.optim.SGD`.
         takes_nesterov: whether that optimizer may have nesterov=True.
@@ -63,12 +69,8 @@ class Algorithm(ABC):
             messages are its own.
         is_whole: whether a round sends whole vectors. Compressed rounds leave a rest for later rounds.
         needs_whole_rounds: whether differences between ranks may grow if the inner algorithm is not `is_whole`.
-        writes_early: whether a round changes x or the memory before its last reply, so that it is not a transaction. In
-            a membership such a round catches `RoundLost` at its averages, mends its vectors, and raises it again.
-        needs_whole_tensors: whether a round needs each tensor of the model whole, not in shards of several processes.
         needs_inner_rate: whether drivers call `inner_rate` after each optimizer step.
         keeps_links: whether the memory has a state for each link, equal at both ends.
-        is_elastic: whether a round continues without failed peers. A membership needs such rounds.
         checks_messages: whether each message has a header with its number and a digest of all earlier messages. False
             where the check costs too much, for example because messages are whole models.
         takes_rows: whether a round works on the models of all ranks at once, stacked as the rows of one tensor [n, d].
@@ -84,11 +86,9 @@ class Algorithm(ABC):
     paper: ClassVar[Paper | None] = None
     is_plain: ClassVar[bool] = False
     needs_current: ClassVar[bool] = False
-    mixes_several: ClassVar[bool] = False
     keeps_models: ClassVar[bool] = False
     is_skippable: ClassVar[bool] = True
     needs_symmetric_weights: ClassVar[bool] = False
-    needs_doubly_stochastic: ClassVar[bool] = True
     needs_static_graph: ClassVar[bool] = False
     needs_sgd: ClassVar[bool] = False
     takes_nesterov: ClassVar[bool] = True
@@ -102,12 +102,14 @@ class Algorithm(ABC):
     takes_wire_dtype: ClassVar[bool] = True
     is_whole: ClassVar[bool] = False
     needs_whole_rounds: ClassVar[bool] = False
-    writes_early: ClassVar[bool] = False
-    needs_whole_tensors: ClassVar[bool] = False
     needs_inner_rate: ClassVar[bool] = False
-    is_elastic: ClassVar[bool] = True
     checks_messages: ClassVar[bool] = True
     takes_rows: ClassVar[bool] = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in vars(cls).keys() & FORMER_FACTS.keys():
+            raise TypeError(f"{cls.__name__}: got {name}, which is gone: {FORMER_FACTS[name]}")
 
     @abstractmethod
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
@@ -184,12 +186,9 @@ class Algorithm(ABC):
         Args:
             nprocs_per_node: the number of processes of a node; 1 for a module that is sharded by `fully_shard`.
         """
-        if self.needs_whole_tensors:
-            raise ValueError(
-                f"got {self} for a model that several processes hold in shards (nprocs_per_node={nprocs_per_node}, or "
-                "fully_shard), expected a whole model in each: it needs whole matrices; take DiLoCo(), or a "
-                "membership, whose nodes gossip with one process"
-            )
+
+    def check_inner(self, inner: Algorithm) -> None:
+        """Raise ValueError if rounds of the algorithm `inner` cannot answer the `Mix` of this one; see `over`."""
 
     def averages_at(self, k: int) -> bool:
         """Whether a round that averages exactly over all ranks runs after k optimizer steps."""
@@ -257,7 +256,10 @@ class Algorithm(ABC):
         return 1.0
 
     def check(self, mixing: MixingManager) -> None:
-        """Raise ValueError if the algorithm does not work with the weights `mixing`."""
+        """Raise ValueError if the algorithm does not work with the weights `mixing`.
+
+        By default the weights must keep the mean of all models.
+        """
         name = type(self).__name__
         needs_symmetry = self.needs_symmetric_weights or self.needs_static_graph
         if needs_symmetry and not (mixing.graph.is_symmetric and mixing.is_symmetric):
@@ -272,7 +274,7 @@ class Algorithm(ABC):
                 "memory of a rank is a sum over rounds with the same neighbours and weights; take a ring with "
                 "peers_per_itr=2, a torus with 4, or a hypercube with all neighbours"
             )
-        if self.needs_doubly_stochastic and not self.averages_exactly and not mixing.is_doubly_stochastic:
+        if not self.averages_exactly and not mixing.is_doubly_stochastic:
             raise ValueError(
                 f"{name}: got {mixing}, expected doubly stochastic weights, which keep the mean of all models; use an "
                 "undirected graph, such as RingGraph(n, peers_per_itr=2), without mixing="
@@ -287,11 +289,6 @@ class Algorithm(ABC):
         Raises:
             ValueError: the algorithm cannot run in a membership.
         """
-        if not self.is_elastic:
-            raise ValueError(
-                f"got {self} with a membership, expected an algorithm with is_elastic = True, whose rounds go on "
-                "without peers that fail; take another one, such as DPSGD()"
-            )
         return self
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
@@ -341,14 +338,27 @@ class Over(Algorithm):
         corrects_steps = first.needs_current and not first.keeps_models and not outer.takes_push_sum
         if corrects_steps or first.needs_sgd:
             raise ValueError(f"got {self}, expected one of them: both change the optimizer steps of a rank")
-        if outer.mixes_several and not first.is_plain:
-            raise ValueError(
-                f"got {self}, expected plain gossip: the outer algorithm mixes two vectors in a round, and the inner "
-                "one keeps the state of one vector; take D2 or ExactDiffusion"
-            )
-        facts = {name: any(getattr(part, name) for part in (outer, inner)) for name in _IF_ANY}
-        facts |= {name: all(getattr(part, name) for part in (outer, inner)) for name in _IF_ALL}
-        facts |= {name: getattr(outer, name) for name in _OF_OUTER}
+        outer.check_inner(inner)
+        self._set(
+            needs_current=outer.needs_current or inner.needs_current,
+            keeps_models=outer.keeps_models or inner.keeps_models,
+            needs_symmetric_weights=outer.needs_symmetric_weights or inner.needs_symmetric_weights,
+            needs_static_graph=outer.needs_static_graph or inner.needs_static_graph,
+            needs_sgd=outer.needs_sgd or inner.needs_sgd,
+            follows_rate=outer.follows_rate or inner.follows_rate,
+            needs_inner_rate=outer.needs_inner_rate or inner.needs_inner_rate,
+            keeps_links=outer.keeps_links or inner.keeps_links,
+            is_skippable=outer.is_skippable and inner.is_skippable,
+            takes_push_sum=outer.takes_push_sum and inner.takes_push_sum,
+            is_whole=outer.is_whole and inner.is_whole,
+            checks_messages=outer.checks_messages and inner.checks_messages,
+            takes_rows=outer.takes_rows and inner.takes_rows,
+            averages_exactly=outer.averages_exactly,
+            has_equal_memory=outer.has_equal_memory,
+            takes_wire_dtype=outer.takes_wire_dtype,
+        )
+
+    def _set(self, **facts: bool) -> None:
         for name, fact in facts.items():
             object.__setattr__(self, name, fact)
 
@@ -390,6 +400,22 @@ class Over(Algorithm):
     def can_recover(self) -> bool:
         """See `Algorithm`."""
         return self.outer.can_recover
+
+    def begin(self, v: Vectors, m: Memory) -> None:
+        """See `Algorithm`."""
+        self.outer.begin(v, m)
+
+    def recover(self, v: Vectors, m: Memory) -> None:
+        """See `Algorithm`."""
+        self.outer.recover(v, m)
+
+    def is_due(self, k: int) -> bool:
+        """See `Algorithm`."""
+        return self.outer.is_due(k)
+
+    def averages_at(self, k: int) -> bool:
+        """See `Algorithm`."""
+        return self.outer.averages_at(k)
 
     @property
     def times(self) -> Sequence[Times] | None:
@@ -460,39 +486,6 @@ class Over(Algorithm):
 
     def __repr__(self) -> str:
         return f"{self.outer!r}.over({self.inner!r})"
-
-
-_IF_ANY = (
-    "needs_current",
-    "keeps_models",
-    "needs_symmetric_weights",
-    "needs_static_graph",
-    "needs_sgd",
-    "needs_gradients",
-    "follows_rate",
-    "needs_inner_rate",
-    "keeps_links",
-    "mixes_several",
-    "writes_early",
-)
-_IF_ALL = (
-    "is_skippable",
-    "takes_nesterov",
-    "takes_push_sum",
-    "is_whole",
-    "is_elastic",
-    "checks_messages",
-    "takes_rows",
-)
-_OF_OUTER = (
-    "averages_exactly",
-    "has_equal_memory",
-    "takes_wire_dtype",
-    "is_due",
-    "averages_at",
-    "begin",
-    "recover",
-)
 
 
 def combined(*parts: object) -> tuple[Algorithm | None, list[object]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from gossip_modules import D2, DPSGD, Choco, GASLoC, GradientTracking, NoLoCo, QGDSGDm, SignNorm, SlowMo
 from gossip_modules.extend import Algorithm
+from gossip_modules.rounds.algorithm import FORMER_FACTS
 from tests.harness.quadratics import START, descended, solve
 
 CHOCO = Choco(SignNorm(), step_size=0.4)
@@ -49,3 +52,19 @@ def test_slow_momentum_over_d2_moves_the_mean_as_without_gossip_and_lets_it_star
             x = w @ (h + c)
             c = x - h
     torch.testing.assert_close(solve(lambda: {"algorithm": slow.over(D2())}, num_steps=7), x, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FORMER_FACTS)
+def test_a_fact_of_an_older_version_says_what_takes_its_place(name: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"Own: got {name}, which is gone: {FORMER_FACTS[name]}")):
+        type("Own", (DPSGD,), {name: True})
+
+
+def test_an_algorithm_may_refuse_a_membership() -> None:
+    class Fixed(DPSGD):
+        def for_membership(self) -> Algorithm:
+            raise ValueError("the rounds need all peers")
+
+    for algorithm in (Fixed(), GradientTracking().over(Fixed())):
+        with pytest.raises(ValueError, match="the rounds need all peers"):
+            algorithm.for_membership()
