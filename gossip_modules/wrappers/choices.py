@@ -266,7 +266,8 @@ class Choices:
             ValueError: a dtype of the wire beside an algorithm that has messages of its own.
         """
         innermost = self._parts[-1] if self._parts else self.algorithm
-        if self.wire_dtype is not None and not getattr(innermost, "takes_wire_dtype", innermost is None):
+        takes_wire_dtype = innermost is None or (isinstance(innermost, Algorithm) and innermost.takes_wire_dtype)
+        if self.wire_dtype is not None and not takes_wire_dtype:
             raise ValueError(
                 f"got wire_dtype={self.wire_dtype} with {innermost}, expected one of them: the algorithm makes its own "
                 "messages, and no wire rounds these; leave wire_dtype out. PushPull has its own argument wire_dtype"
