@@ -132,14 +132,14 @@ class Selection:
         """Return the buffers of `kept(module)` that an average of all ranks takes from rank 0."""
         return {} if self.gossip_buffers is False else self.kept(module)
 
-    def others(self, module: nn.Module, travelling: Sequence[Tensor]) -> dict[str, Tensor]:
+    def others(self, module: nn.Module, exchanged: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the other tensors, such as frozen parameters and counters, each once, by name.
 
         Args:
             module: the wrapped module; its ignored tensors are left out.
-            travelling: the averaged tensors; these are left out too.
+            exchanged: the averaged tensors; these are left out too.
         """
-        left = {id(x) for x in travelling} | self.ignored_ids(module)
+        left = {id(x) for x in exchanged} | self.ignored_ids(module)
         others: dict[int, tuple[str, Tensor]] = {}
         for name, x in (*module.named_parameters(), *module.named_buffers()):
             if id(x) not in left:

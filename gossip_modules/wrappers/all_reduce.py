@@ -59,7 +59,7 @@ class PackedModel(AveragedModel):
         return [p for p in self.module.parameters() if p.requires_grad and id(p) not in ignored]
 
     @property
-    def travelling_tensors(self) -> list[Tensor]:
+    def exchanged_tensors(self) -> list[Tensor]:
         """See `AveragedModel`: gradients travel."""
         return self.trained
 

@@ -66,7 +66,7 @@ class AveragedModel(State, ABC):
         return self.buffer.parameters
 
     @property
-    def travelling_tensors(self) -> Sequence[Tensor]:
+    def exchanged_tensors(self) -> Sequence[Tensor]:
         """The tensors that rounds exchange."""
         return self.buffer.tensors
 
@@ -340,7 +340,7 @@ class AveragingMixin(ABC):
         Empty, after the warning, if ranks have frozen parameters of other names or shapes.
         """
         local, transport = self._local, self._local.averager.transport
-        frozen = frozen_parameters(self.module, local.selection, local.travelling_tensors)
+        frozen = frozen_parameters(self.module, local.selection, local.exchanged_tensors)
 
         def sum_over_ranks(x: Tensor) -> None:
             on_device = x.to(local.trained[0].device)

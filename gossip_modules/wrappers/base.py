@@ -162,7 +162,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
         existing = connect(group_or_world(links.process_group), module_device=device, timeout=links.timeout)
         try:
             with existing.within(deadline):
-                travels = {"model": buffer.signature(), "beside what travels": shapes}
+                travels = {"model": buffer.signature(), "beside exchanged tensors": shapes}
                 travels["push-sum weight"] = [str(buffer.vector.push_sum_weight.dtype)]
                 found = find_difference(existing, {**description, **travels})
             if is_sharded:

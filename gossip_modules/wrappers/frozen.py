@@ -14,9 +14,9 @@ from .state import fingerprint
 _BITS = 24  # of a digest: its square times the number of ranks is below 2**63
 
 
-def frozen_parameters(module: nn.Module, selection: Selection, travelling: Sequence[Tensor]) -> dict[str, Tensor]:
+def frozen_parameters(module: nn.Module, selection: Selection, exchanged: Sequence[Tensor]) -> dict[str, Tensor]:
     """The parameters of a module that are neither trained, nor exchanged, nor ignored, each once, by name."""
-    left = {*map(id, travelling), *selection.ignored_ids(module)}
+    left = {*map(id, exchanged), *selection.ignored_ids(module)}
     return {name: x for name, x in module.named_parameters() if not (x.requires_grad or id(x) in left)}
 
 

@@ -34,9 +34,9 @@ from ..worlds.all_or_none import MayBeLost
 from ..worlds.world import ModelWorld
 from .averaging import AveragedModel
 from .composition import check_outside
+from .exchanged_tensors import ExchangedTensors
 from .node import Node
 from .state import Place
-from .travelling import Travelling
 
 
 def _nothing() -> None:
@@ -48,12 +48,12 @@ class LocalModel(AveragedModel):
 
     A wrapper decides when a step begins; this object runs the step. A membership changes its world and its vector.
 
-    [Note: What travels] Ranks exchange a vector of the tensors trained at a training forward, or trained since the last
-    round. The first forward after `requires_grad_()`, or after layers have come or gone, makes a new vector on all
-    ranks alike, once they have compared their trained tensors; see `Travelling`. Nothing else does: a `flush()`, which
-    one rank may call alone (for `eval()`, or to save), leaves vectors as they are, so that the vectors of all ranks
-    still match. An asynchronous wrapper, whose peers may ask for its model at any time, goes on with frozen tensors and
-    refuses new ones. A forward with tensors that `functional_call` lends to the module starts no round.
+    [Note: exchanged tensors] Ranks exchange a vector of the tensors trained at a training forward, or trained since the
+    last round. The first forward after `requires_grad_()`, or after layers have come or gone, makes a new vector on all
+    ranks alike, once they have compared their trained tensors; see `ExchangedTensors`. Nothing else does: a `flush()`,
+    which one rank may call alone (for `eval()`, or to save), leaves vectors as they are, so that the vectors of all
+    ranks still match. An asynchronous wrapper, whose peers may ask for its model at any time, goes on with frozen
+    tensors and refuses new ones. A forward with tensors that `functional_call` lends to the module starts no round.
 
     [Note: Safe point] Gossip writes parameters in place, through storage that autograd does not watch. So it bumps
     their version: a backward through a graph that was built before the round fails with autograd's own "modified by
@@ -115,7 +115,7 @@ class LocalModel(AveragedModel):
         self.world = ModelWorld()
         self.description: dict[str, str] = {}
         self.buffer = FlatBuffer(module, selection=selection, num_shards=num_shards)
-        self.travelling = Travelling(self.buffer)
+        self.exchanged = ExchangedTensors(self.buffer)
         self._run_after_step = weakref.WeakMethod(run)
         self.loop = Loop(self.buffer, self, when=when, name=name, max_flushes=MAX_KEPT)
 
@@ -202,13 +202,13 @@ class LocalModel(AveragedModel):
 
     def _round(self) -> None:
         """The round of a step, of the trained tensors now."""
-        engine, travelling, loop = self.engine, self.travelling, self.loop
+        engine, exchanged, loop = self.engine, self.exchanged, self.loop
         debias, own_weights, masters = loop.debias, loop.own_weights, loop.copies.masters
         if masters.is_looking or self.num_steps >= loop.next_look:
             loop.before_round(self.num_steps, None if self.world.changes else getattr(self.averager, "transport", None))
         is_current = self.is_seen_current or self.buffer.is_current()
-        is_leaving = travelling.frozen_at is not None and travelling.must_leave(engine.t)
-        if is_leaving or travelling.is_first or not is_current:
+        is_leaving = exchanged.frozen_at is not None and exchanged.must_leave(engine.t)
+        if is_leaving or exchanged.is_first or not is_current:
             self.choose()
             if not self.buffer.is_attached():
                 self.reattach()
@@ -382,12 +382,12 @@ class LocalModel(AveragedModel):
     # Changes of what is trained.
 
     def choose(self, *, may_leave: bool = True) -> None:
-        """Let the vector have the trained tensors now, on all ranks at this point: [Note: What travels].
+        """Let the vector have the trained tensors now, on all ranks at this point: [Note: exchanged tensors].
 
         With a membership the vector stays as it is where a worker is lost meanwhile, and the next step tries again.
 
         Args:
-            may_leave: whether frozen tensors may leave the vector: see [Note: what leaves the vector].
+            may_leave: whether frozen tensors may leave the vector: see [Note: leaving the vector].
 
         Raises:
             ValueError: ranks train other tensors.
@@ -401,15 +401,15 @@ class LocalModel(AveragedModel):
         if not self.buffer.is_trained():
             return
         with MayBeLost(self.transport):
-            if self.travelling.is_first and may_leave:
+            if self.exchanged.is_first and may_leave:
                 self.world.compare_layouts()
-            self.travelling.change(self, self.engine.t, may_leave=may_leave)
+            self.exchanged.change(self, self.engine.t, may_leave=may_leave)
 
     def watch_changes(self) -> None:
         """Let ranks that change what is trained and ranks that do not find each other: see `ChangeBoard`."""
         if self.is_connected and not self.engine.is_asynchronous:
             local = weakref.ref(self)
-            self.travelling.watch(self.transport, step=lambda: -1 if (kept := local()) is None else kept.engine.step)
+            self.exchanged.watch(self.transport, step=lambda: -1 if (kept := local()) is None else kept.engine.step)
 
     def compare_trained(self, description: list[str]) -> None:
         """See `Ranks`; the processes of a node compare theirs first, if each has the whole model."""
@@ -507,7 +507,7 @@ class LocalModel(AveragedModel):
         flights = self.engine.saved_flights() if self.may_flush and self.former is None else None
         return {
             **super().state_dict(joins=joins, has_links=has_links),
-            **self.travelling.saved(self.engine.t),
+            **self.exchanged.saved(self.engine.t),
             **({"flights": flights} if flights else {}),
             **({} if self.place is None else dict(zip(("rank", "world_size"), self.place, strict=True))),
         }
@@ -523,6 +523,6 @@ class LocalModel(AveragedModel):
             self.start_training()
             return
         if not self.engine.is_asynchronous:
-            self.travelling.load_saved(state)
+            self.exchanged.load_saved(state)
         if not self.world.changes:
             self.engine.resume_flights(state.get("flights", ()))

@@ -135,25 +135,25 @@ class Participant(ModelWorld):
         return True
 
     def compare_layouts(self) -> None:
-        """See `ModelWorld`, and [Note: agreeing] of `Travelling`."""
-        local, travelling, transport = self.local, self.local.travelling, self.local.transport
+        """See `ModelWorld`, and [Note: agreeing] of `ExchangedTensors`."""
+        local, exchanged, transport = self.local, self.local.exchanged, self.local.transport
         assert isinstance(transport, LinkTransport), "the transport of a membership"
 
         def compare() -> bool:
             """Whether this worker has taken over the layout of another one."""
-            digest = bytes.fromhex(digest_of([json.dumps(travelling.signature())]))
-            mine = torch.frombuffer(bytearray(digest) + bytes([travelling.is_newcomer]), dtype=torch.uint8)
+            digest = bytes.fromhex(digest_of([json.dumps(exchanged.signature())]))
+            mine = torch.frombuffer(bytearray(digest) + bytes([exchanged.is_newcomer]), dtype=torch.uint8)
             table = mine.new_empty(transport.world_size * len(mine))
-            transport.all_gather(table, mine, what="comparing what travels")
+            transport.all_gather(table, mine, what="comparing exchanged tensors")
             rows = table.view(transport.world_size, -1)
             if bool((rows[:, :-1] == rows[0, :-1]).all()):
                 return False
             source = int(rows[:, -1].argmin())  # the first one of those that are not new, or of all
             state = self.layout() if transport.rank == source else None
-            state = broadcast_state(transport, state, source=source, what="what travels")
+            state = broadcast_state(transport, state, source=source, what="the exchanged tensors")
             differs = not torch.equal(rows[source, :-1], mine[:-1])
             if differs:
-                self.take_layout(state, freezes=travelling.is_newcomer)
+                self.take_layout(state, freezes=exchanged.is_newcomer)
             return differs
 
         if (node := local.node) is None or node.is_sharded:
@@ -161,10 +161,10 @@ class Participant(ModelWorld):
                 compare()
         elif node.run(compare):
             state = self.layout() if node.control.rank == 0 else None
-            state = broadcast_state(node.control, state, source=0, what="what travels")
+            state = broadcast_state(node.control, state, source=0, what="the exchanged tensors")
             if node.control.rank:
                 self.take_layout(state)
-        travelling.is_first = travelling.is_newcomer = False
+        exchanged.is_first = exchanged.is_newcomer = False
 
     def repeat_step(self) -> None:
         """See `ModelWorld`."""
@@ -330,7 +330,7 @@ class Participant(ModelWorld):
         local = self.local
         self._gather()  # a round in flight came over links that are closed: nothing of it stays
         self.take_layout(state)
-        local.travelling.is_newcomer = True
+        local.exchanged.is_newcomer = True
         vector = local.buffer.vector
         vector.raw.copy_(state["vector"])
         vector.push_sum_weight.copy_(state["weight"])
@@ -359,7 +359,7 @@ class Participant(ModelWorld):
             "others": [tensor.detach().clone() for tensor in self._others()],
             "travels": buffer.signature(),
             "trained": [name for name, tensor in self._named().items() if tensor.requires_grad],
-            "travelling": self.local.travelling.state_dict(),
+            "travelling": self.local.exchanged.state_dict(),
             "agreed": buffer.agreed,
             "is_complete": buffer.is_complete(),
         }
@@ -377,7 +377,7 @@ class Participant(ModelWorld):
         buffer, named = self.local.buffer, self._named()
         trained = {name for name, x in named.items() if x.requires_grad} if not freezes else {*state["trained"]}
         self._choose(state["travels"], trained)
-        self.local.travelling.load_state_dict(state["travelling"])
+        self.local.exchanged.load_state_dict(state["travelling"])
         buffer.keep(is_complete=freezes and state["is_complete"])
         buffer.agree(state["agreed"])
         for own, other in zip(self._others(), state["others"], strict=True):
@@ -400,9 +400,9 @@ class Participant(ModelWorld):
         """
         buffer, named = self.local.buffer, self._named()
         if buffer.signature() != travels:
-            travelling = {text.split(" ", 1)[0] for text in travels}
+            names = {text.split(" ", 1)[0] for text in travels}
             for name, parameter in named.items():
-                parameter.requires_grad_(name in travelling)
+                parameter.requires_grad_(name in names)
             buffer.attach()
             if buffer.signature() != travels:
                 ours, theirs = set(buffer.signature()) - set(travels), set(travels) - set(buffer.signature())

@@ -141,7 +141,7 @@ def test_local_sgd_is_its_law(outer: LocalSGD) -> None:
         if k % 5 == 0:
             late[k + int(outer.delay)] = x.mean() - x
         x = x + late.pop(k, 0.0)
-    for change in late.values():  # close() ends what travels
+    for change in late.values():  # close() ends the round in flight
         x = x + change
     torch.testing.assert_close(solve(lambda: {"algorithm": outer}), x, rtol=0, atol=1e-12)
 

@@ -150,7 +150,9 @@ def test_buffers_of_another_shape_than_those_of_rank_0_are_refused_on_all_ranks(
             pass
         assert values(module) == before
         wrapper.close()
-        with pytest.raises(ValueError, match=r"rank 1: beside what travels: got queue \(5, 3\).*expected queue \(2, 3"):
+        with pytest.raises(
+            ValueError, match=r"rank 1: beside exchanged tensors: got queue \(5, 3\).*expected queue \(2, 3"
+        ):
             GossipDataParallel(module, process_group=group)
         wrapper = GossipDataParallel(module, process_group=group, ignore=["queue"])
         with wrapper.averaged():

@@ -230,7 +230,7 @@ def four_three_four(
     def survivor(worker: Worker) -> None:
         worker.begin(1, GENERATIONS[0][1])
         worker.train(0, 8)
-        worker.flush()  # what travels arrives, and nobody dies in it
+        worker.flush()  # the round in flight arrives, and no worker dies in it
         moment.wait(TIMEOUT.total_seconds())
         if die is at_the_end and worker.name == 3:
             deaf(worker)
@@ -249,7 +249,7 @@ def four_three_four(
     def dying(worker: Worker) -> None:
         worker.begin(1, GENERATIONS[0][1])
         worker.train(0, 8)
-        worker.flush()  # what travels arrives, and nobody dies in it
+        worker.flush()  # the round in flight arrives, and no worker dies in it
         moment.wait(TIMEOUT.total_seconds())
         die(worker)
         raise Ended

@@ -168,7 +168,7 @@ def test_a_model_that_is_frozen_for_a_while_starts_no_round() -> None:
     torch.testing.assert_close(first, second)
 
 
-# What travels.
+# Exchanged tensors.
 
 
 def save(wrapper: GossipDataParallel) -> None:

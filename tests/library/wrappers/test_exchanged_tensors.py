@@ -1,4 +1,4 @@
-"""What travels changes in the course of training: on all ranks alike, or with an error that names the tensor."""
+"""The exchanged tensors change during training: on all ranks alike, or with an error that names the tensor."""
 
 from __future__ import annotations
 

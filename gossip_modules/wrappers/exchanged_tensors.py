@@ -1,4 +1,4 @@
-"""Travelling: chooses the exchanged tensors of a model in the course of training, equal on all ranks."""
+"""ExchangedTensors: chooses the exchanged tensors of a model in the course of training, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Ranks(Protocol):
         """vector <- its exact average over all ranks."""
 
 
-class Travelling(State):
+class ExchangedTensors(State):
     """Decides about the exchanged tensors of a model at its rounds.
 
-    [Note: what leaves the vector] A tensor that is frozen has been trained since the last round. It stays in the vector
+    [Note: leaving the vector] A tensor that is frozen has been trained since the last round. It stays in the vector
     until a round has taken it along; at the next one it is averaged exactly over all ranks, once, and leaves. So all
     ranks have the same frozen tensors from then on, and parts of a model that are trained in turn stay in the vector
     while each is trained between two rounds. A new tensor, or a tensor trained again, comes in at the next round.
@@ -180,7 +180,7 @@ class Travelling(State):
 
 def describe(buffer: FlatBuffer, slots: Sequence[Slot]) -> list[str]:
     """One text for each tensor: the facts to be equal on all ranks, and whether it is frozen."""
-    travelling = [
+    texts = [
         slot.signature() + (", frozen" if slot.is_parameter and not slot.tensor.requires_grad else "") for slot in slots
     ]
-    return [*travelling, *buffer.copied_signature()]
+    return [*texts, *buffer.copied_signature()]

@@ -1,4 +1,4 @@
-"""What travels changes in the course of training, with workers that come and go."""
+"""The exchanged tensors change in the course of training, with workers that come and go."""
 
 from __future__ import annotations
 
