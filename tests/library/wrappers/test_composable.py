@@ -245,6 +245,26 @@ def test_averages_and_modes_of_the_wrapper() -> None:
     assert states[1] == {}
 
 
+@pytest.mark.parametrize("change", [nn.Module.eval, nn.Module.double])
+def test_modes_and_casts_apply_the_correction_in_flight(change: Callable[[nn.Module], nn.Module]) -> None:
+    """`nn.Module` has no hook for them, so the class of the module has them: see docs/decisions/wrappers.md."""
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        model = gossip(mlp(group.rank()), process_group=group, init_sync=False, overlap=True)
+        steps(model, group.rank(), 3, model)
+        before = flatten(model)
+        change(model)
+        after = flatten(model)
+        model.flush()
+        assert torch.equal(flatten(model), after)
+        model.close()
+        return before, after
+
+    (before, after), (other_before, other_after) = run_ranks(2, body)
+    assert not torch.equal(before, after.to(before.dtype))
+    torch.testing.assert_close((after + other_after).to(before.dtype), before + other_before)
+
+
 class Closing(nn.Linear):
     def close(self) -> None:
         """A method of the user's own."""
