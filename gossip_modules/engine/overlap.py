@@ -287,7 +287,7 @@ class Overlap(State):
             "own_buffer_weight": flight.own_buffer_weight,
             "is_converted": flight.is_converted,
             "correction": self._snapshot.raw,
-            "weight": self._snapshot.push_sum_weight,
+            "weight": self._snapshot.push_sum_weight.clone(),  # torch.save refuses one memory of two types
             "sent_buffers": self._sent_buffers,
         }
 
