@@ -59,6 +59,7 @@ class Engine(State, ABC):
 
     def __init__(self) -> None:
         self.step = 0  # training steps seen so far
+        self.num_skipped_steps = 0  # training steps left out and not counted yet, beside the steps of `advance`
         self.stats = EngineStats()
         self.is_closed = False
 
@@ -153,10 +154,6 @@ class Engine(State, ABC):
     def advance(self, num_steps: int) -> None:
         """Count `num_steps` training steps run elsewhere; a negative number takes steps back."""
         self.step += num_steps
-
-    def skipped(self) -> int:
-        """Return the training steps left out since the last call, beside the steps of `advance`."""
-        return 0
 
     def withdraw(self) -> None:
         """Give the model to no peer before the next round."""

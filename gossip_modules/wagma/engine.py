@@ -110,7 +110,7 @@ class WaitAvoidingEngine(Engine):
         self._round_in_flight: int | None = None  # with `overlap`: x as of then is y
         self._merged = -1  # the newest round whose average is in x
         self._is_reset = False
-        self._num_skipped_steps, self._device = 0, x.raw.device
+        self._device = x.raw.device
         self._begin_generation(groups, transport, x)
 
     def _begin_generation(self, groups: ButterflyGroups, transport: Any, x: FlatVector) -> None:
@@ -159,11 +159,6 @@ class WaitAvoidingEngine(Engine):
         """See `Engine`. The connections of a membership may close before the threads have noticed."""
         return not (self.is_cut_off or self.worker.transport.is_closed)
 
-    def skipped(self) -> int:
-        """See `Engine`: the others had passed these steps."""
-        num_steps, self._num_skipped_steps = self._num_skipped_steps, 0
-        return num_steps
-
     @property
     def is_in_flight(self) -> bool:
         """See `Engine`: only with `overlap`."""
@@ -195,7 +190,7 @@ class WaitAvoidingEngine(Engine):
             if attempt.has_lost:
                 is_written, self._round_in_flight = True, None  # maybe one average of two was complete
         self.t = max(self.t, t + 1)
-        self._num_skipped_steps += self.t - t - 1
+        self.num_skipped_steps += self.t - t - 1
         return is_written
 
     def _run_round(self, x: FlatVector) -> bool:
@@ -281,7 +276,7 @@ class WaitAvoidingEngine(Engine):
                 self.t = newest
                 self._gather_rounds("the end of all rounds")
         finally:
-            self._num_skipped_steps += self.t - first
+            self.num_skipped_steps += self.t - first
         worker.is_idle = True
         return is_written
 

@@ -233,7 +233,8 @@ class Participant(ModelWorld):
     def counts(self) -> tuple[int, int]:
         """The training steps left out since the last call, beside the steps of `go_to`; and `step`."""
         engine = self.local.engine
-        return engine.skipped(), engine.step
+        num_skipped, engine.num_skipped_steps = engine.num_skipped_steps, 0
+        return num_skipped, engine.step
 
     def go_to(self, step: int) -> None:
         """Go on from the training step `step`, where the others are."""
