@@ -18,40 +18,15 @@ from tests.harness.problems import net
 from tests.harness.ranks import HangUp, run_ranks, solo_group
 from tests.library.algorithms.contract import (
     ALGORITHMS,
-    ANY_MEMORY,
     ANY_NAME,
     EACH_MEMORY,
-    MIXINGS,
     bound,
-    cases,
     restored,
     ring,
     train,
     vector_of,
     wrap,
 )
-
-
-@cases("star", of=ANY_MEMORY)
-def test_a_checkpoint_continues_bit_for_bit(name: str, graph: str) -> None:
-    """Also one that is taken before the first round, and one of a gossiper that has itself just been loaded."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        for num_rounds in (0, 3):
-            gossiper, s = bound(ALGORITHMS[name](), MIXINGS[graph], group), vector_of(group.rank())
-            for t in range(num_rounds):
-                gossiper.mix(s, t)
-            between, resumed = (bound(ALGORITHMS[name](), MIXINGS[graph], group) for _ in range(2))
-            between.load_state_dict(restored(gossiper.state_dict()))
-            resumed.load_state_dict(restored(between.state_dict()))
-            twin = s.clone()
-            for t in range(num_rounds, num_rounds + 3):
-                gossiper.mix(s, t)
-                resumed.mix(twin, t)
-                assert torch.equal(s.raw, twin.raw)
-
-    run_ranks(4, body)
-
 
 _VECTORS = {"Choco": {"public", "drift"}, "DeepSqueeze": {"error"}}
 
@@ -70,25 +45,6 @@ def test_the_keys_of_a_state_never_change(name: str) -> None:
 
 
 @EACH_MEMORY
-def test_a_loaded_state_is_a_copy(name: str) -> None:
-    """The one that it came from goes on before the other one has begun."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        gossiper, s = bound(ALGORITHMS[name](), ring(2), group), vector_of(group.rank())
-        for t in range(3):
-            gossiper.mix(s, t)
-        resumed, twin = bound(ALGORITHMS[name](), ring(2), group), s.clone()
-        resumed.load_state_dict(gossiper.state_dict())
-        for t in range(3, 6):
-            gossiper.mix(s, t)
-        for t in range(3, 6):
-            resumed.mix(twin, t)
-        assert torch.equal(s.raw, twin.raw)
-
-    run_ranks(2, body)
-
-
-@EACH_MEMORY
 def test_a_reset_starts_afresh(name: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
         results = []
@@ -100,22 +56,6 @@ def test_a_reset_starts_afresh(name: str) -> None:
             results.append(s)
             gossiper.restart()
         assert torch.equal(results[0].raw, results[1].raw)
-
-    run_ranks(2, body)
-
-
-@EACH_MEMORY
-def test_a_copy_goes_its_own_way(name: str) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        gossiper, s = bound(ALGORITHMS[name](), ring(2), group), vector_of(group.rank())
-        for t in range(3):
-            gossiper.mix(s, t)
-        other, twin = copy.deepcopy(gossiper), s.clone()
-        for t in range(3, 6):
-            gossiper.mix(s, t)
-        for t in range(3, 6):
-            other.mix(twin, t)
-        assert torch.equal(s.raw, twin.raw)
 
     run_ranks(2, body)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from collections.abc import Callable
@@ -14,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import Choco, DeepSqueeze, Moniqua, PowerGossip, SignNorm, TopK
-from gossip_modules.extend import PushPull
 from gossip_modules.flat.buffer import FlatBuffer
 from gossip_modules.rounds.algorithm import Algorithm
 from tests.harness.problems import loss_of, mlp, net, numerator, sgd
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
-from tests.library.algorithms.contract import ALGORITHMS, EACH_MEMORY, STATIC, bound, restored, ring, train, wrap
+from tests.library.algorithms.contract import ALGORITHMS, EACH_MEMORY, STATIC, bound, ring, train, wrap
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -59,39 +57,6 @@ def test_gradient_steps_in_flight_are_kept(name: str) -> None:
     lost = torch.stack(run_ranks(4, body))
     assert float(lost.sum(0).abs().max()) < 1e-12
     assert float(lost.abs().max()) > 1e-3, "nothing was mixed"
-
-
-@EACH_MEMORY
-def test_a_resumed_wrapper_is_bit_identical(name: str) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        options: dict[str, Any] = {"mixing": STATIC["path"]}
-        wrapper = wrap(net(group.rank()), group, algorithm=ALGORITHMS[name](), **options)
-        train(wrapper, group.rank(), range(3))
-        resumed = wrap(net(9), group, algorithm=ALGORITHMS[name](), **options)
-        resumed.load_state_dict(restored(wrapper.state_dict()))
-        for other in (wrapper, resumed):
-            train(other, group.rank(), range(3, 6))
-        assert torch.equal(flatten(wrapper.module), flatten(resumed.module))
-        with pytest.raises(ValueError, match=r"got state \[.*\] of another algorithm, expected none for PushPull"):
-            wrap(net(9), group, algorithm=PushPull(), **options).load_state_dict(wrapper.state_dict())
-
-    run_ranks(4, body)
-
-
-@EACH_MEMORY
-def test_a_copied_wrapper_trains_on(name: str) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        wrapper = wrap(net(group.rank()), group, mixing=ring(2), algorithm=ALGORITHMS[name](), overlap=True)
-        train(wrapper, group.rank(), range(3))
-        twin = copy.deepcopy(wrapper)
-        for other in (wrapper, twin):
-            train(other, group.rank(), range(3, 6))
-            other.flush()
-        assert torch.equal(flatten(wrapper.module), flatten(twin.module))
-        for other in (wrapper, twin):
-            other.close()
-
-    run_ranks(2, body)
 
 
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -69,23 +68,6 @@ def test_it_is_that_of_the_steps_taken(schedule: Callable[[Optimizer], LRSchedul
     results = run_ranks(NUM_RANKS, body)
     found = torch.tensor([x for x, _ in results], dtype=torch.float64)
     torch.testing.assert_close(found, law(results[0][1]), rtol=0, atol=1e-12)
-
-
-def test_a_checkpoint_or_a_copy_at_an_outer_step_has_it() -> None:
-    wrapper, optimizer = wrapped(solo_group())
-    scheduler = StepLR(optimizer, H, 0.1)
-    for _ in range(H):
-        one_step(wrapper, optimizer, 0, scheduler)
-    twin, (resumed, _) = copy.deepcopy(wrapper), wrapped(solo_group())
-    resumed.load_state_dict(wrapper.state_dict())
-    for each in (wrapper, twin, resumed):
-        each.gossip_step()
-        assert watch_of(each).inner_rate == LEARNING_RATE
-    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.3)
-    one_step(twin, twin_optimizer, 0)
-    assert (watch_of(twin).inner_rate, watch_of(wrapper).inner_rate) == (0.3, LEARNING_RATE)
-    for each in (wrapper, twin, resumed):
-        each.close()
 
 
 def test_a_rate_of_zero_is_refused() -> None:

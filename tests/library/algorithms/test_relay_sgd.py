@@ -20,10 +20,9 @@ from gossip_modules.mixing_manager import MetropolisHastingsMixing
 from gossip_modules.rounds.rounds import mixer_of
 from gossip_modules.rounds.stacked import Stacked
 from gossip_modules.testing import Chaos, Join, Kill, Worker
-from tests.harness.problems import loss_of, mlp, net, sgd, train_step
+from tests.harness.problems import mlp
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, solve
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
-from tests.harness.reference import flatten
 
 A, B = (torch.tensor(values, dtype=torch.float64) for values in (CURVATURES, MINIMA))
 
@@ -111,28 +110,6 @@ def test_two_trees_are_shallow_and_an_inner_rank_of_one_is_a_leaf_of_the_other(n
     assert graph.is_symmetric
     assert graph.period == 1
     assert ChainGraph(n).phone_book(0) == ((1,) if n > 1 else ())
-
-
-def test_a_checkpoint_or_a_copy_goes_on_to_the_bit() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        rank, model, other = group.rank(), net(), net(5)
-        wrapper = GossipDataParallel(model, process_group=group, algorithm=RelaySGD())
-        optimizer = sgd(model)
-        for step in range(3):
-            train_step(wrapper, optimizer, rank, step)
-        saved, rates = copy.deepcopy(wrapper.state_dict()), copy.deepcopy(optimizer.state_dict())
-        resumed = GossipDataParallel(other, process_group=group, algorithm=RelaySGD())
-        loss_of(resumed, rank, 0)
-        resumed.load_state_dict(saved)
-        again = sgd(other)
-        again.load_state_dict(rates)
-        for each, stepped in ((wrapper, optimizer), (resumed, again)):
-            for step in range(3, 6):
-                train_step(each, stepped, rank, step)
-            each.close()
-        assert torch.equal(flatten(other), flatten(model))
-
-    run_ranks(3, body)
 
 
 def test_sums_of_a_narrow_model_are_float32_and_other_tensors_start_anew() -> None:

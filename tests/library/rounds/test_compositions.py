@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -33,40 +32,6 @@ COMPOSITIONS = [
     GASLoC(3, momentum=0, fragments=2).over(Choco(SignNorm(), step_size=0.4)),
     SlowMo(4, gossip_every=1).over(PowerGossip()),
 ]
-
-
-@pytest.mark.parametrize("cut", [2, 5])
-@pytest.mark.parametrize("algorithm", COMPOSITIONS, ids=str)
-def test_a_checkpoint_goes_on_to_the_bit(algorithm: Algorithm, cut: int) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        def start() -> tuple[GossipDataParallel, torch.optim.Optimizer]:
-            options: dict[str, Any] = {"process_group": group, "push_sum": False, "algorithm": algorithm}
-            wrapper = GossipDataParallel(mlp(), **options)
-            return wrapper, torch.optim.SGD(wrapper.parameters(), lr=0.05 * (1 + group.rank()))
-
-        def train(wrapper: GossipDataParallel, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-            for step in range(first, last):
-                optimizer.zero_grad()
-                wrapper(torch.full((2, 3), 0.1 * (step + group.rank()), device="cpu")).pow(2).sum().backward()
-                optimizer.step()
-
-        whole, optimizer = start()
-        train(whole, optimizer, 0, cut)
-        whole.flush()
-        state, steps_taken = copy.deepcopy(whole.state_dict()), copy.deepcopy(optimizer.state_dict())
-        train(whole, optimizer, cut, 9)
-        whole.settle()
-        resumed, other = start()
-        resumed.load_state_dict(state)
-        other.load_state_dict(steps_taken)
-        train(resumed, other, cut, 9)
-        resumed.settle()
-        for x, y in zip(whole.parameters(), resumed.parameters(), strict=True):
-            assert torch.equal(x, y)
-        whole.close()
-        resumed.close()
-
-    run_ranks(3, body)
 
 
 def test_a_new_cut_keeps_the_memory_of_the_inner_algorithm() -> None:

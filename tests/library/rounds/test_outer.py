@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from dataclasses import replace
 from typing import Any
 
@@ -64,47 +63,6 @@ LATE: list[OuterMethod] = [
 
 def wrap(module: nn.Module, group: dist.ProcessGroup, outer: OuterMethod, **options: Any) -> GossipDataParallel:
     return GossipDataParallel(module, process_group=group, algorithm=outer, **options)
-
-
-@pytest.mark.parametrize("outer", [*METHODS, *LATE], ids=str)
-def test_a_checkpoint_or_a_copy_goes_on_to_the_bit(outer: OuterMethod) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        rank, other = group.rank(), net(5)
-        model = net()
-        wrapper, optimizer = wrap(model, group, outer), sgd(model)
-        for step in range(6):
-            train_step(wrapper, optimizer, rank, step)
-        wrapper.flush()  # as copies do; for rounds in flight see test_rounds_in_checkpoints.py
-        file = io.BytesIO()
-        torch.save({"model": wrapper.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        twin = copy.deepcopy(wrapper)
-        twin_optimizer = sgd(twin.module)
-        twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for step in range(6, 10):
-            train_step(wrapper, optimizer, rank, step)
-        expected = flatten(model).clone()
-        wrapper.flush()  # all share one group, which has one collective at a time
-        for step in range(6, 10):
-            train_step(twin, twin_optimizer, rank, step)
-        assert torch.equal(flatten(twin.module), expected)
-        twin.flush()
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
-        resumed = wrap(other, group, outer)
-        loss_of(resumed, rank, 0)  # it has an anchor of its own already
-        resumed.load_state_dict(saved["model"])
-        assert str(resumed.state_dict()._metadata[""]) == str(saved["model"]._metadata[""])  # nothing is lost by then
-        optimizer = sgd(other)
-        optimizer.load_state_dict(saved["optimizer"])
-        for step in range(6, 10):
-            train_step(resumed, optimizer, rank, step)
-        assert torch.equal(flatten(other), expected)
-        before = str(wrapper.state_dict()._metadata[""])
-        wrapper.close()
-        assert str(wrapper.state_dict()._metadata[""]) == before
-        resumed.close()
-
-    run_ranks(2, body)
 
 
 def test_an_anchor_in_host_memory_changes_no_bit() -> None:
@@ -187,27 +145,6 @@ def test_micro_batches_under_no_sync_are_one_step_and_averages_change_nothing() 
 
     once, again = (run_ranks(2, lambda group, flag=flag: body(group, flag)) for flag in (False, True))  # type: ignore[misc]
     torch.testing.assert_close(torch.stack(again), torch.stack(once), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("outer", METHODS, ids=str)
-def test_buffers_are_averaged_and_touched_by_no_optimizer(outer: OuterMethod) -> None:
-    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        model = net()
-        wrapper = wrap(model, group, outer)
-        norm: Any = model.norm
-        for step in range(outer.sync_every):
-            loss_of(wrapper, group.rank(), step)
-        before = norm.running_var.clone()
-        model.eval()
-        wrapper.gossip_in_eval_mode = True  # so that this forward leaves the statistics alone
-        loss_of(wrapper, group.rank(), 9)
-        wrapper.close()
-        return before, norm.running_var
-
-    (one, first), (other, second) = run_ranks(2, body)
-    torch.testing.assert_close(first, (one + other) / 2)
-    torch.testing.assert_close(second, first)
-    assert not torch.equal(one, other)
 
 
 def test_the_anchor_of_a_narrow_model_is_float32() -> None:

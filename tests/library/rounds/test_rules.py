@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -51,42 +50,6 @@ def sgd(module: nn.Module, **options: Any) -> torch.optim.SGD:
 
 def wrap(module: nn.Module, group: dist.ProcessGroup, rule: Algorithm, **options: Any) -> GossipDataParallel:
     return GossipDataParallel(module, process_group=group, algorithm=rule, **options)
-
-
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_a_checkpoint_or_a_copy_goes_on_to_the_bit(rule: Algorithm) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        rank, other = group.rank(), net(5)
-        model = net()
-        wrapper, optimizer = wrap(model, group, rule), sgd(model)
-        for step in range(3):
-            train_step(wrapper, optimizer, rank, step)
-        file = io.BytesIO()
-        torch.save({"model": wrapper.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        twin = copy.deepcopy(wrapper)
-        twin_optimizer = sgd(twin.module)
-        twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for each, stepped in ((wrapper, optimizer), (twin, twin_optimizer)):
-            for step in range(3, 6):
-                train_step(each, stepped, rank, step)
-        assert torch.equal(flatten(twin.module), flatten(model))
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
-        resumed = wrap(other, group, rule)
-        loss_of(resumed, rank, 0)
-        resumed.load_state_dict(saved["model"])
-        assert str(resumed.state_dict()._metadata[""]) == str(saved["model"]._metadata[""])  # nothing is lost by then
-        optimizer = sgd(other)
-        optimizer.load_state_dict(saved["optimizer"])
-        for step in range(3, 6):
-            train_step(resumed, optimizer, rank, step)
-        assert torch.equal(flatten(other), flatten(model))
-        before = str(wrapper.state_dict()._metadata[""])
-        wrapper.close()
-        assert str(wrapper.state_dict()._metadata[""]) == before
-        resumed.close()
-
-    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("rule", [QGDSGDm(), DecentLaM()], ids=str)
@@ -180,27 +143,6 @@ def test_two_steps_after_one_forward_are_refused() -> None:
     with pytest.raises(RuntimeError, match="DecentLaM: got a second optimizer step after one training forward, expec"):
         optimizer.step()
     wrapper.close()
-
-
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_buffers_are_averaged_and_touched_by_no_rule(rule: Algorithm) -> None:
-    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        model = net()
-        wrapper, optimizer = wrap(model, group, rule), sgd(model)
-        norm: Any = model.norm
-        for step in range(2):
-            train_step(wrapper, optimizer, group.rank(), step)
-        before = norm.running_var.clone()
-        model.eval()
-        wrapper.gossip_in_eval_mode = True  # so that this forward leaves the statistics alone
-        loss_of(wrapper, group.rank(), 9)
-        wrapper.close()
-        return before, norm.running_var
-
-    (one, first), (other, second) = run_ranks(2, body)
-    torch.testing.assert_close(first, (one + other) / 2)
-    torch.testing.assert_close(second, first)
-    assert not torch.equal(one, other)
 
 
 @pytest.mark.parametrize("algorithm", [D2(), GradientTracking(), DiLoCo(sync_every=1)], ids=str)
@@ -367,21 +309,3 @@ def test_decentlam_steps_a_parameter_without_a_gradient_by_its_momentum() -> Non
         return model["b"].detach().clone()
 
     torch.testing.assert_close(trained(has_rule=True), trained(has_rule=False))
-
-
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_an_average_restarts_the_memory_of_rounds(rule: Algorithm) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        model = net(group.rank())
-        wrapper, optimizer = wrap(model, group, rule), sgd(model)
-        for step in range(3):
-            train_step(wrapper, optimizer, group.rank(), step)
-        wrapper.average_()
-        assert memory_of(wrapper).num_rounds == 0
-        assert not memory_of(wrapper).state_dict().get("vectors")
-        train_step(wrapper, optimizer, group.rank(), 3)
-        for vector in memory_of(wrapper).state_dict()["vectors"].values():
-            assert vector[0].isfinite().all()
-        wrapper.close()
-
-    run_ranks(2, body)

@@ -18,14 +18,13 @@ from gossip_modules import (
     GossipDataParallel,
     GroupAverageDataParallel,
     RingGraph,
-    Schedule,
     gossip,
 )
 from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.wrappers.base import GossipWrapper
 from gossip_modules.wrappers.state import place_of
 from tests.harness.cases import each_once
-from tests.harness.problems import adamw, fill_, loss_of, mlp, net, sgd, train_step
+from tests.harness.problems import fill_, loss_of, mlp, net, sgd, train_step
 from tests.harness.progress import local_of
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
@@ -82,44 +81,6 @@ def test_state_dict_of_a_model_around_the_wrapper() -> None:
     other.load_state_dict(state)
     assert other[1].get_extra_state() == outer[1].get_extra_state()
     assert torch.equal(flatten(other), flatten(outer))
-
-
-@pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("graph", [RingGraph(3), irregular()], ids=str)
-def test_resuming_from_a_file_is_bit_identical(
-    graph: NetworkXGraph, make: Callable[[nn.Module], torch.optim.Optimizer]
-) -> None:
-    """Training goes on as if it had not stopped: parameters, push-sum weight and round counter are all restored."""
-
-    def save(wrapper: GossipWrapper, optimizer: torch.optim.Optimizer) -> io.BytesIO:
-        file = io.BytesIO()
-        torch.save({"model": wrapper.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        file.seek(0)
-        return file
-
-    def go_on(wrapper: GossipWrapper, optimizer: torch.optim.Optimizer, rank: int) -> tuple[Tensor, Tensor]:
-        for step in range(5, 10):
-            train_step(wrapper, optimizer, rank, step)
-        wrapper.flush()
-        return flatten(wrapper.module), wrapper.get_extra_state()["weight"]
-
-    def body(group: dist.ProcessGroup) -> None:
-        schedule = Schedule(gossip_every=2, average_every=3)
-        wrapper = wrap(net(group.rank()), group, graph=graph, schedule=schedule)
-        optimizer = make(wrapper)
-        for step in range(5):
-            train_step(wrapper, optimizer, group.rank(), step)
-        file = save(wrapper, optimizer)
-        resumed = wrap(net(99), group, graph=graph, schedule=schedule)
-        state = torch.load(file, weights_only=True)
-        resumed.load_state_dict(state["model"])
-        other = make(resumed)
-        other.load_state_dict(state["optimizer"])
-        assert resumed.get_extra_state() == wrapper.get_extra_state()
-        for got, want in zip(go_on(resumed, other, group.rank()), go_on(wrapper, optimizer, group.rank()), strict=True):
-            assert torch.equal(got, want)
-
-    run_ranks(3, body)
 
 
 def test_resuming_overlap_keeps_round_and_weight() -> None:
