@@ -84,11 +84,11 @@ class FollowingEngine(LockstepEngine):
 
     def fill(self, state: Any) -> None:
         """See `State`."""
-        self.t, self.step, self._is_in_flight = state["t"], state["step"], False
+        self.t, self.step, self._is_in_flight = state.get("t", 0), state.get("step", 0), False
 
     def restart(self, event: Restart = Restart.ALL) -> None:
         """See `State`; the engine that was made here may write the momentum of the optimizer."""
         if event is Restart.ALL:
-            self.t, self.step, self._is_in_flight = 0, 0, False
+            self.fill({})
         else:
             self._engine.restart(event)

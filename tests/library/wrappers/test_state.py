@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     BilatGossipDataParallel,
+    DiLoCo,
     GossipDataParallel,
     GroupAverageDataParallel,
     RingGraph,
@@ -423,3 +424,17 @@ def test_the_state_of_gossip_in_place_is_of_no_rank() -> None:
         model.close()
 
     run_ranks(1, body)
+
+
+def test_a_refused_state_changes_no_part() -> None:
+    """The state of the algorithm is the last one that is looked at; the position in the loop comes first."""
+    wrapper = GossipDataParallel(mlp(), process_group=solo_group())
+    other = GossipDataParallel(mlp(), process_group=solo_group(), algorithm=DiLoCo(2))
+    optimizer = sgd(other)
+    train_step(other, optimizer, 0, 0)
+    before = wrapper.get_extra_state()
+    with pytest.raises(ValueError, match=r"got state .* of another algorithm"):
+        wrapper.set_extra_state(other.get_extra_state())
+    assert repr(wrapper.get_extra_state()) == repr(before)
+    wrapper.close()
+    other.close()
