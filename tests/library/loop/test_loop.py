@@ -30,7 +30,7 @@ from gossip_modules import (
 from gossip_modules.loop.hooks import STEP_HOOKS
 from tests.harness.cases import each_once
 from tests.harness.problems import batch, fill_, loss_of, mlp, sgd, train_step
-from tests.harness.progress import step_of
+from tests.harness.progress import local_of, step_of
 from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
 
@@ -961,3 +961,17 @@ def test_steps_before_a_loaded_checkpoint_are_not_without_a_round() -> None:
         other.close()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_readers_with_nothing_to_do_are_not_called_in_a_step(has_masters: bool) -> None:
+    model = wrap(mlp(), solo_group())
+    optimizer = sgd(model)
+    for step in range(3):
+        train_step(model, optimizer, 0, step)
+    loop = local_of(model).loop
+    if has_masters:
+        model.follow([(x, optimizer.state[x].setdefault("copy", x.detach().clone())) for x in model.parameters()])
+    assert loop.stepped_by(optimizer) == [loop.copies, loop][not has_masters :]
+    model.close()
+    assert loop.stepped_by(optimizer) == []
