@@ -75,9 +75,12 @@ def _compat(place: str) -> Callable[..., Any] | None:
 
 def _answer(owner: object, name: str, error: AttributeError) -> Any:
     """The value of an attribute that `owner` does not have; raises an AttributeError if it has none either."""
-    if name.startswith("__") or (attribute := _compat("attributes:attribute")) is None:
-        raise error
-    return attribute(owner, name, error)
+    try:
+        if name.startswith("__") or (attribute := _compat("attributes:attribute")) is None:
+            raise error
+        return attribute(owner, name, error)
+    finally:
+        del error  # it holds this frame, and so the owner, which is to go without a garbage collection
 
 
 def remedy_of_removed(name: str) -> str:
@@ -121,8 +124,7 @@ class OldModuleNames(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            missing = error
-        return _answer(self, name, missing)
+            return _answer(self, name, error.with_traceback(None))
 
     @takes_old_arguments(passed_on_to=nn.Module.state_dict)
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

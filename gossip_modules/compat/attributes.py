@@ -34,7 +34,10 @@ def attribute(owner: object, name: str, error: AttributeError) -> Any:
     if found is None and module is not None and not name.startswith("_") and hasattr(module, name):
         found = f"the module in it has; write model.module.{name}"
     if found is None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # it holds this frame, and so the owner, which is to go without a garbage collection
     raise AttributeError(f"{error}: {found}", name=name, obj=owner) from None
 
 
