@@ -115,7 +115,7 @@ class OldNames:
 
 
 class OldModuleNames(nn.Module):
-    """A base of wrappers: the same, with the old arguments of `state_dict` and old checkpoints."""
+    """A base of wrappers that are modules: old attributes, old arguments of `state_dict` and old checkpoints."""
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("_modules", _NONE).get("module")  # None before the constructor has set it

@@ -1,8 +1,8 @@
 """METHODS: the table of training methods, each with its names, paper, class, wrapper and simulation.
 
-The first look at it enters those of this library, from `gossip_modules.methods`. It is the source of `--algorithm` and
-`--recipe` of the training scripts, the names for `GossipDataParallel(algorithm=...)`, the rows of the Lab and the
-tables of the documentation.
+The first look-up enters the methods of this library, from `gossip_modules.methods`. The table is the source of
+`--algorithm` and `--recipe` of the training scripts, the names for `GossipDataParallel(algorithm=...)`, the rows of the
+Lab and the tables of the documentation.
 """
 
 from __future__ import annotations

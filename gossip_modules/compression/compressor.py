@@ -98,7 +98,7 @@ class Compressor(ABC):
         """The dtype of vectors of length d whose messages have this size.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no vector of this length has messages of this size.
         """
         sizes = {self.num_bytes(d, dtype): dtype for dtype in _DTYPES}
         if message.dtype != torch.uint8 or message.dim() != 1 or message.numel() not in sizes:

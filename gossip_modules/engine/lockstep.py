@@ -41,7 +41,7 @@ class LockstepEngine(Engine):
         world: the processes that decide about rounds together, so that all of them raise, or choose, alike.
 
     Attributes:
-        choice: the choice of `measurement`; None: there is none yet.
+        choice: the choice of `measurement`; None before the choice.
 
     Raises:
         ValueError: `on_nonfinite` has another value; or the mixer keeps models of peers, and the schedule has exact

@@ -75,7 +75,7 @@ class LocalModel(AveragedModel):
     Attributes:
         engine: how rounds run.
         transport: the transport of the rounds, over the ranks; only if `is_connected`.
-        is_connected: whether rounds have a transport over ranks, as all but those of dpwa do.
+        is_connected: whether rounds have a transport over ranks; only rounds of dpwa have none.
         world: the ranks that train together.
         loop: observes the training of this model.
         place: this rank and the number of ranks; None without ranks.
@@ -406,7 +406,7 @@ class LocalModel(AveragedModel):
             self.exchanged.change(self, self.engine.t, may_leave=may_leave)
 
     def watch_changes(self) -> None:
-        """Let ranks that change what is trained and ranks that do not find each other: see `ChangeBoard`."""
+        """Let ranks with other trained tensors and ranks without a change find each other: see `ChangeBoard`."""
         if self.is_connected and not self.engine.is_asynchronous:
             local = weakref.ref(self)
             self.exchanged.watch(self.transport, step=lambda: -1 if (kept := local()) is None else kept.engine.step)
