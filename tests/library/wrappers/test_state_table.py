@@ -56,11 +56,13 @@ round with delay            kept     kept     -        applied    -           ap
 round of StreamingDiLoCo    kept     kept     -        applied    -           applied  applied
 round with overlap          kept     kept     -        applied    -           kept     applied
 round, staleness 2          kept     kept     -        applied    -           applied  applied
+declared copies             kept     kept     -        kept       -           begins   kept
 choice of overlap="auto"    kept     kept     refused  kept       refused     kept     kept
 """
 """kept: as without the event. copied: as the other workers have it. begins: a first value of its own. shared: a half of
 the value of another worker. restarted: as before the first round. applied: the round in flight ends before the event.
-refused: by an error. -: `tests/library/membership/test_mass.py` has it."""
+refused: by an error. Declared copies of a copied wrapper are declared for it again. -: not in this table; for rounds in
+flight see `tests/library/membership/test_mass.py`."""
 
 STALE = "round, staleness 2"
 XFAIL = {
@@ -412,6 +414,66 @@ def _flight_at(group: dist.ProcessGroup, options: Mapping[str, Any], event: str,
     return "applied" if torch.equal(met, end("flush", event)) else "lost"
 
 
+class RunWithMasters(Run):
+    """A rank whose loop steps copies of float64, which it declares and writes over the parameters."""
+
+    def __init__(self, group: dist.ProcessGroup, seed: int = 0, **options: Any) -> None:
+        super().__init__(group, seed, **options)
+        self.masters = [p.detach().double() for p in self.wrapper.module.parameters()]
+        self.declare()
+
+    def declare(self) -> None:
+        self.wrapper.follow(zip(self.wrapper.module.parameters(), self.masters, strict=True))
+
+    def train(self, num_steps: int) -> Run:
+        for _ in range(num_steps):
+            self.wrapper.zero_grad()
+            loss_of(self.wrapper, self.group.rank(), self.step).backward()
+            with torch.no_grad():
+                for p, q in zip(self.wrapper.module.parameters(), self.masters, strict=True):
+                    assert p.grad is not None
+                    p.copy_(q.sub_(p.grad, alpha=0.05))
+            self.wrapper.gossip_step()
+            self.step += 1
+        return self
+
+    def is_followed(self) -> bool:
+        """Whether the copies have the correction of the last round."""
+        pairs = zip(self.wrapper.module.parameters(), self.masters, strict=True)
+        return all(torch.allclose(p.double(), q, rtol=0, atol=1e-6) for p, q in pairs)
+
+
+def masters_after(event: str) -> str:
+    """The word for copies of the parameters after an event of ranks that stay."""
+    options: dict[str, Any] = {"push_sum": False, "graph": "ring", "rounds": "manual"}
+
+    def body(group: dist.ProcessGroup) -> str:
+        run: Any = RunWithMasters(group, **options).train(LAST)
+        if event == "load":
+            wrapper, state = run.wrapper, run.wrapper.state_dict()
+            run = RunWithMasters(group, seed=9, **options)
+            run.wrapper.load_state_dict(state)
+            run.masters = [p.detach().double() for p in run.wrapper.module.parameters()]
+            run.declare()
+            wrapper.close()
+        elif event == "copy":
+            wrapper = run.wrapper
+            run.wrapper, run.masters = copy.deepcopy((run.wrapper, run.masters))
+            wrapper.close()
+        else:
+            run = run.meet(event)
+        word = "kept" if run.train(1).is_followed() else "begins"
+        if word == "begins":
+            run.masters = [p.detach().double() for p in run.wrapper.module.parameters()]
+            run.declare()
+            assert run.train(1).is_followed()
+        run.end()
+        return word
+
+    (word,) = set(run_ranks(3, body))
+    return word
+
+
 def choice_after(event: str) -> str:
     """The word for the choice of overlap="auto" after an event of ranks that stay."""
 
@@ -442,6 +504,8 @@ def found(kind: str, event: str) -> str:
     in_membership = event in ("join", "generation")
     if kind == "push-sum weight":
         return weight_in_membership()[event] if in_membership else weight_after(event)
+    if kind == "declared copies":
+        return masters_after(event)
     if kind.startswith("choice"):
         return choice_in_membership() if in_membership else choice_after(event)
     if kind in FLIGHTS:
