@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, log_left_out, refuse
@@ -14,6 +15,8 @@ from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..profiling import Span
 from ..rounds.mixer import GlobalAverage, Mixer
+from ..rounds.push_pull import PushPull
+from ..rounds.rounds import Rounds
 from ..schedule import Action, Schedule
 from ..state import Restart, branch, leaf
 from ..transport.base import Transport
@@ -41,6 +44,8 @@ class LockstepEngine(Engine):
         world: the processes that decide about rounds together, so that all of them raise, or choose, alike.
 
     Attributes:
+        rounds: the mixer, if it runs the rounds of an algorithm; None: plain gossip, with a round in each step of the
+            schedule.
         choice: the choice of `measurement`; None before the choice.
 
     Raises:
@@ -70,6 +75,7 @@ class LockstepEngine(Engine):
                 "an average, and would undo it; leave the averages out"
             )
         self.gossiper, self.schedule = gossiper, schedule
+        self.rounds = gossiper if isinstance(gossiper, Rounds) else None
         # The mean of the weights changes if a rank dies, or joins with half the weight of another rank.
         sums_weights = gossiper.transport.is_elastic and gossiper.is_weighted
         self.averager = GlobalAverage(gossiper.transport, sums_weights=sums_weights)
@@ -83,7 +89,7 @@ class LockstepEngine(Engine):
     def _turn_to(self, overlap: Overlap | None) -> None:
         """Let rounds run under training from now on, or in the step."""
         self.overlap, self.adds_again = overlap, overlap is not None
-        if overlap is not None and not self.gossiper.has_own_times:
+        if overlap is not None and not (self.rounds is not None and self.rounds.algorithm.has_own_times):
             gossip_every = max(self.schedule.gossip_every, overlap.max_staleness + 1)
             self.schedule = replace(self.schedule, gossip_every=gossip_every)
         # Peers can leave out a correction that is under way, but not a message that changes their state.
@@ -91,28 +97,33 @@ class LockstepEngine(Engine):
 
     def start_training(self, x: FlatVector) -> None:
         """See `Engine`."""
-        self.gossiper.begin(x)
+        if self.rounds is not None:
+            self.rounds.begin(x)
         self.step = 1
 
     # A step.
 
     def round(self, x: FlatVector) -> bool:
         """See `Engine`: wait for the round that is due, and mix by the mixer of this step, or let it depart."""
-        start, k, overlap, gossiper = time.perf_counter(), self.step, self.overlap, self.gossiper
+        start, k, overlap, rounds = time.perf_counter(), self.step, self.overlap, self.rounds
         if self._measurement is not None:
             self._measurement.begin_step(x)
         flight = None if overlap is None else overlap.begin_step()
         landing = flight if flight is not None and self._lands(flight, x) else None
-        action = self._action(k)
-        mixer = self._mixer_of(action, k)
+        action = self.schedule.action(k)
+        if rounds is not None and action is Action.GOSSIP:
+            rounds.k, action = k, Action.GOSSIP if rounds.algorithm.is_due(k) else Action.SKIP
+        mixer = None
+        if action is not Action.SKIP:
+            mixer = self.gossiper if action is Action.GOSSIP else self._scheduled_average
         self.step = k + 1
-        if self._looks_at_model and (mixer is not None or gossiper.has_news):
-            self._check_finite(mixer or gossiper, x)
+        if self._looks_at_model and (mixer is not None or (rounds is not None and rounds.has_news)):
+            self._check_finite(mixer or self.gossiper, x)
         has_changed = False
-        if not gossiper.is_plain and flight is None:
-            has_changed = gossiper.begin(x, k)
-            if mixer is self._scheduled_average:  # no round may be in flight during an average over all ranks
-                has_changed |= gossiper.flush(x)
+        if rounds is not None and flight is None:
+            has_changed = rounds.begin(x, k)
+            if mixer is self._scheduled_average:  # an average has no round in flight beside it
+                has_changed |= rounds.flush(x)
         if overlap is not None:
             return self._go_on(overlap, x, mixer, landing) or has_changed
         if mixer is not None:
@@ -121,48 +132,50 @@ class LockstepEngine(Engine):
                 mixer.start(x, self.t)
                 self.t += 1
                 mixer.finish(x)
-                if mixer is self._scheduled_average and not self._scheduled_average.has_failed:
-                    gossiper.restart(Restart.AVERAGE)
-                    if action is Action.WARM_UP:
-                        gossiper.start_over(x, k)
-            self.stats.record(0)
-            gossiper.transport.traffic.mixed(0)
+                if mixer is self._scheduled_average:
+                    self._note_average(x, k, begins=action is Action.WARM_UP)
+            self.stats.num_rounds += 1
+            self.gossiper.transport.traffic.mixed(0)
         if has_changed:
             self.stats.wait_seconds += time.perf_counter() - start
         if self._measurement is not None:
-            self._measure(self._measurement, x, has_round=mixer is not None and action is not Action.WARM_UP)
+            self._measure(self._measurement, x, has_round=action in (Action.GOSSIP, Action.AVERAGE))
         return has_changed
 
-    def _action(self, k: int) -> Action:
-        """Return the action at a step, by the schedule and the algorithm."""
-        action, gossiper = self.schedule.action(k), self.gossiper
-        runs = action is not Action.GOSSIP or gossiper.is_plain or gossiper.is_due(k)
-        return action if runs else Action.SKIP
+    def _has_round(self, k: int) -> bool:
+        """Whether a round runs after k steps, by the schedule and the algorithm."""
+        action = self.schedule.action(k)
+        if action is Action.GOSSIP:
+            return self.rounds is None or self.rounds.algorithm.is_due(k)
+        return action is not Action.SKIP
 
-    def _mixer_of(self, action: Action, k: int) -> Mixer | None:
-        """Return the mixer for an action after k steps; None: no round runs."""
-        if action is Action.SKIP:
-            return None
-        if action is not Action.GOSSIP:
-            return self._scheduled_average
-        if not self.gossiper.is_plain:
-            self.gossiper.k = k
-        return self.gossiper
+    def _note_average(self, x: FlatVector, k: int, *, begins: bool = False) -> None:
+        """Restart the state that an average in place of a round makes invalid.
+
+        Args:
+            x: the model.
+            k: the number of optimizer steps before the average.
+            begins: whether the algorithm begins with the model after the average.
+        """
+        if not self._scheduled_average.has_failed:
+            self.gossiper.restart(Restart.AVERAGE)
+            if begins and self.rounds is not None:
+                self.rounds.start_over(x, k)
 
     def advance(self, num_steps: int) -> None:
         """See `Engine`; also counts the rounds of these steps, which are a function of the step."""
         target = self.step + num_steps
         for step in range(self.step, target):
-            self.t += self._action(step) is not Action.SKIP
+            self.t += self._has_round(step)
         for step in range(target, self.step):
-            self.t -= self._action(step) is not Action.SKIP
+            self.t -= self._has_round(step)
         self.step = target
 
     # Under training.
 
     def _lands(self, flight: LateRound, x: FlatVector) -> bool:
         """Whether the round ends in this step. Its correction is there then, and not applied yet."""
-        if not (flight.is_due(self.step) or self._action(self.step) is not Action.SKIP):
+        if not (flight.is_due(self.step) or self._has_round(self.step)):
             return False
         self._wait(flight, x)
         return True
@@ -194,16 +207,16 @@ class LockstepEngine(Engine):
             self.is_waiting = False
         self.stats.wait_seconds += time.perf_counter() - start
         transport.traffic.mixed(flight.staleness_at(self.step))  # before the next round departs
-        if self.on_nonfinite != "spread" and not self._agree(flight.is_finite):
+        if self.on_nonfinite != "spread" and not self.world.agree(flight.is_finite):
             self._refuse_or_leave_out(self.overlap, flight, x)
-        if flight.is_average and not self._scheduled_average.has_failed:
-            self.gossiper.restart(Restart.AVERAGE)
+        if flight.is_average:
+            self._note_average(x, flight.begun)
 
     def flush(self, x: FlatVector) -> bool:
         """See `Engine`."""
         overlap = self.overlap
         if overlap is None:
-            return self.gossiper.flush(x)
+            return self.rounds is not None and self.rounds.flush(x)
         if (flight := overlap.flight) is None:
             return False
         self._wait(flight, x)
@@ -217,12 +230,12 @@ class LockstepEngine(Engine):
         """See `Engine`."""
         if self.overlap is not None:
             return self.overlap.flight is not None
-        return not self.gossiper.is_plain and self.gossiper.is_in_flight
+        return self.rounds is not None and self.rounds.is_in_flight
 
     @property
     def can_leave_out(self) -> bool:
         """See `Engine`: the memory of an algorithm may change on the gossip thread."""
-        return self.overlap is not None and self.gossiper.is_plain
+        return self.overlap is not None and self.rounds is None
 
     def add_again(self, x: FlatVector, *, after: int = 0) -> bool:
         """See `Engine`."""
@@ -232,7 +245,7 @@ class LockstepEngine(Engine):
         """See `Engine`."""
         overlap = self.overlap
         if overlap is None:
-            return self.gossiper.saved_flights()
+            return [] if self.rounds is None else self.rounds.saved_flights()
         if (flight := overlap.flight) is None:
             return []
         if self.gossiper.transport.is_elastic:
@@ -242,24 +255,22 @@ class LockstepEngine(Engine):
 
     def resume_flights(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """See `Engine`."""
-        if self.overlap is None:
-            self.gossiper.resume_flights(saved)
-        else:
+        if self.overlap is not None:
             self.overlap.resume(saved)
+        elif self.rounds is not None:
+            self.rounds.resume_flights(saved)
 
     # Infinities and NaN.
-
-    def _agree(self, is_true: bool) -> bool:
-        """Return whether it is true on all processes of this model."""
-        return is_true if self._is_alone else self.world.agree(is_true)
 
     def _check_finite(self, mixer: Mixer, x: FlatVector) -> None:
         """Raise FloatingPointError if x, which is about to be sent, is not finite.
 
         A round that has arrived is then still in flight and not applied, so you can repair x and repeat the step.
         """
-        is_rare = self.gossiper.can_recover  # rounds are rare, so that the check may wait for the GPU
-        if not self._agree(is_finite(x) if is_rare else self._is_finite(x)):
+        # Rounds that start from an anchor are rare, so that the check may wait for the GPU.
+        is_rare = self.rounds is not None and self.rounds.algorithm.can_recover
+        looks_well = is_finite(x) if is_rare else self._is_finite(x)
+        if not (looks_well if self._is_alone else self.world.agree(looks_well)):
             self._refuse(mixer.sources, self.t, is_own=True)
 
     def _refuse_or_leave_out(self, overlap: Overlap, flight: LateRound, x: FlatVector) -> None:
@@ -271,7 +282,7 @@ class LockstepEngine(Engine):
         # If another process of the node has found them, all that this one has received is finite.
         is_sent = not flight.is_finite and received is not None and all(map(is_finite, received))
         is_own = is_sent or not is_finite(x)
-        if not transport.is_elastic or not self._agree(not is_own):
+        if not transport.is_elastic or not self.world.agree(not is_own):
             overlap.flights.cancel()
             self._refuse(flight.sources, flight.t, is_own=is_own, is_here=not flight.is_finite)
         log_left_out(transport.names[transport.rank], f"round {flight.t}", self._names_of(flight.sources))
@@ -291,16 +302,33 @@ class LockstepEngine(Engine):
 
     def _measure(self, measurement: Measurement, x: FlatVector, *, has_round: bool) -> None:
         """Note the times of a step, and choose after the last one that is measured."""
-        mixer = self.gossiper
-        if measurement.end_step(x, has_round=has_round, num_bytes_sent=mixer.transport.num_bytes_sent):
-            every = self.schedule.gossip_every
-            self._choose(measurement.agree(mixer, x, self.t - 1, world=self.world, gossip_every=every))
+        if measurement.end_step(x, has_round=has_round, num_bytes_sent=self.gossiper.transport.num_bytes_sent):
+            transport, every, can_narrow = (
+                self.gossiper.transport,
+                self.schedule.gossip_every,
+                self._open_plain is not None,
+            )
+            choice = measurement.agree(
+                x, self.t - 1, transport, can_narrow=can_narrow, world=self.world, gossip_every=every
+            )
+            self._choose(choice)
+
+    @property
+    def _open_plain(self) -> PushPull | None:
+        """The plain gossip of all messages, if they may be rounded and are not; else None."""
+        if self.rounds is not None and not self.rounds.algorithm.parts[-1].takes_wire_dtype:
+            return None
+        plain = self.gossiper if self.rounds is None else self.rounds.plain
+        return plain if isinstance(plain, PushPull) and plain.wire_dtype is None else None
 
     def _choose(self, choice: OverlapChoice) -> None:
         """Run later rounds as chosen."""
         assert self._measurement is not None
         measurement, self._measurement, self.choice = self._measurement, None, choice
-        self._turn_to(measurement.overlap_of(choice, self.gossiper))
+        if choice.wire_dtype is not None:
+            assert self._open_plain is not None, "the wrapper refuses a narrow wire for others"
+            self._open_plain.narrow(getattr(torch, choice.wire_dtype))
+        self._turn_to(measurement.overlap_of(choice))
 
     # State.
 
@@ -363,19 +391,21 @@ class LockstepEngine(Engine):
     def round_stats(self) -> dict[str, float]:
         """See `Engine`; with the choice of overlap, if there is one."""
         choice = {} if self.choice is None else self.choice.numbers()
-        return {**super().round_stats(), **self.gossiper.stats(), **choice}
+        delay = {} if self.rounds is None else self.rounds.stats()
+        return {**super().round_stats(), **delay, **choice}
 
     def progress(self) -> tuple[float, ...]:
         """Return the counters, for `FollowingEngine.follow`."""
         return float(self.t), float(self.step), float(self.is_in_flight), *map(float, astuple(self.stats))
 
     def shared(self, x: FlatVector) -> Sequence[Tensor]:
-        """See `Mixer`."""
-        return self.gossiper.shared(x)
+        """See `Rounds`."""
+        return () if self.rounds is None else self.rounds.shared(x)
 
     def take_shared(self, x: FlatVector) -> None:
-        """See `Mixer`."""
-        self.gossiper.take_shared(x)
+        """See `Rounds`."""
+        if self.rounds is not None:
+            self.rounds.take_shared(x)
 
 
 class SyncEngine(LockstepEngine):

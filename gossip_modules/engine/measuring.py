@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..devices import wait_for_queue
 from ..flat.vector import FlatVector
-from ..rounds.mixer import Mixer
-from ..rounds.push_pull import PushPull
+from ..transport.base import Transport
 from ..worlds.world import ModelWorld
 from .overlap import Overlap
 
@@ -183,17 +182,19 @@ class Measurement:
             self._sent = num_bytes_sent
         return len(self._rounds) == NUM_WARM + NUM_MEASURED
 
-    def agree(self, mixer: Mixer, x: FlatVector, t: int, *, world: ModelWorld, gossip_every: int) -> OverlapChoice:
+    def agree(
+        self, x: FlatVector, t: int, transport: Transport, *, can_narrow: bool, world: ModelWorld, gossip_every: int
+    ) -> OverlapChoice:
         """Choose, on all ranks alike; collective.
 
         Args:
-            mixer: the mixer of the rounds.
             x: the model.
             t: the number of the last round.
+            transport: the transport of the rounds.
+            can_narrow: whether messages are vectors that may be rounded, and are not.
             world: the processes that hold the model; all take the measurements of the first one.
             gossip_every: the steps from one round to the next.
         """
-        transport = mixer.transport
 
         def gather(own: Sequence[float]) -> Tensor:
             """Return the numbers of all ranks, float64 [ranks, numbers] in host memory."""
@@ -209,24 +210,14 @@ class Measurement:
         latency = gather([time.perf_counter() - start]).min()
         world.first(measured)
         world.first(latency)
-        limits = replace(self.limits, has_wide_messages=_has_wide_messages(mixer, x), gossip_every=gossip_every)
+        is_wide = can_narrow and any(segment.dtype.itemsize > 2 for segment in x.segments)
+        limits = replace(self.limits, has_wide_messages=is_wide, gossip_every=gossip_every)
         choice = limits.choose(measured[:, :2].tolist(), latency.item(), measured[:, 2].max().item())
         if transport.rank == 0:
             level = logging.WARNING if choice.advice else logging.INFO
             _log.log(level, 'overlap="auto": %s, after round %d', choice, t)
         return choice
 
-    def overlap_of(self, choice: OverlapChoice, mixer: Mixer) -> Overlap | None:
-        """Return the overlap of a choice, None for blocking rounds, and let the messages of the mixer be as chosen."""
-        if choice.wire_dtype is not None:
-            plain = mixer.plain
-            assert isinstance(plain, PushPull), "the wrapper refuses a narrow wire for others"
-            plain.narrow(getattr(torch, choice.wire_dtype))
+    def overlap_of(self, choice: OverlapChoice) -> Overlap | None:
+        """Return the overlap of a choice; None for blocking rounds."""
         return Overlap(max_staleness=choice.max_staleness, is_eager=self._is_eager) if choice.overlap else None
-
-
-def _has_wide_messages(mixer: Mixer, x: FlatVector) -> bool:
-    """Whether `narrow` would make the messages of a model x shorter."""
-    plain = mixer.plain
-    is_open = isinstance(plain, PushPull) and plain.wire_dtype is None and mixer.takes_wire_dtype
-    return is_open and any(segment.dtype.itemsize > 2 for segment in x.segments)

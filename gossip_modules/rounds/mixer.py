@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..flat.vector import FlatVector
-from ..loop.hooks import Observer
 from ..mixing_manager.base import MixingManager
 from ..state import State
 from ..transport.base import Transport
@@ -22,7 +21,7 @@ _T = TypeVar("_T", Tensor, FlatVector)
 
 
 class Mixer(State, ABC):
-    """The interface of engines to rounds: s <- W(t) s, in two halves, so that other work can run between them.
+    """One round of communication, s <- W(t) s, in two halves, so that other work can run between them.
 
     `start(s, t)` posts round t. Then either `finish(s)` or `difference(s)` waits and decodes. Do not change or free `s`
     between the two calls.
@@ -78,17 +77,6 @@ class Mixer(State, ABC):
         """Whether the push-sum weight w may differ from one, so that the estimate is x / w."""
         return False
 
-    @property
-    def plain(self) -> Mixer:
-        """The mixer of plain gossip: this one, or the one that answers `Mix` for an algorithm."""
-        return self
-
-    takes_wire_dtype: bool = True
-    """Whether all messages are vectors of plain gossip, which a narrow wire may round."""
-
-    is_plain: bool = False
-    """Whether a round is due in each step and needs no preparation, so that `is_due` and `begin` need not be called."""
-
     keeps_models: bool = False
     """Whether the mixer keeps models of peers from round to round. It excludes overlap and exact averages in between.
     """
@@ -111,85 +99,6 @@ class Mixer(State, ABC):
 
     received: Sequence[FlatVector] | None = None
     """The messages to this rank in the last round; None: the mixer does not keep them."""
-
-    has_news: bool = False
-    """Whether the next `begin` exchanges messages with other ranks, so that x must be finite."""
-
-    can_recover: bool = False
-    """Whether the algorithm has an anchor to return to: see `Algorithm.recover`. Its rounds are rare."""
-
-    def begin(self, x: FlatVector, k: int = 0) -> bool:
-        """Prepare a round at a safe point; the first call is at the beginning of training.
-
-        Args:
-            x: the model.
-            k: the number of optimizer steps so far.
-
-        Returns:
-            Whether x was written.
-        """
-        return False
-
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether `flush()` would apply the mixer's own rounds in flight."""
-        return False
-
-    def flush(self, x: FlatVector) -> bool:
-        """Wait for the mixer's own rounds in flight, and apply them to x.
-
-        Returns:
-            Whether x was written.
-        """
-        return False
-
-    def saved_flights(self) -> list[dict[str, Any]] | None:
-        """Wait for the mixer's own rounds in flight, and return them for a checkpoint; they stay in flight.
-
-        Returns:
-            Plain values and tensors that share memory; None: a `flush` must come before the checkpoint.
-        """
-        return []
-
-    def resume_flights(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with rounds of `saved_flights()`, after `load_state_dict`."""
-
-    def is_due(self, k: int) -> bool:
-        """Whether a round runs after k optimizer steps; equal on all ranks."""
-        return True
-
-    has_own_times: bool = False
-    """Whether rounds run at steps that the algorithm chooses, instead of every step of the schedule."""
-
-    k: int = 0
-    """The number of optimizer steps before the round; engines write it before `start`, if the mixer is not `is_plain`.
-    """
-
-    def count_tokens(self, num_tokens: int) -> None:
-        """Count `num_tokens` tokens of this rank; see `GossipDataParallel.count_tokens`."""
-        raise ValueError(
-            f"got count_tokens() with {self}, which gives all ranks equal weights, expected an algorithm that counts "
-            "tokens, such as DiLoCo(weighted_by='tokens'); leave the call out"
-        )
-
-    def shared(self, x: FlatVector) -> Sequence[Tensor]:
-        """Return the tensors of a round beside the model x, for all processes of a node."""
-        return ()
-
-    def take_shared(self, x: FlatVector) -> None:
-        """Apply the tensors of `shared(x)` after the process with the round has sent them; may change x."""
-
-    def watch_optimizer(self, observer: Observer, *, is_whole: bool = True) -> None:
-        """Watch the optimizers of the model, if the algorithm needs their steps; called once, after `bind`.
-
-        Args:
-            observer: the observer of the training of the model.
-            is_whole: whether this process has the whole model instead of a shard.
-        """
-
-    def stats(self) -> dict[str, float]:
-        """Return numbers for `comm_stats()`."""
-        return {}
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
         """Describe the settings to compare between ranks when the model is wrapped.
@@ -289,11 +198,6 @@ class Mixer(State, ABC):
                 "that saved it"
             )
         super().check_state(state, of=self)
-
-    def start_over(self, x: FlatVector, k: int) -> None:
-        """Drop all state, and begin with equal models on all ranks; see `begin` for x and k."""
-        self.restart()
-        self.begin(x, k)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

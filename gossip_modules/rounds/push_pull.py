@@ -56,7 +56,6 @@ class PushPull(Mixer):
         >>> mean = mixer.average(torch.randn(10), num_rounds=50)
     """
 
-    is_plain = True
     sends_shares: bool = False  # whether columns of W sum to one instead of rows: [Note: lost peers] of `Neighbours`
     _prepared: dict[Peers, Prepared] = transient({})
     _prepared_of: Callable[[], FlatVector | None] = transient(_nothing)  # the vector that they send, while it lives

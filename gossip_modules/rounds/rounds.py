@@ -52,6 +52,7 @@ class Rounds(Mixer):
 
     Attributes:
         drivers: the driver of each fragment; one for the whole model.
+        k: the number of optimizer steps before the next round; write it before `start`.
     """
 
     drivers: list[Driver] = branch(name="fragments")
@@ -59,14 +60,13 @@ class Rounds(Mixer):
     _whole: Vector | None = transient(None)  # the model of the last round
 
     def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
-        self.algorithm, self._plain = algorithm, plain
-        self.takes_wire_dtype = algorithm.parts[-1].takes_wire_dtype
+        self.algorithm, self.plain, self.k = algorithm, plain, 0
         outer = algorithm.parts[0]
         self._times = outer if isinstance(outer, Periodic) and outer.is_in_pieces else None
         num_fragments, delay = (1, 0) if self._times is None else (self._times.num_fragments, self._times.delay)
         self._agreed = None if delay != "auto" or self._times is None else AgreedDelay(self._times.sync_every - 1)
         self.drivers = [Driver(algorithm, plain) for _ in range(num_fragments)]
-        self.keeps_models, self.can_recover = algorithm.keeps_models, algorithm.can_recover
+        self.keeps_models = algorithm.keeps_models
         # With a delay, a model that is not finite must not enter a round, since the round cannot be left out later.
         self.is_skippable = algorithm.is_skippable and not algorithm.can_recover and not delay
         self._t = 0  # the number of the round
@@ -111,18 +111,13 @@ class Rounds(Mixer):
             )
 
     @property
-    def plain(self) -> Mixer:
-        """See `Mixer`."""
-        return self._plain
-
-    @property
     def is_weighted(self) -> bool:
         """See `Mixer`."""
         return self.plain.is_weighted
 
     @property
-    def has_news(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
+    def has_news(self) -> bool:
+        """Whether the next `begin` exchanges messages with other ranks, so that x must be finite."""
         return any(not driver.stamps.has_tried for driver in self.drivers)
 
     @property
@@ -135,24 +130,17 @@ class Rounds(Mixer):
         """See `Mixer`."""
         return self.drivers[0].sources
 
-    def is_due(self, k: int) -> bool:
-        """See `Mixer`."""
-        return self.algorithm.is_due(k)
-
-    @property
-    def has_own_times(self) -> bool:  # type: ignore[override]
-        """See `Mixer`."""
-        return self.algorithm.has_own_times
-
     def count_tokens(self, num_tokens: int) -> None:
-        """See `Mixer`."""
-        if not self.algorithm.counts_tokens:
-            super().count_tokens(num_tokens)
+        """Count `num_tokens` tokens of this rank, if the algorithm counts them."""
         for driver in self.drivers:
             driver.memory.count_tokens(num_tokens)
 
     def watch_optimizer(self, observer: Observer, *, is_whole: bool = True) -> None:
-        """See `Mixer`; also reads the places of the tensors of the model.
+        """Watch the optimizers of the model, if the algorithm needs their steps; called once, after `bind`.
+
+        Args:
+            observer: the observer of the training of the model, which knows the places of its tensors.
+            is_whole: whether this process has the whole model instead of a shard.
 
         Raises:
             ValueError: fragments are names that the model does not have, or the vector is a shard of a model, whose
@@ -175,7 +163,15 @@ class Rounds(Mixer):
     # Rounds.
 
     def begin(self, x: FlatVector, k: int = 0) -> bool:
-        """See `Mixer`; ends the rounds that are due."""
+        """Prepare a round at a safe point, and end the rounds in flight that are due.
+
+        Args:
+            x: the model; the first call is at the beginning of training.
+            k: the number of optimizer steps so far.
+
+        Returns:
+            Whether x was written.
+        """
         if self._agreed is not None:
             self._agreed.k = k
         if self._times is None:
@@ -273,11 +269,11 @@ class Rounds(Mixer):
 
     @property
     def is_in_flight(self) -> bool:
-        """See `Mixer`."""
+        """Whether `flush` would end a round."""
         return bool(self._flights)
 
     def flush(self, x: FlatVector) -> bool:
-        """See `Mixer`."""
+        """Wait for the rounds in flight, and end them on x; returns whether x was written."""
         has_changed = bool(self._flights)
         while (flight := self._flights.oldest) is not None:
             self._land(flight, x)
@@ -335,7 +331,7 @@ class Rounds(Mixer):
     # State.
 
     def shared(self, x: FlatVector) -> Sequence[Tensor]:
-        """See `Mixer`: the momentum of the optimizer, where the algorithm writes it."""
+        """Return the tensors of a round beside x: the momentum of the optimizer, if the algorithm writes it."""
         if not self.algorithm.needs_sgd:
             return ()
         memory = self.drivers[0].memory
@@ -343,7 +339,7 @@ class Rounds(Mixer):
         return memory.momentum.parts
 
     def take_shared(self, x: FlatVector) -> None:
-        """See `Mixer`."""
+        """Write the tensors of `shared(x)` into the optimizer, after the process with the round has sent them."""
         driver = self.drivers[0]
         if driver.watch is not None and self.shared(x):
             driver.watch.restart(Restart.REQUEST)
@@ -376,7 +372,11 @@ class Rounds(Mixer):
         return {**whole, **state}
 
     def saved_flights(self) -> list[dict[str, Any]] | None:
-        """See `Mixer` and [Note: Rounds in a checkpoint]."""
+        """Wait for the rounds in flight, and return them for a checkpoint: see [Note: Rounds in a checkpoint].
+
+        Returns:
+            Plain values and tensors that share memory; None: a `flush` must come before the checkpoint.
+        """
         if self._flights and (self.transport.is_elastic or not all(driver.can_be_saved for driver in self.drivers)):
             return None
         saved = []
@@ -387,7 +387,7 @@ class Rounds(Mixer):
         return saved
 
     def resume_flights(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """See `Mixer`."""
+        """Go on with rounds of `saved_flights()`, after `load_state_dict`."""
         for each in saved:
             flight = Flight(each["begun"], each["due"], each["due"], each["t"], fragment=each["fragment"])
             self._flights.note(flight, each["agreed"])
@@ -418,7 +418,7 @@ class Rounds(Mixer):
         super().check_state(state, of=of)
 
     def stats(self) -> dict[str, float]:
-        """See `Mixer`: the delay of the last rounds, if ranks agree on it."""
+        """Return the delay of the last rounds, if ranks agree on it, for `comm_stats()`."""
         return {} if self._agreed is None else {"auto_delay": self._agreed.present}
 
     def interrupt(self) -> None:
@@ -426,8 +426,12 @@ class Rounds(Mixer):
         self._give_up()
 
     def start_over(self, x: FlatVector, k: int) -> None:
-        """See `Mixer`; a rank that misses this begin takes the memory of another rank: [Note: One memory]."""
-        super().start_over(x, k)
+        """Drop all state, and begin with equal models on all ranks; see `begin` for x and k.
+
+        A rank that misses this begin takes the memory of another rank: [Note: One memory].
+        """
+        self.restart()
+        self.begin(x, k)
         for driver in self.drivers:
             driver.stamps.taken = k
 

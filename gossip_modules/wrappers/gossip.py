@@ -25,6 +25,7 @@ from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
 from ..old_names import takes_old_arguments
 from ..rounds.mixer import Mixer
+from ..rounds.rounds import Rounds
 from ..rounds.vector import widened
 from ..schedule import Schedule
 from ..transport.connect import connect
@@ -276,7 +277,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         """Be ready for the first step."""
         local, node = self._local, self._local.node
         mixer.bind(mixing, local.transport, local.world)
-        mixer.watch_optimizer(local.loop, is_whole=node is None or node.is_whole)
+        if isinstance(mixer, Rounds):
+            mixer.watch_optimizer(local.loop, is_whole=node is None or node.is_whole)
         if mixer.is_weighted:
             local.loop.move_weights()
         engine = self._make_engine(mixer, schedule)
@@ -352,7 +354,12 @@ class GossipDataParallel(GossipWrapper, Joinable):
         if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
             raise ValueError(f"got num_tokens={num_tokens!r}, expected a whole number of at least 0, such as x.numel()")
         if isinstance(engine := self._local.engine, LockstepEngine):
-            engine.gossiper.count_tokens(num_tokens)
+            if engine.rounds is None or not engine.rounds.algorithm.counts_tokens:
+                raise ValueError(
+                    f"got count_tokens() with {engine.gossiper}, which gives all ranks equal weights, expected an "
+                    "algorithm that counts tokens, such as DiLoCo(weighted_by='tokens'); leave the call out"
+                )
+            engine.rounds.count_tokens(num_tokens)
         if self._needs_tokens:
             self._has_counted = True
 
