@@ -135,12 +135,7 @@ def gossip_state(state: Any) -> str:
     return str(state._metadata[""])
 
 
-FLUSHED = pytest.mark.xfail(
-    reason="a checkpoint applies the round in flight, which rounds where weights differ from 1", strict=True
-)
-
-
-@pytest.mark.parametrize("case", [pytest.param(x, marks=[FLUSHED] if x == "osgp, directed" else []) for x in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_checkpoints_and_copies_go_on_to_the_bit(case: str) -> None:
     """A checkpoint changes no bit, also before the first round. Its wrapper has trained another model before it."""
 

@@ -64,25 +64,16 @@ the value of another worker. restarted: as before the first round. applied: the 
 refused: by an error. Declared copies of a copied wrapper are declared for it again. -: not in this table; for rounds in
 flight see `tests/library/membership/test_mass.py`."""
 
-STALE = "round, staleness 2"
-XFAIL = {
-    (STALE, event): "a checkpoint applies the round in flight, and is to have it as it is" for event in ("save", "load")
-}
-"""The cells whose law the library does not keep yet."""
-
 
 def cells() -> list[Any]:
-    """A parameter for each cell: the kind of state, the event, and the word."""
+    """The cells: the kind of state, the event, and the word."""
     lines = TABLE.strip("\n").splitlines()
     columns = [lines[0].index(event) for event in EVENTS]
     found = []
     for line in lines[1:]:
         words = [line[first : first + 12].split()[0] for first in columns]
         for event, word in zip(EVENTS, words, strict=True):
-            kind = line[: columns[0]].strip()
-            reason = XFAIL.get((kind, event), "")
-            marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
-            found += [pytest.param(kind, event, word, marks=marks)] if word != "-" else []
+            found += [(line[: columns[0]].strip(), event, word)] if word != "-" else []
     return found
 
 
@@ -385,7 +376,7 @@ FLIGHTS: Mapping[str, tuple[Mapping[str, Any], tuple[int, ...]]] = {
     "round with delay": ({"algorithm": LocalSGD(4, delay=3)}, (5, 6, 9)),
     "round of StreamingDiLoCo": ({"algorithm": StreamingDiLoCo(4, fragments=2, delay=3)}, (5, 6, 9)),
     "round with overlap": ({"overlap": True}, (5, 6, 9)),
-    STALE: ({"overlap": True, "max_staleness": 2, "wrap": FixedStaleness}, (4, 5, 10)),
+    "round, staleness 2": ({"overlap": True, "max_staleness": 2, "wrap": FixedStaleness}, (4, 5, 10)),
 }
 """Arguments of the wrapper, and the numbers of steps after which a round is in flight."""
 END = 13
