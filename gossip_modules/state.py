@@ -276,7 +276,11 @@ class State:
         self.restarted(Restart.ALL)
 
     def restart(self, event: Restart = Restart.ALL) -> None:
-        """Let all attributes begin anew whose policies say so, here and in the branches."""
+        """Restart the attributes with a policy for this event, here and in the branches.
+
+        Args:
+            event: the event; `Restart.ALL` restarts all attributes.
+        """
         if event is Restart.ALL:
             self.interrupt()
         for each in self._declared_leaves:
@@ -316,14 +320,26 @@ class State:
         """Bring attributes up to date, before a state or a copy is made of them."""
 
     def restarted(self, event: Restart) -> None:
-        """Attributes have begun anew or were loaded, here and in all branches; a load is `Restart.ALL`."""
+        """Called after attributes have been restarted or loaded, here and in all branches.
+
+        Args:
+            event: the event; `Restart.ALL` after a load.
+        """
 
     def to_layout(self, state: dict[str, Any]) -> Any:
-        """Return the saved form of entries by name: see [Note: Layout of states]."""
+        """Return the saved form of a state: see [Note: Layout of states].
+
+        Args:
+            state: the entries, by name.
+        """
         return state
 
     def from_layout(self, state: Any) -> Mapping[str, Any]:
-        """Return the entries by name of a saved form, perhaps of an older version: see [Note: Layout of states]."""
+        """Return the entries of a saved form, by name: see [Note: Layout of states].
+
+        Args:
+            state: the saved form, perhaps of an older version.
+        """
         return cast("Mapping[str, Any]", state)
 
     def entry_names(self) -> set[str]:

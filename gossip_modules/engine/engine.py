@@ -198,7 +198,11 @@ class Engine(State, ABC):
         return None if self.is_in_flight else []
 
     def resume_flights(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with rounds of `saved_flights()`, after `load_state_dict`."""
+        """Go on with rounds in flight, after `load_state_dict`.
+
+        Args:
+            saved: the rounds, from `saved_flights()`.
+        """
 
 
 class IdleEngine(Engine):
