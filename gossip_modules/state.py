@@ -215,7 +215,7 @@ class State:
 
     # Events.
 
-    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> Any:
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
         """Return the state of the object and its branches; shares memory.
 
         Args:
@@ -236,7 +236,7 @@ class State:
                 state[declared.name] = saved if isinstance(part, list) else saved[0]
         return self.to_layout(state)
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a copy of a state of `state_dict()`; an empty state restarts the object.
 
         Raises:
@@ -245,7 +245,7 @@ class State:
         self.check_state(state)
         self.fill(state)
 
-    def check_state(self, state: Any, *, of: object = None) -> None:
+    def check_state(self, state: Mapping[str, Any], *, of: object = None) -> None:
         """Raise ValueError if `load_state_dict` would refuse a state; nothing changes.
 
         Args:
@@ -262,7 +262,7 @@ class State:
         for part, saved in self._parts_of_state(state):
             part.check_state(saved, of=of)
 
-    def fill(self, state: Any) -> None:
+    def fill(self, state: Mapping[str, Any]) -> None:
         """Load a state that `check_state` does not refuse; an empty state restarts the object."""
         self.interrupt()
         state = self.from_layout(state)
@@ -326,7 +326,7 @@ class State:
             event: the event; `Restart.ALL` after a load.
         """
 
-    def to_layout(self, state: dict[str, Any]) -> Any:
+    def to_layout(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the saved form of a state: see [Note: Layout of states].
 
         Args:
@@ -334,13 +334,13 @@ class State:
         """
         return state
 
-    def from_layout(self, state: Any) -> Mapping[str, Any]:
+    def from_layout(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the entries of a saved form, by name: see [Note: Layout of states].
 
         Args:
             state: the saved form, perhaps of an older version.
         """
-        return cast("Mapping[str, Any]", state)
+        return state
 
     def entry_names(self) -> set[str]:
         """Return the names of the entries that a state may have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class ContinuousMomentum(State):
             add_(part, difference, alpha=moved)
             add_(difference.mul_(kept), part, alpha=gain)
 
-    def check_state(self, state: Any, *, of: object = None) -> None:
+    def check_state(self, state: Mapping[str, Any], *, of: object = None) -> None:
         """See `State`."""
         super().check_state(state, of=of)
         found, own = ([part.numel() for part in parts] for parts in (state.get("momentum", self._memory), self._memory))

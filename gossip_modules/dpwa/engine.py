@@ -6,6 +6,7 @@ import math
 import threading
 import time
 import warnings
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -327,7 +328,7 @@ class PairwiseRecord(IdleEngine):
         """See `State`."""
         return dict(self._state)
 
-    def fill(self, state: Any) -> None:
+    def fill(self, state: Mapping[str, Any]) -> None:
         """See `State`."""
         super().fill(state)
         self._state = dict(state)

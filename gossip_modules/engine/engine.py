@@ -179,7 +179,7 @@ class Engine(State, ABC):
         """See `State`."""
         return {name: value for name, value in state.items() if name != "engine"}
 
-    def check_state(self, state: Any, *, of: object = None) -> None:
+    def check_state(self, state: Mapping[str, Any], *, of: object = None) -> None:
         """See `State`: a state belongs to one kind of engine."""
         name = state.get("engine", _UNNAMED)
         if state and name != self.state_name:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -75,14 +75,14 @@ class FollowingEngine(LockstepEngine):
         """See `State`; contains the counters only."""
         return {"engine": self.state_name, "t": self.t, "step": self.step, "gossiper": {}}
 
-    def check_state(self, state: Any, *, of: object = None) -> None:
+    def check_state(self, state: Mapping[str, Any], *, of: object = None) -> None:
         """See `State`; a state of the first process has the counters too."""
         name = str(state.get("engine"))
         is_known = name == self._followed or name.startswith(_FOLLOWS)
         if not is_known:
             super().check_state(state)
 
-    def fill(self, state: Any) -> None:
+    def fill(self, state: Mapping[str, Any]) -> None:
         """See `State`."""
         self.t, self.step, self._is_in_flight = state.get("t", 0), state.get("step", 0), False
 

@@ -346,7 +346,7 @@ class LockstepEngine(Engine):
         """See `State`; a state may have the choice of overlap."""
         return {*super().entry_names(), "choice"}
 
-    def check_state(self, state: Any, *, of: object = None) -> None:
+    def check_state(self, state: Mapping[str, Any], *, of: object = None) -> None:
         """See `State`."""
         if "control" in state:
             raise ValueError(
@@ -356,7 +356,7 @@ class LockstepEngine(Engine):
             )
         super().check_state(state, of=of)
 
-    def fill(self, state: Any) -> None:
+    def fill(self, state: Mapping[str, Any]) -> None:
         """See `State`; a choice of overlap is loaded if this run chooses too, and the choice is within its limits."""
         super().fill(state)
         choice = OverlapChoice(**state["choice"]) if "choice" in state else None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
 
+from ..state import State, transient
 from .aliases import check_shared_memory, find_aliases, move_aliases
 from .former_layout import FormerLayout
 from .layout import FlatLayout, TensorSpec
@@ -35,7 +36,7 @@ def _is_capturing_of(device_type: str) -> Callable[[], bool]:
     return found
 
 
-class FlatBuffer:
+class FlatBuffer(State):
     """The trained tensors of a module as views of one FlatVector: gossip on the vector is gossip on the module.
 
     Trainable parameters and running statistics (BatchNorm) are re-pointed into one contiguous vector with one segment
@@ -82,6 +83,9 @@ class FlatBuffer:
 
     num_layouts: ClassVar[int] = 0
 
+    # Of the vector, one per slot. The tensors of a copy are no views; attach() makes them so.
+    _views: list[Tensor] = transient([])
+
     def __init__(
         self,
         module: nn.Module,
@@ -100,7 +104,6 @@ class FlatBuffer:
         if self._excluded:
             warnings.warn(f"buffers with infinite or NaN values stay local: {sorted(self._excluded)}", stacklevel=2)
         self.slots: list[Slot] = []
-        self._views: list[Tensor] = []  # of the vector, one per slot
         self._places: list[tuple[dict[str, Any], str, Tensor, int]] = []  # who holds a tensor, and its address
         self._sharded: list[tuple[Slot, Shard, int]] = []  # parameters of which this process holds a shard
         self._shards, self.is_sharded = Shards(module), bool(meshes_of(module))
@@ -361,9 +364,6 @@ class FlatBuffer:
         """Whether a trained parameter of the module is not in the vector."""
         left = {*map(id, self.parameters), *self.selection.ignored_ids(self.module)}
         return any(x.requires_grad and id(x) not in left for x in self.module.parameters())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_views": []}  # a copy's tensors are no views; attach() makes them so
 
     def _trained_tensors(self, frozen: Collection[str] = ()) -> Iterator[Slot]:
         """The tensors that travel, and frozen parameters with these names."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..devices import host_zeros
+from ..state import State, transient
 from .vector import FlatVector, in_chunks
 
 _log = logging.getLogger("gossip_modules.nonfinite")
@@ -68,12 +69,11 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     return all(math.isfinite(_total(segment).item()) or _all_finite(segment) for segment in tensors)
 
 
-class FiniteCheck:
+class FiniteCheck(State):
     """`is_finite` for every round, without a wait for the GPU: there the answer is about the round before."""
 
-    def __init__(self) -> None:
-        self._flag: Tensor | None = None
-        self._copied: torch.Event
+    # Whether the x of the last call was finite, bool [1] in host memory, and the event of that copy.
+    _last: tuple[Tensor, torch.Event] | None = transient(None)
 
     def __call__(self, x: FlatVector) -> bool:
         """Whether x, on a GPU the x of the last call, has no infinities or NaN."""
@@ -103,18 +103,16 @@ class FiniteCheck:
         if total.device.type == "cpu":
             return bool(torch.isfinite(total)) or look()
         answer = True
-        if self._flag is None:
-            self._flag = host_zeros([1], torch.bool, beside=total.device)
-            self._copied = torch.Event(total.device)
+        if self._last is None:
+            self._last = host_zeros([1], torch.bool, beside=total.device), torch.Event(total.device)
         else:
-            self._copied.synchronize()  # queued a whole step ago
-            answer = bool(self._flag)
-        self._flag.copy_(torch.isfinite(total).view(1), non_blocking=True)
-        self._copied.record(torch.accelerator.current_stream(total.device))
+            flag, copied = self._last
+            copied.synchronize()  # queued a whole step ago
+            answer = bool(flag)
+        flag, copied = self._last
+        flag.copy_(torch.isfinite(total).view(1), non_blocking=True)
+        copied.record(torch.accelerator.current_stream(total.device))
         return answer or look()
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"_flag": None}
 
 
 def _total(segment: Tensor) -> Tensor:

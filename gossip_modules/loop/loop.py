@@ -6,7 +6,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -317,7 +317,7 @@ class Loop(Observer):
         """Evaluation begins, or state has been loaded: the next training forward begins a step."""
         self._is_due = self.when is RoundTime.FORWARD
 
-    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> Any:
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
         """See `State`: whether the next training forward begins a step, or would after an optimizer step."""
         return {**super().state_dict(joins=joins, has_links=has_links), "is_step_start": self.is_due}
 
@@ -325,7 +325,7 @@ class Loop(Observer):
         """See `State`."""
         self._note_forward()
 
-    def from_layout(self, state: Any) -> Any:
+    def from_layout(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `State`. States of older versions have "is_step_start" alone."""
         return {"is_synced": state["is_step_start"], **state} if "is_step_start" in state else state
 

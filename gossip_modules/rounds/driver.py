@@ -482,7 +482,7 @@ class Driver(State):
 
     # State.
 
-    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> Any:
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
         """See `State`. After a round that failed while it applied messages, the state is empty."""
         if self._is_torn and not joins:
             return {"algorithm": self.algorithm.name}
@@ -491,7 +491,8 @@ class Driver(State):
     def to_layout(self, state: dict[str, Any]) -> dict[str, Any]:
         """See `State`."""
         links = self._links if self.algorithm.keeps_links else []
-        return {"algorithm": self.algorithm.name, **state, "links": links}
+        stamps = [self.stamps.taken, self.stamps.lost]
+        return {"algorithm": self.algorithm.name, **state, "stamps": stamps, "links": links}
 
     def from_layout(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """See `State`. A worker of a membership may have other peers than the worker that saved the state."""
@@ -499,9 +500,11 @@ class Driver(State):
         kept = {name: value for name, value in state.items() if name not in left_out}
         if self._is_elastic and "memory" in kept:
             kept["memory"] = without_links(kept["memory"], self.algorithm.parts)
+        if "stamps" in kept:
+            kept["stamps"] = dict(zip(("taken", "lost"), kept["stamps"], strict=True))
         return kept
 
-    def check_state(self, state: Any, *, of: object = None) -> None:
+    def check_state(self, state: Mapping[str, Any], *, of: object = None) -> None:
         """See `State`."""
         super().check_state(state, of=self.algorithm.name)
         links = state.get("links", [])
@@ -511,7 +514,7 @@ class Driver(State):
                 "checkpoint of this rank, made on the same graph"
             )
 
-    def fill(self, state: Any) -> None:
+    def fill(self, state: Mapping[str, Any]) -> None:
         """See `State`. Under a membership some vectors restart: see [Note: Sums over workers] of `Memory`."""
         super().fill(state)
         self._has_joined = state.get("memory", {}).get("joins", False)

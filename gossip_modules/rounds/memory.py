@@ -439,13 +439,13 @@ class Memory(State):
         """See `State`."""
         return {*super().entry_names(), *_ENTRIES}
 
-    def check_state(self, state: Any, *, of: object = None) -> None:
+    def check_state(self, state: Mapping[str, Any], *, of: object = None) -> None:
         """See `State`."""
         super().check_state(state, of=of)
         if "inner" in state and self._inner is None:
             Memory().check_state(state["inner"], of=f"the inner algorithm of {of}")
 
-    def fill(self, state: Any) -> None:
+    def fill(self, state: Mapping[str, Any]) -> None:
         """See `State`. The next round checks the shapes of the vectors and uses them."""
         if "inner" in state and self._inner is None:
             self._inner = Memory(self.weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -190,7 +190,7 @@ class Mixer(State, ABC):
         s.divide_by_weight_()
         return result
 
-    def check_state(self, state: Any, *, of: object = None) -> None:
+    def check_state(self, state: Mapping[str, Any], *, of: object = None) -> None:
         """See `State`."""
         if state and not self.entry_names():
             raise ValueError(

@@ -353,7 +353,7 @@ class Rounds(Mixer):
     def __repr__(self) -> str:
         return repr(self.algorithm)
 
-    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> Any:
+    def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
         """See `State`.
 
         Fragments are cut anew in the first step after a change of the trained tensors, so that their states have no
@@ -399,7 +399,7 @@ class Rounds(Mixer):
         delays = {} if self._agreed is None or "delays" not in state else {"delays": state["delays"]}
         return {"fragments": own.get("fragments", [own] * bool(own)), **delays}
 
-    def check_state(self, state: Any, *, of: object = None) -> None:
+    def check_state(self, state: Mapping[str, Any], *, of: object = None) -> None:
         """See `State`."""
         states = state.get("fragments", [state])
         if "fragments" in state:

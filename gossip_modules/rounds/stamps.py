@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..state import Restart, State, leaf
@@ -43,14 +41,6 @@ class Stamps(State):
     def __init__(self) -> None:
         self.is_needed = False
         self.is_agreed = self.has_tried = True
-
-    def to_layout(self, state: dict[str, int]) -> list[int]:
-        """See `State`."""
-        return [state["taken"], state["lost"]]
-
-    def from_layout(self, state: Sequence[int]) -> dict[str, int]:
-        """See `State`."""
-        return dict(zip(("taken", "lost"), state, strict=False))
 
     def restarted(self, event: Restart) -> None:
         """See `State`: the workers of a new generation agree."""

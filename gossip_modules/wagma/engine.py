@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -311,7 +311,7 @@ class WaitAvoidingEngine(Engine):
         """See `State`."""
         return {*super().entry_names(), "published", "published_at"}
 
-    def check_state(self, state: Any, *, of: object = None) -> None:
+    def check_state(self, state: Mapping[str, Any], *, of: object = None) -> None:
         """See `State`."""
         super().check_state(state, of=of)
         y = self.worker.published.latest.vector  # of the layout of the model
@@ -322,7 +322,7 @@ class WaitAvoidingEngine(Engine):
                 f"{y.layout.num_bytes} bytes (torch.uint8); load the state of a wrapper around the same model"
             )
 
-    def fill(self, state: Any) -> None:
+    def fill(self, state: Mapping[str, Any]) -> None:
         """See `State`, and [Note: beginning]."""
         super().fill(state)
         if (published := state.get("published")) is not None:

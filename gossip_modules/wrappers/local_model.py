@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -512,11 +512,11 @@ class LocalModel(AveragedModel):
             **({} if self.place is None else dict(zip(("rank", "world_size"), self.place, strict=True))),
         }
 
-    def from_layout(self, state: Any) -> dict[str, Any]:
+    def from_layout(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """See `State`. A wrapper keeps entries of its own beside these."""
         return {name: state[name] for name in self.entry_names() if name in state}
 
-    def fill(self, state: Any) -> None:
+    def fill(self, state: Mapping[str, Any]) -> None:
         """See `State`."""
         super().fill(state)
         if not state:
