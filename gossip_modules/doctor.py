@@ -46,6 +46,7 @@ from .lab.planner import Advice, Prediction, advise, as_table, simulate
 from .lab.tasks import Digits
 from .matcha.link_times import measure_link_times, seconds_of_links
 from .registry import METHODS
+from .transport.agreement import rows_of_all
 from .transport.base import Transport
 from .transport.connect import connect
 from .transport.deadline import as_timeout
@@ -151,10 +152,10 @@ def measure(transport: ProcessGroupTransport, work: Workload, *, host: str) -> M
     """
     n = transport.world_size
     padded = host.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-    names = _gathered(transport, torch.frombuffer(bytearray(padded), dtype=torch.uint8), what="hosts")
+    names = rows_of_all(transport, torch.frombuffer(bytearray(padded), dtype=torch.uint8), what="hosts")
     hosts = tuple(bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in names)
     size = torch.tensor([work.num_bytes], device="cpu")
-    sizes = _gathered(transport, size, what="sizes of models").flatten().tolist()
+    sizes = rows_of_all(transport, size, what="sizes of models").flatten().tolist()
     if others := [rank for rank, size in enumerate(sizes) if size != sizes[0]]:
         raise ValueError(
             f"got a model of {sizes[0]} bytes on rank 0 and of {sizes[others[0]]} on rank {others[0]}, expected one "
@@ -163,10 +164,10 @@ def measure(transport: ProcessGroupTransport, work: Workload, *, host: str) -> M
     round_trips, rates = _measure_links(transport, work) if n > 1 else ({}, {})
     transport.barrier(what="start of the measurement of memory")
     speed = torch.tensor([_memory_byte_s(work)], dtype=torch.float64, device="cpu")
-    memory = float(_gathered(transport, speed, what="speeds of memory").min())
+    memory = float(rows_of_all(transport, speed, what="speeds of memory").min())
     transport.barrier(what="start of the measured steps")
     own = torch.tensor(_step_quantiles(work), dtype=torch.float64, device="cpu")
-    steps = tuple(map(tuple, _gathered(transport, own, what="seconds of steps").tolist()))
+    steps = tuple(map(tuple, rows_of_all(transport, own, what="seconds of steps").tolist()))
     return Measurements(hosts, round_trips, rates, steps, memory)
 
 
@@ -227,13 +228,6 @@ def _step_quantiles(work: Workload) -> list[float]:
     shares = torch.linspace(0, 1, _QUANTILES, dtype=torch.float64, device=_CPU)
     counted = torch.tensor(seconds[_NUM_WARM:], dtype=torch.float64, device=_CPU)
     return counted.quantile(shares, interpolation="nearest").tolist()
-
-
-def _gathered(transport: Transport, own: Tensor, *, what: str) -> Tensor:
-    """`own` of every rank, as rows."""
-    rows = own.new_empty(transport.world_size * own.numel())
-    transport.all_gather(rows, own, what=what)
-    return rows.view(transport.world_size, -1)
 
 
 # The model.

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..flat.nonfinite import FiniteCheck
 from ..flat.vector import FlatVector
 from ..state import leaf
+from ..transport.agreement import rows_of_all
 from ..transport.base import Transport
 from ..worlds.all_or_none import MayBeLost, all_or_none
 from .engine import Engine
@@ -91,9 +92,7 @@ class GradientEngine(Engine):
         A worker that has just joined is behind all others.
         """
         own = torch.tensor([self.t, self._has_joined], device="cpu")
-        everyone = own.new_empty(self.transport.world_size * 2)
-        self.transport.all_gather(everyone, own, what="comparing numbers of averages")
-        counts, have_joined = everyone.view(-1, 2).unbind(1)
+        counts, have_joined = rows_of_all(self.transport, own, what="comparing numbers of averages").unbind(1)
         if int(counts.min()) == int(counts.max()) and not have_joined.any():
             return False
         source = int((counts if have_joined.all() else counts.where(have_joined == 0, -1)).argmax())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..devices import wait_for_queue
 from ..flat.vector import FlatVector
+from ..transport.agreement import rows_of_all
 from ..transport.base import Transport
 from ..worlds.world import ModelWorld
 from .overlap import Overlap
@@ -197,11 +198,8 @@ class Measurement:
         """
 
         def gather(own: Sequence[float]) -> Tensor:
-            """Return the numbers of all ranks, float64 [ranks, numbers] in host memory."""
             mine = torch.tensor(own, dtype=torch.float64, device="cpu")
-            everyone = mine.new_empty(transport.world_size * mine.numel())
-            transport.all_gather(everyone, mine, what=f"choosing overlap after round {t}")
-            return everyone.view(transport.world_size, -1)
+            return rows_of_all(transport, mine, what=f"choosing overlap after round {t}")
 
         medians = [statistics.median(seconds[NUM_WARM:]) for seconds in (self._steps, self._rounds)]
         measured = gather([*medians, (transport.num_bytes_sent - self._sent) / NUM_MEASURED])

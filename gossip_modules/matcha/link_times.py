@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..devices import wait_for_queue
 from ..graph_manager.matchings import Edge, Matching, as_matchings, decompose, world_size
+from ..transport.agreement import rows_of_all
 from ..transport.base import Transport
 
 if TYPE_CHECKING:
@@ -87,9 +88,7 @@ def seconds_of_links(
         peer = next((u + v - transport.rank for u, v in matching if transport.rank in (u, v)), None)
         if peer is not None:
             own[index] = measure(peer)
-    gathered = torch.empty(transport.world_size * len(own), dtype=torch.float64, device="cpu")
-    transport.all_gather(gathered, own, what=what)
-    seconds = gathered.view(transport.world_size, -1).tolist()
+    seconds = rows_of_all(transport, own, what=what).tolist()
     links = ((index, u, v) for index, matching in enumerate(matchings) for u, v in matching)
     return dict(sorted(((u, v), max(seconds[u][index], seconds[v][index])) for index, u, v in links))
 

@@ -7,6 +7,7 @@ import math
 import torch
 
 from ..state import Restart, State, leaf
+from ..transport.agreement import rows_of_all
 from ..transport.base import Transport
 
 _NONE = -1.0  # no round has been measured
@@ -61,8 +62,8 @@ class AgreedDelay(State):
             The delay for `land`; negative: no rank has measured a round.
         """
         own = torch.tensor([self._measured], dtype=torch.float64, device="cpu")
-        measured = own.new_empty(transport.world_size)
-        transport.all_gather(measured, own, what=f"the delay of outer steps, of the round after {begun} steps")
+        what = f"the delay of outer steps, of the round after {begun} steps"
+        measured = rows_of_all(transport, own, what=what)
         has_waited = self.k >= due
         self._measured = math.ceil(1.5 * (due - begun)) if has_waited else self.k - begun + 1
         return float(measured.max())

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager
 from ..state import Restart, State, branch, leaf
+from ..transport.agreement import rows_of_all
 from ..transport.base import Transport
 from ..worlds.all_or_none import MayBeLost
 from ..worlds.world import ALONE, ModelWorld
@@ -468,11 +469,9 @@ class Driver(State):
         """Return the numbers of all ranks; before the vector is sent, whose end confirms that no rank has failed."""
         if not numbers:
             return None
-        everyone = torch.empty(self.transport.world_size, len(numbers), dtype=torch.float64, device="cpu")
         mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         with MayBeLost(self.transport):
-            self.transport.all_gather(everyone, mine, what=f"numbers of all ranks for {self.algorithm}")
-            return everyone
+            return rows_of_all(self.transport, mine, what=f"numbers of all ranks for {self.algorithm}")
         return RoundLost
 
     def _set_weight(self, v: Vectors) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..state import Restart, State, leaf
-from ..transport.agreement import broadcast_state
+from ..transport.agreement import broadcast_state, rows_of_all
 from ..transport.base import Transport
 from ..worlds.all_or_none import MayBeLost
 from .memory import Memory
@@ -70,10 +70,8 @@ class Stamps(State):
         """
         self.has_tried, self.is_agreed = True, False
         mine = torch.tensor([self.taken, self.lost], device="cpu")
-        everyone = mine.new_empty(transport.world_size * 2)
         with MayBeLost(transport):
-            transport.all_gather(everyone, mine, what="the last rounds of all workers")
-            taken, lost = everyone.view(-1, 2).unbind(1)
+            taken, lost = rows_of_all(transport, mine, what="the last rounds of all workers").unbind(1)
             newest, source = int(taken.max()), int(taken.argmax())
             is_behind = self.taken < newest
             if int(taken.min()) < newest:

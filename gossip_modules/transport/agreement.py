@@ -68,13 +68,25 @@ def find_difference(
     note = found or _difference(json.loads(expected), json.loads(text))
     padded = note.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
-    notes = mine.new_zeros(transport.world_size * _NOTE_BYTES)
-    transport.all_gather(notes, mine, what=what)
-    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in notes.view(-1, _NOTE_BYTES)]
+    notes = rows_of_all(transport, mine, what=what)
+    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in notes]
     if elsewhere := [text for text in texts if text.startswith(_OPENING)]:
         return elsewhere[0]
     differing = [f"rank {transport.names[i]}: {text}" for i, text in enumerate(texts) if text]
     return f"{_OPENING} {transport.names[0]}: {'; '.join(differing)}"
+
+
+def rows_of_all(transport: Transport, own: Tensor, *, what: str) -> Tensor:
+    """Return a few numbers of all ranks, [number of ranks, number of numbers]; collective.
+
+    Args:
+        transport: over the ranks.
+        own: the numbers of this rank, [number of numbers].
+        what: the name of the numbers, for errors of the transport.
+    """
+    rows = own.new_empty(transport.world_size * own.numel())
+    transport.all_gather(rows, own, what=what)
+    return rows.view(transport.world_size, -1)
 
 
 def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], *, chunk_bytes: int = 1 << 26) -> None:

@@ -19,6 +19,7 @@ from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..profiling import span
 from ..rounds.mixer import GlobalAverage
 from ..state import Restart
+from ..transport.agreement import rows_of_all
 from ..worlds.all_or_none import MayBeLost
 from .group_average import GroupAverage
 from .group_result import LentModel
@@ -473,10 +474,8 @@ class WaitAvoidingEngine(Engine):
 
     def _gather_rounds(self, what: str) -> list[int]:
         """The round of every rank."""
-        transport = self.worker.transport
-        rounds = torch.empty(transport.world_size, dtype=torch.int64, device="cpu")
-        transport.all_gather(rounds, torch.tensor([self.t], device="cpu"), what=what)
-        return [int(t) for t in rounds.tolist()]
+        rounds = rows_of_all(self.worker.transport, torch.tensor([self.t], device="cpu"), what=what)
+        return [int(t) for t in rounds.flatten().tolist()]
 
     def _set_round(self, t: int) -> None:
         with self.worker.state:

@@ -17,7 +17,7 @@ from ..graph_manager.base import GraphManager
 from ..membership.links import LinkTransport, alone
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
-from ..transport.agreement import broadcast_state, broadcast_tensors
+from ..transport.agreement import broadcast_state, broadcast_tensors, rows_of_all
 from ..transport.base import Transport
 from ..transport.change_board import digest_of
 from ..transport.process_group import DEFAULT_TIMEOUT
@@ -143,9 +143,7 @@ class Participant(ModelWorld):
             """Whether this worker has taken over the layout of another one."""
             digest = bytes.fromhex(digest_of([json.dumps(exchanged.signature())]))
             mine = torch.frombuffer(bytearray(digest) + bytes([exchanged.is_newcomer]), dtype=torch.uint8)
-            table = mine.new_empty(transport.world_size * len(mine))
-            transport.all_gather(table, mine, what="comparing exchanged tensors")
-            rows = table.view(transport.world_size, -1)
+            rows = rows_of_all(transport, mine, what="comparing exchanged tensors")
             if bool((rows[:, :-1] == rows[0, :-1]).all()):
                 return False
             source = int(rows[:, -1].argmin())  # the first one of those that are not new, or of all
