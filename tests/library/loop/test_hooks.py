@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossip_modules.flat.buffer import FlatBuffer
-from gossip_modules.loop.hooks import Methods, Observer
+from gossip_modules.loop.hooks import Methods, Observer, Reader
 
 
 class Watcher(Observer):
@@ -135,6 +135,48 @@ def test_steps_after_one_that_raised_are_counted(
     for _ in range(2):
         optimizer.step()
         assert watcher.taken() == (["before", "enter", "reenter", "reenter", "leave", "after"] if is_caught else AROUND)
+
+
+class Everywhere(Reader):
+    """A reader of all steps."""
+
+    num_steps = 0
+
+    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        return True
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.num_steps += 1
+
+
+def test_a_step_that_concerns_a_reader_alone_is_no_step_of_its_observer(
+    parameters: list[nn.Parameter], watcher: Watcher
+) -> None:
+    reader = Everywhere(watcher.buffer)
+    watcher.add(reader)
+    own, other = (torch.optim.Adam(x, lr=0.5) for x in (parameters, [nn.Parameter(torch.ones(1))]))
+    other.step()
+    assert (reader.num_steps, watcher.taken()) == (1, [])
+    own.step()
+    assert (reader.num_steps, watcher.taken()) == (2, WHOLE)
+    reader.close()
+    own.step()
+    assert (reader.num_steps, watcher.taken()) == (2, WHOLE)
+
+
+def test_parameters_in_a_new_layout_are_found_again(parameters: list[nn.Parameter], watcher: Watcher) -> None:
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    optimizer.step()
+    assert watcher.taken() == WHOLE
+    new = nn.Parameter(torch.ones(2))
+    watcher.buffer.module.register_parameter("1", new)
+    torch.optim.SGD([new], lr=0.5).step()
+    assert watcher.taken() == []
+    optimizer = torch.optim.SGD([new], lr=0.5)
+    optimizer.step()
+    watcher.buffer.attach()
+    optimizer.step()
+    assert watcher.taken() == WHOLE
 
 
 def test_a_step_that_does_not_count_has_no_end(parameters: list[nn.Parameter], watcher: Watcher) -> None:
