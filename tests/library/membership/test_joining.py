@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from gossip_modules import GossipDataParallel, MatchaGraph, Membership
 from gossip_modules.engine.lockstep import LockstepEngine
-from gossip_modules.flat.vector import FlatVector
 from gossip_modules.membership import donor as donor_module
 from gossip_modules.membership import limits
 from gossip_modules.membership import membership as membership_module
@@ -367,12 +366,14 @@ def test_a_donor_whose_state_cannot_be_copied_trains_on(
     workers = job.start(2)
     job.until_live(workers)
     if is_of_engine:
-        state_of = LockstepEngine.state_for_newcomer
+        state_of = LockstepEngine.state_dict
 
-        def state_for_newcomer(self: LockstepEngine, x: FlatVector) -> dict[str, Any]:
-            return {**state_of(self, x), **failing.state_dict()}
+        def state_dict(self: LockstepEngine, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
+            if joins:
+                failing.state_dict()
+            return state_of(self, joins=joins, has_links=has_links)
 
-        monkeypatch.setattr(LockstepEngine, "state_for_newcomer", state_for_newcomer)
+        monkeypatch.setattr(LockstepEngine, "state_dict", state_dict)
     else:
         for worker in workers:
             assert worker.membership is not None
