@@ -263,7 +263,7 @@ class Driver(State):
     @property
     def can_be_saved(self) -> bool:
         """Whether `saved_round` describes the round that has departed, if there is one."""
-        return not self.memory.units.kept and can_be_saved(self.open_round)
+        return not self.memory.units.kept and can_be_saved(self.open_round, self.memory)
 
     def saved_round(self) -> Mapping[str, Any]:
         """The round that has departed, and whose reply is there: [Note: Rounds in a checkpoint]; shares memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import GeneratorType as Generator
 from typing import Any
 
 from torch import Tensor
@@ -15,9 +16,21 @@ from .requests import Average, Gather, Mix, OpenRound, RoundLost
 from .vector import SentVector, Vector
 
 
-def can_be_saved(opened: OpenRound | None) -> bool:
-    """Whether `saved_round` can describe a round that has departed."""
-    return opened is None or isinstance(opened.request, Mix | Average | Gather | None)
+def can_be_saved(opened: OpenRound | None, memory: Memory) -> bool:
+    """Whether `saved_round` can describe a round that has departed, with the memory of its algorithm.
+
+    It cannot if a variable of the round is a tensor, or a vector outside the memory.
+    """
+    if opened is None:
+        return True
+    kept = {id(x) for x in (*(entry.vector for entry in memory.entries.values()), *memory.scratches.values())}
+    generator: Any = opened.generator
+    while isinstance(generator, Generator):
+        for x in [] if generator.gi_frame is None else generator.gi_frame.f_locals.values():
+            if isinstance(x, Tensor) or (isinstance(x, Vector) and id(x) not in kept):
+                return False
+        generator = generator.gi_yieldfrom
+    return isinstance(opened.request, Mix | Average | Gather | None)
 
 
 def saved_round(opened: OpenRound, memory: Memory) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from gossip_modules import (
     SparseLoCo,
     StreamingDiLoCo,
 )
-from tests.harness.problems import loss_of, net, sgd, train_step
+from gossip_modules.extend import Average, Memory, OuterMethod, Round, Vector, Vectors
+from tests.harness.problems import loss_of, mlp, net, sgd, train_step
+from tests.harness.progress import engine_of
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
 
@@ -108,6 +111,32 @@ def test_a_checkpoint_changes_no_bit_of_the_run(name: str) -> None:
             if "tokens" in str(CASES[name]):
                 wrapper.count_tokens(1 + (group.rank() + 2 * step) % 5)
         assert torch.equal(flatten(model), expected)
+        wrapper.close()
+
+    run_ranks(2, body)
+
+
+@dataclass(frozen=True)
+class KeepsTensor(OuterMethod):
+    """Local SGD whose round keeps a tensor, outside the memory, until the reply comes."""
+
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        sent = m.scratch().set_(v.x)
+        before = v.x.parts[0].clone()
+        yield Average(sent)
+        v.x.add_(sent).sub_(Vector([before]))
+
+
+def test_a_round_that_keeps_a_tensor_of_its_own_is_applied_before_a_save() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = GossipDataParallel(mlp(), process_group=group, algorithm=KeepsTensor(4, delay=3))
+        optimizer = sgd(wrapper)
+        for step in range(6):
+            train_step(wrapper, optimizer, group.rank(), step)
+        assert engine_of(wrapper).is_in_flight
+        state = wrapper.state_dict()
+        assert not engine_of(wrapper).is_in_flight
+        assert "flights" not in state._metadata[""]["gossip_state"]
         wrapper.close()
 
     run_ranks(2, body)
