@@ -32,6 +32,7 @@ from .requests import (
     Inner,
     Mix,
     OpenRound,
+    Reply,
     Request,
     Round,
     RoundLost,
@@ -331,7 +332,7 @@ class Driver(State):
             self.close_round()
             raise
 
-    def go_on(self, reply: Any) -> None:
+    def go_on(self, reply: Reply) -> None:
         """Send a reply into the round, which runs to its next request or to its end."""
         assert self.open_round is not None, "a round is open"
         try:
@@ -342,11 +343,13 @@ class Driver(State):
             self.close_round()
             raise
 
-    def answer(self, request: Request) -> Any:
+    def answer(self, request: Request) -> Reply:
         """Return the reply to a request of the round."""
         assert self.open_round is not None, "a round is open"
         try:
             return self._reply_to(request, self.open_round.v)
+        except RoundLost:
+            return RoundLost
         except BaseException:
             self.close_round()
             raise
@@ -363,7 +366,7 @@ class Driver(State):
         while self.open_round is not None and self.open_round.request is not None:
             self.go_on(self.answer(self.open_round.request))
 
-    def _next_request(self, generator: Round, reply: Any) -> Request | None:
+    def _next_request(self, generator: Round, reply: Reply) -> Request | None:
         # Peers apply the same messages: if this rank fails to apply them, the ranks no longer agree.
         self._is_torn = isinstance(reply, Received | dict) and not self.algorithm.is_skippable
         request = next_request(generator, reply)
@@ -393,33 +396,31 @@ class Driver(State):
 
     # Replies.
 
-    def _reply_to(self, request: Request, v: Vectors) -> Any:
+    def _reply_to(self, request: Request, v: Vectors) -> Reply:
         match request:
             case Mix(x):
-                return self._mix(x, v, self.plain)
+                self._mix(x, v, self.plain)
             case Average(x, numbers):
-                if (everyone := self._gather_numbers(numbers)) is RoundLost:
-                    return RoundLost
+                everyone = self._gather_numbers(numbers)
                 self.averager.restores = x is v.x
                 self._mix(x, v, self.averager)
                 if self.averager.has_failed:
-                    return RoundLost
+                    raise RoundLost
                 self._set_weight(v)
                 return everyone
             case Inner(x, generator):
-                return self._run_inner(x, generator, v.t)
+                self._run_inner(x, generator, v.t)
             case Share(message):
                 replies = self._exchange(dict.fromkeys(self.messages.find_peers(), message), {})
                 return self.messages.row_of(message, replies)
             case Exchange(messages, checksums):
                 return self._exchange(messages, checksums)
             case Gather(message, numbers):
-                if (everyone := self._gather_numbers(numbers)) is RoundLost:
-                    return RoundLost
+                everyone = self._gather_numbers(numbers)
                 received = self._gather(message, v)
-                if received is not RoundLost:
-                    received.numbers = everyone
+                received.numbers = everyone
                 return received
+        return None
 
     def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> None:
         flat, buffers = x.flat, x.buffers if self._buffers else []
@@ -438,17 +439,13 @@ class Driver(State):
         for own, b in zip(self._buffers, buffers, strict=True):
             own.copy_(b)
 
-    def _run_inner(self, x: Vector, generator: Round, t: int) -> Any:
+    def _run_inner(self, x: Vector, generator: Round, t: int) -> None:
         self.messages.begin_round(x.whole, t, self._buffers)
         with contextlib.closing(generator):
-            try:
-                request = next_request(generator, None)
-                self._check_vectors(self.memory.inner)
-                while request is not None:
-                    request = self._next_request(generator, self.answer(request))
-            except RoundLost:
-                return RoundLost
-        return None
+            request = next_request(generator, None)
+            self._check_vectors(self.memory.inner)
+            while request is not None:
+                request = self._next_request(generator, self.answer(request))
 
     def _exchange(self, messages: Mapping[int, Message], checksums: Mapping[int, int]) -> dict[int, Message]:
         self._is_cut_off = not self._is_elastic
@@ -457,22 +454,22 @@ class Driver(State):
         self.own_buffer_weight = self.messages.row.buffer_weights.own
         return replies
 
-    def _gather(self, message: Message, v: Vectors) -> Any:
+    def _gather(self, message: Message, v: Vectors) -> Received:
         with MayBeLost(self.transport):
             received = self.messages.gather(message)
             self.own_buffer_weight *= 1 / self.transport.world_size
             self._set_weight(v)
             return received
-        return RoundLost
+        raise RoundLost
 
-    def _gather_numbers(self, numbers: Sequence[float]) -> Any:
+    def _gather_numbers(self, numbers: Sequence[float]) -> Tensor | None:
         """Return the numbers of all ranks; before the vector is sent, whose end confirms that no rank has failed."""
         if not numbers:
             return None
         mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         with MayBeLost(self.transport):
             return rows_of_all(self.transport, mine, what=f"numbers of all ranks for {self.algorithm}")
-        return RoundLost
+        raise RoundLost
 
     def _set_weight(self, v: Vectors) -> None:
         """Set the push-sum weight to one after an exact average over all ranks."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..mixing_manager.base import MixingManager
-from .messages import Code, Message
+from .messages import Code, Message, Received
 from .vector import Vector
 
 
@@ -107,6 +107,10 @@ class RoundLost(Exception):
 
     A round that declares `writes_early` catches the exception, restores its vectors, and raises it again.
     """
+
+
+Reply: TypeAlias = Received | dict[int, Message] | Tensor | type[RoundLost] | None
+"""The reply to a request; `RoundLost`: it is thrown into the round."""
 
 
 class Mail:
@@ -239,10 +243,10 @@ class OpenRound:
     generator: Round
     numbers: Mapping[str, float] = field(default_factory=dict)
     request: Request | None = None
-    reply: Any = None
+    reply: Reply = None
 
 
-def next_request(generator: Round, reply: object) -> Request | None:
+def next_request(generator: Round, reply: Reply) -> Request | None:
     """Send a reply into a round, or throw `RoundLost`, and return its next request; None: the round has ended."""
     try:
         return generator.throw(RoundLost()) if reply is RoundLost else generator.send(reply)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..flat.vector import FlatVector
 from .memory import Memory
 from .messages import MessageBuffer, Received
-from .requests import Average, Gather, Mix, OpenRound, RoundLost
+from .requests import Average, Gather, Mix, OpenRound, Reply, RoundLost
 from .vector import SentVector, Vector
 
 
@@ -87,15 +87,16 @@ def reopen(opened: OpenRound, saved: Mapping[str, Any], memory: Memory, x: FlatV
     opened.reply = _reply_of(saved["reply"], opened)
 
 
-def _saved_reply(reply: Any) -> dict[str, Any]:
+def _saved_reply(reply: Reply) -> dict[str, Any]:
     if reply is RoundLost:
         return {"is_lost": True}
     if isinstance(reply, Received):
         return {"messages": [message.buffer.raw for _, message in reply], "numbers": reply.numbers}
+    assert reply is None or isinstance(reply, Tensor), "messages of peers answer no request that can be saved"
     return {"numbers": reply}
 
 
-def _reply_of(saved: Mapping[str, Any], opened: OpenRound) -> Any:
+def _reply_of(saved: Mapping[str, Any], opened: OpenRound) -> Reply:
     if saved.get("is_lost"):
         return RoundLost
     numbers: Tensor | None = saved["numbers"]
