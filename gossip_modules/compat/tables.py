@@ -298,6 +298,7 @@ ARGUMENTS: dict[str, Foreign] = {
     "PairwiseAverager.__init__": Foreign(CURVE_ARGUMENTS),
     "PairwiseConfig.__init__": Foreign(CURVE_ARGUMENTS),
     "PairwiseDataParallel.__init__": Foreign({**DDP_ARGUMENTS, **CURVE_ARGUMENTS, **PAIRWISE_ARGUMENTS}),
+    "PairwiseWorker.add_peer": Foreign(CURVE_ARGUMENTS),
     "PushPull.__init__": Foreign(GOSSIPER_ARGUMENTS, in_order=tuple(GOSSIPER_ARGUMENTS)),
     "ShiftGraph.__init__": Foreign(GRAPH_ARGUMENTS, leading="rank"),
     "UniformMixing.__init__": Foreign(MIXING_ARGUMENTS, trailing="device"),
