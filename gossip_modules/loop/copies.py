@@ -18,7 +18,7 @@ from ..flat.sharded import local_of
 from ..state import Restart, leaf
 from ..warn import levels_to_user
 from .debias import Debias, Form
-from .hooks import Reader, holds_any
+from .hooks import StepListener, holds_any
 from .masters import NUM_PROOFS, Masters, add_, change_beyond, correct_, is_rounded
 from .moment import Moment, sample
 
@@ -57,7 +57,7 @@ class _Watch:
         return max(self.num_looks, self.num_idle) < _NUM_LOOKS or bool(self.proofs)
 
 
-class WeightCopies(Reader):
+class WeightCopies(StepListener):
     """Brings the corrections of gossip rounds to copies of the parameters that optimizers keep, or tells of them.
 
     [Note: Copies of parameters] A round corrects the parameters p. An optimizer that keeps a copy q of them and writes
@@ -99,7 +99,7 @@ class WeightCopies(Reader):
         super().__init__(buffer)
         self._name, self._in_steps = name, in_steps
         self._told: set[str] = set()
-        self.is_reading = True
+        self.is_subscribed = True
         self._know_none()
 
     def _know_none(self) -> None:
@@ -119,10 +119,10 @@ class WeightCopies(Reader):
         self._watches.clear()
         self.masters.close()
 
-    # See `Reader`.
+    # See `StepListener`.
 
     def concerns(self, optimizer: Optimizer) -> bool:
-        """See `Reader`."""
+        """See `StepListener`."""
         has_masters = self.masters.concern(optimizer)
         return has_masters or self._may_keep_copies(optimizer)
 
@@ -132,7 +132,7 @@ class WeightCopies(Reader):
 
     @torch.no_grad()
     def enter_step(self, optimizer: Optimizer) -> None:
-        """See `Reader`: copies get the changes of the parameters since the last step."""
+        """See `StepListener`: copies get the changes of the parameters since the last step."""
         watch = self._watches.get(optimizer)
         if watch is None and self._may_keep_copies(optimizer):
             watch = self._watches[optimizer] = _Watch(self._loaded & set(self._names(optimizer)))
@@ -146,7 +146,7 @@ class WeightCopies(Reader):
 
     @torch.no_grad()
     def leave_step(self, optimizer: Optimizer) -> None:
-        """See `Reader`: finds copies, and those that differ now."""
+        """See `StepListener`: finds copies, and those that differ now."""
         watch = self._watches.get(optimizer)
         if watch is None:
             return
@@ -358,7 +358,7 @@ class WeightCopies(Reader):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has optimizers of its own, of which nothing is known.
-        names = ("debias", "buffer", "is_reading", "_name", "_in_steps", "_told", "_loaded")
+        names = ("debias", "buffer", "is_subscribed", "_name", "_in_steps", "_told", "_loaded")
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

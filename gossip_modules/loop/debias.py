@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..flat.buffer import FlatBuffer
 from ..state import transient
-from .hooks import Reader
+from .hooks import StepListener
 from .owner import Owner, no_owner
 from .turn import Turn
 
@@ -25,7 +25,7 @@ class Form(Enum):
     LIMITED = "z * max(w, 1)"
 
 
-class Debias(Reader):
+class Debias(StepListener):
     """Keeps a flat buffer in the form that is needed, by two transitions of one kernel per segment each.
 
     Gradients are taken at the estimate z; the optimizer steps on the numerator x, and ranks exchange x. So storage
@@ -111,7 +111,7 @@ class Debias(Reader):
             self._readers.pop(optimizer, None)
 
     def enter_step(self, optimizer: Optimizer) -> None:
-        """See `Reader`."""
+        """See `StepListener`."""
         self._turn.begin_step()
         if not self.buffer.is_attached() and (owner := self.owner()) is not None:
             self.to_estimate()
@@ -124,10 +124,10 @@ class Debias(Reader):
             self.to_numerator()
 
     reenter_step = enter_step
-    """See `Reader`: a forward in a closure has gone back to the estimate."""
+    """See `StepListener`: a forward in a closure has gone back to the estimate."""
 
     def leave_step(self, optimizer: Optimizer) -> None:
-        """See `Reader`."""
+        """See `StepListener`."""
         self.to_estimate()
         self._turn.end_step()
 

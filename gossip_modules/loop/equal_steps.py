@@ -18,7 +18,7 @@ from ..flat.sharded import local_of
 from ..state import transient
 from ..transport.process_group import ProcessGroupTransport
 from ..transport.stores import BoundedStore
-from .hooks import Reader, holds_any
+from .hooks import StepListener, holds_any
 from .moment import sample
 
 _FIRST, _FACTOR = 3, 4  # comparisons begin at this step, and then at so many times the last one
@@ -53,7 +53,7 @@ class Print(NamedTuple):
         return both.bit_count() >= _MIN_SAMPLES and num_opposite >= max(_MIN_OPPOSITE, both.bit_count() // 8)
 
 
-class EqualSteps(Reader):
+class EqualSteps(StepListener):
     """Raises an error where the models of ranks are equal after steps with different gradients.
 
     [Note: Equal after a step] Optimizers that share their work between ranks (a distributed Muon, Dion, Shampoo) step
@@ -74,7 +74,7 @@ class EqualSteps(Reader):
         start: the step at which the next comparison begins.
     """
 
-    is_reading: bool = transient(False)
+    is_subscribed: bool = transient(False)
     start: int = transient(_FIRST)
     _store: BoundedStore | None = transient(None)
     _thread: int = transient(0)
@@ -132,7 +132,7 @@ class EqualSteps(Reader):
         if self._store is None:
             self.start *= _FACTOR
         else:
-            self.read()
+            self.subscribe()
 
     def _compare(self, store: BoundedStore, step: int, transport: ProcessGroupTransport) -> None:
         has_last, self._has_last = self._has_last, True
@@ -183,15 +183,15 @@ class EqualSteps(Reader):
             "gossip_modules.MuonAdamW; or train with DistributedDataParallel, where gradients are equal"
         )
 
-    # See `Reader`.
+    # See `StepListener`.
 
     def concerns(self, optimizer: Optimizer) -> bool:
-        """See `Reader`: masters may be stepped in place of the parameters."""
+        """See `StepListener`: masters may be stepped in place of the parameters."""
         return True
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
-        """See `Reader`."""
+        """See `StepListener`."""
         is_own = holds_any(optimizer, self._probes)
         # Others are masters, or vectors of an outer optimizer inside a round.
         if threading.get_ident() != self._thread or (self._before and (self._has_own or not is_own)):
@@ -202,7 +202,7 @@ class EqualSteps(Reader):
 
     @torch.no_grad()
     def leave_step(self, optimizer: Optimizer) -> None:
-        """See `Reader`."""
+        """See `StepListener`."""
         if threading.get_ident() != self._thread:
             return
         for k, x in enumerate(self._probes):

@@ -1,4 +1,8 @@
-"""The steps of torch optimizers: hooks on all of them, and the objects that read them."""
+"""The steps of torch optimizers: hooks on all of them, and the objects that are called by these hooks.
+
+`STEP_HOOKS`, the one `StepHooks` of the process, has the hooks of torch. Each model has one `Observer`, its `Loop`,
+with the `StepListener` objects that act at the steps of the optimizers of this model, in one order.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,11 @@ from ..state import State
 
 _Method: TypeAlias = Callable[[], Callable[[Optimizer], Any] | None]
 Methods: TypeAlias = tuple[_Method, ...]
-"""References to methods of readers, which are not kept alive."""
+"""References to methods of listeners, which are not kept alive."""
 
 
-class Reader(State):
-    """A part of an `Observer`, called at the optimizer steps that concern it while it is reading.
+class StepListener(State):
+    """A part of an `Observer`, called at the optimizer steps that concern it from `subscribe` to `close`.
 
     A subclass has some of these methods, each with the optimizer as its argument, called in this order:
 
@@ -41,7 +45,7 @@ class Reader(State):
         buffer: has the parameters.
 
     Attributes:
-        is_reading: whether it is to be called; see `read` and `close`.
+        is_subscribed: whether it is to be called; see `subscribe` and `close`.
         sees_inner_steps: whether the steps of another optimizer inside a step are steps, too: see [Note: Steps inside
             steps].
     """
@@ -50,16 +54,16 @@ class Reader(State):
 
     def __init__(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
-        self.is_reading = False
+        self.is_subscribed = False
 
-    def read(self) -> None:
+    def subscribe(self) -> None:
         """Be called at steps from now on."""
-        self.is_reading = True
+        self.is_subscribed = True
         STEP_HOOKS.look_again()
 
     def close(self) -> None:
         """Be called no more; idempotent."""
-        self.is_reading = False
+        self.is_subscribed = False
         STEP_HOOKS.look_again()
 
     def concerns(self, optimizer: Optimizer) -> bool:
@@ -67,8 +71,8 @@ class Reader(State):
         return holds_any(optimizer, self.buffer.parameters)
 
 
-class Observer(Reader):
-    """The readers of the optimizer steps of one model, in the order in which they are called; it is the last of them.
+class Observer(StepListener):
+    """The listeners of the optimizer steps of one model, in the order in which they are called; it is the last of them.
 
     It is called until it closes or is collected, and a copy of it is called too. It may have another method:
     `other_step`, called before the steps of optimizers that do not concern it.
@@ -76,55 +80,57 @@ class Observer(Reader):
     [Note: Steps inside steps] A step may run others: its class calls `super().step()`, which torch hooks too where the
     parent class is in use, or it wraps another optimizer of the same parameters, as Lookahead does. An inner step of
     the same optimizer is a part of the outer one: only `reenter_step` is called. An inner step of another optimizer is
-    a step of its own for readers with `sees_inner_steps`, and a part of the outer one for the others.
+    a step of its own for listeners with `sees_inner_steps`, and a part of the outer one for the others.
 
     Args:
         buffer: has the parameters.
-        readers: the readers.
+        listeners: the listeners.
     """
 
-    def __init__(self, buffer: FlatBuffer, readers: Iterable[Reader] = ()) -> None:
+    def __init__(self, buffer: FlatBuffer, listeners: Iterable[StepListener] = ()) -> None:
         super().__init__(buffer)
-        self._readers = tuple(readers)
-        self.read()
+        self._listeners = tuple(listeners)
+        self.subscribe()
 
     @property
-    def readers(self) -> tuple[Reader, ...]:
-        """The readers in their order."""
-        return self._readers
+    def listeners(self) -> tuple[StepListener, ...]:
+        """The listeners in their order."""
+        return self._listeners
 
-    def add(self, reader: Reader) -> None:
-        """Let this reader be the last one before this object."""
-        self._readers = (*self._readers, reader)
-        reader.read()
+    def add(self, listener: StepListener) -> None:
+        """Let this listener be the last one before this object."""
+        self._listeners = (*self._listeners, listener)
+        listener.subscribe()
 
-    def read(self) -> None:
-        """See `Reader`."""
+    def subscribe(self) -> None:
+        """See `StepListener`."""
         STEP_HOOKS.add(self)
-        super().read()
+        super().subscribe()
 
     def close(self) -> None:
-        """See `Reader`."""
+        """See `StepListener`."""
         STEP_HOOKS.discard(self)
         super().close()
 
-    def end_step(self, optimizer: Optimizer, readers: Methods) -> None:
-        """A step has ended that concerns it: call `after_step` of its readers where the step counts.
+    def end_step(self, optimizer: Optimizer, listeners: Methods) -> None:
+        """A step has ended that concerns it: call `after_step` of its listeners where the step counts.
 
         Args:
             optimizer: the optimizer.
-            readers: these methods.
+            listeners: these methods.
         """
-        _call(readers, optimizer)
+        _call(listeners, optimizer)
 
-    def stepped_by(self, optimizer: Optimizer) -> list[Reader]:
-        """The readers that the steps of this optimizer concern."""
-        return [reader for reader in (*self.readers, self) if reader.is_reading and reader.concerns(optimizer)]
+    def stepped_by(self, optimizer: Optimizer) -> list[StepListener]:
+        """The listeners that the steps of this optimizer concern."""
+        return [
+            listener for listener in (*self.listeners, self) if listener.is_subscribed and listener.concerns(optimizer)
+        ]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self.is_reading:
-            self.read()
+        if self.is_subscribed:
+            self.subscribe()
 
 
 def holds_any(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
@@ -154,11 +160,11 @@ class StepHooks:  # one for the process: STEP_HOOKS
 
     The global hooks are registered with the first observer and stay: torch iterates over its hooks during a step, so
     they must not change. torch calls global pre-hooks before the optimizer's own ones, and global post-hooks after
-    these. So an optimizer with readers to call at the step's own code has two more hooks, the last of its own pre-hooks
-    and the first of its own post-hooks.
+    these. So an optimizer with listeners to call at the step's own code has two more hooks, the last of its own
+    pre-hooks and the first of its own post-hooks.
 
     The methods to call are found once for each optimizer, and again when it or a buffer has other parameters, or when a
-    reader begins or ends: nothing is called that has nothing to do in a step.
+    listener subscribes or closes: nothing is called that has nothing to do in a step.
 
     torch calls no hook where a step raises. So the list of a thread's running steps may have entries of steps that have
     ended by an error. Where it has an entry that should not be there, the stack of the thread tells their number.
@@ -176,7 +182,7 @@ class StepHooks:  # one for the process: STEP_HOOKS
         self._running = _Running()
 
     def add(self, observer: Observer) -> None:
-        """Call this observer and its readers at steps, until it is discarded or collected."""
+        """Call this observer and its listeners at steps, until it is discarded or collected."""
         with self._lock:
             self._observers.add(observer)
             if not self._is_hooked:
@@ -190,7 +196,7 @@ class StepHooks:  # one for the process: STEP_HOOKS
             self._observers.discard(observer)
 
     def look_again(self) -> None:
-        """Find the methods to call again, after a reader has begun, has ended, or has found out more."""
+        """Find the methods to call again, after a listener has subscribed, has closed, or has found out more."""
         self._calls = {}
 
     def __reduce__(self) -> str:
@@ -265,9 +271,9 @@ class StepHooks:  # one for the process: STEP_HOOKS
             return
         calls = self._now()
         self._running.calls.pop()
-        for reference, readers in calls.after:
+        for reference, listeners in calls.after:
             if (observer := reference()) is not None:
-                observer.end_step(optimizer, readers)
+                observer.end_step(optimizer, listeners)
         if calls.beside:
             _call(calls.beside, optimizer)
 
@@ -301,54 +307,56 @@ class _Calls(NamedTuple):
 
     optimizer: weakref.ref[Optimizer]
     num_held: int
-    stepped: tuple[tuple[weakref.ref[Observer], tuple[weakref.ref[Reader], ...]], ...]  # see `Observer.stepped_by`
+    stepped: tuple[
+        tuple[weakref.ref[Observer], tuple[weakref.ref[StepListener], ...]], ...
+    ]  # see `Observer.stepped_by`
     others: Methods
     before: Methods
     enter: Methods
     reenter: Methods
     leave: Methods
     after: tuple[tuple[weakref.ref[Observer], Methods], ...]  # see `Observer.end_step`
-    beside: Methods  # `after_step` of readers whose observer the step does not concern
+    beside: Methods  # `after_step` of listeners whose observer the step does not concern
 
     @classmethod
     def of(
         cls,
         optimizer: weakref.ref[Optimizer],
         num_held: int,
-        stepped: Mapping[Observer, Sequence[Reader]],
+        stepped: Mapping[Observer, Sequence[StepListener]],
         others: Methods = (),
         *,
-        reentered: Sequence[Reader] = (),
+        reentered: Sequence[StepListener] = (),
     ) -> _Calls:
-        """Find the methods of these readers.
+        """Find the methods of these listeners.
 
         Args:
             optimizer: the optimizer.
             num_held: the number of its parameters.
-            stepped: the readers of the step, by observer, in their order.
+            stepped: the listeners of the step, by observer, in their order.
             others: see `Observer.other_step`.
-            reentered: the readers of a step around it.
+            reentered: the listeners of a step around it.
         """
-        readers = [reader for own in stepped.values() for reader in own]
+        listeners = [listener for own in stepped.values() for listener in own]
         return cls(
             optimizer,
             num_held,
             tuple((weakref.ref(x), tuple(map(weakref.ref, own))) for x, own in stepped.items() if own),
             others,
-            (*others, *_methods(readers, "before_step")),
-            (*_methods(reentered, "reenter_step"), *_methods(readers, "enter_step")),
-            _methods([*reentered, *readers], "reenter_step"),
-            _methods(readers, "leave_step"),
+            (*others, *_methods(listeners, "before_step")),
+            (*_methods(reentered, "reenter_step"), *_methods(listeners, "enter_step")),
+            _methods([*reentered, *listeners], "reenter_step"),
+            _methods(listeners, "leave_step"),
             tuple((weakref.ref(x), _methods(own, "after_step")) for x, own in stepped.items() if x in own),
-            _methods((reader for x, own in stepped.items() if x not in own for reader in own), "after_step"),
+            _methods((listener for x, own in stepped.items() if x not in own for listener in own), "after_step"),
         )
 
     def inside(self, running: Iterable[_Calls]) -> _Calls:
         """The calls of this step inside other ones: see [Note: Steps inside steps]."""
         around = {id(ref()) for outer in running for _, own in outer.stepped for ref in own}
         is_same = any(outer.optimizer() is self.optimizer() for outer in running)
-        steps: dict[Observer, list[Reader]] = {}
-        parts: list[Reader] = []
+        steps: dict[Observer, list[StepListener]] = {}
+        parts: list[StepListener] = []
         for observer, own in ((ref(), [x for r in refs if (x := r()) is not None]) for ref, refs in self.stepped):
             inner = [x for x in own if id(x) in around and (is_same or not x.sees_inner_steps)]
             parts += inner

@@ -20,7 +20,7 @@ from .copies import WeightCopies
 from .debias import Debias
 from .equal_steps import EqualSteps
 from .gradient_watch import WatchedGradient
-from .hooks import Methods, Observer, Reader, existing_optimizers, holds_any, num_running
+from .hooks import Methods, Observer, StepListener, existing_optimizers, holds_any, num_running
 from .lost_corrections import LostCorrections
 from .moment import Moment
 from .own import OwnWeights
@@ -63,7 +63,7 @@ class Loop(Observer):
     """The one observer of the training loop of a model: where steps begin and end, and which code writes parameters.
 
     It finds the first training forward of each optimizer step, notices steps without a round, and has the objects that
-    act at the steps of optimizers, in one order: see `readers`.
+    act at the steps of optimizers, in one order: see `listeners`.
 
     [Note: One step is one round] Hooks on `torch.optim.Optimizer` count the steps over the model's parameters. A
     training forward begins a new optimizer step if an optimizer has stepped since the last round. So a second forward
@@ -158,15 +158,15 @@ class Loop(Observer):
     def move_weights(self) -> None:
         """Ranks send push-sum weights, which leave one: see `Debias`."""
         self.debias = self.copies.debias = Debias(self.buffer, self.turn, self._owner)
-        self.debias.read()
+        self.debias.subscribe()
 
-    # The readers.
+    # The listeners.
 
     @property
-    def readers(self) -> tuple[Reader, ...]:
+    def listeners(self) -> tuple[StepListener, ...]:
         """See `Observer`: at the end of a step, numerators are to be seen before `Debias` divides them."""
         debias = () if self.debias is None else (self.debias,)
-        return self.equal_steps, self.copies, self.lost_corrections, *debias, self.own_weights, *self._readers
+        return self.equal_steps, self.copies, self.lost_corrections, *debias, self.own_weights, *self._listeners
 
     def start(self) -> None:
         """Training begins, with the parameters as they are now."""
@@ -183,8 +183,8 @@ class Loop(Observer):
         super().close()
         if self.debias is not None:
             self.debias.to_estimate()
-        for reader in self.readers:
-            reader.close()
+        for listener in self.listeners:
+            listener.close()
         self.gradient.close()
 
     def before_round(self, step: int, transport: object) -> None:
@@ -377,7 +377,7 @@ class Loop(Observer):
         self._unseen.begin(0)
         self._num_backwards = self.gradient.num_backwards
 
-    # See `Reader`. A round after a step needs what other readers note of that step, so this is the last one.
+    # See `StepListener`. A round after a step needs what other listeners note of that step, so this is the last one.
 
     def other_step(self, optimizer: Optimizer) -> None:
         """See `Observer`: a loop that steps another model leaves out no step of this one."""
@@ -389,7 +389,7 @@ class Loop(Observer):
             self._note_copy(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """See `Reader`."""
+        """See `StepListener`."""
         gradient = self.gradient
         self._is_watched = self._is_inside = True
         self._num_at_step = self._num_forwards
@@ -400,7 +400,7 @@ class Loop(Observer):
         if is_doubtful and torch._C._current_graph_task_id() == -1 and not self.buffer.is_captured():
             self._before = Moment(self.buffer.parameters)
 
-    def end_step(self, optimizer: Optimizer, readers: Methods) -> None:
+    def end_step(self, optimizer: Optimizer, listeners: Methods) -> None:
         """See `Observer`, and [Note: Steps that do not count]."""
         self._is_inside = False
         before, self._before = self._before, None
@@ -409,7 +409,7 @@ class Loop(Observer):
             is_weighted = bool((self.buffer.vector.push_sum_weight != 1).any())
             if not before.has_changed(num_ulps=4 if is_weighted else 0):
                 return
-        for method in readers:
+        for method in listeners:
             if (call := method()) is not None:
                 call(optimizer)
         self._count(optimizer)

@@ -13,7 +13,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.sharded import local_of
 from ..state import transient
 from .gradient_watch import weakly
-from .hooks import Reader, holds_any
+from .hooks import StepListener, holds_any
 from .moment import sample
 
 _FIRST, _FACTOR = 8, 4  # a look begins at this step, and then at so many times the last one
@@ -25,7 +25,7 @@ _SMALL = 0.25  # of the correction of a round, for the change over a round and a
 _ALONG = 0.95  # cosine of the angle between a step and the gradient, for a step along the gradient
 
 
-class LostCorrections(Reader):
+class LostCorrections(StepListener):
     """Raises an error where steps take back the corrections of rounds.
 
     [Note: Corrections that are taken back] Copies of the parameters that are neither declared nor found are written
@@ -44,10 +44,10 @@ class LostCorrections(Reader):
 
     Attributes:
         start: the step at which the next look begins.
-        is_reading: whether one is under way.
+        is_subscribed: whether one is under way.
     """
 
-    is_reading: bool = transient(False)
+    is_subscribed: bool = transient(False)
     start: int = transient(_FIRST)
     _probes: list[_Probe] = transient([])
     _thread: int = transient(0)
@@ -78,7 +78,7 @@ class LostCorrections(Reader):
         Raises:
             RuntimeError: the corrections of `_NUM_ROUNDS` rounds were taken back.
         """
-        if not self.is_reading:
+        if not self.is_subscribed:
             self._begin(followed)
             return
         with torch.no_grad():
@@ -104,7 +104,7 @@ class LostCorrections(Reader):
             self.start *= _FACTOR
             return
         self._thread, self._stepper, self._num_rounds = threading.get_ident(), "", 0
-        self.read()
+        self.subscribe()
 
     @torch.no_grad()
     def after_round(self) -> None:
@@ -124,15 +124,15 @@ class LostCorrections(Reader):
             "after the copies were made, pass rounds='forward' where rounds run after steps, or keep no copies"
         )
 
-    # See `Reader`.
+    # See `StepListener`.
 
     def concerns(self, optimizer: Optimizer) -> bool:
-        """See `Reader`: masters may be stepped in place of the parameters."""
+        """See `StepListener`: masters may be stepped in place of the parameters."""
         return True
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
-        """See `Reader`."""
+        """See `StepListener`."""
         if threading.get_ident() != self._thread:
             return
         self._stepper = type(optimizer).__name__

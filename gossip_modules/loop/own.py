@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..flat.buffer import FlatBuffer
 from ..state import transient
-from .hooks import Reader
+from .hooks import StepListener
 from .moment import ParameterSamples
 from .owner import Owner, no_owner
 from .turn import Turn
@@ -31,7 +31,7 @@ class _Level(NamedTuple):
     weight: Tensor
 
 
-class OwnWeights(Reader):
+class OwnWeights(StepListener):
     """Notices that evaluation swaps other weights into the parameters and back, so that no correction is lost by it.
 
     [Note: Swapped weights] Tools evaluate averages of the weights (EMA, SWA): they save the parameters, write the
@@ -64,7 +64,7 @@ class OwnWeights(Reader):
 
     owner: Callable[[], Owner | None] = transient(no_owner)
 
-    is_reading: bool = transient(False)
+    is_subscribed: bool = transient(False)
     num_flushes: int = transient(0)
     levels: list[_Level] = transient([])
     _has_stepped: bool = transient(False)
@@ -93,8 +93,8 @@ class OwnWeights(Reader):
         vector = self.buffer.vector
         samples = self._samples
         if samples is None or (samples.layout is not vector.layout and samples.layout != vector.layout):
-            if not self.is_reading:
-                self.read()
+            if not self.is_subscribed:
+                self.subscribe()
             samples = self._samples = ParameterSamples(vector.layout, vector.raw.device)
             self._left = samples.read(vector)
         samples.layout = vector.layout  # an equal one, which is compared faster the next time
@@ -177,13 +177,13 @@ class OwnWeights(Reader):
         self.levels.append(_Level(self.num_flushes, values, vector.push_sum_weight.clone()))
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """See `Reader`."""
+        """See `StepListener`."""
         if self.levels:
             with self._turn.change:
                 self.recover()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """See `Reader`."""
+        """See `StepListener`."""
         with self._turn.change:
             self._has_stepped, self.is_step_open = True, False
             self.note()

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..flat.buffer import FlatBuffer
 from ..flat.vector import FlatVector
-from ..loop.hooks import Reader, existing_optimizers, is_left_out
+from ..loop.hooks import StepListener, existing_optimizers, is_left_out
 from ..state import State, branch, leaf, transient
 from .algorithm import Algorithm
 from .memory import Memory
@@ -19,7 +19,7 @@ from .rates import Rates, merged, rate_of
 from .requests import SGDStep, Vectors
 
 
-class OptimizerWatch(Reader, State):
+class OptimizerWatch(StepListener, State):
     """Watches the optimizers of one model, as far as an algorithm declares that it needs their steps.
 
     Args:
@@ -51,12 +51,12 @@ class OptimizerWatch(Reader, State):
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
-        """See `Reader`."""
+        """See `StepListener`."""
         if self._momentum is not None:
             self._momentum.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """See `Reader`."""
+        """See `StepListener`."""
         if self._momentum is not None:
             self._momentum.after_step(optimizer)
         if self._rates is not None:
@@ -283,7 +283,7 @@ class SGDMomentum(State):
             raise ValueError(f"{name} with nesterov=True, expected {expected}; pass nesterov=False, or take QGDSGDm()")
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """See `Reader`."""
+        """See `StepListener`."""
         if self.step is not None:
             raise RuntimeError(
                 f"{self.name}: got a second optimizer step after one training forward, expected a forward between "
@@ -298,7 +298,7 @@ class SGDMomentum(State):
                 state["momentum_buffer"] = view
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """See `Reader`."""
+        """See `StepListener`."""
         group = optimizer.param_groups[0]
         lr = 0.0 if is_left_out(optimizer) else float(group["lr"])
         self.step = SGDStep(lr, float(group["momentum"])) if lr else None

@@ -231,7 +231,7 @@ class LocalModel(AveragedModel):
             finally:
                 if debias is not None:
                     debias.to_estimate()
-        if masters.follows_rounds or loop.lost_corrections.is_reading:
+        if masters.follows_rounds or loop.lost_corrections.is_subscribed:
             loop.after_round()
         if engine.is_asynchronous or engine.is_in_flight:
             own_weights.note()

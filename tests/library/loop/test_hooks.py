@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossip_modules.flat.buffer import FlatBuffer
-from gossip_modules.loop.hooks import Methods, Observer, Reader
+from gossip_modules.loop.hooks import Methods, Observer, StepListener
 
 
 class Watcher(Observer):
@@ -20,7 +20,7 @@ class Watcher(Observer):
 
     Args:
         parameters: its parameters.
-        sees_inner_steps: see `Reader`.
+        sees_inner_steps: see `StepListener`.
     """
 
     def __init__(self, parameters: list[nn.Parameter], *, sees_inner_steps: bool = False) -> None:
@@ -41,9 +41,9 @@ class Watcher(Observer):
     def leave_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.calls.append("leave")
 
-    def end_step(self, optimizer: torch.optim.Optimizer, readers: Methods) -> None:
+    def end_step(self, optimizer: torch.optim.Optimizer, listeners: Methods) -> None:
         if self.counts:
-            super().end_step(optimizer, readers)
+            super().end_step(optimizer, listeners)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.calls.append("after")
@@ -137,8 +137,8 @@ def test_steps_after_one_that_raised_are_counted(
         assert watcher.taken() == (["before", "enter", "reenter", "reenter", "leave", "after"] if is_caught else AROUND)
 
 
-class Everywhere(Reader):
-    """A reader of all steps."""
+class Everywhere(StepListener):
+    """A listener of all steps."""
 
     num_steps = 0
 
@@ -152,16 +152,16 @@ class Everywhere(Reader):
 def test_a_step_that_concerns_a_reader_alone_is_no_step_of_its_observer(
     parameters: list[nn.Parameter], watcher: Watcher
 ) -> None:
-    reader = Everywhere(watcher.buffer)
-    watcher.add(reader)
+    listener = Everywhere(watcher.buffer)
+    watcher.add(listener)
     own, other = (torch.optim.Adam(x, lr=0.5) for x in (parameters, [nn.Parameter(torch.ones(1))]))
     other.step()
-    assert (reader.num_steps, watcher.taken()) == (1, [])
+    assert (listener.num_steps, watcher.taken()) == (1, [])
     own.step()
-    assert (reader.num_steps, watcher.taken()) == (2, WHOLE)
-    reader.close()
+    assert (listener.num_steps, watcher.taken()) == (2, WHOLE)
+    listener.close()
     own.step()
-    assert (reader.num_steps, watcher.taken()) == (2, WHOLE)
+    assert (listener.num_steps, watcher.taken()) == (2, WHOLE)
 
 
 def test_parameters_in_a_new_layout_are_found_again(parameters: list[nn.Parameter], watcher: Watcher) -> None:

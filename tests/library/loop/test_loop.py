@@ -964,7 +964,7 @@ def test_steps_before_a_loaded_checkpoint_are_not_without_a_round() -> None:
 
 
 @pytest.mark.parametrize("has_masters", [False, True])
-def test_readers_with_nothing_to_do_are_not_called_in_a_step(has_masters: bool) -> None:
+def test_listeners_with_nothing_to_do_are_not_called_in_a_step(has_masters: bool) -> None:
     model = wrap(mlp(), solo_group())
     optimizer = sgd(model)
     for step in range(3):
