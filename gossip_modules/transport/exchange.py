@@ -225,6 +225,42 @@ class PendingExchange:
         """Wait until the chunks before `stop` have been received from, and sent to, all peers."""
         link = self.link
         works = [work for chunk in self._works[self._num_done : stop] for work in chunk]
+        if link.waits is None:
+            self._wait_here(works, timeout)
+        else:
+            self._wait_in_thread(works, timeout)
+        for k in range(self._num_done, stop):
+            if k in self._staged:
+                Staging.copy_back(self._staged.pop(k))
+            self._works[k].clear()
+        self._num_done = stop
+        if stop == self.num_chunks:
+            if link.agrees_on_lost:
+                self.lost = link.agree_lost(self.lost)
+            arrived = self.recvs.num_bytes
+            if self.lost:
+                arrived = {peer: number for peer, number in arrived.items() if peer not in self.lost}
+            link.traffic.arrived(arrived, self._waited, sent=self.sends.num_bytes)
+
+    def _wait_here(self, works: Sequence[Posted], timeout: timedelta | None) -> None:
+        """Wait for messages, one after the other."""
+        link, now = self.link, time.monotonic()
+        for work, k, peer, is_send in works:
+            if peer in self.lost:
+                continue
+            before, left = now, (timeout or link.timeout) - timedelta(seconds=now - self._start)
+            try:
+                link.wait_for(work, max(left, AT_ONCE))
+            except RuntimeError as error:
+                seconds = time.monotonic() - self._start
+                self._fail(error, k, peer, is_send=is_send, seconds=seconds, timeout=timeout)
+            now = time.monotonic()
+            if peer is not None and timeout is None:
+                self._waited[peer] = self._waited.get(peer, 0.0) + now - before
+
+    def _wait_in_thread(self, works: Sequence[Posted], timeout: timedelta | None) -> None:
+        """Wait for messages that may never end: see [Note: waits that do not end]; one thread waits for all of them."""
+        link = self.link
         while works := [work for work in works if work.peer not in self.lost] if self.lost else works:
             turn = InTurn(works)
             left = (timeout or link.timeout) - timedelta(seconds=time.monotonic() - self._start)
@@ -238,18 +274,6 @@ class PendingExchange:
             for peer, seconds in turn.seconds.items() if timeout is None else ():
                 if peer is not None:
                     self._waited[peer] = self._waited.get(peer, 0.0) + seconds
-        for k in range(self._num_done, stop):
-            if k in self._staged:
-                Staging.copy_back(self._staged.pop(k))
-            self._works[k].clear()
-        self._num_done = stop
-        if stop == self.num_chunks:
-            if link.agrees_on_lost:
-                self.lost = link.agree_lost(self.lost)
-            arrived = self.recvs.num_bytes
-            if self.lost:
-                arrived = {peer: number for peer, number in arrived.items() if peer not in self.lost}
-            link.traffic.arrived(arrived, self._waited, sent=self.sends.num_bytes)
 
     def _fail(
         self,
