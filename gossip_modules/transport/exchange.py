@@ -43,13 +43,16 @@ class Staging:
 
     Args:
         device: the device of messages on the wire; a tensor there needs no buffer.
+
+    Attributes:
+        source: the device of tensors with buffers whose copies may not have ended; None: there are no such copies.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
         self._max_buffers = MAX_STAGED
-        self._source: torch.device | None = None
+        self.source: torch.device | None = None
 
     def expect(self, num_tensors: int) -> None:
         """A round of so many tensors begins: the buffers of a few such rounds are kept."""
@@ -65,7 +68,7 @@ class Staging:
         """
         if x.device.type == self.device.type:
             return x
-        self._source = x.device
+        self.source = x.device
         key = (x.data_ptr(), x.dtype, x.shape)
         buffer = self._buffers.get(key)
         if buffer is None:
@@ -81,10 +84,10 @@ class Staging:
 
     def synchronize(self) -> None:
         """Return when the copies between buffers and tensors since the last call have ended."""
-        if self._source is not None:
+        if self.source is not None:
             # Copies into buffers must end before a send reads them, copies out before a receive overwrites them.
-            wait_for_queue(self._source)
-        self._source = None
+            wait_for_queue(self.source)
+        self.source = None
 
     @staticmethod
     def copy_back(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -200,7 +200,7 @@ class ProcessGroupTransport(PointToPoint):
 
     def all_reduce(self, x: Tensor, *, what: str) -> None:
         """See `Transport`. Counted as 2 (n - 1) / n of its bytes, as in a ring."""
-        message = self._staging.buffer_for(x, fill=True)
+        message = self._on_wire(x)
         is_short = self.backend == "gloo" and self.world_size > _MANY and x.nbytes <= _SHORT
 
         def post(options: Any) -> dist.Work | None:
@@ -247,7 +247,7 @@ class ProcessGroupTransport(PointToPoint):
 
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
         """See `Transport`."""
-        message = self._staging.buffer_for(x, fill=True)
+        message = self._on_wire(x)
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._collective(lambda options: self.group.broadcast([message], options), options, what, x.nbytes)
@@ -256,7 +256,7 @@ class ProcessGroupTransport(PointToPoint):
 
     def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
         """See `Transport`."""
-        gathered, message = self._staging.buffer_for(out), self._staging.buffer_for(x, fill=True)
+        gathered, message = self._on_wire(out, fill=False), self._on_wire(x)
         chunks = list(gathered.view(self.world_size, -1).unbind())
         options = dist.distributed_c10d.AllgatherOptions()
         self._collective(lambda options: self.group.allgather([chunks], [message], options), options, what, x.nbytes)
@@ -270,6 +270,10 @@ class ProcessGroupTransport(PointToPoint):
         else:
             self._collective(self.group.barrier, dist.BarrierOptions(), what, 0)
 
+    def _on_wire(self, x: Tensor, *, fill: bool = True) -> Tensor:
+        """Return x itself, or a buffer on the device of messages; `fill`: with the values of x."""
+        return x if x.device.type == self.device.type else self._staging.buffer_for(x, fill=fill)
+
     def _collective(self, post: Callable[[Any], dist.Work | None], options: Any, what: str, num_bytes: int) -> None:
         """Post a collective and wait for it, unless it is done.
 
@@ -280,13 +284,16 @@ class ProcessGroupTransport(PointToPoint):
             self._run(post, options, what, num_bytes)
 
     def _run(self, post: Callable[[Any], dist.Work | None], options: Any, what: str, num_bytes: int) -> None:
-        self._staging.synchronize()
+        if self._staging.source is not None:
+            self._staging.synchronize()
         deadline = self._limit()
-        if self.backend in _NAMED and self.world_size > 1:
+        is_named = self.backend in _NAMED and self.world_size > 1
+        if is_named:
             self._wait_for_all(what, deadline, num_bytes)
             deadline.leave(_MIN_TRANSFER)  # after all have come, however late they were
-            options.timeout = deadline.left_for_gloo
         start, left = time.monotonic(), deadline.left_for_gloo
+        if is_named:
+            options.timeout = left
         try:
             work = post(options)
             if work is not None:
