@@ -27,6 +27,8 @@ class SGD(torch.optim.SGD):
     of the step. This step computes it in the memory of the gradient, in chunks that stay in cache. The class has the
     name of torch's, since checkpoints and the comparison of ranks contain the name.
 
+    A step runs no hooks for the steps of all optimizers: they are for the optimizers of the user.
+
     Args:
         parameters: the parameters, with a gradient in each step; `step` overwrites the gradients.
         lr: the learning rate.
@@ -53,6 +55,8 @@ class SGD(torch.optim.SGD):
                         m.mul_(momentum).add_(gradient)
                         gradient.add_(m, alpha=momentum)
                     chunk.add_(gradient, alpha=-lr)
+
+    step.hooked = True  # type: ignore[attr-defined]  # else torch adds the hooks of all optimizers to it
 
 
 def settings_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:
