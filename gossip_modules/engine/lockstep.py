@@ -84,7 +84,9 @@ class LockstepEngine(Engine):
         self._measurement, self.overlap = measurement, overlap
         self._turn_to(overlap)
         # With a membership a round waits for the GPU anyway, and no other worker is to get values that are not finite.
-        self._is_finite: Callable[[FlatVector], bool] = is_finite if gossiper.transport.is_elastic else FiniteCheck()
+        # Rounds that start from an anchor are rare, so that the check may wait for the GPU.
+        may_wait = gossiper.transport.is_elastic or (self.rounds is not None and self.rounds.algorithm.can_recover)
+        self._is_finite: Callable[[FlatVector], bool] = is_finite if may_wait else FiniteCheck()
 
     def _turn_to(self, overlap: Overlap | None) -> None:
         """Let rounds run under training from now on, or in the step."""
@@ -267,9 +269,7 @@ class LockstepEngine(Engine):
 
         A round that has arrived is then still in flight and not applied, so you can repair x and repeat the step.
         """
-        # Rounds that start from an anchor are rare, so that the check may wait for the GPU.
-        is_rare = self.rounds is not None and self.rounds.algorithm.can_recover
-        looks_well = is_finite(x) if is_rare else self._is_finite(x)
+        looks_well = self._is_finite(x)
         if not (looks_well if self._is_alone else self.world.agree(looks_well)):
             self._refuse(mixer.sources, self.t, is_own=True)
 

@@ -77,7 +77,7 @@ class Driver(State):
     _is_cut_off: bool = leaf(False, is_saved=False)  # whether a round failed while messages were in transfer
 
     def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
-        self.algorithm, self.plain = algorithm, plain
+        self.algorithm, self.plain, self._may_mix = algorithm, plain, algorithm.mixes
         self.memory = Memory()
         self.messages = MessageRounds(
             self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
@@ -308,7 +308,7 @@ class Driver(State):
                 "longer agree; start again from a checkpoint on all ranks"
             )
         self.alpha, self.own_buffer_weight, self.has_failed = None, 1.0, False
-        averages = self.algorithm.averages_exactly and self.algorithm.averages_at(k)
+        averages = self.algorithm.averages_exactly and (not self._may_mix or self.algorithm.averages_at(k))
         if averages and not self.stamps.is_agreed:
             if not isinstance(x, SentVector):
                 self._agree(x.whole)  # the failure of a worker here leads to another generation
@@ -323,7 +323,8 @@ class Driver(State):
         numbers = dict(self.memory.numbers)
         self.open_round = OpenRound(v, k, averages, self.algorithm.round(v, self.memory, k), numbers)
         self.go_on(None)
-        self._check_vectors(self.memory)
+        if self.memory.missing:
+            self._check_vectors(self.memory)
 
     def _check_vectors(self, memory: Memory) -> None:
         try:
@@ -443,7 +444,8 @@ class Driver(State):
         self.messages.begin_round(x.whole, t, self._buffers)
         with contextlib.closing(generator):
             request = next_request(generator, None)
-            self._check_vectors(self.memory.inner)
+            if self.memory.inner.missing:
+                self._check_vectors(self.memory.inner)
             while request is not None:
                 request = self._next_request(generator, self.answer(request))
 

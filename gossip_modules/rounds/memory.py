@@ -56,6 +56,7 @@ class Memory(State):
         units: the learning rates as units of vectors.
         rates: the learning rates of the present round.
         numbers: numbers of the algorithm, by name; joining workers get a copy.
+        missing: new vectors that a loaded state with other vectors lacks: see `check_vectors`.
     """
 
     num_rounds: int = leaf(0)
@@ -68,7 +69,7 @@ class Memory(State):
     _has_passing_links: bool = leaf(False, is_saved=False)  # of one generation; see `link`
     _inner: Memory | None = branch()
     _loaded: Loaded = leaf(Loaded({}), is_saved=False)
-    _missing: list[str] = leaf([], is_saved=False)  # new vectors that a loaded state with other vectors lacks
+    missing: list[str] = leaf([], is_saved=False)
     _seen: FlatLayout | None = leaf(None, is_saved=False)  # of a model without new tensors
     _model_layout: FlatLayout | None = leaf(None, is_saved=False)  # of the model, buffers included
     _cached: dict[object, Any] = leaf({}, generation="reset", is_saved=False, is_copied=False)
@@ -124,7 +125,7 @@ class Memory(State):
             if of_weights:
                 self._loaded.check_weights(name, self.weights)
             if self._loaded.vectors and name not in self._loaded.vectors:
-                self._missing.append(name)
+                self.missing.append(name)
             self._loaded.copy_to(name, vector.parts, places_of(self.layout))
             self.entries[name] = Entry(vector, policies)
         return self.entries[name].vector
@@ -299,12 +300,12 @@ class Memory(State):
             self.inner.carry(x, [memory.inner for memory in old], p)
 
     def _carry_vectors(self, old: Sequence[Memory]) -> None:
-        places, missing = places_of(self.layout), list(self._missing)
+        places, missing = places_of(self.layout), list(self.missing)
         for name, entry in {name: entry for memory in old for name, entry in memory.entries.items()}.items():
             kept = [(places_of(m.layout), m.entries[name].vector.parts) for m in old if name in m.entries]
             new = self.vector(name, **entry.policies).parts
             carry([run for theirs, parts in kept for run in runs(theirs, parts)], runs(places, new))
-        self._missing = missing
+        self.missing = missing
         for name in {name: 0 for memory in old for name in memory.optimizers}:
             states = [(places_of(m.layout), m.optimizers[name].state_dict()) for m in old if name in m.optimizers]
             self._loaded.optimizers[name] = places, carried_state(states, places, self.zeros())
@@ -354,9 +355,9 @@ class Memory(State):
         Args:
             of: the algorithm, for the error.
         """
-        if self._missing and self._loaded.vectors:
+        if self.missing and self._loaded.vectors:
             raise ValueError(
-                f"{of}: got a state with the vectors {sorted(self._loaded.vectors)}, expected {self._missing} in their "
+                f"{of}: got a state with the vectors {sorted(self._loaded.vectors)}, expected {self.missing} in their "
                 "place: another version of the algorithm has saved it; continue with that version, or load the model "
                 "alone: module.load_state_dict"
             )
@@ -412,7 +413,7 @@ class Memory(State):
         state: dict[str, Any] = super().state_dict(joins=joins, has_links=has_links)
         loaded, entries = self._loaded, self.entries
         if loaded.vectors:  # see `check_vectors`
-            entries = {name: entry for name, entry in entries.items() if name not in self._missing}
+            entries = {name: entry for name, entry in entries.items() if name not in self.missing}
         policies = {**loaded.policies, **{name: entry.policies for name, entry in entries.items()}}
         vectors = {**loaded.vectors, **{name: list(entry.vector.parts) for name, entry in entries.items()}}
         optimizers = {name: state for name, (_, state) in loaded.optimizers.items()}

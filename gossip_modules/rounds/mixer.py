@@ -240,12 +240,15 @@ class GlobalAverage(Mixer):
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`. On an elastic transport s is copied, and restored if the all-reduce fails; see `restores`."""
         self.has_failed = False
-        if not self._may_fail:
+        if not self.transport.is_elastic:  # the error of a lost rank ends the training of all ranks
+            with self.transport.within(Deadline(self.transport.timeout)):
+                self._sum(s)
+        elif self._may_fail:
+            with MayBeLost(self.transport) as average:
+                self._sum_on_all(s)
+            self.has_failed = average.has_lost
+        else:
             self._sum_on_all(s)
-            return
-        with MayBeLost(self.transport) as average:
-            self._sum_on_all(s)
-        self.has_failed = average.has_lost
 
     def _sum_on_all(self, s: FlatVector) -> None:
         what = f"the global average in round {self._round}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeGuard
 
@@ -155,7 +156,7 @@ class Periodic(Algorithm):
     @property
     def times(self) -> tuple[Times, ...]:
         """See `Algorithm`: the steps of each fragment."""
-        return tuple(Times(self._first(p), self.sync_every) for p in range(self.num_fragments))
+        return tuple(Times(first, self.sync_every) for first in self._firsts)
 
     def averages_at(self, k: int) -> bool:
         """See `Algorithm`."""
@@ -163,16 +164,18 @@ class Periodic(Algorithm):
 
     def starting_at(self, k: int) -> list[int]:
         """Return the fragments that begin a round after k optimizer steps."""
-        return [
-            p for p in range(self.num_fragments) if k >= self._first(p) and (k - self._first(p)) % self.sync_every == 0
-        ]
+        firsts, every = self._firsts, self.sync_every
+        return [p for p, first in enumerate(firsts) if k >= first and (k - first) % every == 0]
 
     def number_of(self, fragment: int, k: int) -> int:
         """Return the number of rounds of a fragment before step k, at which it begins a round."""
-        return (k - self._first(fragment)) // self.sync_every
+        return (k - self._firsts[fragment]) // self.sync_every
 
-    def _first(self, fragment: int) -> int:
-        return fragment * self.sync_every // self.num_fragments or self.sync_every
+    @cached_property
+    def _firsts(self) -> Sequence[int]:
+        """The step of the first round of each fragment."""
+        num_fragments = self.num_fragments
+        return [p * self.sync_every // num_fragments or self.sync_every for p in range(num_fragments)]
 
 
 def is_number(value: object) -> bool:

@@ -270,7 +270,7 @@ class Rounds(Mixer):
     @property
     def is_in_flight(self) -> bool:
         """Whether `flush` would end a round."""
-        return bool(self._flights)
+        return self._times is not None and bool(self._flights)  # only rounds of pieces fly
 
     def flush(self, x: FlatVector) -> bool:
         """Wait for the rounds in flight, and end them on x; returns whether x was written."""
