@@ -412,7 +412,10 @@ class SyncEngine(LockstepEngine):
     """Blocking rounds: see `LockstepEngine`.
 
     Args:
-        gossiper, schedule, on_nonfinite, world: see `LockstepEngine`.
+        gossiper: see `LockstepEngine`.
+        schedule: see `LockstepEngine`.
+        on_nonfinite: see `LockstepEngine`.
+        world: see `LockstepEngine`.
     """
 
     def __init__(
@@ -425,8 +428,12 @@ class OverlapEngine(LockstepEngine):
     """Rounds under training: see `LockstepEngine` and [Note: Overlap].
 
     Args:
-        gossiper, schedule, on_nonfinite, world: see `LockstepEngine`.
-        max_staleness, is_eager: see `Overlap`.
+        gossiper: see `LockstepEngine`.
+        schedule: see `LockstepEngine`.
+        max_staleness: see `Overlap`.
+        is_eager: see `Overlap`.
+        on_nonfinite: see `LockstepEngine`.
+        world: see `LockstepEngine`.
     """
 
     def __init__(
