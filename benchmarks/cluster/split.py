@@ -50,7 +50,7 @@ class Split:
         elif gossips:
             assert isinstance(model, GossipDataParallel)
             engine: Any = model._local.engine
-            self._watch(engine.gossiper)
+            self._watch(engine.mixer)
 
     @property
     def is_hidden(self) -> bool:

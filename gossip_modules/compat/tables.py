@@ -285,22 +285,28 @@ GOSSIPER_ARGUMENTS: ForeignArguments = dict.fromkeys(
 )
 """The gossipers of Stochastic Gradient Push."""
 
+ENGINE_ARGUMENTS: ForeignArguments = {"gossiper": NewName("mixer")}
+"""Those of the engines of older versions."""
+
 ARGUMENTS: dict[str, Foreign] = {
     "AllReduceDataParallel.__init__": Foreign({**ALL_REDUCE_ARGUMENTS, **_GOSSIP_ARGUMENTS}),
     "BilatGossipDataParallel.__init__": Foreign({**AD_PSGD_ARGUMENTS, **DDP_ARGUMENTS}),
     "ElasticAllReduce.__init__": Foreign({**DDP_ARGUMENTS, **ALL_REDUCE_ARGUMENTS, **_GOSSIP_ARGUMENTS}),
     "GossipDataParallel.__init__": Foreign({**SGP_ARGUMENTS, **DDP_ARGUMENTS}),
     "GroupAverageDataParallel.__init__": Foreign({**WAGMA_ARGUMENTS, **DDP_ARGUMENTS}),
+    "LockstepEngine.__init__": Foreign(ENGINE_ARGUMENTS),
     "MatchaGraph.__init__": Foreign(
         MATCHA_ARGUMENTS, in_order=("commBudget", "rank", "size", "iterations", "issubgraph")
     ),
     "OldModuleNames.state_dict": Foreign(STATE_ARGUMENTS),
+    "OverlapEngine.__init__": Foreign(ENGINE_ARGUMENTS),
     "PairwiseAverager.__init__": Foreign(CURVE_ARGUMENTS),
     "PairwiseConfig.__init__": Foreign(CURVE_ARGUMENTS),
     "PairwiseDataParallel.__init__": Foreign({**DDP_ARGUMENTS, **CURVE_ARGUMENTS, **PAIRWISE_ARGUMENTS}),
     "PairwiseWorker.add_peer": Foreign(CURVE_ARGUMENTS),
     "PushPull.__init__": Foreign(GOSSIPER_ARGUMENTS, in_order=tuple(GOSSIPER_ARGUMENTS)),
     "ShiftGraph.__init__": Foreign(GRAPH_ARGUMENTS, leading="rank"),
+    "SyncEngine.__init__": Foreign(ENGINE_ARGUMENTS),
     "UniformMixing.__init__": Foreign(MIXING_ARGUMENTS, trailing="device"),
 }
 """The arguments that a function takes besides its own, by the name of the function with its class."""

@@ -28,7 +28,7 @@ class FollowingEngine(LockstepEngine):
     """
 
     def __init__(self, engine: LockstepEngine) -> None:
-        super().__init__(engine.gossiper, engine.schedule, on_nonfinite=engine.on_nonfinite, world=engine.world)
+        super().__init__(engine.mixer, engine.schedule, on_nonfinite=engine.on_nonfinite, world=engine.world)
         self._engine, self._followed = engine, engine.state_name
         self.adds_again = engine.adds_again
         self._is_in_flight = False
@@ -41,8 +41,8 @@ class FollowingEngine(LockstepEngine):
     @property
     def state_name(self) -> str:
         """See `Engine`."""
-        name, whole = super().state_name, self.gossiper.state_dict()
-        return name if self._followed == name and not whole else f"{_FOLLOWS}{self.gossiper}"
+        name, whole = super().state_name, self.mixer.state_dict()
+        return name if self._followed == name and not whole else f"{_FOLLOWS}{self.mixer}"
 
     def follow(self, progress: Sequence[float]) -> None:
         """Copy the counters that `LockstepEngine.progress` returned on the first process."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..flat.nonfinite import FiniteCheck, check_policy, is_finite, log_left_out, refuse
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
+from ..old_names import takes_old_arguments
 from ..profiling import Span
 from ..rounds.mixer import GlobalAverage, Mixer
 from ..rounds.push_pull import PushPull
@@ -34,7 +35,7 @@ class LockstepEngine(Engine):
     one round later. With `overlap` see [Note: Overlap].
 
     Args:
-        gossiper: the mixer, bound to its peers; with `overlap` the gossip thread calls it.
+        mixer: the mixer, bound to its peers; with `overlap` the gossip thread calls it.
         schedule: the steps with gossip or averages. With `overlap` a round starts every max_staleness + 1 steps at
             most, unless the algorithm chooses the steps.
         overlap: lets rounds run under training; None: training waits for each round.
@@ -54,11 +55,12 @@ class LockstepEngine(Engine):
     """
 
     step: int = leaf(0, is_needed=True)
-    gossiper: Mixer = branch(is_needed=True)
+    mixer: Mixer = branch(name="gossiper", is_needed=True)
 
+    @takes_old_arguments()
     def __init__(
         self,
-        gossiper: Mixer,
+        mixer: Mixer,
         schedule: Schedule,
         *,
         overlap: Overlap | None = None,
@@ -69,23 +71,23 @@ class LockstepEngine(Engine):
         super().__init__()
         self.world, self._is_alone = world, world.sharers is None
         self.on_nonfinite = check_policy(on_nonfinite)
-        if gossiper.keeps_models and schedule.average_every:
+        if mixer.keeps_models and schedule.average_every:
             raise ValueError(
-                f"got {schedule} with {gossiper}, expected average_every=0: it keeps models of peers from before such "
+                f"got {schedule} with {mixer}, expected average_every=0: it keeps models of peers from before such "
                 "an average, and would undo it; leave the averages out"
             )
-        self.gossiper, self.schedule = gossiper, schedule
-        self.rounds = gossiper if isinstance(gossiper, Rounds) else None
+        self.mixer, self.schedule = mixer, schedule
+        self.rounds = mixer if isinstance(mixer, Rounds) else None
         # The mean of the weights changes if a rank dies, or joins with half the weight of another rank.
-        sums_weights = gossiper.transport.is_elastic and gossiper.is_weighted
-        self.averager = GlobalAverage(gossiper.transport, sums_weights=sums_weights)
-        self._scheduled_average = GlobalAverage(gossiper.transport, sums_weights=sums_weights, may_fail=True)
+        sums_weights = mixer.transport.is_elastic and mixer.is_weighted
+        self.averager = GlobalAverage(mixer.transport, sums_weights=sums_weights)
+        self._scheduled_average = GlobalAverage(mixer.transport, sums_weights=sums_weights, may_fail=True)
         self.choice: OverlapChoice | None = None
         self._measurement, self.overlap = measurement, overlap
         self._turn_to(overlap)
         # With a membership a round waits for the GPU anyway, and no other worker is to get values that are not finite.
         # Rounds that start from an anchor are rare, so that the check may wait for the GPU.
-        may_wait = gossiper.transport.is_elastic or (self.rounds is not None and self.rounds.algorithm.can_recover)
+        may_wait = mixer.transport.is_elastic or (self.rounds is not None and self.rounds.algorithm.can_recover)
         self._is_finite: Callable[[FlatVector], bool] = is_finite if may_wait else FiniteCheck()
 
     def _turn_to(self, overlap: Overlap | None) -> None:
@@ -95,7 +97,7 @@ class LockstepEngine(Engine):
             gossip_every = max(self.schedule.gossip_every, overlap.max_staleness + 1)
             self.schedule = replace(self.schedule, gossip_every=gossip_every)
         # Peers can leave out a correction that is under way, but not a message that changes their state.
-        self._looks_at_model = self.on_nonfinite == "raise" and (overlap is None or not self.gossiper.is_skippable)
+        self._looks_at_model = self.on_nonfinite == "raise" and (overlap is None or not self.mixer.is_skippable)
 
     def start_training(self, x: FlatVector) -> None:
         """See `Engine`."""
@@ -117,10 +119,10 @@ class LockstepEngine(Engine):
             rounds.k, action = k, Action.GOSSIP if rounds.algorithm.is_due(k) else Action.SKIP
         mixer = None
         if action is not Action.SKIP:
-            mixer = self.gossiper if action is Action.GOSSIP else self._scheduled_average
+            mixer = self.mixer if action is Action.GOSSIP else self._scheduled_average
         self.step = k + 1
         if self._looks_at_model and (mixer is not None or (rounds is not None and rounds.has_news)):
-            self._check_finite(mixer or self.gossiper, x)
+            self._check_finite(mixer or self.mixer, x)
         has_changed = False
         if rounds is not None and flight is None:
             has_changed = rounds.begin(x, k)
@@ -137,7 +139,7 @@ class LockstepEngine(Engine):
                 if mixer is self._scheduled_average:
                     self._note_average(x, k, begins=action is Action.WARM_UP)
             self.stats.num_rounds += 1
-            self.gossiper.transport.traffic.mixed(0)
+            self.mixer.transport.traffic.mixed(0)
         if has_changed:
             self.stats.wait_seconds += time.perf_counter() - start
         if self._measurement is not None:
@@ -160,7 +162,7 @@ class LockstepEngine(Engine):
             begins: whether the algorithm begins with the model after the average.
         """
         if not self._scheduled_average.has_failed:
-            self.gossiper.restart(Restart.AVERAGE)
+            self.mixer.restart(Restart.AVERAGE)
             if begins and self.rounds is not None:
                 self.rounds.start_over(x, k)
 
@@ -202,7 +204,7 @@ class LockstepEngine(Engine):
     def _wait(self, flight: LateRound, x: FlatVector) -> None:
         """Wait for the round, which stays in flight, with its correction in the snapshot."""
         assert self.overlap is not None, "a round in flight overlaps"
-        start, transport, self.is_waiting = time.perf_counter(), self.gossiper.transport, True
+        start, transport, self.is_waiting = time.perf_counter(), self.mixer.transport, True
         try:
             self.overlap.wait(flight, transport)
         finally:
@@ -250,9 +252,9 @@ class LockstepEngine(Engine):
             return [] if self.rounds is None else self.rounds.saved_flights()
         if (flight := overlap.flight) is None:
             return []
-        if self.gossiper.transport.is_elastic:
+        if self.mixer.transport.is_elastic:
             return None
-        overlap.wait(flight, self.gossiper.transport)
+        overlap.wait(flight, self.mixer.transport)
         return [overlap.saved(flight)]
 
     def resume_flights(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -278,7 +280,7 @@ class LockstepEngine(Engine):
 
         In a membership only the worker that has sent them raises. The others set the correction to zero.
         """
-        transport, received = self.gossiper.transport, flight.received
+        transport, received = self.mixer.transport, flight.received
         # If another process of the node has found them, all that this one has received is finite.
         is_sent = not flight.is_finite and received is not None and all(map(is_finite, received))
         is_own = is_sent or not is_finite(x)
@@ -290,21 +292,21 @@ class LockstepEngine(Engine):
         self.stats.num_skipped += 1
 
     def _refuse(self, sources: Sequence[int], t: int, *, is_own: bool, is_here: bool = True) -> NoReturn:
-        transport = self.gossiper.transport
+        transport = self.mixer.transport
         senders = () if is_own or not is_here else self._names_of(sources)
         refuse(transport.names[transport.rank], f"round {t}", senders=senders, is_here=is_own or is_here)
 
     def _names_of(self, ranks: Sequence[int]) -> list[int]:
-        transport = self.gossiper.transport
+        transport = self.mixer.transport
         return [transport.names[i] for i in ranks if i != transport.rank]
 
     # The choice of overlap.
 
     def _measure(self, measurement: Measurement, x: FlatVector, *, has_round: bool) -> None:
         """Note the times of a step, and choose after the last one that is measured."""
-        if measurement.end_step(x, has_round=has_round, num_bytes_sent=self.gossiper.transport.num_bytes_sent):
+        if measurement.end_step(x, has_round=has_round, num_bytes_sent=self.mixer.transport.num_bytes_sent):
             transport, every, can_narrow = (
-                self.gossiper.transport,
+                self.mixer.transport,
                 self.schedule.gossip_every,
                 self._open_plain is not None,
             )
@@ -318,7 +320,7 @@ class LockstepEngine(Engine):
         """The plain gossip of all messages, if they may be rounded and are not; else None."""
         if self.rounds is not None and not self.rounds.algorithm.parts[-1].takes_wire_dtype:
             return None
-        plain = self.gossiper if self.rounds is None else self.rounds.plain
+        plain = self.mixer if self.rounds is None else self.rounds.plain
         return plain if isinstance(plain, PushPull) and plain.wire_dtype is None else None
 
     def _choose(self, choice: OverlapChoice) -> None:
@@ -379,13 +381,13 @@ class LockstepEngine(Engine):
 
     def close(self) -> None:
         """See `Engine`. A round in flight ends by itself, since peers have its message."""
-        self.gossiper.close()
+        self.mixer.close()
         if self.overlap is not None:
             self.overlap.close()
 
     def rebind(self, weights: MixingManager, transport: Transport, x: FlatVector) -> None:
         """See `Engine`."""
-        self.gossiper.rebind(weights, transport)
+        self.mixer.rebind(weights, transport)
         self.averager.transport = self._scheduled_average.transport = transport
 
     def round_stats(self) -> dict[str, float]:
@@ -412,23 +414,24 @@ class SyncEngine(LockstepEngine):
     """Blocking rounds: see `LockstepEngine`.
 
     Args:
-        gossiper: see `LockstepEngine`.
+        mixer: see `LockstepEngine`.
         schedule: see `LockstepEngine`.
         on_nonfinite: see `LockstepEngine`.
         world: see `LockstepEngine`.
     """
 
+    @takes_old_arguments()
     def __init__(
-        self, gossiper: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise", world: ModelWorld = ALONE
+        self, mixer: Mixer, schedule: Schedule, *, on_nonfinite: str = "raise", world: ModelWorld = ALONE
     ) -> None:
-        super().__init__(gossiper, schedule, on_nonfinite=on_nonfinite, world=world)
+        super().__init__(mixer, schedule, on_nonfinite=on_nonfinite, world=world)
 
 
 class OverlapEngine(LockstepEngine):
     """Rounds under training: see `LockstepEngine` and [Note: Overlap].
 
     Args:
-        gossiper: see `LockstepEngine`.
+        mixer: see `LockstepEngine`.
         schedule: see `LockstepEngine`.
         max_staleness: see `Overlap`.
         is_eager: see `Overlap`.
@@ -436,9 +439,10 @@ class OverlapEngine(LockstepEngine):
         world: see `LockstepEngine`.
     """
 
+    @takes_old_arguments()
     def __init__(
         self,
-        gossiper: Mixer,
+        mixer: Mixer,
         schedule: Schedule,
         *,
         max_staleness: int = 0,
@@ -447,4 +451,4 @@ class OverlapEngine(LockstepEngine):
         world: ModelWorld = ALONE,
     ) -> None:
         overlap = Overlap(max_staleness=max_staleness, is_eager=is_eager)
-        super().__init__(gossiper, schedule, overlap=overlap, on_nonfinite=on_nonfinite, world=world)
+        super().__init__(mixer, schedule, overlap=overlap, on_nonfinite=on_nonfinite, world=world)

@@ -83,7 +83,7 @@ class LinkTransport(PointToPoint):
     what becomes of the group's other connections. So each link has a group of its own with two ranks. A failed link
     closes alone, and no late message can arrive in a reused buffer.
 
-    A round with a lost peer is complete without it: `PendingExchange.lost` names it, and the gossiper leaves what would
+    A round with a lost peer is complete without it: `PendingExchange.lost` names it, and the mixer leaves what would
     have travelled with its sender ([Note: lost peers] of `Neighbours`). Collectives run over a group of all ranks. Once
     a rank has failed, they fail with an error. A failed rank closes its connections, so no other rank waits for it. The
     next attempt asks for another generation.

@@ -36,7 +36,7 @@ class MixingManager(OldNames, ABC):
 
     A new mixing manager has to write `weights` only. If it is known whether rows or columns sum to one, override the
     `is_*_stochastic` properties: here they check all ranks in all distinct rounds, and are False for schedules too long
-    to check (see `GraphManager.in_every_round`). With a `period` of its own, gossipers keep the weights of each round
+    to check (see `GraphManager.in_every_round`). With a `period` of its own, mixers keep the weights of each round
     of it; otherwise they ask again in every round.
 
     Args:

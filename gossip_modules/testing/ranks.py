@@ -69,9 +69,9 @@ def run_ranks(
     Example:
         >>> def body(group):
         ...     transport = ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT)
-        ...     gossiper = PushPull()
-        ...     gossiper.bind(MetropolisHastingsMixing(RingGraph(group.size())), transport)
-        ...     return gossiper.average(torch.tensor([float(group.rank())]), num_rounds=20)
+        ...     mixer = PushPull()
+        ...     mixer.bind(MetropolisHastingsMixing(RingGraph(group.size())), transport)
+        ...     return mixer.average(torch.tensor([float(group.rank())]), num_rounds=20)
         >>> run_ranks(3, body)
     """
     store, connected, done = dist.HashStore(), threading.Barrier(world_size), threading.Barrier(world_size)

@@ -356,7 +356,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         if isinstance(engine := self._local.engine, LockstepEngine):
             if engine.rounds is None or not engine.rounds.algorithm.counts_tokens:
                 raise ValueError(
-                    f"got count_tokens() with {engine.gossiper}, which gives all ranks equal weights, expected an "
+                    f"got count_tokens() with {engine.mixer}, which gives all ranks equal weights, expected an "
                     "algorithm that counts tokens, such as DiLoCo(weighted_by='tokens'); leave the call out"
                 )
             engine.rounds.count_tokens(num_tokens)

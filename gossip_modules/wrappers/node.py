@@ -178,7 +178,7 @@ class MemberNode(Node):
     def averager(self, engine: LockstepEngine) -> GlobalAverage:
         """See `Node`."""
         collectives: Any = NodeCollectives(self.processes)  # all that an average needs of a transport
-        return GlobalAverage(collectives, sums_weights=engine.gossiper.is_weighted)
+        return GlobalAverage(collectives, sums_weights=engine.mixer.is_weighted)
 
     def run(self, act: Callable[[], bool]) -> bool:
         """See `Node` and `NodeProcesses.run`."""
@@ -194,7 +194,7 @@ class MemberNode(Node):
         if self.processes.is_apart:
             return
         tensors = [vector.raw, *self._engine.shared(vector)]
-        if self._engine.gossiper.is_weighted:
+        if self._engine.mixer.is_weighted:
             tensors.append(vector.push_sum_weight)
         for x in tensors:
             self.transport.broadcast(x, source=0, what="sharing the model in the node")

@@ -203,7 +203,7 @@ def test_memory_is_as_the_pages_say(outer: OuterMethod, num_models: int) -> None
     for _ in range(7):
         wrapper(torch.zeros(1, 64))
     wrapper.flush()
-    gossiper: Any = engine_of(wrapper).gossiper
+    gossiper: Any = engine_of(wrapper).mixer
     found: dict[int, int] = {}
     for driver in gossiper.drivers:
         memory = driver.memory

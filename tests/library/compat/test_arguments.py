@@ -17,6 +17,8 @@ import gossip_modules as gm
 from gossip_modules.compat.actions import Foreign, ForeignArguments, Ignored, NewName, Refused
 from gossip_modules.compat.moved import REMOVED
 from gossip_modules.compat.tables import ARGUMENTS, DDP_ARGUMENTS
+from gossip_modules.extend import LockstepEngine, OverlapEngine, PushPull, SyncEngine
+from gossip_modules.mixing_manager import UniformMixing
 from gossip_modules.old_names import takes_old_arguments
 from tests.harness.progress import engine_of
 from tests.harness.ranks import solo_group
@@ -228,3 +230,11 @@ def test_a_checkpoint_of_a_run_with_a_consensus_control_is_refused() -> None:
     with pytest.raises(ValueError, match=r"got the state of a ConsensusControl, which is gone, expected .* SlowMo\("):
         engine.load_state_dict({**engine.state_dict(), "control": {"law": {}, "differences": [], "kept": []}})
     model.close()
+
+
+@pytest.mark.parametrize("kind", [LockstepEngine, SyncEngine, OverlapEngine])
+def test_an_engine_takes_its_mixer_by_the_old_name(kind: Callable[..., LockstepEngine]) -> None:
+    mixer = PushPull()
+    mixer.bind(UniformMixing(gm.RingGraph(1)), gm.connect(solo_group()))
+    with pytest.warns(DeprecationWarning, match=r"^got gossiper=PushPull\(\) for .*Engine, which is now mixer="):
+        assert kind(gossiper=mixer, schedule=gm.Schedule()).mixer is mixer

@@ -97,7 +97,7 @@ def train_into_a_generation(
         "begun": [(change.generation, change.step) for change in changes],
         "counts": (round_of(model), step_of(model)),
         "clock": member.worker.generations.clock if member.node is None or member.node.leads else NUM_STEPS - 1,
-        "is_turned": engine_of(model).gossiper.transport is local_of(model).transport,
+        "is_turned": engine_of(model).mixer.transport is local_of(model).transport,
         "is_finite": all(bool(parameter.isfinite().all()) for parameter in model.parameters()),
     }
     model.close()

@@ -111,7 +111,7 @@ def test_living_workers_reach_the_optimum_of_the_mean_of_their_losses(rule: Algo
 
 
 def memory_of(engine: LockstepEngine) -> Memory:
-    rounds = engine.gossiper
+    rounds = engine.mixer
     assert isinstance(rounds, Rounds)
     return rounds.drivers[0].memory
 

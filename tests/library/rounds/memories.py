@@ -14,7 +14,7 @@ from tests.harness.progress import engine_of
 
 def drivers_of(wrapper: GossipDataParallel) -> list[Driver]:
     """One for each fragment."""
-    gossiper: object = engine_of(wrapper).gossiper
+    gossiper: object = engine_of(wrapper).mixer
     assert isinstance(gossiper, Rounds)
     return gossiper.drivers
 

@@ -61,7 +61,7 @@ def inner(x: Tensor, name: int) -> Tensor:
 
 
 def drivers_of(engine: Any) -> list[Driver]:
-    return list(engine.gossiper.drivers)
+    return list(engine.mixer.drivers)
 
 
 def tensors_of(memory: Memory) -> list[Tensor]:

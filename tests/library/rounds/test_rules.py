@@ -35,7 +35,7 @@ from tests.harness.reference import flatten
 
 
 def memory_of(wrapper: GossipDataParallel) -> Memory:
-    rounds = engine_of(wrapper).gossiper
+    rounds = engine_of(wrapper).mixer
     assert isinstance(rounds, Rounds)
     return rounds.drivers[0].memory
 

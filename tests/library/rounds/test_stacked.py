@@ -125,7 +125,7 @@ def in_threads(algorithm: Algorithm, dtype: torch.dtype, **arguments: Any) -> tu
             loss.backward()
             optimizer.step()
         model.settle()
-        trained, mixing = model.module.w.detach().clone(), engine_of(model).gossiper.mixing
+        trained, mixing = model.module.w.detach().clone(), engine_of(model).mixer.mixing
         sent = model.comm_stats()["bytes_sent"] - before
         model.close()
         return trained.flatten(), mixing, sent
