@@ -135,8 +135,11 @@ class Rounds(Mixer):
         for driver in self.drivers:
             driver.memory.count_tokens(num_tokens)
 
-    def watch_optimizer(self, observer: Observer, *, is_whole: bool = True) -> None:
-        """Watch the optimizers of the model, if the algorithm needs their steps; called once, after `bind`.
+    def bind_to_training(self, observer: Observer, *, is_whole: bool = True) -> None:
+        """Take what the rounds need of the training of the model; called once, after `bind`.
+
+        These are the places of the tensors, where fragments of the model are names, and the steps of its optimizers,
+        where the algorithm needs them: see `OptimizerWatch`.
 
         Args:
             observer: the observer of the training of the model, which knows the places of its tensors.

@@ -278,7 +278,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         local, node = self._local, self._local.node
         mixer.bind(mixing, local.transport, local.world)
         if isinstance(mixer, Rounds):
-            mixer.watch_optimizer(local.loop, is_whole=node is None or node.is_whole)
+            mixer.bind_to_training(local.loop, is_whole=node is None or node.is_whole)
         if mixer.is_weighted:
             local.loop.move_weights()
         engine = self._make_engine(mixer, schedule)

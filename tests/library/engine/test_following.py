@@ -86,7 +86,7 @@ def test_momentum_that_another_process_has_written_is_that_of_the_optimizer() ->
     buffer = FlatBuffer(model)
     gossiper = bound(mixer_of(QGDSGDm(), PushPull()))
     observer = Observer(buffer)
-    gossiper.watch_optimizer(observer)
+    gossiper.bind_to_training(observer)
     follower = FollowingEngine(SyncEngine(gossiper, Schedule()))
     optimizer = sgd(model)
     for value in (1.0, 2.0):

@@ -82,7 +82,7 @@ class Rank:
         rounds.drivers, rounds._times = [self.driver], None  # rounds of fragments are rounds of the whole here
         rounds.bind(mixing_of(algorithm), ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT))
         self.observer = Observer(self.buffer)
-        rounds.watch_optimizer(self.observer)
+        rounds.bind_to_training(self.observer)
         self.engine = SyncEngine(rounds, Schedule())
         momentum = 0.9 if algorithm.needs_sgd else 0.0
         self.optimizer = torch.optim.SGD(self.buffer.parameters, lr=0.1, momentum=momentum)
