@@ -77,7 +77,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         },
         "engine": {
             *("devices", "profiling", "rounds", "flat", "schedule", "mixing_manager", "transport"),
-            *("state", "worlds"),
+            *("state", "worlds", "old_names"),
         },
         "version": set(),
         "compat": {
