@@ -323,7 +323,7 @@ def train_worker(case: str, make: Callable[[], Arguments | None], store: dist.St
     return rank, ends
 
 
-def digest(ranks: list[list[Tensor]]) -> str:
+def digest(ranks: Sequence[Sequence[Tensor]]) -> str:
     """The first 24 digits of the SHA-256 of all bits."""
     found = hashlib.sha256()
     for x in (x for tensors in ranks for x in tensors):
@@ -335,9 +335,11 @@ def digest(ranks: list[list[Tensor]]) -> str:
 def run_process(cases_: Sequence[str], rank: int, store: str) -> None:
     """Train one rank of some cases in this process; rank 0 prints the digests."""
     dist.init_process_group("gloo", store=dist.FileStore(store, NUM_RANKS), rank=rank, world_size=NUM_RANKS)
+    world = dist.group.WORLD
+    assert world is not None
     for case in cases_:
         ends: list[Any] = [None] * NUM_RANKS
-        dist.all_gather_object(ends, train_rank(case, cases()[case], dist.group.WORLD))
+        dist.all_gather_object(ends, train_rank(case, cases()[case], world))
         if rank == 0:
             print(digest(ends), flush=True)
     dist.destroy_process_group()

@@ -276,6 +276,7 @@ def test_processes_that_lose_different_peers_average_alike() -> None:
                 for _ in range(2 - shard):
                     transport.all_reduce(torch.ones(1), what="one of another number of sums")
         transport.close()
+        assert transport.vote is not None
         transport.vote.close()
         return seen
 
