@@ -44,6 +44,10 @@ class FollowingEngine(LockstepEngine):
         name, whole = super().state_name, self.mixer.state_dict()
         return name if self._followed == name and not whole else f"{_FOLLOWS}{self.mixer}"
 
+    def saved_flights(self) -> list[dict[str, Any]] | None:
+        """See `Engine`: all processes of a node flush together, before each of them saves."""
+        return None if self._is_in_flight else []
+
     def follow(self, progress: Sequence[float]) -> None:
         """Copy the counters that `LockstepEngine.progress` returned on the first process."""
         t, step, is_in_flight, wait_seconds, *counts = progress

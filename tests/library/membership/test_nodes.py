@@ -213,6 +213,25 @@ def test_without_faults_models_are_those_of_a_run_without_a_membership(
         torch.testing.assert_close(results[0]["average"], mean, rtol=0, atol=1e-6)
 
 
+def test_a_checkpoint_waits_for_the_round_in_flight_in_all_processes_of_a_node() -> None:
+    nodes = Nodes(2, min_workers=2)
+
+    def body(group: dist.ProcessGroup) -> tuple[int, Tensor]:
+        process = Process(group, nodes, overlap=True)
+        process.membership.join()
+        for step in process.membership.steps(NUM_STEPS):
+            process.step(step)
+        assert engine_of(process.model).is_in_flight
+        saved = {name: x for name, x in process.model.state_dict().items() if name.startswith("module.")}
+        assert not engine_of(process.model).is_in_flight
+        process.model.close()
+        return process.membership.rank, torch.cat([x.flatten() for x in saved.values()])
+
+    results = nodes.run(body)
+    for rank, saved in results:
+        assert all(torch.equal(saved, other) for theirs, other in results if theirs == rank)
+
+
 def die(process: Process) -> None:
     """As at the end of a process: its connections close, and nobody is told."""
     membership = process.membership
