@@ -197,12 +197,22 @@ class Engine(State, ABC):
         """
         return None if self.is_in_flight else []
 
-    def resume_flights(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    @property
+    def flight_settings(self) -> str:
+        """The settings that an engine needs in order to go on with `saved_flights()` of this one."""
+        return ""
+
+    def resume_flights(self, saved: Sequence[Mapping[str, Any]], settings: str) -> bool:
         """Go on with rounds in flight, after `load_state_dict`.
 
         Args:
             saved: the rounds, from `saved_flights()`.
+            settings: `flight_settings` of the engine that saved them.
+
+        Returns:
+            Whether the rounds are in flight now. An engine with other settings leaves them out.
         """
+        return False
 
 
 class IdleEngine(Engine):

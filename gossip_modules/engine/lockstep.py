@@ -19,12 +19,14 @@ from ..rounds.mixer import GlobalAverage, Mixer
 from ..rounds.push_pull import PushPull
 from ..rounds.rounds import Rounds
 from ..schedule import Action, Schedule
-from ..state import Restart, branch, leaf
+from ..state import Restart, branch, leaf, transient
 from ..transport.base import Transport
 from ..worlds.world import ALONE, ModelWorld
 from .engine import Engine
 from .measuring import Measurement, OverlapChoice
 from .overlap import LateRound, Overlap
+
+_OVERLAP = "overlap"  # the settings of a round of an `Overlap`, which any mixer may have begun
 
 
 class LockstepEngine(Engine):
@@ -56,6 +58,7 @@ class LockstepEngine(Engine):
 
     step: int = leaf(0, is_needed=True)
     mixer: Mixer = branch(name="gossiper", is_needed=True)
+    _left: Overlap | None = transient(None)  # a round of a checkpoint, for rounds that do not overlap; applied next
 
     @takes_old_arguments()
     def __init__(
@@ -123,9 +126,9 @@ class LockstepEngine(Engine):
         self.step = k + 1
         if self._looks_at_model and (mixer is not None or (rounds is not None and rounds.has_news)):
             self._check_finite(mixer or self.mixer, x)
-        has_changed = False
+        has_changed = self._left is not None and self.flush(x)
         if rounds is not None and flight is None:
-            has_changed = rounds.begin(x, k)
+            has_changed |= rounds.begin(x, k)
             if mixer is self._scheduled_average:  # an average has no round in flight beside it
                 has_changed |= rounds.flush(x)
         if overlap is not None:
@@ -181,7 +184,8 @@ class LockstepEngine(Engine):
         """Whether the round ends in this step. Its correction is there then, and not applied yet."""
         if not (flight.is_due(self.step) or self._has_round(self.step)):
             return False
-        self._wait(flight, x)
+        assert self.overlap is not None, "a round in flight overlaps"
+        self._wait(self.overlap, flight, x)
         return True
 
     def _go_on(self, overlap: Overlap, x: FlatVector, mixer: Mixer | None, landing: LateRound | None) -> bool:
@@ -201,29 +205,29 @@ class LockstepEngine(Engine):
             self.stats.record(landing.staleness_at(k))
         return landing is not None
 
-    def _wait(self, flight: LateRound, x: FlatVector) -> None:
+    def _wait(self, overlap: Overlap, flight: LateRound, x: FlatVector) -> None:
         """Wait for the round, which stays in flight, with its correction in the snapshot."""
-        assert self.overlap is not None, "a round in flight overlaps"
         start, transport, self.is_waiting = time.perf_counter(), self.mixer.transport, True
         try:
-            self.overlap.wait(flight, transport)
+            overlap.wait(flight, transport)
         finally:
             self.is_waiting = False
         self.stats.wait_seconds += time.perf_counter() - start
         transport.traffic.mixed(flight.staleness_at(self.step))  # before the next round departs
         if self.on_nonfinite != "spread" and not self.world.agree(flight.is_finite):
-            self._refuse_or_leave_out(self.overlap, flight, x)
+            self._refuse_or_leave_out(overlap, flight, x)
         if flight.is_average:
             self._note_average(x, flight.begun)
 
     def flush(self, x: FlatVector) -> bool:
         """See `Engine`."""
-        overlap = self.overlap
+        overlap = self._left or self.overlap
         if overlap is None:
             return self.rounds is not None and self.rounds.flush(x)
         if (flight := overlap.flight) is None:
             return False
-        self._wait(flight, x)
+        self._wait(overlap, flight, x)
+        self._left = None
         overlap.convert_buffers(flight, x)
         overlap.apply(flight, x, is_flush=True)
         self.stats.record(flight.staleness_at(self.step))
@@ -232,6 +236,8 @@ class LockstepEngine(Engine):
     @property
     def is_in_flight(self) -> bool:
         """See `Engine`."""
+        if self._left is not None:
+            return True
         if self.overlap is not None:
             return self.overlap.flight is not None
         return self.rounds is not None and self.rounds.is_in_flight
@@ -248,6 +254,8 @@ class LockstepEngine(Engine):
     def saved_flights(self) -> list[dict[str, Any]] | None:
         """See `Engine`."""
         overlap = self.overlap
+        if self._left is not None:
+            return None
         if overlap is None:
             return [] if self.rounds is None else self.rounds.saved_flights()
         if (flight := overlap.flight) is None:
@@ -257,12 +265,22 @@ class LockstepEngine(Engine):
         overlap.wait(flight, self.mixer.transport)
         return [overlap.saved(flight)]
 
-    def resume_flights(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    @property
+    def flight_settings(self) -> str:
         """See `Engine`."""
-        if self.overlap is not None:
-            self.overlap.resume(saved)
-        elif self.rounds is not None:
-            self.rounds.resume_flights(saved)
+        return _OVERLAP if self.overlap is not None else str(self.mixer)
+
+    def resume_flights(self, saved: Sequence[Mapping[str, Any]], settings: str) -> bool:
+        """See `Engine`. A round under training has its correction, which any engine of this class can apply."""
+        if settings == _OVERLAP:
+            if (overlap := self.overlap) is None:
+                overlap = self._left = Overlap()
+            overlap.resume(saved)
+            return True
+        if self.rounds is None or settings != self.flight_settings:
+            return False
+        self.rounds.resume_flights(saved)
+        return True
 
     # Infinities and NaN.
 
@@ -367,6 +385,7 @@ class LockstepEngine(Engine):
 
     def interrupt(self) -> None:
         """See `State`: a round under training is dropped."""
+        self._left = None
         if self.overlap is not None:
             self.overlap.resume([])
 

@@ -70,7 +70,7 @@ class Overlap(State):
     chunk by chunk. So the first chunk leaves after 16 MB instead of two passes over the model. Training waits until the
     last chunk is copied, but not until all are posted. On a fast link posting takes the gossip thread longer than
     copying, since a send first copies into the socket. So the thread fills twice as many chunks before each next post.
-    A correction belongs to the flight in `_flight` until one assignment replaces the flight. An interrupt before or
+    A correction belongs to the flight in `flights` until one assignment replaces the flight. An interrupt before or
     after the assignment loses nothing, and the next flush ends the round.
 
     [Note: late buffers] BatchNorm statistics decay while a round is in flight. The correction (W - I) s may then
@@ -303,20 +303,10 @@ class Overlap(State):
             self._saved = copy.deepcopy(each)
 
     def _take_saved(self, x: FlatVector) -> None:
-        """Put the correction of a checkpoint into the snapshot, which has the layout of x.
-
-        Raises:
-            ValueError: other tensors were trained when the checkpoint was saved.
-        """
+        """Put the correction of a checkpoint into the snapshot, which has the layout of x."""
         if (saved := self._saved) is None:
             return
         snapshot = self._snapshot = x.like()
-        if saved["correction"].numel() != snapshot.raw.numel():
-            raise ValueError(
-                f"got a checkpoint with a round in flight of {saved['correction'].numel()} bytes, expected "
-                f"{snapshot.raw.numel()}: other tensors were trained when it was saved; freeze the same parameters "
-                "before you load it, or load the model alone: module.load_state_dict"
-            )
         self._saved = None
         snapshot.raw.copy_(saved["correction"])
         snapshot.push_sum_weight.copy_(saved["weight"])

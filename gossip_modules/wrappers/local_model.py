@@ -296,10 +296,17 @@ class LocalModel(AveragedModel):
             if not self.buffer.is_attached():
                 self.reattach()
             self.to_estimate()  # after a step that raised
-            if self.former is not None or self.engine.saved_flights() is None:
+            if self.engine.is_in_flight and self._saved_flights() is None:
                 self.apply_in_flight()
             elif not self.is_held:
                 self.loop.own_weights.recover()
+
+    def _saved_flights(self) -> list[dict[str, Any]] | None:
+        """See `Engine`; None also where other tensors are trained now than those of the rounds in flight."""
+        buffer = self.buffer
+        if self.former is not None or not (buffer.is_complete() or buffer.has_all()):
+            return None
+        return self.engine.saved_flights()
 
     @property
     def may_flush(self) -> bool:
@@ -504,17 +511,37 @@ class LocalModel(AveragedModel):
     def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
         """See `State`: the place of this rank, the engine, the rounds in flight, and the position in the loop."""
         # Waits for the rounds in flight.
-        flights = self.engine.saved_flights() if self.may_flush and self.former is None else None
+        rounds = self._saved_flights() if self.may_flush and self.engine.is_in_flight else None
+        flights = {
+            "rounds": rounds,
+            "settings": self.engine.flight_settings,
+            "tensors": self.buffer.signature(),
+        }
         return {
             **super().state_dict(joins=joins, has_links=has_links),
             **self.exchanged.saved(self.engine.t),
-            **({"flights": flights} if flights else {}),
+            **({"flights": flights} if rounds else {}),
             **({} if self.place is None else dict(zip(("rank", "world_size"), self.place, strict=True))),
         }
 
     def from_layout(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """See `State`. A wrapper keeps entries of its own beside these."""
         return {name: state[name] for name in self.entry_names() if name in state}
+
+    def check_state(self, state: Mapping[str, Any], *, of: object = None) -> None:
+        """See `State`: the vectors of rounds in flight have the tensors that were trained then."""
+        super().check_state(state, of=of)
+        if "flights" not in state or self.world.changes:
+            return
+        frozen, theirs = state.get("frozen", ()), state["flights"]["tensors"]
+        slots = self.buffer.candidates(frozen=frozen) if frozen else self.buffer.slots
+        found, own = first_difference(theirs, [slot.signature() for slot in slots])
+        if found != own:
+            raise ValueError(
+                f"got a checkpoint with a round in flight that has {found} where this model has {own}: other tensors "
+                "were trained when it was saved, or of other dtypes; freeze the same parameters before you load it, or "
+                "load the model alone: module.load_state_dict"
+            )
 
     def fill(self, state: Mapping[str, Any]) -> None:
         """See `State`."""
@@ -524,5 +551,19 @@ class LocalModel(AveragedModel):
             return
         if not self.engine.is_asynchronous:
             self.exchanged.load_saved(state)
-        if not self.world.changes:
-            self.engine.resume_flights(state.get("flights", ()))
+        if "flights" in state:
+            self._resume_flights(state["flights"])
+
+    def _resume_flights(self, saved: Mapping[str, Any]) -> None:
+        """Go on with the rounds in flight of a checkpoint, or warn that they are left out."""
+        engine = self.engine
+        if not (self.world.changes or engine.is_asynchronous):
+            if engine.resume_flights(saved["rounds"], saved["settings"]):
+                return
+        own = "a membership" if self.world.changes else engine.flight_settings
+        warnings.warn(
+            f"got a checkpoint with a round in flight of {saved['settings']}, expected one of {own}: the round is left "
+            "out, and the ranks next exchange models at the next round; to keep it, wrap as for the saved model, load, "
+            "call settle() and save again",
+            stacklevel=levels_to_user(),
+        )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossip_modules import (
     QSGD,
@@ -26,7 +27,7 @@ from gossip_modules import (
     StreamingDiLoCo,
 )
 from gossip_modules.extend import Average, Memory, OuterMethod, Round, Vector, Vectors
-from tests.harness.problems import loss_of, mlp, net, sgd, train_step
+from tests.harness.problems import fill_, loss_of, mlp, net, sgd, train_step
 from tests.harness.progress import engine_of
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import flatten
@@ -138,5 +139,128 @@ def test_a_round_that_keeps_a_tensor_of_its_own_is_applied_before_a_save() -> No
         assert not engine_of(wrapper).is_in_flight
         assert "flights" not in state._metadata[""]["gossip_state"]
         wrapper.close()
+
+
+def checkpoint_of(wrapper: GossipDataParallel) -> Any:
+    """The state dict of a wrapper, as a file has it."""
+    file = io.BytesIO()
+    torch.save(wrapper.state_dict(), file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def has_flights(state_dict: Any) -> bool:
+    return "flights" in state_dict._metadata[""]["gossip_state"]
+
+
+def trained(group: dist.ProcessGroup, num_steps: int, module: nn.Module, **options: Any) -> GossipDataParallel:
+    """A wrapper after steps."""
+    wrapper = GossipDataParallel(module, process_group=group, **options)
+    optimizer = sgd(wrapper.module)
+    for step in range(num_steps):
+        train_step(wrapper, optimizer, group.rank(), step)
+    return wrapper
+
+
+def test_a_round_under_training_is_applied_in_a_run_without_overlap() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = trained(group, 5, mlp(0), overlap=True)
+        saved = checkpoint_of(wrapper)
+        assert has_flights(saved)
+        wrapper.settle()
+        expected = flatten(wrapper.module).clone()
+        wrapper.close()
+        resumed = GossipDataParallel(mlp(5), process_group=group)
+        resumed.load_state_dict(saved)
+        assert not torch.equal(flatten(resumed.module), expected), "the round is in flight"
+        assert not has_flights(checkpoint_of(resumed)), "a state of a run without overlap has no such round"
+        assert torch.equal(flatten(resumed.module), expected)
+        resumed.load_state_dict(saved)
+        train_step(resumed, sgd(resumed.module), group.rank(), 5)
+        assert not resumed._local.engine.is_in_flight
+        resumed.close()
+
+    run_ranks(2, body)
+
+
+OTHER_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "no delay": ({"algorithm": LocalSGD(4, delay=3)}, {"algorithm": LocalSGD(4)}),
+    "overlap": ({"algorithm": SlowMo(4, delay=3)}, {"algorithm": SlowMo(4), "overlap": True}),
+    "a compressor": (
+        {"algorithm": DiLoCo(4, delay=3)},
+        {"algorithm": DiLoCo(4, delay=3, compressor=QSGD(4, bucket_size=8, unbiased=True))},
+    ),
+    "no compressor": (
+        {"algorithm": DiLoCo(4, delay=3, compressor=QSGD(4, bucket_size=8, unbiased=True))},
+        {"algorithm": DiLoCo(4, delay=3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SETTINGS)
+def test_a_round_of_other_settings_is_left_out_with_a_warning(name: str) -> None:
+    before, after = OTHER_SETTINGS[name]
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = trained(group, 5, mlp(0), **before)
+        saved = checkpoint_of(wrapper)
+        wrapper.close()
+        assert has_flights(saved)
+        resumed = GossipDataParallel(mlp(5), process_group=group, **after)
+        with pytest.warns(UserWarning, match="got a checkpoint with a round in flight of .*: the round is left out"):
+            resumed.load_state_dict(saved)
+        optimizer = sgd(resumed.module)
+        for step in range(5, 11):
+            train_step(resumed, optimizer, group.rank(), step)
+        resumed.close()
+
+    with warnings.catch_warnings():  # which all threads share
+        warnings.simplefilter("always")
+        run_ranks(1, body)
+
+
+@pytest.mark.parametrize("options", [{"overlap": True}, {"algorithm": LocalSGD(4, delay=3)}])
+@pytest.mark.parametrize("change", ["other tensors", "other dtypes"])
+def test_a_round_in_flight_of_other_tensors_is_refused_before_anything_changes(
+    options: dict[str, Any], change: str
+) -> None:
+    def module(seed: int, *, is_saved: bool) -> nn.Module:
+        found = fill_(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)), seed)
+        if change == "other dtypes":  # of one size
+            return found.to(torch.bfloat16 if is_saved else torch.float16)
+        found[0 if is_saved else 1].requires_grad_(False)
+        return found
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = trained(group, 5, module(0, is_saved=True), **options)
+        saved = checkpoint_of(wrapper)
+        wrapper.close()
+        assert has_flights(saved)
+        resumed = GossipDataParallel(module(5, is_saved=False), process_group=group, **options)
+        before = flatten(resumed.module).clone()
+        with pytest.raises(ValueError, match="got a checkpoint with a round in flight that has '.*' where this model"):
+            resumed.load_state_dict(saved)
+        assert torch.equal(flatten(resumed.module), before)
+        assert not resumed._local.engine.is_in_flight
+        resumed.close()
+
+    run_ranks(2, body)
+
+
+def test_a_round_in_flight_is_applied_before_a_checkpoint_with_more_trained_tensors() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = mlp(0)
+        module[0].requires_grad_(False)
+        wrapper = trained(group, 5, module, overlap=True)
+        assert has_flights(checkpoint_of(wrapper))
+        module[0].requires_grad_(True)
+        saved = checkpoint_of(wrapper)
+        assert not has_flights(saved)
+        wrapper.close()
+        resumed = GossipDataParallel(mlp(5), process_group=group, overlap=True)
+        resumed.load_state_dict(saved)
+        optimizer = sgd(resumed.module)
+        for step in range(5, 8):
+            train_step(resumed, optimizer, group.rank(), step)
+        resumed.close()
 
     run_ranks(2, body)
