@@ -206,7 +206,7 @@ def test_a_round_of_other_settings_is_left_out_with_a_warning(name: str) -> None
         wrapper.close()
         assert has_flights(saved)
         resumed = GossipDataParallel(mlp(5), process_group=group, **after)
-        with pytest.warns(UserWarning, match="got a checkpoint with a round in flight of .*: the round is left out"):
+        with pytest.warns(UserWarning, match=r"got a checkpoint with a round in flight of .*: the round is left out"):
             resumed.load_state_dict(saved)
         optimizer = sgd(resumed.module)
         for step in range(5, 11):
@@ -237,7 +237,7 @@ def test_a_round_in_flight_of_other_tensors_is_refused_before_anything_changes(
         assert has_flights(saved)
         resumed = GossipDataParallel(module(5, is_saved=False), process_group=group, **options)
         before = flatten(resumed.module).clone()
-        with pytest.raises(ValueError, match="got a checkpoint with a round in flight that has '.*' where this model"):
+        with pytest.raises(ValueError, match=r"got a checkpoint with a round in flight that has '.*' where this model"):
             resumed.load_state_dict(saved)
         assert torch.equal(flatten(resumed.module), before)
         assert not resumed._local.engine.is_in_flight
