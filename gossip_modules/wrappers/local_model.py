@@ -557,9 +557,8 @@ class LocalModel(AveragedModel):
     def _resume_flights(self, saved: Mapping[str, Any]) -> None:
         """Go on with the rounds in flight of a checkpoint, or warn that they are left out."""
         engine = self.engine
-        if not (self.world.changes or engine.is_asynchronous):
-            if engine.resume_flights(saved["rounds"], saved["settings"]):
-                return
+        if not self.world.changes and engine.resume_flights(saved["rounds"], saved["settings"]):
+            return
         own = "a membership" if self.world.changes else engine.flight_settings
         warnings.warn(
             f"got a checkpoint with a round in flight of {saved['settings']}, expected one of {own}: the round is left "
