@@ -238,7 +238,7 @@ WAGMA_ARGUMENTS: ForeignArguments = {
 """Of the optimizer wrapper of WAGMA-SGD, for GroupAverageDataParallel."""
 
 STATE_ARGUMENTS: ForeignArguments = {
-    "finish_gossip": Ignored("state_dict() always applies the corrections in flight"),
+    "finish_gossip": Ignored("rounds in flight are saved as they are; call flush() first to apply them"),
 }
 """Of `state_dict` of Stochastic Gradient Push."""
 
