@@ -13,7 +13,7 @@ import torch
 from benchmarks.by_hand import BlockingSGP, OverlappedSGP, PlainLoop, RingLoop
 from benchmarks.contenders import PeriodicallyAveraged
 from gossip_modules import GossipDataParallel
-from gossip_modules.extend import GossipWrapper, Mixer, OverlapEngine
+from gossip_modules.extend import GossipWrapper, Mixer
 from gossip_modules.transport.base import Pending
 
 T = TypeVar("T")
@@ -57,9 +57,7 @@ class Split:
         """Whether rounds run beside training; overlap="auto" chooses it on the way."""
         model: Any = self._contender.model
         is_ours = isinstance(model, GossipDataParallel) and self.has_rounds
-        return (is_ours and isinstance(model._local.engine, OverlapEngine)) or isinstance(
-            self._contender, OverlappedSGP
-        )
+        return (is_ours and model._local.engine.overlap is not None) or isinstance(self._contender, OverlappedSGP)
 
     def seconds(self) -> dict[str, float]:
         """So far, by part: optimizer, wait, and, where rounds are told apart, encode, wire and mix, their rest."""
