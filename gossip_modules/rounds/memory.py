@@ -349,7 +349,7 @@ class Memory(State):
     def check_vectors(self, *, of: object) -> None:
         """Raise ValueError if a loaded state has other vectors in place of some that the algorithm has asked for.
 
-        Drivers call it before a round sends anything, and a round that `writes_early` before it writes. The loaded
+        Drivers call it before a round sends anything, and rounds that write vectors early before they write. The loaded
         state stays as it is.
 
         Args:

@@ -105,7 +105,7 @@ Round: TypeAlias = Generator[Request, Any, None]
 class RoundLost(Exception):
     """Thrown into a round at its `Average` or `Gather` if a worker died: x and memory stay unchanged.
 
-    A round that declares `writes_early` catches the exception, restores its vectors, and raises it again.
+    A round that has written vectors before its request catches the exception, restores them, and raises it again.
     """
 
 
