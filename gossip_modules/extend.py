@@ -1,6 +1,7 @@
 """Base classes for your own algorithms, graphs, weights, compressors and transports, with their memory and requests."""
 
 from .algorithms.outer_method import OuterMethod
+from .algorithms.sgp import PushSum
 from .compression.compressor import Compressor as Compressor
 from .engine.engine import Engine
 from .engine.lockstep import LockstepEngine, OverlapEngine, SyncEngine
@@ -15,7 +16,7 @@ from .rounds.memory import Memory
 from .rounds.messages import Message as Message
 from .rounds.messages import Received as Received
 from .rounds.mixer import GlobalAverage, Mixer
-from .rounds.push_pull import PushPull, PushSum
+from .rounds.push_pull import PushPull
 from .rounds.requests import Average, Exchange, Gather, Mix, Round, RoundLost, SGDStep, Share, Vectors
 from .rounds.vector import Vector
 from .schedule import Times

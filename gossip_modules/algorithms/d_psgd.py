@@ -1,4 +1,4 @@
-"""D-PSGD and SGP: the models of peers are mixed with the weights of a graph."""
+"""D-PSGD: the models of peers are mixed with the weights of a graph. SGP is in algorithms/sgp.py."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..rounds import Algorithm, Memory, Mix, Round, Vectors
 class DPSGD(Algorithm):
     """D-PSGD: x_i <- sum_j W_ij x_j, after the local step of each rank.
 
-    With push-sum, the default of `GossipDataParallel`, the same round is SGP: the weight w is one more entry of the
-    vector, and the module computes with x / w.
+    `Mix(v.x)` is `PushPull` (rounds/push_pull.py): `start` sends x_i to the out-peers, and `_decode` forms the sum.
+    With push-sum, the default of `GossipDataParallel`, it is `PushSum` (algorithms/sgp.py), and the same round is SGP:
+    the weight w is one more entry of the vector, and the module computes with x / w.
 
     Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv 1705.09056,
-    Algorithm 1; Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792,
     Algorithm 1.
 
     Example:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..rounds.push_pull import PushPull, PushSum
+from ..algorithms.sgp import PushSum
+from ..rounds.push_pull import PushPull
 from ..wrappers.all_reduce import AllReduceDataParallel
 from ..wrappers.gossip import GossipDataParallel
 

@@ -53,7 +53,15 @@ class LateRound(Flight):
 
 
 class Overlap(State):
-    """The round under training, at most one: x <- x + (W(t) - I) s when round t is done.
+    """Overlap SGP: the round under training, at most one: x <- x + (W(t) - I) s when round t is done.
+
+    Round t begins before forward k, with s_j the copies of all ranks j:
+
+        s_i <- x_i                   # `depart`: the gossip thread sends s_i, and w_i of SGP with it
+        c_i <- sum_j W_ij s_j - s_i  # the gossip thread, under forward and backward k: `_difference`
+        x_i <- x_i + u_i             # the optimizer step after forward k
+        x_i <- x_i + c_i             # before forward k + 1, or up to max_staleness forwards later: `apply`
+        z_i = x_i / w_i              # as in SGP (algorithms/sgp.py)
 
     [Note: Overlap] s is a snapshot of x. The round that starts before forward k is applied before forward k + 1, after
     one optimizer step u: x <- W x + u. The step u is neither lost nor scaled. Since 1^T (W - I) = 0, the sum of x over

@@ -23,13 +23,13 @@ from ..algorithms.noloco import NoLoCo
 from ..algorithms.power_gossip import PowerGossip
 from ..algorithms.qg_dsgdm import QGDSGDm
 from ..algorithms.relay_sgd import RelaySGD
+from ..algorithms.sgp import PushSum
 from ..algorithms.slowmo import SlowMo
 from ..algorithms.sparse_loco import SparseLoCo
 from ..algorithms.sparta import Sparta
 from ..algorithms.streaming_diloco import StreamingDiLoCo
 from ..engine.overlap import Overlap
 from ..registry import Method, Paper, StepSizes
-from ..rounds.push_pull import PushSum
 from ..wrappers.all_reduce import AllReduceDataParallel
 from .graphs import pairs, static
 from .options import WRAPPER_OPTIONS
@@ -82,12 +82,12 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class SGP:
-    """Stochastic Gradient Push: `GossipDataParallel`."""
+    """Stochastic Gradient Push: `GossipDataParallel`, whose rounds are `PushSum` (algorithms/sgp.py)."""
 
 
 @dataclass(frozen=True)
 class OverlapSGP:
-    """Overlap SGP: the rounds of SGP run under the next steps."""
+    """Overlap SGP: the rounds of SGP run under the next steps, by `Overlap` (engine/overlap.py)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""PushPull and PushSum: plain gossip averaging, the algorithms of D-PSGD and SGP."""
+"""PushPull: plain gossip averaging, the round of D-PSGD; `PushSum` (algorithms/sgp.py) makes it the round of SGP."""
 
 from __future__ import annotations
 
@@ -355,44 +355,6 @@ class PushPull(Mixer):
         wire = [] if self.wire_dtype is None else [f"wire_dtype={self.wire_dtype}"]
         chunks = [] if self.chunk_bytes == CHUNK_BYTES else [f"chunk_bytes={self.chunk_bytes}"]
         return f"{type(self).__name__}({', '.join(wire + chunks)})"
-
-
-class PushSum(PushPull):
-    """Push-sum: x_i <- sum_j P_ij x_j and w_i <- sum_j P_ij w_j; the estimate of the mean is x_i / w_i.
-
-    The columns of P must sum to one, so that the sums of x and of w over ranks are kept, on any directed graph. A
-    round:
-
-        send (x_i, w_i) to the out-peers                  # w only where P is not doubly stochastic
-        x_i <- P_ii x_i + sum over in-peers j of P_ij x_j     # the same row mixes w_i
-        w_i <- P_ii w_i + sum over in-peers j of P_ij w_j
-        z_i = x_i / w_i                                   # `Debias`: the parameters that the module computes with
-
-    If P(t) is doubly stochastic, w stays one. Then w is not sent, and no division takes place.
-
-    Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792,
-    Algorithm 1; Kempe et al., "Gossip-Based Computation of Aggregate Information", FOCS 2003.
-
-    Example (under `torchrun --nproc-per-node 4`, see README):
-        >>> mixer = PushSum()
-        >>> mixer.bind(UniformMixing(NPeerDynamicDirectedExponentialGraph(4)), connect())
-        >>> mean = mixer.average(torch.randn(10), num_rounds=2)  # exact: 4 is a power of two
-    """
-
-    sends_shares = True
-
-    def check(self, mixing: MixingManager) -> None:
-        """See `Mixer`."""
-        if not mixing.is_column_stochastic:
-            raise ValueError(
-                f"got {mixing} whose columns do not sum to one, expected column-stochastic weights for push-sum; "
-                "use push_sum=False for row-stochastic weights"
-            )
-
-    @property
-    def is_weighted(self) -> bool:
-        """See `Mixer`; True if W(t) is not doubly stochastic, or may lose rows and columns with ranks that die."""
-        return self.transport.is_elastic or not self.mixing.is_doubly_stochastic
 
 
 _MAX_PLANS = 4096  # the number of plans to keep; graphs with a longer period plan each round again

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..algorithms.sgp import PushSum
 from ..compression.compressor import Compressor
 from ..graph_manager import DynamicBipartiteCompleteGraph, DynamicBipartiteExponentialGraph
 from ..graph_manager.base import GraphManager
@@ -20,7 +21,7 @@ from ..registry import METHODS, named
 from ..rounds.algorithm import Algorithm, Over
 from ..rounds.mixer import Mixer
 from ..rounds.periodic import Periodic
-from ..rounds.push_pull import PushPull, PushSum
+from ..rounds.push_pull import PushPull
 from ..rounds.rounds import mixer_of
 from ..schedule import Schedule
 from .arguments import GraphLike, MixingLike, as_graph, as_mixing, check_flags, check_size

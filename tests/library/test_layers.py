@@ -95,7 +95,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         },
         "extend": {*_WRAPPERS, "algorithms"} - {"membership"},
         "membership": {*_LOCKSTEP, "version"},
-        "wrappers": _WRAPPERS - {"wrappers"},
+        "wrappers": {*_WRAPPERS, "algorithms"} - {"wrappers"},
         "ad_psgd": _WRAPPERS,
         "wagma": _WRAPPERS,
         "dpwa": _WRAPPERS,
@@ -263,6 +263,12 @@ def test_imports_point_down(package: str) -> None:
     assert (ROOT / package / "__init__.py").exists()
     assert violations(ROOT / package) == []
     graphlib.TopologicalSorter(MAY_IMPORT[package]).prepare()
+
+
+def test_wrappers_know_no_algorithm_but_their_default() -> None:
+    paths = (ROOT / PACKAGE / "wrappers").glob("*.py")
+    found = {module_of(name, ROOT / PACKAGE) for path in paths for name in imported_names(path, ROOT / PACKAGE)}
+    assert {name for name in found if name and ".algorithms" in name} == {f"{PACKAGE}.algorithms.sgp"}
 
 
 @pytest.mark.parametrize("room", sorted(MAY_IMPORT[PACKAGE].keys() - ABOVE))

@@ -88,28 +88,6 @@ def test_average_is_exact_after_one_period_of_the_exponential_graph(name: str) -
         torch.testing.assert_close(result, mean, rtol=0, atol=1e-15)
 
 
-def test_push_sum_finds_the_mean_on_an_irregular_digraph() -> None:
-    mixing = UniformMixing(DIGRAPH)
-    assert not mixing.is_doubly_stochastic
-
-    def body(group: dist.ProcessGroup) -> tuple[Tensor, FlatVector]:
-        gossiper = bound(PushSum(), mixing, group)
-        s = FlatVector.over(value_of(group.rank()))
-        for t in range(3):
-            gossiper.mix(s, t)
-        return gossiper.average(value_of(group.rank()), num_rounds=100), s
-
-    results = run_ranks(4, body)
-    x = torch.stack([value_of(rank) for rank in range(4)])
-    for average, _ in results:
-        torch.testing.assert_close(average, x.mean(0), rtol=0, atol=1e-12)
-    # On the way there: sums of x and of w are kept, and neither is even.
-    torch.testing.assert_close(sum(s.segments[0] for _, s in results), x.sum(0), rtol=0, atol=1e-12)
-    weights = torch.cat([s.push_sum_weight for _, s in results])
-    assert float(weights.sum()) == pytest.approx(4, abs=1e-12)
-    assert float(weights.max() - weights.min()) > 0.1
-
-
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
     ((), torch.float32),
     ((1,), torch.float64),
@@ -175,18 +153,6 @@ def test_several_dtypes_travel_in_one_message(make: Callable[[], PushPull]) -> N
     for s in run_ranks(2, body):
         for x, first, second in zip(s.segments, vector(0).segments, vector(1).segments, strict=True):
             torch.testing.assert_close(x, ((first.double() + second.double()) / 2).to(x.dtype))
-
-
-def test_weight_travels_only_where_it_must() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        for mixing, num_bytes in ((DOUBLY_STOCHASTIC[0], 40), (UniformMixing(DIGRAPH), 48)):
-            gossiper = bound(PushSum(), mixing, group)
-            gossiper.mix(value_of(group.rank()), 0)
-            num_peers = len(mixing.graph.out_peers(group.rank(), 0))
-            assert gossiper.transport.num_bytes_sent == num_peers * num_bytes
-            assert gossiper.is_weighted is (num_bytes == 48)
-
-    run_ranks(4, body)
 
 
 def test_messages_of_two_lengths_in_turn() -> None:
