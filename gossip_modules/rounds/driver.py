@@ -74,7 +74,6 @@ class Driver(State):
     message_check: MessageCheck = branch(name="messages")
     has_begun: bool = leaf(False, average="reset", generation="reset", is_saved=False)
     _is_torn: bool = leaf(False, is_saved=False)  # whether a round failed while it was applying messages
-    _is_cut_off: bool = leaf(False, is_saved=False)  # whether a round failed while messages were in transfer
 
     def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
         self.algorithm, self.plain, self._may_mix = algorithm, plain, algorithm.mixes
@@ -302,7 +301,7 @@ class Driver(State):
 
     def begin_round(self, x: Vector, t: int, k: int) -> None:
         """Run a round up to its first request; no round is open if the ranks cannot agree on one memory."""
-        if self._is_torn or self._is_cut_off:
+        if self._is_torn or self.message_check.is_cut_off:
             raise RuntimeError(
                 f"{self.algorithm}: got a round after one that failed, expected none: the states of the ranks may no "
                 "longer agree; start again from a checkpoint on all ranks"
@@ -412,10 +411,13 @@ class Driver(State):
             case Inner(x, generator):
                 self._run_inner(x, generator, v.t)
             case Share(message):
-                replies = self._exchange(dict.fromkeys(self.messages.find_peers(), message), {})
-                return self.messages.row_of(message, replies)
+                received = self.messages.share(message)
+                self.own_buffer_weight = self.messages.row.buffer_weights.own
+                return received
             case Exchange(messages, checksums):
-                return self._exchange(messages, checksums)
+                replies = self.messages.exchange(messages, checksums)
+                self.own_buffer_weight = self.messages.row.buffer_weights.own
+                return replies
             case Gather(message, numbers):
                 everyone = self._gather_numbers(numbers)
                 received = self._gather(message, v)
@@ -448,13 +450,6 @@ class Driver(State):
                 self._check_vectors(self.memory.inner)
             while request is not None:
                 request = self._next_request(generator, self.answer(request))
-
-    def _exchange(self, messages: Mapping[int, Message], checksums: Mapping[int, int]) -> dict[int, Message]:
-        self._is_cut_off = not self._is_elastic
-        replies = self.messages.exchange(messages, checksums)
-        self._is_cut_off = False
-        self.own_buffer_weight = self.messages.row.buffer_weights.own
-        return replies
 
     def _gather(self, message: Message, v: Vectors) -> Received:
         with MayBeLost(self.transport):

@@ -48,9 +48,12 @@ class MessageCheck(State):
 
     Attributes:
         numbers: the number of the next message to each peer, equal at both ends of a link.
+        is_cut_off: whether an exchange failed while messages were in transfer, and other ranks cannot go on without
+            this one.
     """
 
     numbers: dict[int, int] = leaf({}, is_by_peer=True)
+    is_cut_off: bool = leaf(False, is_saved=False)
     _digests: dict[int, int] = leaf({}, is_by_peer=True)
     _headers: dict[int, tuple[Tensor, Tensor]] = transient({})
     _pending: Pending | None = transient(None)
@@ -243,21 +246,18 @@ class MessageRounds(Mail):
         reply.code = message.code
         return reply
 
-    def row_of(self, message: Message, replies: Mapping[int, Message]) -> Received:
-        """Return the reply to `Share`.
+    # Exchanges.
 
-        Args:
-            message: the message that was sent to all peers.
-            replies: the messages of the peers.
-        """
+    def share(self, message: Message) -> Received:
+        """Send a message to all peers and return the replies, weighted; see `Share`."""
+        replies = self.exchange(dict.fromkeys(self.find_peers(), message), {})
         weights, names = self.row.weights, self.transport.names
         row = [(weights.own - 1, message), *((weights.inp[j], reply) for j, reply in replies.items())]
         return Received(row, [names[j] for j in (self.transport.rank, *replies)])
 
-    # Exchanges.
-
     def exchange(self, messages: Mapping[int, Message], checksums: Mapping[int, int]) -> dict[int, Message]:
         """Send messages and return the replies; see `Exchange`."""
+        self.message_check.is_cut_off = not self._is_elastic
         if self._buffers:
             for message in {id(m): m for m in messages.values()}.values():
                 message.fill_others(self._buffers)
@@ -271,7 +271,7 @@ class MessageRounds(Mail):
             self._mix_buffers()
         self._phase += 1
         self._peers, replies = tuple(self._pairs), {j: theirs for j, (_, theirs) in self._pairs.items()}
-        self._pairs = {}
+        self._pairs, self.message_check.is_cut_off = {}, False
         return replies
 
     def post_headers(self, checksums: Mapping[int, int]) -> None:
