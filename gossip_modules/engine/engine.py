@@ -70,6 +70,8 @@ class Engine(State, ABC):
 
     adds_again: bool = False
     """Whether `add_again` adds corrections; else a flush to other weights than those of training loses them."""
+    may_be_in_flight: bool = True
+    """Whether `is_in_flight` may be true between two steps."""
     is_waiting: bool = False
     """Whether `round` or `flush` waits for a round in flight, with the model and the counters still as before."""
 

@@ -81,6 +81,7 @@ class LockstepEngine(Engine):
             )
         self.mixer, self.schedule = mixer, schedule
         self.rounds = mixer if isinstance(mixer, Rounds) else None
+        self._has_own_times = self.rounds is not None and self.rounds.algorithm.has_own_times
         # The mean of the weights changes if a rank dies, or joins with half the weight of another rank.
         sums_weights = mixer.transport.is_elastic and mixer.is_weighted
         self.averager = GlobalAverage(mixer.transport, sums_weights=sums_weights)
@@ -96,7 +97,8 @@ class LockstepEngine(Engine):
     def _turn_to(self, overlap: Overlap | None) -> None:
         """Let rounds run under training from now on, or in the step."""
         self.overlap, self.adds_again = overlap, overlap is not None
-        if overlap is not None and not (self.rounds is not None and self.rounds.algorithm.has_own_times):
+        self.may_be_in_flight = overlap is not None or (self.rounds is not None and self.rounds.is_delayed)
+        if overlap is not None and not self._has_own_times:
             gossip_every = max(self.schedule.gossip_every, overlap.max_staleness + 1)
             self.schedule = replace(self.schedule, gossip_every=gossip_every)
         # Peers can leave out a correction that is under way, but not a message that changes their state.
@@ -119,7 +121,9 @@ class LockstepEngine(Engine):
         landing = flight if flight is not None and self._lands(flight, x) else None
         action = self.schedule.action(k)
         if rounds is not None and action is Action.GOSSIP:
-            rounds.k, action = k, Action.GOSSIP if rounds.algorithm.is_due(k) else Action.SKIP
+            rounds.k = k
+            if self._has_own_times and not rounds.algorithm.is_due(k):
+                action = Action.SKIP
         mixer = None
         if action is not Action.SKIP:
             mixer = self.mixer if action is Action.GOSSIP else self._scheduled_average

@@ -53,6 +53,7 @@ class Rounds(Mixer):
     Attributes:
         drivers: the driver of each fragment; one for the whole model.
         k: the number of optimizer steps before the next round; write it before `start`.
+        is_delayed: whether rounds of this algorithm are in flight between two steps.
     """
 
     drivers: list[Driver] = branch(name="fragments")
@@ -65,6 +66,7 @@ class Rounds(Mixer):
         self._times = outer if isinstance(outer, Periodic) and outer.is_in_pieces else None
         num_fragments, delay = (1, 0) if self._times is None else (self._times.num_fragments, self._times.delay)
         self._agreed = None if delay != "auto" or self._times is None else AgreedDelay(self._times.sync_every - 1)
+        self.is_delayed = bool(delay)
         self.drivers = [Driver(algorithm, plain) for _ in range(num_fragments)]
         self.keeps_models = algorithm.keeps_models
         # With a delay, a model that is not finite must not enter a round, since the round cannot be left out later.
@@ -273,7 +275,7 @@ class Rounds(Mixer):
     @property
     def is_in_flight(self) -> bool:
         """Whether `flush` would end a round."""
-        return self._times is not None and bool(self._flights)  # only rounds of pieces fly
+        return bool(self._flights)
 
     def flush(self, x: FlatVector) -> bool:
         """Wait for the rounds in flight, and end them on x; returns whether x was written."""

@@ -233,7 +233,7 @@ class LocalModel(AveragedModel):
                     debias.to_estimate()
         if masters.follows_rounds or loop.lost_corrections.is_subscribed:
             loop.after_round()
-        if engine.is_asynchronous or engine.is_in_flight:
+        if engine.is_asynchronous or (engine.may_be_in_flight and engine.is_in_flight):
             own_weights.note()
 
     # The parts of a step, which `flush` and `averaged` use as well.
