@@ -135,6 +135,8 @@ def _spectral_norms(module: nn.Module) -> Iterator[tuple[Any, tuple[Tensor, Tens
             if isinstance(hook, SpectralNorm):
                 vectors = getattr(owner, f"{hook.name}_u"), getattr(owner, f"{hook.name}_v")
                 yield hook, vectors, partial(_hooked, hook, owner)
+        # The entry itself, as torch.nn.utils.parametrize has made it: the `__getattr__` of a module of the user may
+        # answer any name, and a wrapper of the library answers names of its inner module.
         lists = vars(owner).get("_modules", {}).get("parametrizations")
         for name, parametrization in () if lists is None else lists.items():
             for part in parametrization:

@@ -20,7 +20,7 @@ from ..warn import levels_to_user
 from .debias import Debias, Form
 from .hooks import StepListener, holds_any
 from .masters import NUM_PROOFS, Masters, add_, change_beyond, correct_, is_rounded
-from .moment import Moment, sample
+from .moment import NUM_ROUND_TRIP_ULPS, Moment, sample
 
 _MASTERS = "param_groups"  # in place of a name of state: the tensors that the optimizer steps
 _NUM_LOOKS = 32  # the steps that move the parameters and after which state is compared with them
@@ -262,7 +262,7 @@ class WeightCopies(StepListener):
 
     def _agree(self, copy: Tensor, parameter: Tensor) -> bool:
         """Whether samples are equal; nearly, where multiplying by push-sum weights and dividing rounds parameters."""
-        return is_rounded(copy, parameter, num_ulps=4 if self._is_weighted else 0)
+        return is_rounded(copy, parameter, num_ulps=NUM_ROUND_TRIP_ULPS if self._is_weighted else 0)
 
     def _part(self, optimizer: Optimizer, watch: _Watch, name: str) -> None:
         """A copy is one no more."""

@@ -88,6 +88,8 @@ class Debias(StepListener):
         """Hold z * max(w, 1) from now on; see [Note: small weights]."""
         self.to_estimate()
         weight = self.buffer.vector.push_sum_weight
+        # On the CPU a factor of one is left out, and storage goes on holding z. On a GPU `item` would wait for the
+        # device, so that the kernels multiply by one there, which changes no bit.
         if not (weight.device.type == "cpu" and weight.item() <= 1.0):
             self._scale = weight.clamp(min=1.0)
             self.buffer.vector.multiply_by_weight_(self._scale)

@@ -22,7 +22,7 @@ from .equal_steps import EqualSteps
 from .gradient_watch import WatchedGradient
 from .hooks import Methods, Observer, StepListener, existing_optimizers, holds_any, num_running
 from .lost_corrections import LostCorrections
-from .moment import Moment
+from .moment import NUM_ROUND_TRIP_ULPS, Moment
 from .own import OwnWeights
 from .owner import Owner, no_owner
 from .turn import Turn
@@ -405,9 +405,8 @@ class Loop(Observer):
         self._is_inside = False
         before, self._before = self._before, None
         if before is not None:
-            # Multiplying by a push-sum weight and dividing rounds parameters.
             is_weighted = bool((self.buffer.vector.push_sum_weight != 1).any())
-            if not before.has_changed(num_ulps=4 if is_weighted else 0):
+            if not before.has_changed(num_ulps=NUM_ROUND_TRIP_ULPS if is_weighted else 0):
                 return
         for method in listeners:
             if (call := method()) is not None:

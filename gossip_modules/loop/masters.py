@@ -17,10 +17,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..flat.buffer import FlatBuffer
 from ..flat.sharded import local_of
 from .hooks import STEP_HOOKS
-from .moment import Moment, sample
+from .moment import NUM_ROUND_TRIP_ULPS, Moment, sample
 
 NUM_PROOFS = 2  # steps, before and after which a copy equals its parameter, and which change both
 _NUM_LOOKS = 8  # after so many steps without an equal tensor an optimizer is looked at no more
+_DECLARED_ULPS = 2 * NUM_ROUND_TRIP_ULPS
+"""How far declared copies may be from their parameters, in units of the narrower dtype: twice the number for copies that
+are found, which are compared after a step; the user may declare copies of parameters that rounds have corrected since.
+Copies of other parameters are refused: they differ by many orders more."""
 _NEAR = 0.25  # relative distance between a master and its parameter, when it is known that there are masters
 
 Pair: TypeAlias = tuple[Tensor, Tensor]  # a copy, or its part of a flat one, and its parameter
@@ -309,7 +313,7 @@ def declared_pairs(module: nn.Module, copies: Iterable[Any]) -> list[Pair]:
             pairs.append((_part(flat, at, parameter), parameter))
             at += local_of(parameter).numel()
     for copy, parameter in pairs:
-        if not is_rounded(sample(copy), sample(parameter), num_ulps=8):
+        if not is_rounded(sample(copy), sample(parameter), num_ulps=_DECLARED_ULPS):
             raise ValueError(
                 f"got a copy of {names[id(parameter)]!r} with other values than the parameter, expected equal ones, in "
                 "the narrower dtype: call follow() after the copies were made from the model or loaded with it, before "
@@ -436,7 +440,12 @@ def is_written(copy: Tensor, parameter: Tensor) -> bool:
 
 
 def is_rounded(x: Tensor, y: Tensor, *, num_ulps: int = 0) -> bool:
-    """Whether x and y of one shape are equal in the narrower of their dtypes, or differ by a few units of it."""
+    """Whether x and y of one shape are equal in the narrower of their dtypes, or differ by a few units of it.
+
+    Of float16 and bfloat16, which are equally wide, the dtype of y counts: y is the parameter, and x the copy that was
+    rounded to it. Without this rule a float16 copy of a bfloat16 parameter would equal it or not by the order of the
+    arguments.
+    """
     if not (x.is_floating_point() and y.is_floating_point()):
         return False
     dtype = min(x.dtype, y.dtype, key=lambda dtype: (dtype.itemsize, dtype is not y.dtype))

@@ -24,6 +24,15 @@ def sample(x: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // _SAMPLE)]
 
 
+NUM_ROUND_TRIP_ULPS = 4
+"""How far a parameter may be from where it was after z -> x = z w -> z = x / w, in units of its dtype (`eps`).
+
+The two operations of a round trip are off by half a unit each, so by one together. A copy and its parameter may each
+have made one trip, which is two; and a step inside a step (`StepListener.reenter_step`) makes another one. With a
+smaller number such a step would count as one that has changed something, and copies of weights would be told apart from
+their parameters. With a much larger one the change of a step with a small learning rate would be no change."""
+
+
 class Moment:
     """A moment of training, to tell whether tensors have been written since.
 

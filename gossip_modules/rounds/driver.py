@@ -388,6 +388,8 @@ class Driver(State):
                 self.stamps.taken = opened.k
                 self.memory.restart_inner()
         self.open_round = None
+        # Also after a failed round: all ranks count the rates of steps from here on ([Note: Rates of ranks] of
+        # `StepRates`), and the optimizer gets the momentum of the memory, which is as before the round.
         self._after_round()
 
     def _after_round(self) -> None:
