@@ -22,9 +22,9 @@ from .moment import NUM_ROUND_TRIP_ULPS, Moment, sample
 NUM_PROOFS = 2  # steps, before and after which a copy equals its parameter, and which change both
 _NUM_LOOKS = 8  # after so many steps without an equal tensor an optimizer is looked at no more
 _DECLARED_ULPS = 2 * NUM_ROUND_TRIP_ULPS
-"""How far declared copies may be from their parameters, in units of the narrower dtype: twice the number for copies that
-are found, which are compared after a step; the user may declare copies of parameters that rounds have corrected since.
-Copies of other parameters are refused: they differ by many orders more."""
+"""How far declared copies may be from their parameters, in units of the narrower dtype: twice the number for copies
+that are found. Both may come from a checkpoint, for which push-sum weights were divided out and multiplied in again.
+With a smaller number `follow` would refuse such copies; copies of another parameter differ by many orders more."""
 _NEAR = 0.25  # relative distance between a master and its parameter, when it is known that there are masters
 
 Pair: TypeAlias = tuple[Tensor, Tensor]  # a copy, or its part of a flat one, and its parameter

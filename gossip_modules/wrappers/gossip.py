@@ -353,8 +353,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         """
         if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
             raise ValueError(f"got num_tokens={num_tokens!r}, expected a whole number of at least 0, such as x.numel()")
-        # No error for a copy of a wrapper with a membership, the one case of another engine: the copy has no rounds that
-        # weigh tokens, so that a loop that counts them loses nothing, and its training forward warns of the rounds.
+        # No error for a copy of a wrapper with a membership, the one case of another engine: the copy has no rounds
+        # that weigh tokens, so a loop that counts them loses nothing. Its training forward warns that it trains alone.
         if isinstance(engine := self._local.engine, LockstepEngine):
             if engine.rounds is None or not engine.rounds.algorithm.counts_tokens:
                 raise ValueError(
