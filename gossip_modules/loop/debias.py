@@ -65,6 +65,7 @@ class Debias(StepListener):
         self.limits_steps = False
         self.form = Form.ESTIMATE
         self._scale: Tensor | None = None  # of the limited form
+        self._has_begun_step = False  # which changes the form
 
     def to_estimate(self) -> None:
         """Hold z from now on."""
@@ -114,7 +115,10 @@ class Debias(StepListener):
 
     def enter_step(self, optimizer: Optimizer) -> None:
         """See `StepListener`."""
+        if self.form is Form.ESTIMATE and not self.limits_steps and self._is_one():
+            return  # the numerator is the estimate
         self._turn.begin_step()
+        self._has_begun_step = True
         if not self.buffer.is_attached() and (owner := self.owner()) is not None:
             self.to_estimate()
             owner.reattach()
@@ -131,7 +135,9 @@ class Debias(StepListener):
     def leave_step(self, optimizer: Optimizer) -> None:
         """See `StepListener`."""
         self.to_estimate()
-        self._turn.end_step()
+        if self._has_begun_step:
+            self._has_begun_step = False
+            self._turn.end_step()
 
     def estimate_of(self, x: Tensor) -> Tensor:
         """A copy of a tensor in the vector, of any shape, as an estimate; storage stays in its form."""
