@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gossip_modules import (
     QSGD,
@@ -63,6 +64,22 @@ LATE: list[OuterMethod] = [
 
 def wrap(module: nn.Module, group: dist.ProcessGroup, outer: OuterMethod, **options: Any) -> GossipDataParallel:
     return GossipDataParallel(module, process_group=group, algorithm=outer, **options)
+
+
+def test_a_step_of_the_outer_optimizer_runs_no_hook_for_all_optimizers() -> None:
+    """Such hooks, as of a profiler and of the loop, are for the optimizers of the user."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = wrap(net(), group, DiLoCo(1))
+        optimizer, stepped = sgd(wrapper), set()
+        with register_optimizer_step_pre_hook(lambda each, args, kwargs: stepped.add(id(each))):
+            for step in range(3):
+                train_step(wrapper, optimizer, group.rank(), step)
+        assert id(optimizer) in stepped
+        assert id(optimizer_of(wrapper)) not in stepped
+        wrapper.close()
+
+    run_ranks(2, body)
 
 
 def test_an_anchor_in_host_memory_changes_no_bit() -> None:
