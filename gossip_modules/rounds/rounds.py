@@ -280,6 +280,8 @@ class Rounds(Mixer):
     def flush(self, x: FlatVector) -> bool:
         """Wait for the rounds in flight, and end them on x; returns whether x was written."""
         has_changed = bool(self._flights)
+        if has_changed and self._times is not None and self._layout is None:  # rounds of a checkpoint, before any step
+            self._cut(x)
         while (flight := self._flights.oldest) is not None:
             self._land(flight, x)
         return has_changed

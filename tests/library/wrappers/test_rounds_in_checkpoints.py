@@ -264,3 +264,24 @@ def test_a_round_in_flight_is_applied_before_a_checkpoint_with_more_trained_tens
         resumed.close()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", ["SlowMo", "streaming", "GASLoC", "host memory"])
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_round_of_a_checkpoint_is_applied_before_any_step(name: str, is_closed: bool) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        wrapper = trained(group, 5, net(0), **CASES[name])
+        saved = checkpoint_of(wrapper)
+        assert has_flights(saved)
+        wrapper.eval()
+        expected = flatten(wrapper.module).clone()
+        wrapper.close()
+        resumed = GossipDataParallel(net(5), process_group=group, **CASES[name])
+        resumed.load_state_dict(saved)
+        if not is_closed:
+            resumed.eval()
+            assert torch.equal(flatten(resumed.module), expected)
+        resumed.close()
+        assert torch.equal(flatten(resumed.module), expected)
+
+    run_ranks(2, body)
