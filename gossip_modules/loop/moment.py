@@ -19,8 +19,12 @@ _SAMPLE_OF_MANY = 8  # elements of each parameter of a vector
 
 
 def sample(x: Tensor) -> Tensor:
-    """Some elements of x, the same ones in tensors of one shape: flat, without autograd, maybe a view."""
-    flat = local_of(x.detach()).reshape(-1)
+    """Some numbers of x, the same ones in tensors of one shape: flat, without autograd, maybe a view.
+
+    A complex number is two.
+    """
+    local = local_of(x.detach())
+    flat = (torch.view_as_real(local) if local.is_complex() else local).reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE)]
 
 

@@ -131,3 +131,30 @@ def test_one_rank_has_nothing_to_compare() -> None:
     wrapper = GossipDataParallel(model(), process_group=solo_group())
     train(wrapper, Momentum(wrapper.parameters()), 0)
     wrapper.close()
+
+
+class Complex(nn.Module):
+    """A vector of complex numbers whose loss is its squared distance from a target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(32, dtype=torch.complex64))
+
+    def forward(self, target: Tensor) -> Tensor:
+        return (self.weight - target).abs().square().sum()
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, Momentum])
+def test_complex_parameters_are_compared_too(optimizer_class: Any) -> None:
+    def body(group: dist.ProcessGroup) -> float:
+        model, generator = Complex(), torch.Generator().manual_seed(group.rank())
+        wrapper = GossipDataParallel(model, process_group=group, timeout=TIMEOUT)
+        optimizer = optimizer_class(model.parameters(), lr=0.05)
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            wrapper(torch.randn(32, dtype=torch.complex64, generator=generator)).backward()
+            optimizer.step()
+        wrapper.close()
+        return wrapper.comm_stats()["num_rounds"]
+
+    assert run_ranks(2, body) == [NUM_STEPS] * 2

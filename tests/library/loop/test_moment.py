@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gossip_modules.flat.buffer import FlatBuffer
 from gossip_modules.loop.gradient_watch import WatchedGradient
-from gossip_modules.loop.moment import Moment, ParameterSamples
+from gossip_modules.loop.moment import Moment, ParameterSamples, sample
 from tests.harness.problems import loss_of, mlp
 
 
@@ -98,3 +98,7 @@ def test_samples_of_parameters_tell_which_ones_differ_in_any_memory() -> None:
     assert is_equal.tolist() == [k != 1 for k in range(len(buffer.parameters))]
     samples.copy_parameters(buffer.vector, other, ~is_equal)
     assert torch.equal(buffer.vector.raw, other.raw)
+
+
+def test_a_sample_of_complex_numbers_has_both_parts() -> None:
+    assert sample(torch.tensor([[1 + 2j, 3 + 4j]])).tolist() == [1.0, 2.0, 3.0, 4.0]
