@@ -239,23 +239,20 @@ class GlobalAverage(Mixer):
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`. On an elastic transport s is copied, and restored if the all-reduce fails; see `restores`."""
-        self.has_failed = False
-        if not self.transport.is_elastic:  # the error of a lost rank ends the training of all ranks
-            with self.transport.within(Deadline(self.transport.timeout)):
+        transport, self.has_failed = self.transport, False
+        with transport.within(Deadline(transport.timeout)):
+            if not transport.is_elastic:  # the error of a lost rank ends the training of all ranks
                 self._sum(s)
-        elif self._may_fail:
-            with MayBeLost(self.transport) as average:
+            elif self._may_fail:
+                with MayBeLost(transport) as average:
+                    self._sum_on_all(s)
+                self.has_failed = average.has_lost
+            else:
                 self._sum_on_all(s)
-            self.has_failed = average.has_lost
-        else:
-            self._sum_on_all(s)
 
     def _sum_on_all(self, s: FlatVector) -> None:
         what = f"the global average in round {self._round}"
-        with (
-            self.transport.within(Deadline(self.transport.timeout)),
-            all_or_none(self.transport, what=what, restores=s if self.restores else None),
-        ):
+        with all_or_none(self.transport, what=what, restores=s if self.restores else None):
             self._sum(s)
 
     def _sum(self, s: FlatVector) -> None:
