@@ -39,10 +39,10 @@ class BilateralEngine(Engine):
             c_i <- c_i + w (y_j - y_i);  c_j <- c_j + w (y_i - y_j)         # with y as of before
 
     The exchange is `BilateralAverage._exchange`; x, y and c meet in `shared`. Active ranks ask at most once per step,
-    passive ranks answer whenever they are asked; see [Note: bilateral exchange]. Nothing waits at the safe point. The
-    listening thread of every rank also learns of dead peers, so training raises at its next step: [Note: one failure];
-    or, with a membership, the exchange is withdrawn ([Note: lost peers of an exchange]) and the next generation
-    follows.
+    passive ranks answer whenever they are asked; see [Note: bilateral exchange] of `BilateralAverage`. Nothing waits at
+    the safe point. The listening thread of every rank also learns of dead peers, so training raises at its next step:
+    [Note: one failure] of `Liveness`; or, with a membership, the exchange is withdrawn ([Note: lost peers of an
+    exchange] of `BilateralAverage`) and the next generation follows.
 
     [Note: generations of an engine] A generation of a membership has links of its own, and each rank turns to them at
     its next training step, whenever that is (`rebind`). There it waits for the exchange under way, the only one that

@@ -30,7 +30,7 @@ _READY, _CLOSED, _NOT_YET = 0, 1, 2  # the replies of a passive rank
 
 
 class _PeerLostError(Exception):
-    """[Note: lost peers of an exchange]"""
+    """A peer is lost: see [Note: lost peers of an exchange]."""
 
 
 class BilateralAverage:
@@ -209,7 +209,7 @@ class BilateralAverage:
     def _exchange(self, peer: int, weight: float, y: Snapshot, what: str, deadline: Deadline) -> None:
         """y_i <- y_i + w (y_j - y_i), and training does the same to x. In the thread that exchanges, without a lock.
 
-        The received buffers stay as they are: [Note: buffers of a pending correction].
+        The received buffers stay as they are: [Note: buffers of a pending correction] of `SharedModel`.
         """
         y.wait()
         received, sent, step, start = self._received, y.vector, y.standing, time.monotonic()
@@ -226,7 +226,7 @@ class BilateralAverage:
             log_left_out(names[self.transport.rank], what, [names[peer]])
             self._stats.num_skipped += 1
             return
-        self._release_y()  # [Note: three vectors]
+        self._release_y()  # [Note: three vectors] of `SharedModel`
         self.shared.deliver(received, alpha=weight, step=step)  # y_i <- y_i + w (y_j - y_i)
         self.transport.traffic.mixed(max(self.liveness.round - step, 0), [peer])
 

@@ -31,7 +31,8 @@ class D2(Algorithm):
     such as Adam, the mean of the scaled gradients is zero in the limit.
 
     c is proportional to the learning rate. When the rate changes, on all ranks alike, c is scaled by the ratio of the
-    new rate to the old rate before the round: see [Note: Units of the learning rate]. The paper has a constant rate.
+    new rate to the old rate before the round: see [Note: Units of the learning rate] of `RateUnits`. The paper has a
+    constant rate.
 
     W must be symmetric, must never change, and all its eigenvalues must be above -1/3. Otherwise differences between
     ranks do not vanish. A ring of even size with weights of one third has the eigenvalue -1/3. The default is a ring:

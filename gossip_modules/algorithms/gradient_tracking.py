@@ -26,9 +26,10 @@ class GradientTracking(Algorithm):
 
     In the notation of the paper u = eta g, and y here is eta times y there. The vector y - u' in the memory is in units
     of the learning rate. When the rate changes, on all ranks alike, the vector is scaled by the ratio of the new rate
-    to the old rate before the round: see [Note: Units of the learning rate]. u is the step of any optimizer. With an
-    optimizer that scales gradients, such as Adam, the mean of the scaled gradients is zero in the limit. The graph may
-    be directed and may change, if its weights are doubly stochastic; the default is a ring with weights of one third.
+    to the old rate before the round: see [Note: Units of the learning rate] of `RateUnits`. u is the step of any
+    optimizer. With an optimizer that scales gradients, such as Adam, the mean of the scaled gradients is zero in the
+    limit. The graph may be directed and may change, if its weights are doubly stochastic; the default is a ring with
+    weights of one third.
 
     Di Lorenzo, Scutari, "NEXT: In-Network Nonconvex Optimization", IEEE Transactions on Signal and Information
     Processing over Networks 2016, arXiv 1602.00591; Xu, Zhu, Soh, Xie, "Augmented Distributed Gradient Methods for

@@ -55,10 +55,11 @@ class PairwiseEngine(Engine):
     training is in a model, whichever worker did it.
 
     [Note: threads of dpwa] One thread accepts connections, and each connection is answered in a thread of its own; a
-    reply sends a snapshot; see [Note: Serving never blocks training] for the one lock that it shares with training. One
-    thread fetches; the memory of the model belongs to it from the start of a fetch until the future of that fetch is
-    done. Each probe has a thread too, at most one for each peer. `add_peer` and `remove_peer` may come from any thread:
-    the scores have a lock, and the addresses change one at a time. No thread waits for a peer while it holds a lock.
+    reply sends a snapshot; see [Note: Serving never blocks training] of `SnapshotPool` for the one lock that it shares
+    with training. One thread fetches; the memory of the model belongs to it from the start of a fetch until the future
+    of that fetch is done. Each probe has a thread too, at most one for each peer. `add_peer` and `remove_peer` may come
+    from any thread: the scores have a lock, and the addresses change one at a time. No thread waits for a peer while it
+    holds a lock.
 
     All other methods belong to the training thread. The constructor waits for one round at most; from its end on the
     model is served.

@@ -62,7 +62,8 @@ class ModelFetcher:
     A fetch asks the peer with the best score, and where that one fails another one, until the timeout. A peer that is
     silent is given up after a quarter of the timeout; once it has begun to answer it may use the rest of the round. The
     header is checked before the model is read, and the model is read straight into the memory for it, whose length it
-    must have: see [Note: The wire of dpwa]. Peers that failed before are probed meanwhile, each in a thread of its own.
+    must have: see [Note: The wire of dpwa] of `PeerConnection`. Peers that failed before are probed meanwhile, each in
+    a thread of its own.
 
     For parameters on a GPU a model arrives in pinned memory and is copied to the GPU on a side stream before the fetch
     counts as done. The memory of the model belongs to the fetching thread from `start` until the future is done, and to

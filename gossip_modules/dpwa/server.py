@@ -31,11 +31,12 @@ class ModelServer:
     """Answers requests from snapshots of the model, each connection in a thread of its own, within bounds:
 
     - Connections, and with them threads: see `BoundedListener`.
-    - Bytes: a request has 56, and a connection one request. Nothing else is read; see [Note: The wire of dpwa].
+    - Bytes: a request has 56, and a connection one request. Nothing else is read; see [Note: The wire of dpwa] of
+      `PeerConnection`.
     - Time: PEER_SECONDS from the connection to the end of its request, the handshake of TLS included; then the time of
       a round, at least PEER_SECONDS, to the end of the reply.
-    - Memory: see [Note: Serving never blocks training]. Peers that do not read make the models of others older, by the
-      time of a reply at most, and never keep a peer without one.
+    - Memory: see [Note: Serving never blocks training] of `SnapshotPool`. Peers that do not read make the models of
+      others older, by the time of a reply at most, and never keep a peer without one.
 
     `serve` is the body of the thread that accepts; `stop` may be called from any.
 

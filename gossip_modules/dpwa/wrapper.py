@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
     """A module that moves towards the model of a random live peer before every training forward (dpwa).
 
-    x <- x + f (x_peer - x): see [Note: Pairwise round]. No worker waits for another: a fetch runs in the background and
-    is merged at the first training forward after it is complete. Workers may start late, die, restart and come back. No
-    process group is needed: a worker knows the others by their addresses. A failed worker is avoided, and found again
+    x <- x + f (x_peer - x): see [Note: Pairwise round] of `PairwiseEngine`. No worker waits for another: a fetch runs
+    in the background and is merged at the first training forward after it is complete. Workers may start late, die,
+    restart and come back. No process group is needed: a worker knows the others by their addresses. A failed worker is
+    avoided, and found again
     later: see `PeerScores`. Merging is one-sided, so the mean over workers is not kept.
 
     Peers get the model from the beginning, and nothing between `load_state_dict` and the next training forward. Load

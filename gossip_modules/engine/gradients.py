@@ -28,10 +28,10 @@ class GradientEngine(Engine):
         g <- mean_j g_j over the workers of the generation
         if a worker dies in it:  drop g               # on every worker, so that no optimizer steps
 
-    [Note: lost steps] The mean takes effect on all workers or on none: [Note: all or none]. In the second case every
-    worker drops its gradients. An optimizer leaves out parameters without gradients, so the models stay equal. The next
-    step waits for the next generation. If a worker dies during the confirmation, some of the others may have stepped.
-    So the workers compare their numbers of averages when a generation begins.
+    [Note: lost steps] The mean takes effect on all workers or on none: [Note: all or none] of `all_or_none`. In the
+    second case every worker drops its gradients. An optimizer leaves out parameters without gradients, so the models
+    stay equal. The next step waits for the next generation. If a worker dies during the confirmation, some of the
+    others may have stepped. So the workers compare their numbers of averages when a generation begins.
 
     Args:
         transport: the transport of the first generation.

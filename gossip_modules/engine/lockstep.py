@@ -34,14 +34,15 @@ class LockstepEngine(Engine):
 
     Without `overlap` a round is x <- W(t) x, in place, before the forward, without a copy, a thread or a stream. If the
     model of a rank is not finite, the rank raises before it sends the model; on a GPU without a membership it raises
-    one round later. With `overlap` see [Note: Overlap].
+    one round later. With `overlap` see [Note: Overlap] of `Overlap`.
 
     Args:
         mixer: the mixer, bound to its peers; with `overlap` the gossip thread calls it.
         schedule: the steps with gossip or averages. With `overlap` a round starts every max_staleness + 1 steps at
             most, unless the algorithm chooses the steps.
         overlap: lets rounds run under training; None: training waits for each round.
-        measurement: chooses the overlap after the first rounds, which block: see [Note: overlap="auto"].
+        measurement: chooses the overlap after the first rounds, which block: see [Note: overlap="auto"] of
+            `Measurement`.
         on_nonfinite: "raise" raises FloatingPointError if a round would mix infinities or NaN into a model, "spread"
             does not check.
         world: the processes that decide about rounds together, so that all of them raise, or choose, alike.
@@ -451,7 +452,7 @@ class SyncEngine(LockstepEngine):
 
 
 class OverlapEngine(LockstepEngine):
-    """Rounds under training: see `LockstepEngine` and [Note: Overlap].
+    """Rounds under training: see `LockstepEngine` and [Note: Overlap] of `Overlap`.
 
     Args:
         mixer: see `LockstepEngine`.

@@ -156,7 +156,8 @@ class FlatVector:
         return self._made_once((index, num_shards), make)[0]
 
     def chunks(self, num_bytes: int = CHUNK_BYTES) -> tuple[FlatVector, ...]:
-        """Consecutive chunks of at most `num_bytes`, in the memory of this vector; see [Note: chunks]. Made once.
+        """Consecutive chunks of at most `num_bytes`, in the memory of this vector; see [Note: chunks] of `FlatLayout`.
+        Made once.
 
         The chunks of a longer vector do not have its weight. A vector of one chunk is its own chunk, weight included.
         """

@@ -123,7 +123,7 @@ class ButterflyGroups:
         return f"{type(self).__name__}({self.world_size}, group_size={self.group_size})"
 
     def _position(self, rank: int, t: int) -> int:
-        """[Note: other worlds]"""
+        """The place of a rank in round t: see [Note: other worlds]."""
         return (rank - t * (self.world_size - self._core)) % self.world_size
 
     def _rank(self, position: int, t: int) -> int:

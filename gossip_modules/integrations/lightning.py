@@ -23,7 +23,10 @@ except ModuleNotFoundError as error:
 
 
 class _RankFiles:
-    """The file of each rank, gossip_rank_<i>_of_<n>-<name of the checkpoint>: [Note: A file for each rank]."""
+    """The file of each rank, gossip_rank_<i>_of_<n>-<name of the checkpoint>.
+
+    See [Note: A file for each rank] of `host.py`.
+    """
 
     checkpoint_io: Any
     _ddp_kwargs: dict[str, Any]
@@ -94,7 +97,7 @@ class GossipStrategy(_RankFiles, DDPStrategy):
         self._found: OwnFile | None = None  # the file of this rank, until the model has its wrapper
 
     def _setup_model(self, model: nn.Module) -> GossipWrapper:  # type: ignore[override]
-        """[Note: Resuming before the wrapper]."""
+        """See [Note: Resuming before the wrapper]."""
         own = dict(model.state_dict())
         if self._found is not None:
             own = {name: x.clone() if isinstance(x, Tensor) else x for name, x in own.items()}
@@ -157,7 +160,7 @@ class GossipStrategy(_RankFiles, DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """As Lightning's, with averages of models, and one file more for each rank, unless only weights are saved.
 
-        Collective. See [Note: Copies of the model].
+        Collective. See [Note: Copies of the model] of `model_copies.py`.
         """
         wrapper, own, self._own = self.model, self._own, {}
         if isinstance(wrapper, GossipWrapper):

@@ -46,7 +46,7 @@ class Debias(StepListener):
 
     Args:
         buffer: mutated by the transitions.
-        turn: told of the steps on numerators; see [Note: One thread at a time].
+        turn: told of the steps on numerators; see [Note: One thread at a time] of `Turn`.
         owner: attaches tensors in place of ours that are about to be stepped: then x is theirs.
 
     Attributes:

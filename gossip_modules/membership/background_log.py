@@ -23,7 +23,7 @@ class BackgroundLogger(logging.Logger):
     system. A thread in such a wait would send no heartbeats, or hold a lock needed by others. So a message is only put
     into a queue. It goes to the handlers of `logging.getLogger(name)` and its parents, with the time and the thread of
     the caller. More than 1,000 waiting messages are not kept; their number is logged when the handler goes on. At the
-    exit of the interpreter one second is left for waiting messages, see [Note: threads at exit].
+    exit of the interpreter one second is left for waiting messages, see [Note: threads at exit] of `start`.
 
     Args:
         name: the name of the logger; its level, filters and handlers count.

@@ -45,7 +45,7 @@ class Donor:
     state, so none closes when it dies. It would take one of `max_workers` places for ever, and copies of the state. So
     where it has not come, or not loaded in `timeout`, its donor asks its machine. It is forgotten where that refuses,
     and where it is silent after more attempts than there are members. A refusal alone is not believed, because
-    firewalls refuse too. A live worker comes again: [Note: coming again].
+    firewalls refuse too. A live worker comes again: [Note: coming again] of `LocalWorker`.
 
     Args:
         worker: the `LocalWorker` of this part; its lock guards all this.

@@ -84,7 +84,8 @@ class Generations:
     def settle(self, how: str) -> None:
         """Apply the round in flight, before anything else changes at this training step; raises its errors.
 
-        Then the step is not counted, so that the next call takes the same one again: see [Note: after infinities].
+        Then the step is not counted, so that the next call takes the same one again: see [Note: after infinities] of
+        `LocalModel`.
 
         how: the method of the participant, "flush" or "settle".
         """
@@ -95,7 +96,7 @@ class Generations:
             raise
 
     def wait_for_first_step(self, clock: int, deadline: Deadline) -> None:
-        """[Note: first step] A generation cannot begin without the store: then rounds go on as they are."""
+        """See [Note: first step]. A generation cannot begin without the store: then rounds go on as they are."""
         worker = self.worker
         with worker.moved:
             while not (self.limit is None or self.limit > clock or worker.is_excluded or self.job.closed.is_set()):
@@ -169,7 +170,10 @@ class Generations:
         self.job.together("begin", what, lambda: self.job.participant.begin(transport, growth))
 
     def post_counts(self, generation: int, clock: int) -> None:
-        """Post the tracked state at the first step of a generation for its newcomers: see [Note: state at entry]."""
+        """Post the tracked state at the first step of a generation for its newcomers.
+
+        See [Note: state at entry] of `TrackedCounts`.
+        """
         with self.worker.lock:
             self._garbage, self._posted = [*self._garbage, *self._posted], []
         try:
@@ -234,7 +238,8 @@ class Generations:
             self._warn_of_loopback(forming)
             threads.start(self._form, forming, name="gossip-forming")
         is_later = view is not None and view.generation > (0 if self.active is None else self.active.generation)
-        if view is not None and (is_later or not view.has(self.worker.id)):  # not in it: see [Note: one history]
+        # The worker is not in a later one: see [Note: one history] of `Roster`.
+        if view is not None and (is_later or not view.has(self.worker.id)):
             self._adopt(view)
 
     def form_again(self) -> None:
@@ -338,7 +343,10 @@ class Generations:
                 self._ask_again(view)
 
     def _gather(self, view: View, what: str, text: str, patience: float) -> list[str]:
-        """The texts of all members; the absent ones are reported after so many seconds: see [Note: late reports]."""
+        """The texts of all members; the absent ones are reported after so many seconds.
+
+        See [Note: late reports] of `Roster`.
+        """
         return self.job.store.gather(
             f"{view.generation}/{what}",
             self.worker.id,

@@ -210,7 +210,8 @@ class Joining:
     def _take_counts(self, deadline: Deadline) -> int:
         """Wait until a member is at the first step of the generation, and take its tracked state.
 
-        See [Note: state at entry]. Training with the others goes on without the store, so it is not waited for.
+        See [Note: state at entry] of `TrackedCounts`. Training with the others goes on without the store, so it is not
+        waited for.
 
         Returns:
             The step of the clock of the member; 0 without a member.

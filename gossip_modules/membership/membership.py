@@ -418,8 +418,8 @@ class Membership:
     def at_step(self) -> Change | None:
         """At the safe point of a training step, before its round: the change of generation, if any.
 
-        Gives snapshots to joining workers, waits as in [Note: first step], and begins due generations. The forward
-        calls it once for each training step, unless `steps` has called it.
+        Gives snapshots to joining workers, waits as in [Note: first step] of `Generations`, and begins due generations.
+        The forward calls it once for each training step, unless `steps` has called it.
         """
         if self._is_ahead:
             self._is_ahead, failure, self._failure = False, self._failure, None
@@ -468,7 +468,7 @@ class Membership:
 
     def _at_step(self) -> Change | None:
         self.thread = threading.get_ident()
-        worker, deadline = self.worker, Deadline(self.timeout)  # [Note: one deadline]
+        worker, deadline = self.worker, Deadline(self.timeout)  # [Note: one deadline] of `Deadline`
         worker.begin_step(deadline)
         if worker.is_excluded and worker.can_rejoin and not (self.job.is_leaving or deadline.is_over):
             change = rejoin(self, deadline)
@@ -531,9 +531,9 @@ class Membership:
         """Let the others go on at once, and not when this process has ended.
 
         [Note: errors that end a loop] A process may take long to end after an error: see [Note: errors that end a
-        program]. So the liveness of the worker ends as soon as the error leaves the loop over `steps`, or when nothing
-        catches it. A script that catches the error and trains on joins again, as a new worker does. A worker that is
-        alone holds no other up.
+        program] of `uncaught_errors.py`. So the liveness of the worker ends as soon as the error leaves the loop over
+        `steps`, or when nothing catches it. A script that catches the error and trains on joins again, as a new worker
+        does. A worker that is alone holds no other up.
         """
         worker, view = self.worker, self.worker.generations.active
         is_alone = view is not None and len(view.members) == 1

@@ -46,7 +46,7 @@ class ReplicaProcesses(NodeProcesses):
         post_counts                                 see `Generations`
 
     If one of them fails, all raise its error. Between safe points they agree on lost peers: [Note: one replica, one
-    row].
+    row] of `Vote`.
 
     [Note: a replica falls] The processes watch each other by heartbeats as workers do. When one has ended, or is
     silent, the first process ends the liveness of the worker, and each process closes its links, so that other replicas

@@ -30,8 +30,8 @@ class Roster:
 
     A change begins when a member reports another one, leaves, or has loaded the state of training. Then the remaining
     workers form the next generation. Each worker connects with the others, and names a step to them. It does not begin
-    this step before it knows the steps of all; see [Note: first step]. Then the generation starts at the largest of
-    these steps.
+    this step before it knows the steps of all; see [Note: first step] of `Generations`. Then the generation starts at
+    the largest of these steps.
 
     [Note: events] An event is one of the public methods below `loads`, with its arguments. A late event changes
     nothing. A second application of an event changes nothing either: without a reply of the store a worker applies an
@@ -321,7 +321,7 @@ class Roster:
         self.forming = View(self.last_generation, members, reasons=dict(reasons))
 
     def begin(self, generation: int, ready: Mapping[int, tuple[int, float]]) -> None:
-        """All members have connected with each other: [Note: first step], [Note: weights].
+        """All members have connected with each other: [Note: first step] of `Generations`, [Note: weights].
 
         Args:
             generation: that is being formed.

@@ -29,7 +29,7 @@ class Member:
         host: the host of the process.
         pid: the id of the process.
         address: the address of its listener, (host, port).
-        secret: its random number in hexadecimal digits; see [Note: secrets of workers].
+        secret: its random number in hexadecimal digits; see [Note: secrets of workers] of `Contact`.
     """
 
     id: int

@@ -44,7 +44,7 @@ def _watch(reference: weakref.ref[Any], wake: threading.Event, closed: threading
 
 @atexit.register
 def _close_all() -> None:
-    """End all waits before the exit of the interpreter joins the threads: see [Note: threads at exit]."""
+    """End all waits before the exit of the interpreter joins the threads: see [Note: threads at exit] of `start`."""
     for membership in list(_live):
         membership.job.closed.set()
         membership.job.wake.set()

@@ -115,7 +115,7 @@ class LocalWorker:
         is_excluded: whether the job goes on without this worker.
         can_rejoin: whether an excluded worker has reached another one.
         is_cut_off: whether it has reached none.
-        has_stopped: see [Note: errors that end a loop].
+        has_stopped: see [Note: errors that end a loop] of `Membership`.
         next_probe: when an excluded worker looks for others again.
     """
 
@@ -225,7 +225,7 @@ class LocalWorker:
         return clock
 
     def begin_step(self, deadline: Deadline) -> None:
-        """Count the step, and wait where [Note: first step] asks for it."""
+        """Count the step, and wait where [Note: first step] of `Generations` asks for it."""
         generations = self.generations
         with self.lock:
             clock = self.count_step()

@@ -205,7 +205,7 @@ def pause(num_polls: int) -> None:
 
 @atexit.register
 def _release_all() -> None:
-    """Cancel what can be cancelled before MPI_Finalize waits for it; see [Note: the end of a process]."""
+    """Cancel what can be cancelled before MPI_Finalize waits for it; see [Note: the end of a process] of `load_mpi`."""
     for work in tuple(_held):
         work.cancel("the process ends")
     deadline = Deadline(_GRACE)

@@ -266,7 +266,10 @@ class Driver(State):
         return not self.memory.units.kept and can_be_saved(self.open_round, self.memory)
 
     def saved_round(self) -> Mapping[str, Any]:
-        """The round that has departed, and whose reply is there: [Note: Rounds in a checkpoint]; shares memory."""
+        """The round that has departed, and whose reply is there.
+
+        It shares memory; see [Note: Rounds in a checkpoint] of `saved_round`.
+        """
         if self._saved_round is not None or self.open_round is None or self.has_failed:
             return self._saved_round or {}
         return {
@@ -281,7 +284,7 @@ class Driver(State):
         self._saved_round = copy.deepcopy(saved) if saved else None
 
     def _reopen(self, x: FlatVector, saved: Mapping[str, Any]) -> None:
-        """Open the saved round: see [Note: Rounds in a checkpoint]."""
+        """Open the saved round: see [Note: Rounds in a checkpoint] of `saved_round`."""
         memory, self._saved_round = self.memory, None
         memory.fit(Vector.of(x))
         kept = copy.deepcopy(memory.state_dict())

@@ -311,7 +311,8 @@ class MessageRounds(Mail):
     def gather(self, message: Message) -> Received:
         """Send a message to all ranks and return the messages of all ranks; see `Gather`.
 
-        All ranks get the messages or none does: [Note: all or none]. The buffers become their mean over all ranks.
+        All ranks get the messages or none does: [Note: all or none] of `all_or_none`. The buffers become their mean
+        over all ranks.
         """
         message.fill_others(self._buffers)
         mine, n = message.buffer.raw, self.transport.world_size
@@ -331,7 +332,7 @@ class MessageRounds(Mail):
     # Failed peers and changed transports.
 
     def _leave_out(self, lost: Set[int]) -> None:
-        """Go on without these peers and drop their links: see [Note: lost peers]."""
+        """Go on without these peers and drop their links: see [Note: lost peers] of `Neighbours`."""
         self.row.leave_out(lost)
         for peer in lost:
             self._pairs.pop(peer, None)

@@ -206,8 +206,9 @@ class Mixer(State, ABC):
 class GlobalAverage(Mixer):
     """x_i <- mean_j x_j exactly, by an all-reduce: W = J. The push-sum weight becomes one.
 
-    The average takes effect on all ranks or on none: [Note: all or none]. With `may_fail` training goes on if a rank of
-    an elastic transport fails during the average: [Note: a lost rank ends the exchange].
+    The average takes effect on all ranks or on none: [Note: all or none] of `all_or_none`. With `may_fail` training
+    goes on if a rank of an elastic transport fails during the average: [Note: a lost rank ends the exchange] of
+    `MayBeLost`.
 
     Args:
         transport: the transport over the ranks.

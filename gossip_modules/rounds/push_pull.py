@@ -38,9 +38,9 @@ class PushPull(Mixer):
     numbers: x <- x + (W - I) s'. Every rank gives away exactly the numbers that its peers add. So the mean is kept up
     to the rounding of x, not of the wire, and no rank drifts. Ranks agree up to the resolution of the wire.
 
-    A message longer than `chunk_bytes` is sent in chunks ([Note: chunks]). Each chunk is mixed while the next one is in
-    transfer; the result has the same bits as with whole messages. Messages with a narrow wire, and messages between
-    GPUs, are sent whole.
+    A message longer than `chunk_bytes` is sent in chunks ([Note: chunks] of `FlatLayout`). Each chunk is mixed while
+    the next one is in transfer; the result has the same bits as with whole messages. Messages with a narrow wire, and
+    messages between GPUs, are sent whole.
 
     Args:
         wire_dtype: torch.bfloat16 or torch.float16, for wider segments; None: models are sent unrounded. Takes one

@@ -35,8 +35,8 @@ class Rounds(Mixer):
     """A mixer that runs the rounds of an algorithm: s <- the result of a round, or its correction.
 
     A `Periodic` algorithm with fragments, a delay or a device for its memory runs in pieces: the rounds of each
-    fragment have a driver of their own; see [Note: Fragments and delays]. In a step where the algorithm has a round but
-    no fragment begins one, plain gossip mixes the whole model.
+    fragment have a driver of their own; see [Note: Fragments and delays] of `Periodic`. In a step where the algorithm
+    has a round but no fragment begins one, plain gossip mixes the whole model.
 
     A round with a delay begins on the training thread. The gossip thread answers its first request. The round ends on
     the training thread at the step when it is due, which waits for the reply; see `Flights`. Meanwhile the gossip
@@ -379,7 +379,9 @@ class Rounds(Mixer):
         return {**whole, **state}
 
     def saved_flights(self) -> list[dict[str, Any]] | None:
-        """Wait for the rounds in flight, and return them for a checkpoint: see [Note: Rounds in a checkpoint].
+        """Wait for the rounds in flight, and return them for a checkpoint.
+
+        See [Note: Rounds in a checkpoint] of `saved_round`.
 
         Returns:
             Plain values and tensors that share memory; None: a `flush` must come before the checkpoint.
@@ -435,7 +437,7 @@ class Rounds(Mixer):
     def start_over(self, x: FlatVector, k: int) -> None:
         """Drop all state, and begin with equal models on all ranks; see `begin` for x and k.
 
-        A rank that misses this begin takes the memory of another rank: [Note: One memory].
+        A rank that misses this begin takes the memory of another rank: [Note: One memory] of `Stamps`.
         """
         self.restart()
         self.begin(x, k)

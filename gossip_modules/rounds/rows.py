@@ -187,7 +187,7 @@ class StackedMessage(Message):
 
 
 class StackedReceived(Received):
-    """The messages of a round on all ranks, see [Note: rows].
+    """The messages of a round on all ranks, see [Note: rows] of `Stacked`.
 
     Args:
         message: the messages of all ranks.

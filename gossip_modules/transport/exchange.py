@@ -262,7 +262,10 @@ class PendingExchange:
                 self._waited[peer] = self._waited.get(peer, 0.0) + now - before
 
     def _wait_in_thread(self, works: Sequence[Posted], timeout: timedelta | None) -> None:
-        """Wait for messages that may never end: see [Note: waits that do not end]; one thread waits for all of them."""
+        """Wait for messages that may never end.
+
+        One thread waits for all of them: see [Note: waits that do not end] of `Waits`.
+        """
         link = self.link
         while works := [work for work in works if work.peer not in self.lost] if self.lost else works:
             turn = InTurn(works)
@@ -318,10 +321,10 @@ class PointToPoint(ABC):
     lost: frozenset[int] = frozenset()
     failed: frozenset[int] = frozenset()  # peers that this process cannot reach, before all processes of it agree
     has_listener = False  # a `Listener` waits for messages without a limit
-    board: ChangeBoard | None = None  # see [Note: changes that not all ranks make]
+    board: ChangeBoard | None = None  # see [Note: changes that not all ranks make] of `ChangeBoard`
     agrees_on_lost: bool = False  # whether several processes of one rank have links of their own
     notes: FailureNotes | None = None  # where failing ranks say why
-    waits: Waits | None = None  # which can be given up; see [Note: waits that do not end]
+    waits: Waits | None = None  # which can be given up; see [Note: waits that do not end] of `Waits`
 
     def __init__(
         self,

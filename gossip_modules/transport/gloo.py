@@ -219,7 +219,7 @@ def _num_devices_of_torch() -> int:
 
 
 def keep_from_children() -> None:
-    """See [Note: sockets in forked children], for the groups that a script has made by torch.distributed.
+    """See [Note: sockets in forked children] of `forks.py`, for the groups that a script has made by torch.distributed.
 
     Forks call it. A program that is started without a fork of Python, as by `os.system`, gets no sockets that an
     earlier call has found.

@@ -107,7 +107,7 @@ class Listener:
         return ConnectionLost(f"the connection to rank {name} failed after {seconds:.1f} s: {error}")
 
     def exit(self) -> None:
-        """[Note: readers at exit]"""
+        """See [Note: readers at exit]."""
         if waiting := [ended for ended in self._ended.values() if not ended.is_set()]:
             for ended in waiting:
                 ended.set()

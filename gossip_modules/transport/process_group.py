@@ -278,7 +278,7 @@ class ProcessGroupTransport(PointToPoint):
         """Post a collective and wait for it, unless it is done.
 
         options: options with a timeout, such as AllreduceOptions.
-        num_bytes: the size of the tensor; equal on all ranks: see [Note: sizes meet first].
+        num_bytes: the size of the tensor; equal on all ranks: see [Note: sizes meet first] of `meet`.
         """
         with self.watch(what):
             self._run(post, options, what, num_bytes)
@@ -430,7 +430,7 @@ class ProcessGroupTransport(PointToPoint):
     ) -> NoReturn:
         """Raise the error of a backend with the names of the late ranks, and of the rank that failed first.
 
-        See [Note: who failed first].
+        See [Note: who failed first] of `FailureNotes`.
 
         Args:
             error: the error of the backend.

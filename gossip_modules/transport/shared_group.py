@@ -41,7 +41,7 @@ class SharedGroup:
         num_users: the number of open transports.
         num_joined: transports so far.
         is_owned: whether our own code has made the group, and torch can release it.
-        peers: the connected ranks; None: all. See [Note: few connections].
+        peers: the connected ranks; None: all. See [Note: few connections] of `gloo.py`.
         thread: the thread that trains, as far as it is known.
     """
 

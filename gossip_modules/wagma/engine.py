@@ -77,10 +77,10 @@ class WaitAvoidingEngine(Engine):
 
     Without a link to the dead rank, a rank cannot tell an incomplete sum from a late one. So the rest do not complete a
     round: all abandon it. A rank with a complete average keeps it; the next average over all ranks makes them equal. If
-    that average is cut short, all go back to their models from before it ([Note: all or none]). A rank behind the
-    others at the next generation leaves out the steps up to its first one. A rank that stands still in a living process
-    also ends a generation, after the timeout; the membership gets its number. Only an error of this rank itself is
-    raised.
+    that average is cut short, all go back to their models from before it ([Note: all or none] of `all_or_none`). A rank
+    behind the others at the next generation leaves out the steps up to its first one. A rank that stands still in a
+    living process also ends a generation, after the timeout; the membership gets its number. Only an error of this rank
+    itself is raised.
 
     All methods belong to the training thread. State shared with other threads is in `worker`, under `worker.state`.
 
@@ -346,7 +346,9 @@ class WaitAvoidingEngine(Engine):
             self._is_reset = False
 
     def _average_in_group(self, x: FlatVector) -> bool:
-        """Run round t in the group; see [Note: wait-avoiding average] and [Note: vectors of WAGMA].
+        """Run round t in the group.
+
+        See [Note: wait-avoiding average] and [Note: vectors of WAGMA] of `WaitAvoidingWorker`.
 
         Call it with the lock; a wait releases the lock.
         """

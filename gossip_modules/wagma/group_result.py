@@ -14,8 +14,8 @@ class GroupResult:
     """The newest average, in host memory, until training has merged it.
 
     The worker takes a vector, writes an average to it without any lock, and puts it in the place of the one before.
-    Training merges it, and then the memory is spare: see [Note: vectors of WAGMA]. Call the methods with the lock of
-    the snapshots, so that training never reads a vector during a write of the worker.
+    Training merges it, and then the memory is spare: see [Note: vectors of WAGMA] of `WaitAvoidingWorker`. Call the
+    methods with the lock of the snapshots, so that training never reads a vector during a write of the worker.
 
     Args:
         published: the published models of this rank; the latest one is y.
@@ -89,7 +89,7 @@ class GroupResult:
 
 
 class LentModel:
-    """A model that training lends to the awaited round: see [Note: averages in place] of the worker.
+    """A model that training lends to the awaited round: see [Note: averages in place] of `WaitAvoidingWorker`.
 
     Args:
         x: the model; the round writes its average to it.

@@ -39,7 +39,7 @@ class GroupAverageDataParallel(GossipWrapper):
     later rank contributes its published model, from the end of its previous step, and merges its new model with the
     newest average. In every `sync_period`-th round all ranks wait for each other and average over all. This bounds the
     age of a contribution. See `ButterflyGroups` and the notes of `WaitAvoidingEngine`; where that differs from the
-    paper is said in its [Note: stragglers]. Optimizer state is not averaged.
+    paper is said in [Note: stragglers] of `WaitAvoidingEngine`. Optimizer state is not averaged.
 
     Special cases, as in the paper:
 

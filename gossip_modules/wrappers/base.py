@@ -69,9 +69,9 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
 
     [Note: Where a round runs] At the first training forward of an optimizer step (the wrapped module in train mode,
     grad enabled, something to train) the parameters are exactly "after optimizer.step()", so the round runs there, like
-    mixing after the previous `step()`. [Note: One step is one round] describes the first forward of a step. If a
-    GradScaler skips a step on one rank, no round is skipped. The mode of the wrapped module counts, since trainers put
-    modules in train mode without the wrapper's knowledge. A forward in eval mode starts no round unless
+    mixing after the previous `step()`. [Note: One step is one round] of `Loop` describes the first forward of a step.
+    If a GradScaler skips a step on one rank, no round is skipped. The mode of the wrapped module counts, since trainers
+    put modules in train mode without the wrapper's knowledge. A forward in eval mode starts no round unless
     `gossip_in_eval_mode`; training so is an error. With `rounds="step"` the round runs after the optimizer's step, and
     with "manual" in `gossip_step()` alone.
 
@@ -206,7 +206,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
 
     @not_compiled
     def _before_forward(self) -> bool:
-        """[Note: One step is one round]; returns whether the forward is a training forward."""
+        """Return whether the forward is a training forward; see [Note: One step is one round] of `Loop`."""
         local = self._local
         with local.loop.turn:
             return self._prepare_forward(local, local.buffer)
@@ -216,7 +216,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
         if loop.turn.depth:  # of this thread, which has the lock
             self._refuse_if_inside_round("a forward")
         if loop.debias is not None:
-            loop.debias.to_estimate()  # [Note: a step that raises]; else it does nothing
+            loop.debias.to_estimate()  # [Note: a step that raises] of `Debias`; else it does nothing
         is_training = torch.is_grad_enabled() and (buffer.module.training or self.gossip_in_eval_mode)
         if is_training and not self._is_checked:
             self._check_surroundings()
@@ -410,7 +410,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
         """As `nn.Module.train`, after a flush; eval mode also ends the current step.
 
         If the parameters hold other weights, such as an average for evaluation, corrections stay in flight: see [Note:
-        Swapped weights].
+        Swapped weights] of `OwnWeights`.
         """
         self.before_mode(mode)
         return super().train(mode)
@@ -421,7 +421,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
         with local.loop.turn:
             if not local.may_flush:
                 return
-            local.to_estimate()  # [Note: a step that raises]
+            local.to_estimate()  # [Note: a step that raises] of `Debias`
             if not local.holds_other_weights():
                 self.flush()
             if not mode:
@@ -520,7 +520,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
         place = () if local.place is None else (f"rank {local.place[0]} of {local.place[1]}",)
         return "\n".join([*place, *(f"{name}={value}" for name, value in local.description.items())])
 
-    # State: [Note: Where the state is].
+    # State: [Note: Where the state is] of `state.py`.
 
     @property
     def own_place(self) -> Place:

@@ -28,7 +28,7 @@ def find_differing(
     Returns also whether all ranks have parameters of the same names, shapes and dtypes; else the names are all names.
 
     Costs one sum of six numbers if all are equal. The result is the same on all ranks. See [Note: agreement in one sum]
-    of `check_agreement`.
+    of `agreement.py`.
 
     Args:
         frozen: the parameters of this rank, by name.

@@ -115,7 +115,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         gossip_in_eval_mode: whether a forward in eval mode with grad enabled is a training forward and starts a round:
             for training with frozen BatchNorm statistics.
         rounds: when rounds run. "forward": before the first training forward of each optimizer step, see [Note: One
-            step is one round]. "step": after each step of the torch optimizer of the parameters. "manual": in
+            step is one round] of `Loop`. "step": after each step of the torch optimizer of the parameters. "manual": in
             `gossip_step()` only.
         on_nonfinite: the reaction to infinities and NaN. Gossip would spread them to all ranks in a few rounds.
             "raise": FloatingPointError at the rank with them, before others get them (with overlap, also at their

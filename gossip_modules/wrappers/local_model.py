@@ -275,7 +275,10 @@ class LocalModel(AveragedModel):
         self.loop.gradient.own_write()
 
     def holds_other_weights(self) -> bool:
-        """Whether other weights stand in the place of those that training has left: [Note: Swapped weights]."""
+        """Whether other weights stand in the place of those that training has left.
+
+        See [Note: Swapped weights] of `OwnWeights`.
+        """
         if not (self.is_closed or self.buffer.is_attached()):
             self.reattach()
         return self.loop.own_weights.is_replaced()
@@ -310,7 +313,10 @@ class LocalModel(AveragedModel):
 
     @property
     def may_flush(self) -> bool:
-        """Whether a call may apply corrections and change the form of the weights: [Note: One thread at a time]."""
+        """Whether a call may apply corrections and change the form of the weights.
+
+        See [Note: One thread at a time] of `Turn`.
+        """
         turn = self.loop.turn
         if turn.is_in_change or turn.is_in_step:
             return False
@@ -369,7 +375,7 @@ class LocalModel(AveragedModel):
 
     @torch.no_grad()
     def add_again(self, num_flushes: int, at: Tensor) -> None:
-        """Add the corrections of the flushes since the last round once more: [Note: Swapped weights].
+        """Add the corrections of the flushes since the last round once more: [Note: Swapped weights] of `OwnWeights`.
 
         Args:
             num_flushes: the number of flushes whose corrections are in the weights already.
@@ -394,7 +400,8 @@ class LocalModel(AveragedModel):
         With a membership the vector stays as it is where a worker is lost meanwhile, and the next step tries again.
 
         Args:
-            may_leave: whether frozen tensors may leave the vector: see [Note: leaving the vector].
+            may_leave: whether frozen tensors may leave the vector: see [Note: leaving the vector] of
+                `ExchangedTensors`.
 
         Raises:
             ValueError: ranks train other tensors.

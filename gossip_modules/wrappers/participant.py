@@ -250,7 +250,7 @@ class Participant(ModelWorld):
         if self.membership.transport.is_alone and vector.push_sum_weight.item() != 1.0:
             try:
                 local.apply_in_flight()
-            except FloatingPointError:  # [Note: after infinities]
+            except FloatingPointError:  # [Note: after infinities] of `LocalModel`
                 self.membership.repeat_step()
                 raise
             local.to_estimate()

@@ -92,7 +92,7 @@ class Run:
 
     @property
     def position(self) -> int:
-        """Optimizer steps per rank that the run has taken; see [Note: Position]."""
+        """Optimizer steps per rank that the run has taken; see [Note: Position] of `pace.py`."""
         return self.pace.position
 
     def train(self) -> int:

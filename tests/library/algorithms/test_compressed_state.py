@@ -127,7 +127,10 @@ def test_other_tensors_restart_the_state_with_a_warning(name: str) -> None:
 
 @EACH_MEMORY
 def test_ranks_out_of_step_are_named(name: str) -> None:
-    """One resumes an older checkpoint: an error on both ends, never silent corruption. [Note: out of step]"""
+    """One resumes an older checkpoint: an error on both ends, never silent corruption.
+
+    See [Note: out of step] of `MessageCheck`.
+    """
 
     def body(group: dist.ProcessGroup) -> None:
         gossiper, s = bound(ALGORITHMS[name](), ring(2), group), vector_of(group.rank())

@@ -206,7 +206,7 @@ def test_a_message_of_which_only_a_part_came_is_left_out(late: bool) -> None:
 
 
 def test_a_wait_for_a_message_that_is_half_sent_ends_when_its_link_is_broken() -> None:
-    """Gloo itself would wait for all of the timeout; see [Note: waits that do not end].
+    """Gloo itself would wait for all of the timeout; see [Note: waits that do not end] of `Waits`.
 
     Rank 1 takes no more of the message than its sockets hold, as a process that is stopped does: the buffer that Gloo
     was to receive it in is no more.

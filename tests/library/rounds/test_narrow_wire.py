@@ -21,7 +21,7 @@ from tests.harness.problems import loss_of, net, sgd
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.library.rounds.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of
 
-# [Note: narrow wire]
+# See [Note: narrow wire] of `PushPull`.
 
 WIRES = [torch.bfloat16, torch.float16]
 

@@ -88,7 +88,7 @@ def test_ranks_in_different_operations_are_named(n: int) -> None:
 @pytest.mark.parametrize("n", [2, 3, 6])
 @pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "all_gather"])
 def test_tensors_of_different_sizes_do_not_meet_in_gloo(n: int, operation: str) -> None:
-    """Gloo would end the process: see [Note: sizes meet first]."""
+    """Gloo would end the process: see [Note: sizes meet first] of `meet`."""
 
     def body(group: dist.ProcessGroup) -> str:
         transport, x = over(group), torch.zeros(587 if group.rank() else 567)
