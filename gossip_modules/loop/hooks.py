@@ -337,31 +337,33 @@ class _Calls(NamedTuple):
             others: see `Observer.other_step`.
             reentered: the listeners of a step around it.
         """
-        listeners = [listener for own in stepped.values() for listener in own]
+        listeners = [listener for members in stepped.values() for listener in members]
         return cls(
             optimizer,
             num_held,
-            tuple((weakref.ref(x), tuple(map(weakref.ref, own))) for x, own in stepped.items() if own),
+            tuple((weakref.ref(x), tuple(map(weakref.ref, members))) for x, members in stepped.items() if members),
             others,
             (*others, *_methods(listeners, "before_step")),
             (*_methods(reentered, "reenter_step"), *_methods(listeners, "enter_step")),
             _methods([*reentered, *listeners], "reenter_step"),
             _methods(listeners, "leave_step"),
-            tuple((weakref.ref(x), _methods(own, "after_step")) for x, own in stepped.items() if x in own),
-            _methods((listener for x, own in stepped.items() if x not in own for listener in own), "after_step"),
+            tuple((weakref.ref(x), _methods(members, "after_step")) for x, members in stepped.items() if x in members),
+            _methods(
+                (listener for x, members in stepped.items() if x not in members for listener in members), "after_step"
+            ),
         )
 
     def inside(self, running: Iterable[_Calls]) -> _Calls:
         """The calls of this step inside other ones: see [Note: Steps inside steps]."""
-        around = {id(ref()) for outer in running for _, own in outer.stepped for ref in own}
+        around = {id(ref()) for outer in running for _, members in outer.stepped for ref in members}
         is_same = any(outer.optimizer() is self.optimizer() for outer in running)
         steps: dict[Observer, list[StepListener]] = {}
         parts: list[StepListener] = []
-        for observer, own in ((ref(), [x for r in refs if (x := r()) is not None]) for ref, refs in self.stepped):
-            inner = [x for x in own if id(x) in around and (is_same or not x.sees_inner_steps)]
+        for observer, members in ((ref(), [x for r in refs if (x := r()) is not None]) for ref, refs in self.stepped):
+            inner = [x for x in members if id(x) in around and (is_same or not x.sees_inner_steps)]
             parts += inner
             if observer is not None:
-                steps[observer] = [x for x in own if x not in inner]
+                steps[observer] = [x for x in members if x not in inner]
         found = _Calls.of(self.optimizer, self.num_held, steps, reentered=parts)
         return found._replace(others=self.others, before=(*self.others, *found.before))
 

@@ -106,8 +106,8 @@ class Loop(Observer):
             as torch.compile traces the end of a forward without a break.)
     """
 
-    # Whether the next training forward begins a step, whatever came before.
-    _is_due: bool = leaf(True, name="is_step_start", is_needed=True)
+    # Whether the next training forward begins a step, whatever came before: from the begin, or `end`, to a round.
+    _is_step_start: bool = leaf(True, name="is_step_start", is_needed=True)
     _is_synced: bool = leaf(False)  # whether a training forward outside no_sync() has ended since the last round
     has_ended: bool = leaf(False, is_saved=False)
     copies: WeightCopies = branch(is_flat=True)
@@ -129,18 +129,19 @@ class Loop(Observer):
         self.equal_steps = EqualSteps(buffer, name=name)
         self.lost_corrections = LostCorrections(buffer, name=name)
         self.next_look = 0
-        self._is_due = when is RoundTime.FORWARD
-        self._is_last_synced = False  # the last one that began was outside no_sync()
+        self._is_step_start = when is RoundTime.FORWARD
+        self._is_last_synced = False  # the last training forward that began was outside no_sync()
         self._num_extra = 0  # training forwards of this step beyond the first, outside no_sync()
-        self._num_made_up = 0  # rounds of steps that were left out, since the last optimizer step
-        self._num_in_turn = 0  # optimizer steps one after the other with such rounds before each
+        self._num_made_up = 0  # rounds of left-out steps, since the last optimizer step
+        self._num_in_turn = 0  # optimizer steps one after the other, each after rounds of left-out steps
         self._is_inside = False  # an optimizer's step, which evaluates a closure as often as it likes
-        self._num_at_step = 0  # training forwards before it
+        self._num_at_step = 0  # training forwards before the step of `_is_inside`
         self._num_without = 0  # optimizer steps since the last round, or since the start
         self.num_owed = 0
-        self._round_thread = 0  # of the last round, or of the start
+        self._round_thread = 0  # the thread of the last round, or of the start
         self._has_warned = self._has_raised = self._has_told_of_mode = False
-        self._thread, self._num_elsewhere = 0, 0  # of the last forward; steps over tensors like the parameters
+        self._thread = 0  # the thread of the last training forward
+        self._num_elsewhere = 0  # steps over tensors with the shapes of the parameters, before any step over these
         self._num_forwards = 0  # training forwards so far
         self._last = (0, 0)  # the forwards and backwards before the last step
         self.gradient = WatchedGradient(buffer)
@@ -219,7 +220,7 @@ class Loop(Observer):
     def is_due(self) -> bool:
         """Whether a training forward now would begin an optimizer step."""
         self._note_forward()
-        if self._is_due:
+        if self._is_step_start:
             return True
         if self._counts or not self._sees_optimizers():
             return self._is_synced
@@ -242,8 +243,25 @@ class Loop(Observer):
     def num_rounds_due(self, *, is_synced: bool) -> int:
         """The number of rounds to run before a training forward.
 
+        A round is due where `_is_step_start` is set, or where a training forward outside `no_sync()` has ended since
+        the last round (`_is_synced`) and since then one of these has happened, in the order in which they are asked:
+
+        - an optimizer has stepped: `_counts` has its steps;
+        - no optimizer of torch holds the parameters: `_sees_optimizers`, which sets `_is_watched`;
+        - this rank has dropped its gradients, so that it has left out a step: `gradient.is_dropped`;
+        - steps that no hook sees are known from before, `_unseen.are_steps`, and the parameters are written.
+
+        Else the forward belongs to the step that is under way. It is counted for a warning (`_num_extra`), or is a
+        later one of a closure (`_is_inside`, `_num_at_step`), and its backward may tell of a step that was left out
+        (`gradient.is_doubtful`). The next call makes `_is_synced` of the flags `_is_last_synced` and `has_ended`.
+        `_num_made_up` counts rounds of left-out steps for a warning. A round clears the flags of its step: `begin`.
+
         Args:
             is_synced: whether the forward is outside `no_sync()`.
+
+        Returns:
+            1, and one more for each left-out step, where a step begins. In a step, and where rounds run elsewhere
+            (`when`), the rounds of steps that no hook has seen, or that were left out: mostly 0.
         """
         self._evaluation = None
         if self._num_elsewhere and self.gradient.is_stepped():
@@ -258,7 +276,7 @@ class Loop(Observer):
             self._num_extra += is_synced and self._is_synced and not self._is_inside
             self.gradient.is_doubtful = self._is_synced and not self._is_evaluated_again
             return self._num_unseen()
-        is_known = self._is_due or self._counts or self._unseen.are_steps
+        is_known = self._is_step_start or self._counts or self._unseen.are_steps
         is_made_up = not (is_known or not self._sees_optimizers())
         self._num_made_up += is_made_up + self.gradient.num_left_out
         return 1 + self.gradient.num_left_out
@@ -303,7 +321,7 @@ class Loop(Observer):
         """A round has run: the next step begins."""
         if self._num_extra:
             self._warn_of_extra_forwards()
-        self._is_due = self._is_synced = self.has_ended = False
+        self._is_step_start = self._is_synced = self.has_ended = False
         self._num_without, self.num_owed = 0, max(self.num_owed - 1, 0)
         self._counts.clear()
         gradient, unseen = self.gradient, self._unseen
@@ -315,7 +333,7 @@ class Loop(Observer):
 
     def end(self) -> None:
         """Evaluation begins, or state has been loaded: the next training forward begins a step."""
-        self._is_due = self.when is RoundTime.FORWARD
+        self._is_step_start = self.when is RoundTime.FORWARD
 
     def state_dict(self, *, joins: bool = False, has_links: bool = True) -> dict[str, Any]:
         """See `State`: whether the next training forward begins a step, or would after an optimizer step."""
@@ -331,7 +349,7 @@ class Loop(Observer):
 
     def restarted(self, event: Restart) -> None:
         """See `State`."""
-        self._is_due = self._is_due and self.when is RoundTime.FORWARD
+        self._is_step_start = self._is_step_start and self.when is RoundTime.FORWARD
 
     def take_left_out(self) -> int:
         """The number of rounds to run now for left-out steps, before ranks meet outside of rounds."""
@@ -524,4 +542,4 @@ class Loop(Observer):
         return self._is_watched
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_is_due": self.is_due}
+        return {**super().__getstate__(), "_is_step_start": self.is_due}
