@@ -101,7 +101,7 @@ class WatchedGradient(State):
             self._look = Moment(self._buffer.vector.parameters, [self.parameter])
         return has_changed
 
-    def own_write(self) -> None:
+    def note_gossip_write(self) -> None:
         """Gossip has written the parameters, which is no change by the loop: their versions change now."""
         last, self._look = self._round, None
         is_as_it_was = last is not None and not last.num_writes()

@@ -23,8 +23,8 @@ from .gradient_watch import WatchedGradient
 from .hooks import Methods, Observer, StepListener, existing_optimizers, holds_any, num_running
 from .lost_corrections import LostCorrections
 from .moment import NUM_ROUND_TRIP_ULPS, Moment
-from .own import OwnWeights
 from .owner import Owner, no_owner
+from .trained_weights import TrainedWeights
 from .turn import Turn
 from .unseen_steps import UnseenSteps
 
@@ -94,10 +94,10 @@ class Loop(Observer):
 
     Attributes:
         turn: lets one thread at a time change the weights.
-        gradient: the watched gradient; `own_write` is called after writes of gossip.
+        gradient: the watched gradient; `note_gossip_write` is called after writes of gossip.
         debias: the push-sum weights, where they move.
         copies: the copies of the weights in the hands of optimizers.
-        own_weights: tells the weights of training from others in their place.
+        trained_weights: tells the weights of training from others in their place.
         equal_steps: notices another tool that makes ranks equal.
         lost_corrections: notices steps that take back the corrections of rounds.
         next_look: the step from which on `before_round` is to be called.
@@ -125,7 +125,7 @@ class Loop(Observer):
         self.when, self.name = when, name
         self.turn = Turn()
         self.copies = WeightCopies(buffer, name=name, in_steps=when is RoundTime.STEP)
-        self.own_weights = OwnWeights(buffer, self.turn, max_flushes=max_flushes)
+        self.trained_weights = TrainedWeights(buffer, self.turn, max_flushes=max_flushes)
         self.equal_steps = EqualSteps(buffer, name=name)
         self.lost_corrections = LostCorrections(buffer, name=name)
         self.next_look = 0
@@ -152,7 +152,7 @@ class Loop(Observer):
     def bind(self, owner: Owner) -> None:
         """Serve this model, which is not kept alive."""
         self._owner = weakref.ref(owner)
-        self.own_weights.owner = self._owner
+        self.trained_weights.owner = self._owner
         if self.debias is not None:
             self.debias.owner = self._owner
 
@@ -167,7 +167,7 @@ class Loop(Observer):
     def listeners(self) -> tuple[StepListener, ...]:
         """See `Observer`: at the end of a step, numerators are to be seen before `Debias` divides them."""
         debias = () if self.debias is None else (self.debias,)
-        return self.equal_steps, self.copies, self.lost_corrections, *debias, self.own_weights, *self._listeners
+        return self.equal_steps, self.copies, self.lost_corrections, *debias, self.trained_weights, *self._listeners
 
     def start(self) -> None:
         """Training begins, with the parameters as they are now."""

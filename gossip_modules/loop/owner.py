@@ -17,7 +17,7 @@ class Owner(Protocol):
         """Attach tensors that were put in place of ours; see `FlatBuffer.reattach`."""
 
     def add_again(self, num_flushes: int, at: Tensor) -> None:
-        """Add the corrections of flushes again: see [Note: Swapped weights] of `OwnWeights`.
+        """Add the corrections of flushes again: see [Note: Swapped weights] of `TrainedWeights`.
 
         Args:
             num_flushes: the number of the first flushes, whose corrections are in the weights already.

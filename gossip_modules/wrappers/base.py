@@ -410,7 +410,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
         """As `nn.Module.train`, after a flush; eval mode also ends the current step.
 
         If the parameters hold other weights, such as an average for evaluation, corrections stay in flight: see [Note:
-        Swapped weights] of `OwnWeights`.
+        Swapped weights] of `TrainedWeights`.
         """
         self.before_mode(mode)
         return super().train(mode)
@@ -587,7 +587,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
     def before_load(self) -> None:
         """The parameters are about to become others for good."""
         self._local.wait_for_rounds()
-        self._local.loop.own_weights.forget()
+        self._local.loop.trained_weights.forget()
         self._local.loop.forget_evaluation()
 
     def get_extra_state(self) -> dict[str, Any]:

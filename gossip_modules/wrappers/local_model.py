@@ -162,7 +162,7 @@ class LocalModel(AveragedModel):
     def write(self, vector: FlatVector) -> None:
         """See `AveragedModel`."""
         self.to_estimate()
-        self.loop.gradient.own_write()
+        self.loop.gradient.note_gossip_write()
 
     @property
     def rank(self) -> int:
@@ -190,7 +190,7 @@ class LocalModel(AveragedModel):
         self.num_steps += 1
         turn = self.loop.turn
         turn.trainer = threading.get_ident()
-        self.loop.own_weights.is_step_open = True
+        self.loop.trained_weights.is_step_open = True
         try:
             with turn.change:
                 self._round()
@@ -203,7 +203,7 @@ class LocalModel(AveragedModel):
     def _round(self) -> None:
         """The round of a step, of the trained tensors now."""
         engine, exchanged, loop = self.engine, self.exchanged, self.loop
-        debias, own_weights, masters = loop.debias, loop.own_weights, loop.copies.masters
+        debias, trained_weights, masters = loop.debias, loop.trained_weights, loop.copies.masters
         if masters.is_looking or self.num_steps >= loop.next_look:
             loop.before_round(self.num_steps, None if self.world.changes else getattr(self.averager, "transport", None))
         is_current = self.is_seen_current or self.buffer.is_current()
@@ -215,8 +215,8 @@ class LocalModel(AveragedModel):
         if self.former is not None:  # ranks have agreed on the present layout
             self.apply_in_flight()
             self.former = None
-        if own_weights.levels:
-            own_weights.recover()
+        if trained_weights.levels:
+            trained_weights.recover()
         if self.node is not None:
             self.share_buffers()
         with torch.no_grad(), Span(f"{self.name}.mix", []):
@@ -224,8 +224,8 @@ class LocalModel(AveragedModel):
                 if debias is not None:
                     debias.to_numerator()
                 is_written = self._run(engine.round)
-                if own_weights.levels or own_weights.num_flushes:
-                    own_weights.begin_round()
+                if trained_weights.levels or trained_weights.num_flushes:
+                    trained_weights.begin_round()
                 if is_written:
                     self.written()
             finally:
@@ -234,7 +234,7 @@ class LocalModel(AveragedModel):
         if masters.follows_rounds or loop.lost_corrections.is_subscribed:
             loop.after_round()
         if engine.is_asynchronous or (engine.may_be_in_flight and engine.is_in_flight):
-            own_weights.note()
+            trained_weights.note()
 
     # The parts of a step, which `flush` and `averaged` use as well.
 
@@ -272,16 +272,16 @@ class LocalModel(AveragedModel):
         """Parameters were changed in place: [Note: Safe point]."""
         if self.node is not None:
             self.node.gather(self.buffer.vector)
-        self.loop.gradient.own_write()
+        self.loop.gradient.note_gossip_write()
 
     def holds_other_weights(self) -> bool:
         """Whether other weights stand in the place of those that training has left.
 
-        See [Note: Swapped weights] of `OwnWeights`.
+        See [Note: Swapped weights] of `TrainedWeights`.
         """
         if not (self.is_closed or self.buffer.is_attached()):
             self.reattach()
-        return self.loop.own_weights.is_replaced()
+        return self.loop.trained_weights.is_replaced()
 
     def flush(self) -> None:
         """Apply everything in flight to the tensors that the module has now."""
@@ -302,7 +302,7 @@ class LocalModel(AveragedModel):
             if self.engine.is_in_flight and self._saved_flights() is None:
                 self.apply_in_flight()
             elif not self.is_held:
-                self.loop.own_weights.recover()
+                self.loop.trained_weights.recover()
 
     def _saved_flights(self) -> list[dict[str, Any]] | None:
         """See `Engine`; None also where other tensors are trained now than those of the rounds in flight."""
@@ -320,7 +320,7 @@ class LocalModel(AveragedModel):
         turn = self.loop.turn
         if turn.is_in_change or turn.is_in_step:
             return False
-        if not (self.loop.own_weights.is_step_open and self.engine.is_in_flight):
+        if not (self.loop.trained_weights.is_step_open and self.engine.is_in_flight):
             return True
         return not (turn.is_of_other_thread or is_in_signal_handler())
 
@@ -344,22 +344,22 @@ class LocalModel(AveragedModel):
 
     def apply_in_flight(self) -> None:
         """Apply everything in flight."""
-        own_weights = self.loop.own_weights
+        trained_weights = self.loop.trained_weights
         try:
             if not self.is_held:
-                own_weights.recover()
+                trained_weights.recover()
             if self.engine.is_in_flight and not self.is_held:
-                if not self.engine.adds_again and own_weights.is_replaced():
+                if not self.engine.adds_again and trained_weights.is_replaced():
                     self._warn_of_other_weights()
                 with self.loop.turn.change:
-                    own_weights.flush_at(self.buffer.vector.push_sum_weight)
+                    trained_weights.flush_at(self.buffer.vector.push_sum_weight)
                     self.to_numerator()
                     with torch.no_grad():
                         is_added = self._run(self.engine.flush)
                     self.written()
                     self.to_estimate()
                     if is_added:
-                        own_weights.flushed()
+                        trained_weights.flushed()
         finally:  # a script that catches the error of a peer goes on with a model
             self.to_estimate()
 
@@ -375,7 +375,9 @@ class LocalModel(AveragedModel):
 
     @torch.no_grad()
     def add_again(self, num_flushes: int, at: Tensor) -> None:
-        """Add the corrections of the flushes since the last round once more: [Note: Swapped weights] of `OwnWeights`.
+        """Add the corrections of the flushes since the last round once more.
+
+        See [Note: Swapped weights] of `TrainedWeights`.
 
         Args:
             num_flushes: the number of flushes whose corrections are in the weights already.
@@ -476,7 +478,7 @@ class LocalModel(AveragedModel):
             check_outside(wrapper, was_sharded=self.buffer.is_sharded)
         if self.buffer.is_lent():
             return
-        self.loop.own_weights.leave()
+        self.loop.trained_weights.leave()
         former = self.former or self.buffer.former_layout()
         self.buffer.reattach()
         self.former = None if former.layout == self.buffer.vector.layout else former

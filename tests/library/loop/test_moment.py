@@ -67,7 +67,7 @@ def test_writes_of_gossip_are_no_writes_of_the_loop(is_written_before: bool) -> 
         if is_written_before:
             gradient.parameter.add_(1.0)
         buffer.vector.raw.add_(1)
-        gradient.own_write()
+        gradient.note_gossip_write()
     assert gradient.is_stepped() == is_written_before
     gradient.begin()
     assert not gradient.is_stepped()

@@ -31,7 +31,7 @@ class _Level(NamedTuple):
     weight: Tensor
 
 
-class OwnWeights(StepListener):
+class TrainedWeights(StepListener):
     """Notices that evaluation swaps other weights into the parameters and back, so that no correction is lost by it.
 
     [Note: Swapped weights] Tools evaluate averages of the weights (EMA, SWA): they save the parameters, write the
