@@ -76,7 +76,7 @@ class Driver(State):
     _is_torn: bool = leaf(False, is_saved=False)  # whether a round failed while it was applying messages
 
     def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
-        self.algorithm, self.plain, self._may_mix = algorithm, plain, algorithm.mixes
+        self.algorithm, self.plain = algorithm, plain
         self.memory = Memory()
         self.messages = MessageRounds(
             self.memory, has_links=algorithm.keeps_links, is_checked=algorithm.checks_messages
@@ -310,7 +310,7 @@ class Driver(State):
                 "longer agree; start again from a checkpoint on all ranks"
             )
         self.alpha, self.own_buffer_weight, self.has_failed = None, 1.0, False
-        averages = self.algorithm.averages_exactly and (not self._may_mix or self.algorithm.averages_at(k))
+        averages = self.algorithm.averages_exactly and self.algorithm.averages_at(k)
         if averages and not self.stamps.is_agreed:
             if not isinstance(x, SentVector):
                 self._agree(x.whole)  # the failure of a worker here leads to another generation
