@@ -186,10 +186,10 @@ def overwrite_what_is_sent(patch: pytest.MonkeyPatch) -> None:
     """The snapshot is written over at the next forward, whether it has left or not."""
     wait = LockstepEngine._wait
 
-    def wait_over(engine: LockstepEngine, flight: LateRound, x: FlatVector) -> None:
+    def wait_over(engine: LockstepEngine, overlap: Overlap, flight: LateRound, x: FlatVector) -> None:
         if not flight.future.done():
             snapshot_of(engine).raw.copy_(x.raw)
-        wait(engine, flight, x)
+        wait(engine, overlap, flight, x)
 
     patch.setattr(LockstepEngine, "_wait", wait_over)
 

@@ -227,7 +227,7 @@ def test_a_round_in_flight_of_other_tensors_is_refused_before_anything_changes(
         found = fill_(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)), seed)
         if change == "other dtypes":  # of one size
             return found.to(torch.bfloat16 if is_saved else torch.float16)
-        found[0 if is_saved else 1].requires_grad_(False)
+        found.get_submodule("0" if is_saved else "1").requires_grad_(False)
         return found
 
     def body(group: dist.ProcessGroup) -> None:
@@ -249,10 +249,10 @@ def test_a_round_in_flight_of_other_tensors_is_refused_before_anything_changes(
 def test_a_round_in_flight_is_applied_before_a_checkpoint_with_more_trained_tensors() -> None:
     def body(group: dist.ProcessGroup) -> None:
         module = mlp(0)
-        module[0].requires_grad_(False)
+        module.get_submodule("0").requires_grad_(False)
         wrapper = trained(group, 5, module, overlap=True)
         assert has_flights(checkpoint_of(wrapper))
-        module[0].requires_grad_(True)
+        module.get_submodule("0").requires_grad_(True)
         saved = checkpoint_of(wrapper)
         assert not has_flights(saved)
         wrapper.close()
