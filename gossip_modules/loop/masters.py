@@ -28,7 +28,6 @@ With a smaller number `follow` would refuse such copies; copies of another param
 _NEAR = 0.25  # relative distance between a master and its parameter, when it is known that there are masters
 
 Pair: TypeAlias = tuple[Tensor, Tensor]  # a copy, or its part of a flat one, and its parameter
-_Agrees: TypeAlias = Callable[[Tensor, Tensor], bool]
 
 
 class Masters:
