@@ -51,10 +51,16 @@ from .wrappers.composable import gossip
 from .wrappers.gossip import GossipDataParallel
 
 if TYPE_CHECKING:  # extras, which are imported where a program asks for them
+    from . import ad_psgd as ad_psgd
+    from . import compat as compat
     from . import dpwa as dpwa
+    from . import integrations as integrations
+    from . import lab as lab
     from . import matcha as matcha
     from . import methods as methods
     from . import mpi as mpi
+    from . import testing as testing
+    from . import wagma as wagma
     from .ad_psgd.wrapper import BilatGossipDataParallel
     from .dpwa.wrapper import PairwiseDataParallel
     from .matcha.graph import MatchaGraph
@@ -107,11 +113,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _extras.NAMES or name in _extras.EXTRAS:
-        found = globals()[name] = _extras.load(_extras.place_of(name))
-        return found
-    return _old_names.module_attribute(__name__, name)
+if not TYPE_CHECKING:  # a type checker would take any name, with Any as its type
+
+    def __getattr__(name: str) -> Any:
+        if name in _extras.NAMES or name in _extras.EXTRAS:
+            found = globals()[name] = _extras.load(_extras.place_of(name))
+            return found
+        return _old_names.module_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:

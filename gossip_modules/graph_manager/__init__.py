@@ -3,7 +3,7 @@
 The random graph of MATCHA, which is planned from one of these, is `gossip_modules.MatchaGraph` in the package `matcha`.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..old_names import module_attribute
 from .base import GraphManager, WeightedGraph
@@ -68,5 +68,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    return module_attribute(__name__, name)
+if not TYPE_CHECKING:  # a type checker would take any name, with Any as its type
+
+    def __getattr__(name: str) -> Any:
+        return module_attribute(__name__, name)

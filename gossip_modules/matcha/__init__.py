@@ -4,7 +4,7 @@
 Wang, Sahu, Yang, Joshi, Kar, ICC 2019, arXiv 1905.09435. `python -m gossip_modules.matcha` prints a plan.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..graph_manager.matchings import (
     Edge,
@@ -49,5 +49,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    return module_attribute(__name__, name)
+if not TYPE_CHECKING:  # a type checker would take any name, with Any as its type
+
+    def __getattr__(name: str) -> Any:
+        return module_attribute(__name__, name)

@@ -95,7 +95,7 @@ def test_the_top_level_has_the_names_of_daily_use_and_says_where_the_others_are(
         ):
             assert getattr(gossip_modules, name) is getattr(import_module(f"gossip_modules.{module}"), name)
     with pytest.raises(AttributeError, match=r"^module 'gossip_modules' has no attribute 'Nonesuch'$"):
-        _ = gossip_modules.Nonesuch
+        _ = gossip_modules.Nonesuch  # type: ignore[attr-defined]
 
 
 def test_every_public_name_has_a_docstring() -> None:

@@ -232,7 +232,7 @@ PROVOKED: Mapping[str, list[Callable[[], object]]] = {
     "foreign-arguments": [
         lambda: wrapped(static_graph=True),
         lambda: wrapped(gossiper=PushPull()),
-        lambda: gm.TorusGraph,
+        lambda: gm.TorusGraph,  # type: ignore[attr-defined]
         lambda: wrapped().transfer_params(),
         lambda: wrapped(gossiper=PushPull(), algorithm=PushSum()),
         lambda: wrapped().reducer,

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import gossip_modules as gm
-from gossip_modules import communicator, extend, gossiper
+from gossip_modules import communicator, extend, gossiper, simple_distributed
 from gossip_modules.integrations.host import check_gossip, wrap
 from gossip_modules.registry import METHODS
 from gossip_modules.testing import run_ranks
@@ -84,7 +84,7 @@ def names() -> Iterator[dict[str, Any]]:
     """What a script has: the names that it imports, a module, a graph, a mixing and a tensor."""
     group, graph, made = solo_group(), gm.RingGraph(1), list[Any]()
     found: dict[str, Any] = {name: getattr(gm, name) for name in dir(gm) if name in gm.__all__}
-    for part in (extend, communicator, gossiper, gm.graph_manager, gm.mixing_manager, gm.simple_distributed):
+    for part in (extend, communicator, gossiper, gm.graph_manager, gm.mixing_manager, simple_distributed):
         public = getattr(part, "__all__", [name for name in dir(part) if name[0].isupper()])
         found.update({name: getattr(part, name) for name in public})
     mixing = gm.mixing_manager.UniformMixing(graph)
