@@ -29,6 +29,7 @@ _SMALL = 0.25  # of the correction of a round, for the change over a round and a
 _ALONG = 0.95  # cosine of the angle between a step and the gradient, for a step along the gradient
 _DOWN = 0.99  # of a step, the part in elements that go down the gradient, for a step down the gradient
 _NUM_PLACES = 16  # in a flat tensor that may have a copy of a parameter
+_CHUNK = 1 << 22  # elements of a flat tensor that are looked at together
 
 
 class LostCorrections(StepListener):
@@ -268,7 +269,9 @@ def _has_copy(other: Tensor, parameter: Tensor, num_ulps: int) -> bool:
     largest = own.abs().argmax()  # zeros are in many places
     dtype = own.dtype if own.element_size() < other.element_size() else other.dtype
     value = own[largest].to(other.device, dtype).double()
-    is_near = (other.to(dtype).double() - value).abs() <= num_ulps * torch.finfo(dtype).eps * value.abs()
-    places = (is_near.nonzero().flatten() - largest.to(other.device))[:_NUM_PLACES].tolist()
-    inside = [other[k : k + size] for k in places if 0 <= k <= len(other) - size]
+    tolerance, places = num_ulps * torch.finfo(dtype).eps * value.abs(), list[int]()
+    for start in range(0, len(other), _CHUNK):  # as it may be as large as the model
+        is_near = (other[start : start + _CHUNK].to(dtype).double() - value).abs() <= tolerance
+        places += (is_near.nonzero().flatten() + start - largest.to(other.device))[:_NUM_PLACES].tolist()
+    inside = [other[k : k + size] for k in places[:_NUM_PLACES] if 0 <= k <= len(other) - size]
     return any(is_rounded(sample(x), sample(own), num_ulps=num_ulps) for x in inside)
