@@ -26,7 +26,7 @@ from .engine import Engine
 from .measuring import Measurement, OverlapChoice
 from .overlap import LateRound, Overlap
 
-_OVERLAP = "overlap"  # the settings of a round of an `Overlap`, which any mixer may have begun
+_OVERLAP = "overlap=True"  # the settings of a round of an `Overlap`, which any mixer may have begun
 
 
 class LockstepEngine(Engine):

@@ -568,9 +568,9 @@ class LocalModel(AveragedModel):
         engine = self.engine
         if not self.world.changes and engine.resume_flights(saved["rounds"], saved["settings"]):
             return
-        own = "a membership" if self.world.changes else engine.flight_settings
+        own = "none for a membership" if self.world.changes else f"one of {engine.flight_settings}"
         warnings.warn(
-            f"got a checkpoint with a round in flight of {saved['settings']}, expected one of {own}: the round is left "
+            f"got a checkpoint with a round in flight of {saved['settings']}, expected {own}: the round is left "
             "out, and the ranks next exchange models at the next round; to keep it, wrap as for the saved model, load, "
             "call settle() and save again",
             stacklevel=levels_to_user(),

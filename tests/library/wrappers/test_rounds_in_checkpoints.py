@@ -19,6 +19,7 @@ from gossip_modules import (
     GASLoC,
     GossipDataParallel,
     LocalSGD,
+    Membership,
     MuLoCo,
     NoLoCo,
     RandomK,
@@ -29,7 +30,7 @@ from gossip_modules import (
 from gossip_modules.extend import Average, Memory, OuterMethod, Round, Vector, Vectors
 from tests.harness.problems import fill_, loss_of, mlp, net, sgd, train_step
 from tests.harness.progress import engine_of
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import run_ranks, solo_group
 from tests.harness.reference import flatten
 
 NAMES_BUT_FIRST = [name for name, _ in net().named_children() if name != "first"]
@@ -285,3 +286,18 @@ def test_a_round_of_a_checkpoint_is_applied_before_any_step(name: str, is_closed
         assert torch.equal(flatten(resumed.module), expected)
 
     run_ranks(2, body)
+
+
+def test_a_membership_leaves_out_a_round_in_flight_with_a_warning() -> None:
+    wrapper = trained(solo_group(), 5, mlp(0), overlap=True)
+    saved = checkpoint_of(wrapper)
+    wrapper.close()
+    assert has_flights(saved)
+    membership = Membership(dist.HashStore(), min_workers=1, host="127.0.0.1")
+    elastic = GossipDataParallel(mlp(5), membership=membership, overlap=True)
+    with pytest.warns(UserWarning, match=r"a round in flight of overlap=True, expected none for a membership"):
+        elastic.load_state_dict(saved)
+    optimizer = sgd(elastic.module)
+    for step in membership.steps(3):
+        train_step(elastic, optimizer, 0, step)
+    elastic.close()
