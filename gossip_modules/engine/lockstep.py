@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
@@ -26,6 +27,7 @@ from .engine import Engine
 from .measuring import Measurement, OverlapChoice
 from .overlap import LateRound, Overlap
 
+_DELAY = re.compile(r"\bdelay=(?:'auto'|[1-9]\d*)")  # in the text of an algorithm whose rounds have a delay
 _OVERLAP = "overlap=True"  # the settings of a round of an `Overlap`, which any mixer may have begun
 
 
@@ -272,8 +274,8 @@ class LockstepEngine(Engine):
 
     @property
     def flight_settings(self) -> str:
-        """See `Engine`."""
-        return _OVERLAP if self.overlap is not None else str(self.mixer)
+        """See `Engine`. A round with a delay ends at the step that was its due, under any other delay too."""
+        return _OVERLAP if self.overlap is not None else _DELAY.sub("delay=...", str(self.mixer))
 
     def resume_flights(self, saved: Sequence[Mapping[str, Any]], settings: str) -> bool:
         """See `Engine`. A round under training has its correction, which any engine of this class can apply."""
