@@ -232,6 +232,7 @@ class LockstepEngine(Engine):
         if overlap is None:
             return self.rounds is not None and self.rounds.flush(x)
         if (flight := overlap.flight) is None:
+            self._left = None  # its round has raised an error
             return False
         self._wait(overlap, flight, x)
         self._left = None

@@ -441,9 +441,9 @@ def is_written(copy: Tensor, parameter: Tensor) -> bool:
 def is_rounded(x: Tensor, y: Tensor, *, num_ulps: int = 0) -> bool:
     """Whether x and y of one shape are equal in the narrower of their dtypes, or differ by a few units of it.
 
-    Of float16 and bfloat16, which are equally wide, the dtype of y counts: y is the parameter, and x the copy that was
-    rounded to it. Without this rule a float16 copy of a bfloat16 parameter would equal it or not by the order of the
-    arguments.
+    The dtype of y counts where one is float16 and the other bfloat16, which are equally wide: y is the parameter, and x
+    the copy that was rounded to it. Without this rule a float16 copy of a bfloat16 parameter would equal it or not by
+    the order of the arguments.
     """
     if not (x.is_floating_point() and y.is_floating_point()):
         return False

@@ -305,7 +305,7 @@ class LocalModel(AveragedModel):
                 self.loop.trained_weights.recover()
 
     def _saved_flights(self) -> list[dict[str, Any]] | None:
-        """See `Engine`; None also where other tensors are trained now than those of the rounds in flight."""
+        """See `Engine`; the result is None, too, if the rounds in flight have other tensors than those trained now."""
         buffer = self.buffer
         if self.former is not None or not (buffer.is_complete() or buffer.has_all()):
             return None
