@@ -232,6 +232,12 @@ fused=True)`.""",
                 measures=("gossip_modules/wagma",),
                 summary=before_and_after,
             ),
+            Page(
+                "A step of a tiny perceptron before and after the lockstep engines became one",
+                "step_time_lockstep.csv",
+                "SGP takes 2.46 ms of CPU time, 2.45 before, and Overlap SGP 2.66, 2.71 before.",
+                _STEP_COLUMNS,
+            ),
         ),
         question="Is it as fast?",
         result="On a ResNet-18 SGP takes 1.01 times the CPU time of a hand-written loop, DiLoCo 1.07.",
@@ -300,6 +306,30 @@ rank.""",
                 "3.7 s of a kill although the loader processes of the rank live on, and within 1.6 s of an exception "
                 "or Ctrl-C although its exit handlers take 7.5 s. The machine was busy with other work.",
                 render=fault_table,
+            ),
+            Page(
+                "Seven faults after the lockstep engines became one",
+                "faults_lockstep.csv",
+                "All 126 survivors get an error, and 125 errors name the victim, with a timeout of 5 s. No process has "
+                "to be killed, and the longest wait is 6.2 s.",
+                render=fault_table,
+            ),
+            Page(
+                "A random fault every few seconds after the lockstep engines became one",
+                "chaos_lockstep.csv",
+                "SGP on eight workers of a membership, with 28 faults. No worker fails or hangs, and the sum of the "
+                "push-sum weights stays.",
+                {
+                    "method": ("method", "s"),
+                    "num_workers": ("workers", "d"),
+                    "seconds": ("s", ".0f"),
+                    "faults": ("faults", "d"),
+                    "failed": ("failed", "d"),
+                    "hung": ("hung", "d"),
+                    "weight_drift": ("drift of the weights", ".0e"),
+                    "accuracy": ("accuracy, %", ".2f"),
+                    "undisturbed_accuracy": ("without faults, %", ".2f"),
+                },
             ),
             Page(
                 "All faults at an earlier commit, on a quieter machine",
