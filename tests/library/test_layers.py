@@ -99,6 +99,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "ad_psgd": _WRAPPERS,
         "wagma": _WRAPPERS,
         "dpwa": _WRAPPERS,
+        "mailbox": {*_WRAPPERS, "algorithms", "extras"},
         "checkpoints": {"wrappers"},
         "metrics": {"wrappers"},
         "watch": set(),
@@ -148,6 +149,7 @@ BY_NAME = {"extras", "metrics", "doctor", "lab"}
 FOREIGN = {
     "yaml": {"dpwa"},
     "mpi4py": {"mpi"},
+    "obstore": {"mailbox"},
     **{host: {"integrations"} for host in ("accelerate", "lightning", "transformers")},
 }
 # A laptop tests these in a second, without any process group.

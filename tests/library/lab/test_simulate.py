@@ -15,7 +15,7 @@ from gossip_modules.algorithms.power_gossip import PowerGossip
 from gossip_modules.graph_manager.named_graphs import default_graph_name
 from gossip_modules.lab import Consensus, Digits, LabPlan, advise, simulate
 from gossip_modules.lab.asynchronous import Bilateral
-from gossip_modules.lab.clock import Clock, MessageCost, WorkerLinks
+from gossip_modules.lab.clock import MessageCost, StepClock, WorkerLinks
 from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.lab.plan import Running
 from gossip_modules.mixing_manager.graph_weights import default_mixing
@@ -48,7 +48,7 @@ CASES = [
 def lockstep(graph: gm.graph_manager.GraphManager, algorithm: Algorithm, *, push_sum: bool = False) -> Rounds:
     ranks = workers(graph.world_size)
     driver = Stacked(algorithm, default_mixing(graph, push_sum=push_sum), shapes=[(8, 8)])
-    return Rounds(Running(driver, Clock(EVEN, WorkerLinks(LINKS, ranks), MessageCost(1e6))))
+    return Rounds(Running(driver, StepClock(EVEN, WorkerLinks(LINKS, ranks), MessageCost(1e6))))
 
 
 @pytest.mark.parametrize("peers", [1, 2])

@@ -12,7 +12,15 @@ import gossip_modules as gm
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
 from gossip_modules.lab import Compute, Network, Setting, simulate
 from gossip_modules.lab.asynchronous import Groups
-from gossip_modules.lab.clock import BucketClock, Clock, LinkSpec, MessageCost, OverlapClock, WorkerLinks, bucket_bytes
+from gossip_modules.lab.clock import (
+    BucketClock,
+    LinkSpec,
+    MessageCost,
+    OverlapClock,
+    StepClock,
+    WorkerLinks,
+    bucket_bytes,
+)
 from gossip_modules.lab.plan import Running
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.rounds.rows import StackedMixing
@@ -77,7 +85,7 @@ def event_loop(
     return starts
 
 
-def clock_starts(clock: Clock, mixing: gm.mixing_manager.MixingManager | None, steps: int) -> list[list[float]]:
+def clock_starts(clock: StepClock, mixing: gm.mixing_manager.MixingManager | None, steps: int) -> list[list[float]]:
     starts = []
     for t in range(steps):
         clock.advance([None if mixing is None else StackedMixing(mixing).round(t)])
@@ -92,7 +100,7 @@ def test_rounds_take_the_time_of_an_event_loop(n: int, name: str, overlap: bool)
     links = Network("2 Gbit/s, 3 ms", slow_share=0.3, slow_factor=4, seed=n)
     network, message = WorkerLinks(links, workers(n)), MessageCost(1.5e7, encode_seconds=0.01, decode_seconds=0.02)
     mixing = default_mixing(graphs(n)[name], push_sum=True)
-    clock = (OverlapClock if overlap else Clock)(UNEVEN, network, message)
+    clock = (OverlapClock if overlap else StepClock)(UNEVEN, network, message)
     expected = event_loop(UNEVEN, network, mixing, message, 15, overlap=overlap)
     got = clock_starts(clock, mixing, 15)
     for k, (mine, theirs) in enumerate(zip(got, expected)):

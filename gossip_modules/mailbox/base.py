@@ -1,0 +1,248 @@
+"""A store of objects by path: sealed, with bounded reads and retries."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..membership.background_log import log
+from .clock import Clock
+from .errors import MailboxError, Permanent, TooLarge, Transient, Unavailable
+from .sealed import Seal
+
+T = TypeVar("T")
+_PATH = re.compile(r"[\w=+-][\w=+.-]*(/[\w=+-][\w=+.-]*)*", re.ASCII)
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds between two tries
+
+
+@dataclass
+class MediumCounts:
+    """The requests of a worker to its store.
+
+    Attributes:
+        writes, reads, lists, deletes: the numbers of answered requests.
+        bytes_written, bytes_read: the sizes of their objects, with seals.
+        retries: the number of tries that failed and were followed by another one.
+        refused: the number of reads of objects that were forged, altered, truncated, moved or too large.
+    """
+
+    writes: int = 0
+    reads: int = 0
+    lists: int = 0
+    deletes: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    retries: int = 0
+    refused: int = 0
+
+
+class Medium(ABC):
+    """A store of objects by path, for many workers. Any thread may call any method.
+
+    A path has parts of letters, digits and "_=+-.", none of which begins with a dot; "/" stands between two parts.
+    Objects are sealed with their paths: see `Seal`.
+
+    [Note: retries] Subclasses implement single tries: `_create`, `_put`, `_get`, `_list` and `_delete`. A try raises
+    `Transient` or `Permanent`. The public methods repeat a try after `Transient`, with pauses that grow from 0.1 to 5
+    seconds, until the deadline. An outage is logged once, when two tries in a row have failed, and again at its end;
+    single failures are counted in `counts.retries`. The answer to a try may be lost after the store has carried it out,
+    so a second try of `create` reads an object that is there and compares.
+
+    Args:
+        address: the address of the store, for errors.
+        timeout: the limit of each call in seconds, unless it has a deadline of its own.
+        clock: the time.
+        seal: the seal of all objects.
+        seed: the seed of the jitter of pauses, another one in each worker; None: one of the operating system.
+
+    Attributes:
+        counts: the requests so far.
+    """
+
+    def __init__(self, address: str, *, timeout: float, clock: Clock, seal: Seal, seed: int | None = None) -> None:
+        self.address, self.timeout, self.clock, self.seal = address, timeout, clock, seal
+        self.counts = MediumCounts()
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()  # of counts, jitter and the outage
+        self._failing_since: float | None = None
+        self._is_closed = False
+
+    def create(self, path: str, data: bytes, *, deadline: float | None = None) -> bool:
+        """Write an object once. Returns whether it is there; False: another one is.
+
+        If two workers create equal objects at once and an answer is lost, both may get True.
+
+        Args:
+            path: the path of the object.
+            data: its content.
+            deadline: the time of the clock after which no further try begins; None: `timeout` from now.
+
+        Raises:
+            MailboxError: the store refuses the request.
+            Unavailable: the store has not answered before the deadline.
+        """
+        sealed = self.seal.seal(path, data)
+
+        def attempt(is_retry: bool) -> bool:
+            is_new = self._create(path, sealed) or (is_retry and self._is_own(path, sealed))
+            self._count(writes=1, bytes_written=len(sealed))
+            return is_new
+
+        return self._repeat("create", _checked(path), attempt, deadline)
+
+    def put(self, path: str, data: bytes, *, deadline: float | None = None) -> None:
+        """Write an object, in the place of an earlier one. Arguments and errors: see `create`."""
+        sealed = self.seal.seal(path, data)
+
+        def attempt(is_retry: bool) -> None:
+            self._put(path, sealed)
+            self._count(writes=1, bytes_written=len(sealed))
+
+        self._repeat("put", _checked(path), attempt, deadline)
+
+    def get(self, path: str, *, max_bytes: int, deadline: float | None = None) -> bytes | None:
+        """Read an object. Errors: see `create`.
+
+        Args:
+            path: the path of the object.
+            max_bytes: the limit of its size; it is checked before the object is read.
+            deadline: see `create`.
+
+        Returns:
+            the content; None: the object is absent, or refused, which is counted.
+        """
+
+        def attempt(is_retry: bool) -> bytes | None:
+            try:
+                data = self._get(path, max_bytes + Seal.num_bytes)
+            except TooLarge:
+                self._count(reads=1, refused=1)
+                return None
+            content = None if data is None else self.seal.open(path, data)
+            is_refused = data is not None and content is None
+            self._count(reads=1, bytes_read=0 if data is None else len(data), refused=int(is_refused))
+            return content
+
+        return self._repeat("get", _checked(path), attempt, deadline)
+
+    def list(self, prefix: str = "", *, deadline: float | None = None) -> dict[str, str]:
+        """The objects below a path of whole parts ("": all), each with a text that changes when the object changes.
+
+        Objects whose paths `create` would refuse are left out. Errors: see `create`.
+        """
+
+        def attempt(is_retry: bool) -> dict[str, str]:
+            found = self._list(folder)
+            self._count(lists=1)
+            return {path: tag for path, tag in found.items() if _PATH.fullmatch(path)}
+
+        folder = _checked(prefix.rstrip("/")) if prefix else ""
+        return self._repeat("list", folder, attempt, deadline)
+
+    def delete(self, paths: Iterable[str], *, deadline: float | None = None) -> None:
+        """Delete objects; absent ones are ignored. Errors: see `create`."""
+        checked = [_checked(path) for path in paths]
+
+        def attempt(is_retry: bool) -> None:
+            self._delete(checked)
+            self._count(deletes=1)
+
+        if checked:
+            self._repeat("delete", ", ".join(checked[:3]), attempt, deadline)
+
+    def close(self) -> None:
+        """Let calls under way end after their present try. Idempotent."""
+        self._is_closed = True
+
+    @abstractmethod
+    def _create(self, path: str, data: bytes) -> bool:
+        """Write an object unless there is one; returns whether it was written."""
+
+    @abstractmethod
+    def _put(self, path: str, data: bytes) -> None:
+        """Write an object."""
+
+    @abstractmethod
+    def _get(self, path: str, max_bytes: int) -> bytes | memoryview | None:
+        """Read an object; None: it is absent. Raises TooLarge."""
+
+    @abstractmethod
+    def _list(self, prefix: str) -> dict[str, str]:
+        """The objects below a path, with their tags."""
+
+    @abstractmethod
+    def _delete(self, paths: Iterable[str]) -> None:
+        """Delete objects that are there."""
+
+    def _is_own(self, path: str, sealed: bytes) -> bool:
+        """Whether the object is equal to this one."""
+        try:
+            found = self._get(path, len(sealed))
+        except TooLarge:
+            return False
+        if found is None:
+            raise Transient("an object is there, and it cannot be read yet")
+        self._count(reads=1, bytes_read=len(found))
+        return found == sealed
+
+    def _repeat(self, verb: str, path: str, attempt: Callable[[bool], T], deadline: float | None) -> T:
+        """Return the result of the first try that succeeds; see [Note: retries]."""
+        start = self.clock.now()
+        limit = start + self.timeout if deadline is None else deadline
+        for num_tries in itertools.count(1):
+            try:
+                result = attempt(num_tries > 1)
+                self._note_answer()
+                return result
+            except (Permanent, Transient) as error:
+                now = self.clock.now()
+                text = (
+                    f"{verb} {path!r} in {self.address} failed after {now - start:.1f} s, "
+                    f"{num_tries} {'try' if num_tries == 1 else 'tries'}: {error}"
+                )
+                if isinstance(error, Permanent):
+                    raise MailboxError(f"{text}; {error.remedy}") from error
+                if now >= limit or self._is_closed:
+                    remedy = "see whether this machine reaches the store, or give a longer timeout"
+                    raise Unavailable(f"{text}; {remedy}") from error
+                pause = self._note_failure(text, now, num_tries)
+            self.clock.sleep(min(pause, limit - now))
+        raise AssertionError("count() has no end")
+
+    def _note_failure(self, text: str, now: float, num_tries: int) -> float:
+        """Count a failed try, and log an outage; returns the pause before the next try, in seconds."""
+        with self._lock:
+            self.counts.retries += 1
+            is_outage = num_tries > 1 and self._failing_since is None
+            if is_outage:
+                self._failing_since = now
+            jitter = self._random.uniform(0.5, 1.0)
+        if is_outage:
+            log.warning("%s; it is tried again until its deadline", text)
+        return float(jitter * min(_FIRST_PAUSE * 2.0 ** min(num_tries - 1, 10), _LONGEST_PAUSE))
+
+    def _note_answer(self) -> None:
+        with self._lock:
+            since, self._failing_since = self._failing_since, None
+        if since is not None:
+            log.warning("%s answers again, after %.1f s without", self.address, self.clock.now() - since)
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self.counts, name, getattr(self.counts, name) + count)
+
+
+def _checked(path: str) -> str:
+    if not _PATH.fullmatch(path):
+        raise ValueError(
+            f"got the path {path!r}, expected parts of letters, digits and _=+-. with / between them, none of which "
+            "begins with a dot"
+        )
+    return path

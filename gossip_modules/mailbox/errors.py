@@ -1,0 +1,32 @@
+"""The errors of the mailbox, and those of single tries, which its media translate into them."""
+
+from __future__ import annotations
+
+
+class MailboxError(OSError):
+    """A store of objects refuses a request, or does not answer. The text names address, path, verb and remedy."""
+
+
+class Unavailable(MailboxError):
+    """A store of objects has not answered before the deadline; it may answer later."""
+
+
+class Transient(Exception):
+    """A try has failed, and a later one may succeed."""
+
+
+class Permanent(Exception):
+    """A try has failed, and so would any other one.
+
+    Args:
+        reason: the error of the store.
+        remedy: the part of the error text that says what to change.
+    """
+
+    def __init__(self, reason: object, *, remedy: str) -> None:
+        super().__init__(str(reason))
+        self.remedy = remedy
+
+
+class TooLarge(Exception):
+    """An object is larger than its reader allows; it was not read."""
