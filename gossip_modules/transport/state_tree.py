@@ -19,6 +19,13 @@ _TYPES: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in (_MAPPIN
 _FACTORIES: dict[Any, str] = {None: "", **{kind: kind.__name__ for kind in (bool, dict, float, int, list, str)}}
 _MAKES = {name: factory for factory, name in _FACTORIES.items()}  # by which a defaultdict is filled
 
+_DTYPES = {  # quantized tensors have more than numbers
+    str(kind).removeprefix("torch."): kind
+    for kind in vars(torch).values()
+    if isinstance(kind, torch.dtype) and not str(kind).startswith("torch.q")
+}
+_MAX_DIMENSIONS, _MAX_NUMBERS = 64, 1 << 48
+
 
 def encode(state: Any) -> tuple[Any, list[Tensor]]:
     """A tree of dicts, lists, tuples, numbers, strings and tensors as JSON values, and its tensors, as they are.
@@ -107,8 +114,8 @@ def pack(state: Any) -> tuple[Tensor, list[Tensor]]:
         TypeError: see `encode`.
     """
     header, tensors = encode(state)
-    specs = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors]
-    return torch.frombuffer(bytearray(json.dumps([header, specs]).encode()), dtype=torch.uint8), tensors
+    text = json.dumps([header, specs_of(tensors)])
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), tensors
 
 
 def unpack(text: Tensor, *, max_bytes: int = 1 << 40) -> tuple[Any, list[Tensor]]:
@@ -118,16 +125,37 @@ def unpack(text: Tensor, *, max_bytes: int = 1 << 40) -> tuple[Any, list[Tensor]
         ValueError: `pack` has not made it.
     """
     header, specs = json.loads(bytes(text.tolist()))
-    tensors, total = [], 0
-    for name, shape in specs:
-        dtype = getattr(torch, name)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"got a tensor of dtype {name!r}, expected one of torch")
-        total += math.prod(shape) * dtype.itemsize
-        if total > max_bytes:
-            raise ValueError(f"got a state of more than {max_bytes} bytes, expected less: it is of another job")
-        tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
-    return header, tensors
+    if num_bytes_of(specs) > max_bytes:
+        raise ValueError(f"got a state of more than {max_bytes} bytes, expected less: it is of another job")
+    return header, empty_tensors(specs)
+
+
+def specs_of(tensors: Sequence[Tensor]) -> list[tuple[str, list[int]]]:
+    """The dtypes and shapes of tensors, for JSON."""
+    return [(str(x.dtype).removeprefix("torch."), list(x.shape)) for x in tensors]
+
+
+def num_bytes_of(specs: Any) -> int:
+    """The bytes of tensors of these dtypes and shapes together.
+
+    Raises:
+        ValueError: `specs_of` has not made them.
+    """
+    total = 0
+    try:
+        for name, shape in specs:
+            is_shape = len(shape) <= _MAX_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
+            if not is_shape or math.prod(max(size, 1) for size in shape) > _MAX_NUMBERS:  # [2^60, 0] has large strides
+                raise ValueError("no shape")
+            total += math.prod(shape) * _DTYPES[name].itemsize
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"got {error!r}, expected dtypes and shapes of tensors") from error
+    return total
+
+
+def empty_tensors(specs: Any) -> list[Tensor]:
+    """New tensors of these dtypes and shapes, which `num_bytes_of` has checked."""
+    return [torch.empty(shape, dtype=_DTYPES[name], device="cpu") for name, shape in specs]
 
 
 def bytes_of(x: Tensor) -> Tensor:
