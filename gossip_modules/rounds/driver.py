@@ -217,16 +217,9 @@ class Driver(State):
         Returns:
             A job that answers the first request, in any thread.
         """
-        vector = Vector.of(x)
-        self.begin_round(vector, t, k)
+        self.begin_round(Vector.of(x), t, k)
+        self._let_go(x, keeps_sent=keeps_sent)
         opened = self.open_round
-        if opened is not None and isinstance(opened.request, Mix | Average) and opened.request.x is vector:
-            sent = x.clone()
-            opened.v.x = SentVector(sent.parameters, sent)
-            opened.request = replace(opened.request, x=opened.v.x)
-        elif opened is not None and opened.request is not None:
-            opened.v.sent = Vector.of(x.clone()) if keeps_sent else None
-            opened.v.x = Vector(())  # the round reads the model again when it arrives
 
         def answer() -> float:
             if opened is not None and opened.request is not None:
@@ -234,6 +227,19 @@ class Driver(State):
             return 1.0
 
         return answer
+
+    def _let_go(self, x: FlatVector, *, keeps_sent: bool) -> None:
+        """Copy as much of the model x as the open round needs of it; training may then change x."""
+        opened = self.open_round
+        if opened is None or opened.request is None:
+            return
+        if isinstance(opened.request, Mix | Average) and opened.request.x is opened.v.x:
+            sent = x.clone()
+            opened.v.x = SentVector(sent.parameters, sent)
+            opened.request = replace(opened.request, x=opened.v.x)
+        else:
+            opened.v.sent = Vector.of(x.clone()) if keeps_sent else None
+            opened.v.x = Vector(())  # the round reads the model again when it arrives
 
     def arrive(self, x: FlatVector, *, kept: float) -> None:
         """End the round that departed.

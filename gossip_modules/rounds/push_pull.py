@@ -358,7 +358,7 @@ class PushPull(Mixer):
 
 
 _MAX_PLANS = 4096  # the number of plans to keep; graphs with a longer period plan each round again
-_LEAST_WEIGHT = 1 / 4  # see [Note: weights that run dry]
+LEAST_WEIGHT = 1 / 4  # see [Note: weights that run dry]
 
 
 Peers: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -395,7 +395,7 @@ class Neighbours:
 
     [Note: weights that run dry] A directed graph with failed ranks may lead to a few ranks only. Until there is a new
     graph, the weights of the other ranks then halve in every round. The optimizer steps x = z w, so its step of their z
-    would double in every round. So a rank that has lost peers and whose weight is less than `_LEAST_WEIGHT` keeps its
+    would double in every round. So a rank that has lost peers and whose weight is less than `LEAST_WEIGHT` keeps its
     weight: it sends zeros, and takes back the shares of all its out-peers. Sums are kept as before.
 
     Args:
@@ -434,7 +434,7 @@ class Neighbours:
                 self._plans[t % self._period] = plan
         self.t, self.left_out = t, frozenset()
         self.out_peers, self.in_peers, self.weights, self.buffer_weights = plan
-        self.keeps_all = self._sends_shares and bool(self._transport.lost) and weight.item() < _LEAST_WEIGHT
+        self.keeps_all = self._sends_shares and bool(self._transport.lost) and weight.item() < LEAST_WEIGHT
         if self.keeps_all:
             self._take_back(self.out_peers)
 

@@ -56,6 +56,8 @@ class Rounds(Mixer):
         is_delayed: whether rounds of this algorithm are in flight between two steps.
     """
 
+    make_driver: type[Driver] = Driver
+
     drivers: list[Driver] = branch(name="fragments")
     _agreed: AgreedDelay | None = branch(is_flat=True)
     _whole: Vector | None = transient(None)  # the model of the last round
@@ -67,7 +69,7 @@ class Rounds(Mixer):
         num_fragments, delay = (1, 0) if self._times is None else (self._times.num_fragments, self._times.delay)
         self._agreed = None if delay != "auto" or self._times is None else AgreedDelay(self._times.sync_every - 1)
         self.is_delayed = bool(delay)
-        self.drivers = [Driver(algorithm, plain) for _ in range(num_fragments)]
+        self.drivers = [self.make_driver(algorithm, plain) for _ in range(num_fragments)]
         self.keeps_models = algorithm.keeps_models
         # With a delay, a model that is not finite must not enter a round, since the round cannot be left out later.
         self.is_skippable = algorithm.is_skippable and not algorithm.can_recover and not delay

@@ -34,6 +34,14 @@ class ModelWorld:
         """See the arguments."""
         return self._sharers
 
+    def enter(self) -> None:
+        """Come to the others, when the model is ready for its first step."""
+
+    @property
+    def own_name(self) -> str | None:
+        """The name of this worker in statistics; None: its rank."""
+        return None
+
     def at_step(self) -> bool:
         """Begin the generation that is due, at the safe point of a training step.
 

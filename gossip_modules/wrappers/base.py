@@ -37,7 +37,6 @@ from .averaging import AveragingMixin
 from .checkpoint import Checkpoint
 from .composition import check_inside, check_optimizers, check_outside, check_sharding, claim, release
 from .local_model import LocalModel
-from .participant import Participant
 from .replica import find_difference_in_replica, make_replica
 from .state import (
     KEY,
@@ -130,8 +129,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
             local.loop.turn.limit = 2 * local.transport.timeout.total_seconds()
         local.start_training()
         local.watch_changes()
-        if isinstance(local.world, Participant):
-            local.world.membership.attach(local.world)
+        local.world.enter()
         claim(self)
 
     def _open(self, links: Links, *, init_sync: bool, ranks: Sequence[int] | None = None) -> ProcessGroupTransport:
@@ -498,8 +496,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
     @property
     def worker(self) -> str:
         """See `AveragingMixin`."""
-        world = self._local.world
-        return world.membership.own_name if isinstance(world, Participant) else super().worker
+        return self._local.world.own_name or super().worker
 
     @property
     def _bytes_sent(self) -> int:

@@ -121,6 +121,15 @@ class Participant(ModelWorld):
         node = self.membership.node
         return None if node is None or node.vote is None else node.control
 
+    def enter(self) -> None:
+        """See `ModelWorld`."""
+        self.membership.attach(self)
+
+    @property
+    def own_name(self) -> str:
+        """See `ModelWorld`."""
+        return self.membership.own_name
+
     def at_step(self) -> bool:
         """See `ModelWorld`."""
         if self.local.engine.needs_generation:
