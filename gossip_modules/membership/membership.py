@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .. import extras
 from ..transport.deadline import Deadline, as_timeout
 from ..transport.uncaught_errors import stay
 from ..version import __version__
@@ -50,11 +51,13 @@ class Membership:
 
     Args:
         store: "host:port", where `python -m gossip_modules.membership.serve` runs; "file:path", the file with its
-            address, so that you can start it again elsewhere; or a `torch.distributed.Store`.
+            address, so that you can start it again elsewhere; or a `torch.distributed.Store`. An address with "://",
+            such as "s3://bucket/run", is a mailbox: see `MailMembership`, which has other arguments.
         min_workers: the number of workers of the first generation; later workers join. If its workers ask for different
             numbers, the largest counts, and the others warn.
         max_workers: the largest number of workers, equal on all workers. Further workers are refused; 0: any number.
         name: the name of the job, if several jobs share a store.
+        options: for a mailbox only: see `MailMembership`.
         description: other facts to be equal on all workers, by name. Values are compared as text. A worker with other
             values is refused; the error names both sides.
         timeout: the limit of every wait, in seconds or as a timedelta. Other workers wait that long only for a live
@@ -85,6 +88,16 @@ class Membership:
         ...     optimizer.step()
     """
 
+    is_by_mail: bool = False
+    """Whether workers share a place for objects, and have no connections: see `MailMembership`."""
+
+    def __new__(cls, store: dist.Store | str, **options: Any) -> Membership:
+        """Make a membership, or the one of a mailbox, for an address with "://"."""
+        if cls is Membership and isinstance(store, str) and "://" in store:
+            kind: type[Membership] = extras.load("mailbox.membership:MailMembership")
+            return object.__new__(kind)
+        return object.__new__(cls)
+
     def __init__(
         self,
         store: dist.Store | str,
@@ -98,7 +111,13 @@ class Membership:
         on_partition: str = "majority",
         host: str | None = None,
         description: Mapping[str, object] | None = None,
+        **options: Any,
     ) -> None:
+        if options:
+            raise ValueError(
+                f"got {', '.join(options)} with the store {store!r}, expected the address of a mailbox, whose rounds "
+                "have them, such as 's3://bucket/run', 'file:///folder' or 'store://host:port/run'"
+            )
         check_numbers(min_workers, max_workers, interval, min_deadline)
         check_places(store, name, host, on_partition)
         own_description = as_description(description)

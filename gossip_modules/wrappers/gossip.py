@@ -221,6 +221,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         self, membership: Membership, chosen: Choices, links: Links, g: int, *, init_sync: bool
     ) -> tuple[MixingManager, Mixer]:
         """Take part in a membership; g: the processes of this worker."""
+        if isinstance(membership, Membership) and membership.is_by_mail:
+            return self._enter_mailbox(membership, chosen, links, g, init_sync=init_sync)
         group = links.process_group if g == 1 else None  # else it connects the processes of the node
         given: dict[str, Any] = {"group": group, "comm_device": links.comm_device, "timeout": links.timeout}
         check_elastic(membership, graph=chosen.graph, mixing=chosen.mixing, init_sync=init_sync, **given)
@@ -238,6 +240,27 @@ class GossipDataParallel(GossipWrapper, Joinable):
         processes = {"shards": [tuple(mesh.shape) for mesh in meshes_of(self.module)]} if is_sharded else {}
         self._describe(chosen, choose(8), mixer, **(processes if g == 1 else {"nprocs_per_node": g}))
         return choose(1), mixer
+
+    def _enter_mailbox(
+        self, membership: Any, chosen: Choices, links: Links, g: int, *, init_sync: bool
+    ) -> tuple[MixingManager, Mixer]:
+        """Take part in a run over a mailbox."""
+        given: dict[str, tuple[object, object]] = {
+            "process_group": (links.process_group, None),
+            "comm_device": (links.comm_device, None),
+            "overlap": (self._overlap, False),
+            "nprocs_per_node": (g, 1),
+            "init_sync": (init_sync, True),
+        }
+        if unfit := [f"{name}={value}" for name, (value, default) in given.items() if value != default]:
+            raise ValueError(
+                f"got {', '.join(unfit)} with a mailbox, expected none of them: one process is one worker, it sends "
+                "objects of host memory, and rounds that take long go on under training by themselves; leave them out"
+            )
+        chosen.check(overlap=False, init_sync=True, nprocs_per_node=1)
+        mixing, mixer = membership.world_of(self._local, chosen)
+        self._describe(chosen, mixing, mixer)
+        return mixing, mixer
 
     def _describe(self, chosen: Choices, mixing: MixingManager, mixer: Mixer, **options: object) -> None:
         """Note what the ranks must agree on, by name."""

@@ -1,0 +1,499 @@
+"""MailRounds and MailDriver: the rounds of an algorithm whose requests are answered by objects of a medium."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..flat.layout import FlatLayout
+from ..flat.vector import FlatVector
+from ..mixing_manager.base import MixingManager
+from ..rounds.algorithm import Algorithm
+from ..rounds.driver import Driver
+from ..rounds.memory import Memory
+from ..rounds.messages import Message, MessageBuffer, Received
+from ..rounds.mixer import Mixer
+from ..rounds.periodic import Periodic
+from ..rounds.requests import Average, Gather, Mix, Reply, Request, RoundLost, Share, Vectors, next_request
+from ..rounds.rounds import Rounds
+from ..rounds.vector import Vector
+from ..state import branch, is_of_one_worker, leaf
+from ..transport.base import Transport
+from ..transport.change_board import digest_of
+from ..worlds.world import ALONE, ModelWorld
+from .job import Job
+from .rounds import Close, Outcome, Sent, Stream
+from .task import Task
+
+_LATE = "late"  # the vector of the memory with the rounds that a late drift has missed
+_KINDS = {Average: "average", Gather: "average", Mix: "mix", Share: "mix"}
+_EXTRA = 1 << 16  # bytes of a message beside its tensors
+
+
+class Written(Mixer):
+    """A mixer that writes the result of a round which the medium has already."""
+
+    def __init__(self) -> None:
+        self.write: Callable[[FlatVector], None] | None = None
+
+    def start(self, s: FlatVector, t: int) -> None:
+        """See `Mixer`: the message was sent before."""
+
+    def finish(self, s: FlatVector) -> None:
+        """See `Mixer`."""
+        assert self.write is not None, "the driver has the outcome of the round"
+        self.write(s)
+
+
+class Notes(Protocol):
+    """Is told of a round that has ended."""
+
+    def __call__(self, kind: str, close: Close, *, counts: bool) -> None: ...
+
+
+class MailDriver(Driver):
+    """Runs the rounds of an algorithm on one vector, with the messages of a `Stream`.
+
+    A round begins as everywhere: the algorithm runs to its first request. The payload of the request is the message of
+    this worker, and the close of the round is the reply:
+
+        Average(x)   x <- the mean over the workers of the close
+        Gather(q)    the messages of the workers of the close, in order
+        Mix(x)       x <- sum_j W_ij x_j, with the graph for as many workers as the close has
+        Share(q)     the messages of the in-peers of this graph, with the weights of W - I
+
+    So both ends of an edge leave out the same workers, and symmetric weights keep the mean over the close.
+
+    [Note: Late drifts] A round whose close lacks this worker throws `RoundLost` into the algorithm: the model and the
+    memory stay. The worker trains on, and its drift is measured from the anchor at which it began. At its next round it
+    applies the rounds that it has missed to its memory: it runs each of them with the mean of the close as the reply,
+    so its anchor and its outer momentum become those of the others. The sum of these changes of the anchor is the
+    vector "late". The round then begins with x + late, whose distance to the new anchor is the distance of x to the old
+    one. When a close has the worker, "late" becomes zero.
+
+    [Note: In flight] A worker waits at most `grace` seconds for a close, and then trains on with the round in flight.
+    The round ends at the first step at which its close is there, and the steps since then are kept:
+    x <- phi + (x - s), with s the model that was sent. The next round waits until this one has ended.
+
+    Args:
+        algorithm, plain: see `Driver`.
+
+    Attributes:
+        notes: told of the end of each round.
+        next: for each kind of round, the number of the first one that this memory does not contain.
+        task: the message and the outcome of the round in flight; None: no round is in flight.
+    """
+
+    next: dict[str, int] = leaf({})
+
+    def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
+        super().__init__(algorithm, plain)
+        self.name = "0"
+        self.task: Task[Outcome] | None = None
+        self.notes: Notes | None = None
+        self._written = Written()
+        self._layout: FlatLayout | None = None
+        self._outcome: Outcome | None = None
+        self._unshifted: FlatVector | None = None
+
+    def join_run(self, job: Job, name: str, choose: Callable[[int], MixingManager]) -> None:
+        """Answer requests by the objects of a run.
+
+        Args:
+            job: this worker in the run.
+            name: the name of the fragment.
+            choose: the weights for a number of workers.
+        """
+        self.job, self.name, self._choose = job, name, choose
+
+    def bind(self, mixing: MixingManager, transport: Transport, world: ModelWorld = ALONE) -> None:
+        """See `Driver`."""
+        super().bind(mixing, transport, world)
+        self.stamps.is_needed, self.stamps.is_agreed, self.stamps.has_tried = False, True, True
+
+    def begin(self, x: FlatVector, k: int, *, is_due: bool) -> bool:
+        """See `Driver`.
+
+        Raises:
+            ValueError: other tensors are trained than at the start of the run.
+        """
+        if self._layout is not None and x.layout != self._layout:
+            raise ValueError(
+                f"{self.algorithm}: got other trained tensors than before, expected the same tensors in all rounds of "
+                "a run over a mailbox, since its workers change them at different times; freeze and unfreeze layers "
+                "before the model is wrapped, or begin a new run at another address"
+            )
+        self._layout, has_joined = x.layout, self._has_joined
+        has_changed = super().begin(x, k, is_due=is_due)
+        if has_joined and self.algorithm.has_equal_memory:
+            self.start_at_anchor(x, k)
+            has_changed = True
+        return has_changed
+
+    # A round.
+
+    def _stream(self, kind: str, layout: FlatLayout) -> Stream:
+        return Stream(self.job, f"{self.name}-{kind}", max_bytes=2 * layout.num_bytes + _EXTRA)
+
+    def post(self, x: FlatVector, k: int) -> None:
+        """Begin a round, and send its message in a thread.
+
+        Args:
+            x: the model; mutated if this worker was late.
+            k: the number of optimizer steps so far.
+        """
+        kind = "average" if self.algorithm.averages_at(k) else "mix"
+        stream = self._stream(kind, x.layout)
+        self.catch_up(x, k, kind)
+        self._unshifted = self._shift(x)
+        number = self.next.get(kind, 0)
+        self.begin_round(Vector.of(x), number, k)
+        opened = self.open_round
+        if opened is None or opened.request is None:
+            raise ValueError(
+                f"got a round of {self.algorithm} without a request, expected one message in each round over a mailbox"
+            )
+        request = opened.request
+        header = {"layout": digest_of([str(x.layout)]), "numbers": list(getattr(request, "numbers", ())), "step": k}
+        send = stream.post(number, header, self._payload(request))
+        wanted = self._wanted(request, number)
+        self.task = Task(self.job.clock, lambda: send(wanted), name=f"mailbox-{stream.name}")
+
+    def _payload(self, request: Request) -> Sequence[Tensor]:
+        """The tensors of the message for a request; the buffers of the model are in it."""
+        match request:
+            case Average(x) | Mix(x):
+                for b, own in zip(x.buffers, self._buffers, strict=False):
+                    b.copy_(own)
+                return [s for s in x.whole.segments if s.numel()]
+            case Gather(message) | Share(message):
+                message.fill_others(self._buffers)
+                return [message.buffer.raw]
+        raise ValueError(
+            f"got the request {type(request).__name__} of {self.algorithm} over a mailbox, expected Average, Gather, "
+            "Mix or Share; take an algorithm without links between pairs"
+        )
+
+    def _wanted(self, request: Request, number: int) -> Callable[[Close], Collection[int] | None]:
+        own = self.job.number
+
+        def wanted(close: Close) -> Collection[int] | None:
+            if isinstance(request, Average):
+                return None
+            if isinstance(request, Gather) or own not in close.members:
+                return close.members
+            rank, mixing = close.members.index(own), self._choose(len(close.members))
+            return {close.members[j] for j in (rank, *mixing.graph.in_peers(rank, number))}
+
+        return wanted
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the outcome of the round in flight is there."""
+        return self.task is not None and self.task.is_done
+
+    def wait(self) -> bool:
+        """Wait for the outcome of the round in flight, for `grace` seconds and two looks at most."""
+        assert self.task is not None, "a round is in flight"
+        settings = self.job.settings
+        return self.task.wait(settings.grace + 2 * settings.poll)
+
+    def detach(self, x: FlatVector) -> None:
+        """Let training go on with the round in flight; x is mutated if this worker was late."""
+        self._let_go(x, keeps_sent=True)
+        if self._unshifted is not None:
+            x.copy_(self._unshifted)
+            if self.open_round is not None and self.open_round.v.sent is not None:
+                self.open_round.v.sent = Vector.of(self._unshifted)
+            self._unshifted = None
+
+    def land(self, x: FlatVector, *, kept: float, is_now: bool) -> None:
+        """End the round in flight, whose outcome is there.
+
+        Args:
+            x: the model, mutated.
+            kept: see `Driver.arrive`.
+            is_now: whether x is still the model that was sent.
+        """
+        assert self.task is not None, "a round is in flight"
+        assert self.open_round is not None, "a round is in flight"
+        outcome, self.task = self.task.result(), None
+        self._outcome = outcome
+        opened, counts = self.open_round, self.job.number in outcome.close.members
+        try:
+            assert opened.request is not None, "the round has a request"
+            kind = _KINDS[type(opened.request)]
+            opened.reply = self.answer(opened.request) if counts else RoundLost
+            if is_now:
+                self.go_on(opened.reply)
+                self._run_to_end()
+                self._end_round(Vector.of(x), 0.0)
+            else:
+                self.arrive(x, kept=kept)
+        finally:
+            self._outcome = None
+        if counts:
+            self.next[kind] = outcome.close.number + 1
+            self.memory.forget(_LATE)
+            self._unshifted = None
+        elif self._unshifted is not None:
+            x.copy_(self._unshifted)
+            self._unshifted = None
+        if self.notes is not None:
+            self.notes(kind, outcome.close, counts=counts)
+
+    # Replies.
+
+    def _reply_to(self, request: Request, v: Vectors) -> Reply:
+        """See `Driver`: the outcome is there."""
+        outcome, own = self._outcome, self.job.number
+        if outcome is None:
+            raise ValueError(
+                f"got a second request in a round of {self.algorithm}, expected one: a round over a mailbox has one "
+                "message; take an outer method, such as DiLoCo or NoLoCo"
+            )
+        members = outcome.close.members
+        v.num_ranks = len(members)
+        v.rank = members.index(own) if own in members else 0
+        self.own_buffer_weight = 1 / v.num_ranks
+        match request:
+            case Average(x):
+                self._written.write = lambda s: _copy_to(s, outcome.mean)
+                self._mix(x, v, self._written)
+                self._set_weight(v)
+                return _numbers(outcome.mean)
+            case Gather(message):
+                rows = [outcome.messages[j] for j in members]
+                self._average_buffers(message, rows)
+                received = Received([(1.0, _message(message, sent)) for sent in rows], members)
+                received.numbers = torch.tensor([sent.header.get("numbers", ()) for sent in rows], dtype=torch.float64)
+                return received
+            case Mix(x):
+                self._written.write = lambda s: self._combine(s, v)
+                self._mix(x, v, self._written)
+            case Share(message):
+                row = self._row(v)
+                messages = {j: _message(message, outcome.messages[members[j]]) for j in row}
+                pairs = [(weight - (j == v.rank), messages[j]) for j, weight in row.items()]
+                return Received(pairs, [members[j] for j in row])
+        return None
+
+    def _row(self, v: Vectors) -> dict[int, float]:
+        """The weights of the own message and of its in-peers, by position in the close."""
+        mixing = self._choose(v.num_ranks)
+        weights = mixing.weights(v.rank, v.t)
+        return {v.rank: weights.own, **weights.inp}
+
+    def _combine(self, s: FlatVector, v: Vectors) -> None:
+        """s <- sum_j W_ij s_j, by the messages of the outcome."""
+        assert self._outcome is not None, "the round has ended"
+        members, row = self._outcome.close.members, self._row(v)
+        others = {j: s.like() for j in row if j != v.rank}
+        for j, other in others.items():
+            _copy_to(other, self._outcome.messages[members[j]])
+        s.combine_(row[v.rank], list(others.values()), [row[j] for j in others])
+
+    def _average_buffers(self, message: Message, rows: Sequence[Sent]) -> None:
+        for k, own in enumerate(self._buffers):
+            fields = [_message(message, sent).others[k] for sent in rows]
+            total = torch.zeros_like(own, dtype=torch.float64 if own.dtype == torch.float64 else torch.float32)
+            for field in fields:
+                total.add_(field)
+            own.copy_(total.div_(len(rows)))
+
+    # Missed rounds.
+
+    def catch_up(self, x: FlatVector, k: int, kind: str) -> None:
+        """Apply the rounds that this worker has missed to its memory: see [Note: Late drifts].
+
+        Args:
+            x: the model; not changed.
+            k: the number of optimizer steps so far.
+            kind: the kind of the rounds.
+        """
+        stream, replays = self._stream(kind, x.layout), kind == "average" and self.algorithm.has_equal_memory
+        while (close := stream.close_of(self.next.get(kind, 0))) is not None:
+            if replays:
+                self._replay(x, k, stream, close)
+            self.next[kind] = close.number + 1
+
+    def _replay(self, x: FlatVector, k: int, stream: Stream, close: Close) -> None:
+        memory, algorithm = self.memory, self.algorithm
+        copy = Vector.of(x.clone())
+        v = self._vectors(copy, close.number)
+        kept = {
+            name: [part.clone() for part in entry.vector.parts]
+            for name, entry in memory.entries.items()
+            if is_of_one_worker(entry.policies)
+        }
+        numbers, own_buffers = dict(memory.numbers), self._buffers
+        algorithm.recover(v, memory)
+        before = [part.clone() for part in copy.parts]
+        self._buffers = [b.clone() for b in copy.buffers]
+        generator = algorithm.round(v, memory, k)
+        request = next_request(generator, None)
+        assert request is not None, "a round that averages has a request"
+        self._outcome = stream.outcome(close, self._wanted(request, close.number))
+        try:
+            next_request(generator, self._reply_to(request, v))
+        finally:
+            self._outcome, self._buffers = None, own_buffers
+        memory.end_round()
+        memory.numbers = numbers
+        for name, parts in kept.items():
+            memory.entries[name].vector.set_(Vector(parts))
+        algorithm.recover(v, memory)
+        late = self._late(memory)
+        for change, after, part in zip(late.parts, copy.parts, before, strict=True):
+            change.add_(after).sub_(part)
+
+    def _late(self, memory: Memory) -> Vector:
+        late = memory.vector(_LATE, join="zero")
+        memory.missing = [name for name in memory.missing if name != _LATE]  # no version of an algorithm has it
+        return late
+
+    def _shift(self, x: FlatVector) -> FlatVector | None:
+        """x <- x + late; returns a copy of x from before. None: this worker was not late."""
+        self.memory.fit(Vector.of(x))
+        if not self.memory.has(_LATE):
+            return None
+        before = x.clone()
+        Vector.of(x).add_(self._late(self.memory))
+        return before
+
+    def start_at_anchor(self, x: FlatVector, k: int) -> None:
+        """x <- the newest anchor, after the missed rounds; for a worker that has just joined."""
+        self.memory.fit(Vector.of(x))
+        self.catch_up(x, k, "average")
+        self.memory.forget(_LATE)
+        self._recover(x)
+
+
+def _copy_to(s: FlatVector, sent: Sent | None) -> None:
+    """s <- the tensors of a message."""
+    assert sent is not None, "the round has the message"
+    for segment, tensor in zip((s for s in s.segments if s.numel()), sent.tensors, strict=True):
+        segment.copy_(tensor)
+
+
+def _numbers(mean: Sent | None) -> Tensor | None:
+    assert mean is not None, "the round has a mean"
+    rows = mean.header["numbers"]
+    return torch.tensor(rows, dtype=torch.float64, device="cpu") if rows and rows[0] else None
+
+
+def _message(like: Message, sent: Sent) -> Message:
+    """The message of a worker, with the fields and the code of the own one."""
+    (raw,) = sent.tensors
+    return like.reply_in(MessageBuffer(like.buffer.sizes, raw.to(like.buffer.raw.device)))
+
+
+class MailRounds(Rounds):
+    """The rounds of an algorithm over a mailbox: see `MailDriver` and [Note: In flight] there.
+
+    Args:
+        algorithm, plain: see `Rounds`.
+    """
+
+    make_driver = MailDriver
+    drivers: list[MailDriver] = branch(name="fragments")  # type: ignore[assignment]
+
+    def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
+        super().__init__(algorithm, plain)
+        outer = algorithm.parts[0]
+        self._times = outer if isinstance(outer, Periodic) else None
+        self.is_delayed = True
+        self.is_skippable = False  # a model that is not finite must not enter a round
+
+    def join_run(self, job: Job, choose: Callable[[int], MixingManager], notes: Notes) -> None:
+        """Answer requests by the objects of a run: see `MailDriver.join_run`.
+
+        Args:
+            job: see `MailDriver.join_run`.
+            choose: see `MailDriver.join_run`.
+            notes: told of the end of each round of the first fragment.
+        """
+        for p, driver in enumerate(self.drivers):
+            driver.join_run(job, str(p), choose)
+        self.drivers[0].notes = notes
+
+    def recover(self, x: FlatVector) -> None:
+        """x <- the anchors of all fragments."""
+        self._cut(x)
+        for p, driver in enumerate(self.drivers):
+            with self._part(p, x) as part:
+                driver.memory.fit(Vector.of(part))
+                driver._recover(part)
+
+    def begin(self, x: FlatVector, k: int = 0) -> bool:
+        """See `Rounds`; also ends the rounds in flight whose outcome is there."""
+        has_changed = super().begin(x, k)
+        return self._land_all(x, k) or has_changed
+
+    def _starting_at(self, k: int) -> Sequence[int]:
+        return [0] if self._times is None else self._times.starting_at(k)
+
+    def finish(self, s: FlatVector) -> None:
+        """See `Mixer`."""
+        starting = self._starting_at(self.k) or ([0] if self.algorithm.is_due(self.k) else [])
+        delay = 0 if self._times is None else self._times.delay
+        for p in starting:
+            driver = self.drivers[p]
+            if driver.task is not None and driver.wait():  # a round of before
+                self._land_one(p, s, is_now=False)
+            if driver.task is None:
+                with self._part(p, s) as part:
+                    driver.post(part, self.k)
+                    if driver.task is not None:
+                        self._wait_or_detach(driver, part, waits=not delay)
+
+    def _wait_or_detach(self, driver: MailDriver, part: FlatVector, *, waits: bool) -> None:
+        if waits and driver.wait():
+            driver.land(part, kept=0.0, is_now=True)
+        else:
+            driver.detach(part)
+
+    def _land_all(self, x: FlatVector, k: int) -> bool:
+        """End the rounds in flight that are due; returns whether x was written."""
+        has_changed = False
+        for p, driver in enumerate(self.drivers):
+            opened = driver.open_round
+            if driver.task is None or opened is None:
+                continue
+            delay = self._times.delay if self._times is not None else 0
+            assert isinstance(delay, int), "the wrapper refuses delay='auto' over a mailbox"
+            is_due = k >= opened.k + delay and (driver.is_ready or (k == opened.k + delay > opened.k and driver.wait()))
+            if is_due:
+                self._land_one(p, x, is_now=False)
+                has_changed = True
+        return has_changed
+
+    def _land_one(self, p: int, x: FlatVector, *, is_now: bool) -> None:
+        with self._part(p, x) as part:
+            kept = 0.0 if self._times is None else self._times.kept
+            self.drivers[p].land(part, kept=kept, is_now=is_now)
+
+    def difference(self, s: FlatVector) -> float:
+        """See `Mixer`."""
+        raise NotImplementedError("the wrapper refuses overlap=True over a mailbox")
+
+    @property
+    def is_in_flight(self) -> bool:
+        """See `Rounds`: whether the outcome of a round is there, and not applied yet."""
+        return any(driver.is_ready for driver in self.drivers)
+
+    def flush(self, x: FlatVector) -> bool:
+        """See `Rounds`; waits for nothing, as a round may take long, and ends in a later step."""
+        return self._land_all(x, 1 << 62)
+
+    def saved_flights(self) -> list[dict[str, Any]] | None:
+        """See `Rounds`: a round in flight belongs to the run, and is no part of a checkpoint."""
+        return []
+
+    def _give_up(self) -> None:
+        for driver in self.drivers:
+            driver.task = None
+        super()._give_up()

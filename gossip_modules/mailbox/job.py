@@ -1,0 +1,232 @@
+"""Job: the workers of a run that share a medium, their signs of life, and the settings of rounds."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..membership.background_log import log
+from ..membership.view import differences
+from .clock import Clock, Joinable
+from .errors import MailboxError
+from .medium import Medium
+from .sealed import pack, unpack
+
+FORMAT = 1
+MAX_HEADER = 1 << 20  # bytes of an object without tensors
+_SILENT = 3  # periods without a sign of life after which a worker is silent
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of the rounds of a run.
+
+    Args:
+        quorum: the number of messages with which a round may close while live workers are missing.
+        grace: seconds that a round waits for live workers after the quorum is in, and that a worker waits for a close.
+        poll: the most seconds between two looks at the medium.
+        interval: seconds between two signs of life of a worker that writes nothing else.
+        timeout: seconds after which an outage of the medium, or a wait for the first workers, is an error.
+        audit: the share of rounds in which a worker recomputes the mean that another one has written.
+        save_every: rounds from one saved model to the next.
+    """
+
+    quorum: int
+    grace: float
+    poll: float
+    interval: float
+    timeout: float
+    audit: float
+    save_every: int
+
+    def check(self, min_workers: int) -> None:
+        """Raise ValueError if a setting is out of its range."""
+        if not self.quorum >= 1:
+            raise ValueError(f"got quorum={self.quorum!r}, expected at least 1, the number of messages of a round")
+        if min_workers < 1:
+            raise ValueError(f"got min_workers={min_workers!r}, expected a whole number of at least 1")
+        for name in ("grace", "poll", "interval", "timeout"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"got {name}={getattr(self, name)!r}, expected seconds above 0")
+        if not 0 <= self.audit <= 1:
+            raise ValueError(f"got audit={self.audit!r}, expected a share of rounds between 0 and 1")
+        if self.save_every < 1:
+            raise ValueError(f"got save_every={self.save_every!r}, expected a number of rounds, at least 1")
+
+
+@dataclass
+class Sign:
+    """The last sign of life of another worker: the tag of its object, its time here, and its period in seconds."""
+
+    tag: str
+    heard: float
+    period: float
+
+
+class Job:
+    """One worker in a run: its number, the live workers, and the medium.
+
+    [Note: Signs of life] Each worker overwrites one object, its beat, at least every `interval` seconds, or as often as
+    it has rounds. A worker is silent after three of its periods without a new beat, by the clock of the reader alone:
+    clocks of two machines are never compared. A message counts as a beat. Time in which the medium did not answer does
+    not count, so an outage makes no worker silent.
+
+    The objects of a run, below its address:
+
+        job                               the settings that all workers must share; by the first worker
+        worker/<number>/claim             the number belongs to one start of a worker
+        worker/<number>/beat, left        a count that grows; the worker has ended
+        round/<stream>/<round>/...        see `Stream`
+        mail/<to>/<from>/<k>              see `PushSumByMail`
+        model/<round>                     see `SavedModels`
+
+    Args:
+        medium: keeps the objects.
+        settings: the settings of rounds.
+
+    Attributes:
+        number: the number of this worker, which no other start of a worker has; -1 before `claim`.
+        last_round: seconds from one close to the next, as this worker saw the last two.
+    """
+
+    def __init__(self, medium: Medium, settings: Settings) -> None:
+        self.medium, self.settings = medium, settings
+        self.number = -1
+        self.last_round = 0.0
+        self._signs: dict[int, Sign] = {}
+        self._left: set[int] = set()
+        self._listed = -1.0  # when the workers were listed last
+        self._count = 0
+        self._wrote = -math.inf
+        self._beats: Joinable | None = None
+        self._has_stopped = False
+        self._lock = threading.Lock()  # of the signs of life, which rounds of several fragments read
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of all waits."""
+        return self.medium.clock
+
+    # This worker.
+
+    def claim(self, description: Mapping[str, str]) -> bool:
+        """Take a number, and compare the settings of this worker with the settings of the run.
+
+        Returns:
+            Whether this worker is the first one of the run.
+
+        Raises:
+            ValueError: the run has other settings; names both sides.
+        """
+        own = {"format": str(FORMAT), **description}
+        nonce = secrets.token_hex(8)  # two first workers differ, so that one of them is told
+        is_first = self.medium.create("job", pack({"description": own, "nonce": nonce}))
+        if not is_first:
+            theirs = self.header("job", {"description": own})["description"]
+            if found := differences(theirs, own):
+                raise ValueError(
+                    f"the run at {self.medium.address} refused this worker, which differs from it: {found}; start it "
+                    "with the model and the options of the run, or give another address to a new run"
+                )
+        number = max(self._numbers(), default=-1) + 1
+        while not self.medium.create(f"worker/{number:06d}/claim", pack({"nonce": nonce})):
+            number += 1
+        self.number = number
+        return is_first
+
+    def header(self, path: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The header of a small object; `default` if it is absent."""
+        data = self.medium.get(path, max_bytes=MAX_HEADER)
+        return (default or {}) if data is None else unpack(data, max_bytes=MAX_HEADER)[0]
+
+    def _numbers(self) -> set[int]:
+        return {int(path.split("/")[1]) for path in self.medium.list("worker/")}
+
+    @property
+    def period(self) -> float:
+        """Seconds between two beats of this worker."""
+        return max(self.settings.interval, self.last_round)
+
+    def beat(self, *, is_needed: bool = True) -> None:
+        """Write a sign of life; unless this worker wrote one within its period, or `is_needed`."""
+        if is_needed or self.clock.now() - self._wrote >= self.period:
+            self._count += 1
+            self.medium.put(f"worker/{self.number:06d}/beat", pack({"count": self._count, "period": self.period}))
+            self._wrote = self.clock.now()
+
+    def beat_soon(self) -> None:
+        """Let a thread write signs of life while training computes."""
+        if self._beats is None:
+            self._beats = self.clock.start(self._keep_beating, "mailbox-beats")
+
+    def _keep_beating(self) -> None:
+        while not self._has_stopped:
+            try:
+                self.beat(is_needed=False)
+            except MailboxError as error:  # rounds raise it too, where the user sees it
+                log.warning("worker %d: no sign of life: %s", self.number, error)
+            self.clock.sleep(self.settings.poll)
+
+    def stop(self) -> None:
+        """End the signs of life."""
+        self._has_stopped = True
+
+    def note_write(self) -> None:
+        """A message of this worker is a sign of life too."""
+        self._wrote = self.clock.now()
+
+    def leave(self) -> None:
+        """Let no round wait for this worker any more."""
+        self.medium.create(f"worker/{self.number:06d}/left", pack({}))
+
+    # The workers.
+
+    def heard(self, number: int) -> None:
+        """A message of another worker has come."""
+        if (sign := self._signs.get(number)) is not None:
+            sign.heard = self.clock.now()
+
+    def live(self, *, deadline: float | None = None) -> set[int]:
+        """The numbers of the live workers, this one included; see [Note: Signs of life]."""
+        objects, now = self.medium.list("worker/", deadline=deadline), self.clock.now()
+        with self._lock:
+            return self._read_signs(objects, now)
+
+    def _read_signs(self, objects: Mapping[str, str], now: float) -> set[int]:
+        gap, self._listed = now - self._listed if self._listed >= 0 else 0.0, now
+        for path, tag in objects.items():
+            _, text, kind = path.split("/")
+            number = int(text)
+            if kind == "left":
+                self._left.add(number)
+            elif kind == "beat" and number != self.number:
+                sign = self._signs.get(number)
+                if sign is None or sign.tag != tag:
+                    self._signs[number] = Sign(tag, now, self._period_of(path))
+                elif gap > sign.period:  # nobody was heard meanwhile
+                    sign.heard += gap
+        live = {n for n, sign in self._signs.items() if now - sign.heard <= _SILENT * sign.period}
+        return {self.number, *live} - self._left
+
+    def _period_of(self, path: str) -> float:
+        return max(float(self.header(path).get("period", 0.0)), self.settings.interval)
+
+    def wait_for(self, num_workers: int) -> None:
+        """Wait until so many workers live.
+
+        Raises:
+            MailboxError: too few came within `timeout`.
+        """
+        start = self.clock.now()
+        while len(live := self.live()) < num_workers:
+            if self.clock.now() - start > self.settings.timeout:
+                raise MailboxError(
+                    f"{self.medium.address}: {len(live)} of {num_workers} workers came within "
+                    f"{self.settings.timeout:g} s: {sorted(live)}; start the others, or pass a smaller min_workers"
+                )
+            self.beat(is_needed=False)
+            self.clock.sleep(self.settings.poll)

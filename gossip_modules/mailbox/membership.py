@@ -1,0 +1,418 @@
+"""MailMembership: the workers of a run that share one place for objects, and no connection with each other."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+from ..membership.arguments import as_description, check_callback, check_num_steps, check_tracked
+from ..membership.background_log import log
+from ..membership.links import LinkTransport, alone
+from ..membership.membership import Membership
+from ..membership.tracked import check_alike, described
+from ..membership.view import Change
+from ..rounds.mixer import Mixer
+from ..transport.deadline import as_timeout
+from ..transport.state_tree import copied
+from ..version import __version__
+from .choices import MailChoices
+from .clock import Clock
+from .driver import MailRounds
+from .errors import MailboxError
+from .job import Job, Settings
+from .medium import Medium, open_medium
+from .push_sum import PushSumByMail
+from .rounds import Close
+from .saved_models import SavedModels
+from .task import Task
+from .world import MailWorld
+
+KEY_VARIABLE = "GOSSIP_JOB_KEY"
+_REAL_TIME = Clock()
+
+
+class MailMembership(Membership):
+    """The workers of a run that share a place for objects: a bucket, a folder, or the store of torchrun.
+
+    `Membership` makes one for an address with "://". A worker makes outgoing connections only, so it trains behind NAT
+    and firewalls, in several clouds, and on machines that may vanish. There is no leader and no server. It is for
+    messages every some seconds to minutes: outer methods, and gossip every H steps.
+
+    A round of an outer method closes if all live workers have written their messages, or if `quorum` of them have and
+    `grace` seconds have passed. A worker that is late keeps its model and its anchor, trains on, and its longer drift
+    counts in a later round: see [Note: Late drifts] of `MailDriver`. So no worker waits longer than `grace` seconds for
+    others.
+
+    Workers take steps at their own pace, so `steps` counts the steps of this worker, and `turn` is refused. Draw
+    batches at random, with a seed of each worker's `number`.
+
+    Args:
+        store: "s3://bucket/run", "gs://bucket/run", "az://container/run", "file:///shared/run", "memory://run" for
+            threads of one process, or "store://host:port/run" for the store of torchrun or of
+            `python -m gossip_modules.membership.serve`; or a `Medium`. Use another address for each run.
+        min_workers: the number of workers for which the first ones wait before they train.
+        quorum: the number of messages with which a round may close after `grace`; None: more than half of
+            `min_workers`.
+        grace: seconds; see above.
+        poll: the most seconds between two looks at the store.
+        interval: the most seconds between two signs of life of this worker, or the time of a round if that is longer.
+        audit: the share of rounds in which a worker recomputes the mean that another one has written.
+        save_every: rounds from one saved model to the next; joining workers begin with such a model.
+        key: the key that seals all objects of the run, the same on all workers; None: the variable GOSSIP_JOB_KEY.
+        timeout: seconds, or a timedelta, after which an outage of the store is an error.
+        description: see `Membership`.
+        clock: the clock of all waits.
+
+    Raises:
+        ValueError: an argument is out of its range, or the address has another scheme.
+        MailboxError: the store refuses to be opened.
+
+    Example:
+        >>> membership = Membership("s3://bucket/run", min_workers=4, quorum=3, grace=30.0)
+        >>> model = GossipDataParallel(model, algorithm=DiLoCo(sync_every=100), membership=membership)
+        >>> for step in membership.steps(num_steps):
+        ...     loss = criterion(model(x), y)
+        ...     optimizer.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
+    """
+
+    is_by_mail = True
+
+    def __init__(
+        self,
+        store: Medium | str,
+        *,
+        min_workers: int,
+        quorum: int | None = None,
+        grace: float = 30.0,
+        poll: float = 1.0,
+        interval: float = 10.0,
+        audit: float = 0.0,
+        save_every: int = 1,
+        key: str | bytes | None = None,
+        timeout: timedelta | float = 600.0,
+        description: Mapping[str, object] | None = None,
+        clock: Clock = _REAL_TIME,
+    ) -> None:
+        self.timeout = as_timeout(timeout)
+        self.min_workers, self.max_workers = int(min_workers), 0
+        settings = Settings(
+            quorum=self.min_workers // 2 + 1 if quorum is None else quorum,
+            grace=grace,
+            poll=poll,
+            interval=interval,
+            timeout=self.timeout.total_seconds(),
+            audit=audit,
+            save_every=save_every,
+        )
+        settings.check(self.min_workers)
+        if key is None:
+            key = os.environ.get(KEY_VARIABLE)
+        if not isinstance(store, Medium):
+            secret = key.encode() if isinstance(key, str) else key
+            store = open_medium(store, timeout=settings.timeout, clock=clock, key=secret)
+        self.medium = store
+        self.mail = Job(store, settings)
+        self.models = SavedModels(store)
+        self.name = store.address
+        self.node = None
+        self.has_joined = False
+        self._description = as_description(description)
+        self._tracked: dict[str, Any] = {}
+        self._callbacks: list[Callable[[Change], None]] = []
+        self._members: tuple[int, ...] = ()
+        self._untold: list[Change] = []
+        self._num_joins = self._num_deaths = self._generation = 0
+        self._world: MailWorld | None = None
+        self._closed, self._is_leaving = threading.Event(), threading.Event()
+        self._uploads: list[Task[None]] = []
+
+    # The workers.
+
+    @property
+    def number(self) -> int:
+        """See `Membership`."""
+        return self.mail.number
+
+    @property
+    def id(self) -> int:
+        """See `Membership`."""
+        return self.mail.number
+
+    @property
+    def own_name(self) -> str:
+        """See `Membership`."""
+        return str(self.number)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The workers of the last close, or the live workers at the start; this worker is one of them."""
+        return self._members
+
+    @property
+    def rank(self) -> int:
+        """The position of this worker among `members`."""
+        return self._members.index(self.number)
+
+    @property
+    def world_size(self) -> int:
+        """The number of `members`."""
+        return len(self._members)
+
+    @property
+    def generation(self) -> int:
+        """The number of changes of `members`."""
+        return self._generation
+
+    @property
+    def num_joins(self) -> int:
+        """See `Membership`."""
+        return self._num_joins
+
+    @property
+    def num_deaths(self) -> int:
+        """See `Membership`: workers that were in one close, and not in the next."""
+        return self._num_deaths
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """See `Membership`: rounds have no fixed members, so nobody is lost."""
+        return ()
+
+    def stats(self) -> dict[str, float]:
+        """See `Membership`; with the requests and bytes of this worker at the store."""
+        counts = self.medium.counts
+        own = {"generation": self._generation, "live": len(self._members)}
+        own |= {"joins": self._num_joins, "deaths": self._num_deaths}
+        return {**own, **{f"store_{name}": float(value) for name, value in vars(counts).items()}}
+
+    def note_close(self, close: Close) -> None:
+        """The members of a close take the place of those of the one before."""
+        members = tuple(sorted({*close.members, self.number}))
+        if members == self._members:
+            return
+        joined = tuple(sorted(set(members) - set(self._members)))
+        left = {number: "it was late, or is gone" for number in self._members if number not in members}
+        self._members, self._generation = members, self._generation + 1
+        self._num_joins, self._num_deaths = self._num_joins + len(joined), self._num_deaths + len(left)
+        step = 0 if self._world is None else self._world.step
+        self._untold.append(Change(self._generation, step, self.rank, members, joined, left))
+
+    def tell_callbacks(self) -> None:
+        """Call the callbacks of `on_change` with the changes since the last call."""
+        changes, self._untold = self._untold, []
+        for change in changes:
+            for callback in self._callbacks:
+                callback(change)
+
+    # The user's loop.
+
+    def track(self, **objects: Any) -> None:
+        """See `Membership`."""
+        check_tracked(objects)
+        self._tracked.update(objects)
+
+    def on_change(self, callback: Callable[[Change], None]) -> None:
+        """See `Membership`: called at the step after a close with other members."""
+        check_callback(callback)
+        self._callbacks.append(callback)
+
+    def join(self) -> int:
+        """See `Membership`."""
+        if self._world is None:
+            raise RuntimeError("got join() of a membership without a wrapper, expected it after the model was wrapped")
+        if not self.has_joined:
+            self._enter()
+        return self._world.step
+
+    def steps(self, num_steps: int) -> Iterator[int]:
+        """See `Membership`; the steps of this worker, from the step of the model with which it has begun."""
+        check_num_steps(num_steps)
+        step = self.join()
+        world = self._world
+        assert world is not None, "join() has looked"
+        while step < num_steps and not self._is_leaving.is_set():
+            world.expect_forward()
+            yield step
+            if self._closed.is_set():
+                raise RuntimeError(
+                    f"{self.name}: got close() of the wrapper or the membership in step {step}, expected it after the "
+                    "loop over steps(); to end early, break out of the loop, or call leave()"
+                )
+            if world.step == step:
+                raise RuntimeError(f"got no training forward in step {step}, expected one")
+            step = world.step
+
+    def turn(self, step: int) -> int:
+        """See `Membership`.
+
+        Raises:
+            ValueError: always, as workers take steps at their own pace.
+        """
+        raise ValueError(
+            f"got turn({step}) of workers that take steps at their own pace, expected workers in lockstep; draw "
+            "batches at random, with a seed of each worker's `number`"
+        )
+
+    def leave(self) -> None:
+        """See `Membership`."""
+        self._is_leaving.set()
+
+    @property
+    def must_leave(self) -> bool:
+        """See `Membership`."""
+        return self._is_leaving.is_set()
+
+    # The wrapper.
+
+    def check_free(self) -> None:
+        """See `Membership`."""
+        if self._world is not None:
+            raise ValueError(
+                f"got the membership of the run {self.name} in a second wrapper, expected one wrapper; models that "
+                "train in one loop are one module, whose forward runs them all"
+            )
+
+    def world_of(self, local: Any, choices: Any) -> tuple[Any, Mixer]:
+        """Make the world of a model, and the mixer of its rounds.
+
+        Args:
+            local: the `LocalModel`.
+            choices: the `Choices` of the wrapper.
+
+        Returns:
+            The weights of a world of one, and the mixer, not bound yet.
+
+        Raises:
+            ValueError: the method does not fit to a mailbox; names the remedy.
+        """
+        self.check_free()
+        chosen = MailChoices(choices)
+        mixer = chosen.mixer()
+        self._world = local.world = MailWorld(local, self, mixer)
+        local.connect(self.transport)
+        if isinstance(mixer, MailRounds):
+            mixer.join_run(self.mail, chosen.weights, self._world.note_round)
+        elif isinstance(mixer, PushSumByMail):
+            mixer.join_run(self.mail, chosen.weights)
+        return chosen.weights(1), mixer
+
+    @property
+    def transport(self) -> LinkTransport:
+        """A transport of this worker alone."""
+        if self._world is not None and self._world.local.is_connected:
+            transport: LinkTransport = self._world.local.transport
+            return transport
+        return alone(self.timeout)
+
+    def attach(self, participant: Any) -> None:
+        """See `Membership`: take a number, get the model of the run, and wait for `min_workers`."""
+        self._enter()
+
+    def _enter(self) -> None:
+        world, mail = self._world, self.mail
+        assert world is not None, "world_of() comes first"
+        version = {"version of gossip_modules": __version__}
+        is_first = mail.claim({**self._description, **version, **world.describe()})
+        if is_first or not self._take_model(world):
+            self._begin_run(world, is_first=is_first)
+        mail.beat()
+        mail.wait_for(self.min_workers if self.models.newest() == 0 else 1)
+        self._members = tuple(sorted(mail.live()))
+        self.has_joined = True
+
+    def _begin_run(self, world: MailWorld, *, is_first: bool) -> None:
+        """Write the first model, or wait for that of the first worker."""
+        clock, start = self.mail.clock, self.mail.clock.now()
+        while not is_first and self.models.newest() is None and clock.now() - start < self.mail.settings.grace:
+            clock.sleep(self.mail.settings.poll / 16)
+        if self.models.newest() is None:
+            self.models.create(0, self.models.pack(world.give(0)))
+        if not self._take_model(world):
+            raise MailboxError(f"{self.name}: the first model of the run is gone; begin a new run at another address")
+
+    def _take_model(self, world: MailWorld) -> bool:
+        """Go on from the newest model of the run; False: there is none."""
+        number = self.models.newest()
+        saved = None if number is None else self.models.read(number)
+        if saved is None:
+            return False
+        kinds, tracked = described(self._tracked), saved.state["tracked"]
+        if tracked:
+            check_alike(kinds, saved.state["kinds"])
+        world.take(saved)
+        for name, state in tracked.items():
+            self._tracked[name].load_state_dict(state)
+        return True
+
+    def rejoin(self) -> None:
+        """Go on from the newest model, as this worker has missed more rounds than the store keeps."""
+        assert self._world is not None, "a round runs in a wrapper"
+        log.warning("worker %d: too many rounds were missed; going on from the newest model of the run", self.number)
+        self._take_model(self._world)
+
+    def save(self, number: int) -> None:
+        """Write the model after a round to the run, in a thread."""
+        assert self._world is not None, "a round runs in a wrapper"
+        saved = self._world.give(number)
+        try:
+            data = self.models.pack(saved)
+        except TypeError as error:
+            log.warning("worker %d: the model of round %d is not saved: %s", self.number, number, error)
+            return
+
+        def upload() -> None:
+            if self.models.create(number, data):
+                self.models.prune()
+
+        self._uploads = [task for task in self._uploads if not task.is_done]
+        self._uploads.append(Task(self.mail.clock, upload, name="mailbox-model"))
+
+    @property
+    def tracked_state(self) -> dict[str, Any]:
+        """The state of the tracked objects, and their kinds, for a saved model."""
+        states = {name: copied(x.state_dict()) for name, x in self._tracked.items()}
+        return {"tracked": states, "kinds": described(self._tracked)}
+
+    def at_step(self) -> Change | None:
+        """See `Membership`."""
+        if not self.has_joined:
+            self._enter()
+        self.mail.beat_soon()
+        self.tell_callbacks()
+        return None
+
+    def repeat_step(self) -> None:
+        """See `Membership`; a step at one's own pace needs nothing."""
+
+    # The end.
+
+    def close(self) -> None:
+        """See `Membership`."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        for task in self._uploads:
+            task.wait(self.mail.settings.grace)
+        try:
+            if self.number >= 0:
+                self.mail.leave()
+        except MailboxError as error:
+            log.warning("worker %d: the others do not know that it has left: %s", self.number, error)
+        self.mail.stop()
+        self.medium.close()
+
+    def release(self) -> None:
+        """See `Membership`."""
+        self._closed.set()
+        self.mail.stop()
+
+    def end_by(self, error: BaseException) -> None:
+        """See `Membership`: signs of life end."""
+        self.release()
+
+    end_liveness = release

@@ -1,0 +1,268 @@
+"""Stream: the rounds of one fragment of a model. Each worker writes a message, and one create decides who counts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import MailboxError
+from .job import Job
+from .sealed import pack, unpack
+
+
+@dataclass(frozen=True)
+class Close:
+    """The decision of a round: the workers whose messages count.
+
+    Attributes:
+        number: the number of the round.
+        members: the numbers of the workers, ascending.
+        digests: the SHA-256 of the message of each, hexadecimal.
+        by: the number of the worker that decided.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    digests: tuple[str, ...]
+    by: int
+
+    @classmethod
+    def of(cls, number: int, header: Mapping[str, Any]) -> Close:
+        """Return the decision that a header has."""
+        pairs = [(int(member), str(digest)) for member, digest in header["members"]]
+        members, digests = zip(*sorted(pairs), strict=True)
+        return cls(number, members, digests, int(header["by"]))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message: its header, its tensors and its SHA-256."""
+
+    header: Mapping[str, Any]
+    tensors: Sequence[Tensor]
+    digest: str
+
+    @classmethod
+    def read(cls, data: bytes, max_bytes: int) -> Sent:
+        """Return the message that an object has."""
+        header, tensors = unpack(data, max_bytes=max_bytes)
+        return cls(header, tensors, hashlib.sha256(data).hexdigest())
+
+
+@dataclass
+class Outcome:
+    """The end of a round: its close, and as much of the messages as this worker asked for.
+
+    Attributes:
+        close: the decision.
+        mean: the mean of the messages and the numbers of their senders; None: it was not asked for.
+        messages: the messages by worker, as many as were asked for.
+    """
+
+    close: Close
+    mean: Sent | None = None
+    messages: dict[int, Sent] = field(default_factory=dict)
+
+
+Wanted = Callable[[Close], Collection[int] | None]
+"""The workers whose messages a worker needs after a close; None: the mean of all."""
+
+
+class Stream:
+    """The rounds of one kind, for one fragment of a model.
+
+    [Note: The close] Round r of a stream has these objects, each of them written once:
+
+        round/<stream>/<r>/<worker>      the message of a worker
+        round/<stream>/<r>/close         the workers that count, with the digests of their messages
+        round/<stream>/<r>/mean          the mean of their messages, where the algorithm averages
+
+    A worker closes the round if all live workers have written, or if `quorum` of them have and `grace` seconds have
+    passed since it saw that. The first create wins, and everybody reads the same close. All that follows is a function
+    of the objects, computed in the order of the numbers of the workers, so all workers have the same bits. A message
+    that is not in the close is late: see [Note: Late drifts] of `MailDriver`.
+
+    Each worker would download all messages in order to close. So the worker that finds all messages right after its own
+    closes at once, and the others one after the other, each `patience` seconds later, in an order that turns with r.
+
+    Args:
+        job: the worker and its settings.
+        name: the name of the stream.
+        max_bytes: the largest size of a message.
+    """
+
+    def __init__(self, job: Job, name: str, *, max_bytes: int) -> None:
+        self.job, self.name, self.max_bytes = job, name, max_bytes
+
+    def path(self, number: int, leaf: str = "") -> str:
+        """The path of an object of a round."""
+        return f"round/{self.name}/{number:010d}/{leaf}"
+
+    def close_of(self, number: int) -> Close | None:
+        """The close of a round; None: it is open."""
+        header = self.job.header(self.path(number, "close"))
+        return Close.of(number, header) if header else None
+
+    def post(self, number: int, header: Mapping[str, Any], tensors: Sequence[Tensor]) -> Callable[[Wanted], Outcome]:
+        """Copy a message; returns a function that sends it, waits for the close, and returns the outcome.
+
+        The function may run in another thread, while training changes the tensors.
+        """
+        data = pack({**header, "by": self.job.number}, tensors)
+        return lambda wanted: self._run(number, data, str(header["layout"]), wanted)
+
+    def _run(self, number: int, data: bytes, layout: str, wanted: Wanted) -> Outcome:
+        job, clock = self.job, self.job.clock
+        start = clock.now()
+        job.medium.create(self.path(number, f"{job.number:06d}"), data)
+        job.note_write()
+        patience, pause = max(job.settings.poll / 4, clock.now() - start), job.settings.poll / 16
+        watch = _Watch(job.settings.quorum, job.settings.grace)
+        own = {job.number: Sent.read(data, self.max_bytes)}
+        is_first_look = True
+        while (close := self.close_of(number)) is None:
+            written = {int(p.rsplit("/", 1)[1]) for p in job.medium.list(self.path(number)) if p[-1].isdigit()}
+            for worker in written:
+                job.heard(worker)
+            live = job.live()
+            turn = sorted(written | {job.number})
+            position = 0 if is_first_look else (turn.index(job.number) - number) % len(turn)
+            if watch.may_close(clock.now(), written, live, delay=position * patience):
+                close = self._decide(number, written, own, layout)
+                if close is not None:
+                    break
+            is_first_look = False
+            job.beat(is_needed=False)
+            clock.sleep(pause)
+            pause = min(pause * 1.5, job.settings.poll)
+        job.last_round = clock.now() - start
+        return self.outcome(close, wanted, known=own) if job.number in close.members else Outcome(close)
+
+    def _decide(self, number: int, written: Iterable[int], known: dict[int, Sent], layout: str) -> Close | None:
+        """Close a round with the messages that are valid; None: they are too few.
+
+        Args:
+            number: the round.
+            written: the workers that have written.
+            known: messages that this worker has; others are added.
+            layout: the layout of the tensors of the run.
+        """
+        for worker in sorted(set(written) - known.keys()):
+            if (sent := self._message(number, worker)) is not None and sent.header.get("layout") == layout:
+                known[worker] = sent
+        job = self.job
+        members = [[worker, known[worker].digest] for worker in sorted(known)]
+        if len(members) < min(job.settings.quorum, len(job.live())):
+            return None
+        job.medium.create(self.path(number, "close"), pack({"members": members, "by": job.number}))
+        return self.close_of(number)
+
+    def _message(self, number: int, worker: int) -> Sent | None:
+        data = self.job.medium.get(self.path(number, f"{worker:06d}"), max_bytes=self.max_bytes)
+        return None if data is None else Sent.read(data, self.max_bytes)
+
+    # After the close.
+
+    def outcome(self, close: Close, wanted: Wanted, *, known: Mapping[int, Sent] | None = None) -> Outcome:
+        """Get what a worker needs of a round that is closed.
+
+        Raises:
+            MailboxError: a message of the close is gone; or an audit found another mean.
+        """
+        workers = wanted(close)
+        if workers is not None:
+            return Outcome(close, messages=self._messages(close, workers, known or {}))
+        return Outcome(close, mean=self._mean(close, known or {}))
+
+    def _messages(self, close: Close, workers: Collection[int], known: Mapping[int, Sent]) -> dict[int, Sent]:
+        found = {}
+        for worker, digest in zip(close.members, close.digests, strict=True):
+            if worker in workers:
+                sent = known.get(worker) or self._message(close.number, worker)
+                if sent is None or sent.digest != digest:
+                    raise MailboxError(
+                        f"{self.job.medium.address}: the message of worker {worker} in round {close.number} is gone or "
+                        "has changed after the close, expected it to stay; keep others from writing to the run, and "
+                        "start this worker again, which then begins from the last saved model"
+                    )
+                found[worker] = sent
+        return found
+
+    def _mean(self, close: Close, known: Mapping[int, Sent]) -> Sent:
+        """The mean of the messages, as the worker that closed the round writes it, or as this one computes it."""
+        job, path = self.job, self.path(close.number, "mean")
+        is_own = close.by == job.number
+        if not is_own and (data := self._written_mean(path, close)) is not None:
+            mean = Sent.read(data, self.max_bytes)
+            if self._audits(close.number):
+                self._check(mean, mean_of(self._messages(close, close.members, known)), close)
+            return mean
+        header, tensors = mean_of(self._messages(close, close.members, known))
+        data = pack(header, tensors)
+        job.medium.create(path, data)
+        return Sent.read(data, self.max_bytes)
+
+    def _written_mean(self, path: str, close: Close) -> bytes | None:
+        """The object with the mean; None: the worker that closed the round has not written it for a while."""
+        job = self.job
+        start = job.clock.now()
+        patience = job.settings.grace / 2
+        while (data := job.medium.get(path, max_bytes=self.max_bytes)) is None:
+            if job.clock.now() - start > patience or close.by not in job.live():
+                return None
+            job.clock.sleep(job.settings.poll / 16)
+        return data
+
+    def _audits(self, number: int) -> bool:
+        text = f"{self.name}/{number}/{self.job.number}".encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") < self.job.settings.audit * 2**32
+
+    def _check(self, mean: Sent, expected: tuple[Mapping[str, Any], Sequence[Tensor]], close: Close) -> None:
+        header, tensors = expected
+        is_equal = mean.header == header and len(mean.tensors) == len(tensors)
+        if not (is_equal and all(map(torch.equal, mean.tensors, tensors))):
+            raise MailboxError(
+                f"{self.job.medium.address}: worker {close.by} wrote another mean of round {close.number} than its "
+                "messages have, expected equal bits; leave that worker out, and begin again from an earlier model"
+            )
+
+
+class _Watch:
+    """When a worker may close a round.
+
+    Args:
+        quorum, grace: see `Settings`.
+    """
+
+    def __init__(self, quorum: int, grace: float) -> None:
+        self._quorum, self._grace = quorum, grace
+        self._has_all: float | None = None
+        self._has_quorum: float | None = None
+
+    def may_close(self, now: float, written: set[int], live: set[int], *, delay: float) -> bool:
+        """Whether to close at this time, `delay` seconds after the first worker may."""
+        self._has_all = (now if self._has_all is None else self._has_all) if live <= written else None
+        if len(written) >= self._quorum and self._has_quorum is None:
+            self._has_quorum = now
+        has_all = self._has_all is not None and now >= self._has_all + delay
+        return has_all or (self._has_quorum is not None and now >= self._has_quorum + self._grace + delay)
+
+
+def mean_of(messages: Mapping[int, Sent]) -> tuple[dict[str, Any], list[Tensor]]:
+    """The header and the tensors of the mean of messages, summed in the order of the workers.
+
+    Tensors narrower than float32 are summed in float32. The header has the numbers of all workers.
+    """
+    sent = [messages[worker] for worker in sorted(messages)]
+    means = []
+    for parts in zip(*(each.tensors for each in sent), strict=True):
+        total = parts[0].float() if parts[0].element_size() < 4 else parts[0].clone()
+        for part in parts[1:]:
+            total.add_(part)
+        means.append(total.div_(len(sent)).to(parts[0].dtype))
+    return {"numbers": [list(each.header.get("numbers", ())) for each in sent]}, means

@@ -1,0 +1,84 @@
+"""SavedModels: models in a run, for workers that join, for a new start of the whole run, and for readers outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..transport.state_tree import decode, encode
+from .medium import Medium
+from .sealed import pack, unpack
+
+KEPT_ROUNDS = 16  # whose messages stay, at least, for workers that are late
+_MAX_BYTES = 1 << 40
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model in a run.
+
+    Attributes:
+        round: the number of rounds before it.
+        model: the state dict of the module: the average of the workers if `is_average`, else of one worker.
+        is_average: whether all workers agree on this model.
+        step: the next training step of a worker that begins with it.
+        state: the rest of the state for a worker that joins.
+    """
+
+    round: int
+    model: Mapping[str, Tensor]
+    is_average: bool
+    step: int
+    state: Mapping[str, Any]
+
+
+class SavedModels:
+    """The models of a run, each in an object of its own: model/<round>.
+
+    Args:
+        medium: has the objects.
+    """
+
+    def __init__(self, medium: Medium) -> None:
+        self.medium = medium
+
+    def newest(self) -> int | None:
+        """The number of the newest model; None: there is none."""
+        found = [path.rsplit("/", 1)[1] for path in self.medium.list("model/")]
+        return max(map(int, filter(str.isdigit, found)), default=None)
+
+    def pack(self, saved: SavedModel) -> bytes:
+        """Return the object of a model, a copy.
+
+        Raises:
+            TypeError: the state has a value that is neither plain nor a tensor.
+        """
+        tree, tensors = encode({**vars(saved), "model": dict(saved.model)})
+        return pack({"tree": tree}, tensors)
+
+    def create(self, number: int, data: bytes) -> bool:
+        """Write a model of `pack`; False: there is one with this number."""
+        return self.medium.create(f"model/{number:010d}", data)
+
+    def read(self, number: int) -> SavedModel | None:
+        """Read a model; None: it is gone."""
+        data = self.medium.get(f"model/{number:010d}", max_bytes=_MAX_BYTES)
+        if data is None:
+            return None
+        header, tensors = unpack(data, max_bytes=_MAX_BYTES)
+        return SavedModel(**decode(header["tree"], tensors))
+
+    def prune(self) -> None:
+        """Delete the models and the messages of rounds long before the last of their kind; the closes stay."""
+        places = [(*path.rpartition("/")[::2], path) for path in self.medium.list("model/")]
+        for path in self.medium.list("round/"):
+            stream, _, rest = path.removeprefix("round/").partition("/")
+            if not path.endswith("/close"):
+                places.append((stream, rest.partition("/")[0], path))
+        last: dict[str, int] = {}
+        for stream, number, _ in places:
+            last[stream] = max(last.get(stream, 0), int(number))
+        self.medium.delete([path for stream, number, path in places if int(number) < last[stream] - KEPT_ROUNDS])

@@ -1,0 +1,123 @@
+"""MailWorld: the world of a model whose workers share a mailbox."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..rounds.mixer import Mixer
+from ..worlds.world import ModelWorld
+from .driver import MailRounds
+from .rounds import Close
+from .saved_models import SavedModel
+
+if TYPE_CHECKING:
+    from .membership import MailMembership
+
+
+class MailWorld(ModelWorld):
+    """The world of a model over a mailbox: workers come and go, and each takes steps at its own pace.
+
+    Args:
+        local: the `LocalModel` of this worker.
+        membership: its workers.
+        mixer: runs its rounds.
+    """
+
+    changes = True
+
+    def __init__(self, local: Any, membership: MailMembership, mixer: Mixer) -> None:
+        super().__init__()
+        self.local, self.membership = local, membership
+        self._rounds = mixer if isinstance(mixer, MailRounds) else None
+        self._must_save: int | None = None
+
+    def enter(self) -> None:
+        """See `ModelWorld`."""
+        self.membership.attach(self)
+        self._place()
+
+    @property
+    def own_name(self) -> str:
+        """See `ModelWorld`."""
+        return self.membership.own_name
+
+    def at_step(self) -> bool:
+        """See `ModelWorld`; saves the model of a round that has ended, if it is this worker's turn."""
+        self.membership.at_step()
+        if self._must_save is not None:
+            number, self._must_save = self._must_save, None
+            self.membership.save(number)
+        self._place()
+        return True
+
+    def _place(self) -> None:
+        self.local.place = self.membership.rank, self.membership.world_size
+
+    def note_round(self, kind: str, close: Close, *, counts: bool) -> None:
+        """A round of the first fragment has ended.
+
+        Args:
+            kind: the kind of the round.
+            close: its close.
+            counts: whether this worker is in it.
+        """
+        membership = self.membership
+        membership.note_close(close)
+        turn, rest = divmod(close.number + 1, membership.mail.settings.save_every)
+        saves = counts and not rest and close.members[turn % len(close.members)] == membership.number
+        if saves and (kind == "average" or self._rounds is None or not self._rounds.algorithm.averages_exactly):
+            self._must_save = close.number + 1
+
+    def stats(self) -> dict[str, float]:
+        """See `ModelWorld`."""
+        return self.membership.stats()
+
+    def close(self) -> None:
+        """See `ModelWorld`."""
+        self.membership.close()
+
+    # The membership calls these.
+
+    @property
+    def step(self) -> int:
+        """The next training step."""
+        return int(self.local.engine.step)
+
+    def expect_forward(self) -> None:
+        """See `Participant`."""
+        self.local.loop.end()
+
+    def describe(self) -> dict[str, str]:
+        """The options to be equal on all workers."""
+        buffer = self.local.buffer
+        return {**self.local.description, "model": "; ".join(buffer.signature())}
+
+    @torch.no_grad()
+    def give(self, number: int) -> SavedModel:
+        """Copies of the model and of the state for a worker that joins; the anchor if the workers share one."""
+        local, engine, vector = self.local, self.local.engine, self.local.buffer.vector
+        local.to_estimate()
+        is_average = self._rounds is not None and self._rounds.algorithm.has_equal_memory
+        before = vector.clone()
+        if is_average and number and self._rounds is not None:
+            self._rounds.recover(vector)
+        named = {name: x.detach().cpu().clone() for name, x in local.buffer.module.state_dict().items()}
+        vector.copy_(before)
+        state = {"engine": {**engine.state_dict(joins=True), "step": engine.step}, **self.membership.tracked_state}
+        return SavedModel(number, named, is_average, engine.step, state)
+
+    @torch.no_grad()
+    def take(self, saved: SavedModel) -> None:
+        """Go on from a saved model."""
+        local = self.local
+        local.to_estimate()
+        own = local.buffer.module.state_dict()
+        for name, x in saved.model.items():
+            own[name].copy_(x)
+        vector = local.buffer.vector
+        vector.reset_weight_()
+        local.engine.join(vector, saved.state["engine"])
+        local.engine.step = saved.step
+        local.buffer.written()
