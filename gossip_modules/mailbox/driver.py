@@ -24,9 +24,9 @@ from ..state import branch, is_of_one_worker, leaf
 from ..transport.base import Transport
 from ..transport.change_board import digest_of
 from ..worlds.world import ALONE, ModelWorld
-from .job import Job
+from .background import BackgroundCall
+from .job import MailJob
 from .rounds import Close, Outcome, Sent, Stream
-from .task import Task
 
 _LATE = "late"  # the vector of the memory with the rounds that a late drift has missed
 _KINDS = {Average: "average", Gather: "average", Mix: "mix", Share: "mix"}
@@ -92,14 +92,14 @@ class MailDriver(Driver):
     def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
         super().__init__(algorithm, plain)
         self.name = "0"
-        self.task: Task[Outcome] | None = None
+        self.task: BackgroundCall[Outcome] | None = None
         self.notes: Notes | None = None
         self._written = Written()
         self._layout: FlatLayout | None = None
         self._outcome: Outcome | None = None
         self._unshifted: FlatVector | None = None
 
-    def join_run(self, job: Job, name: str, choose: Callable[[int], MixingManager]) -> None:
+    def join_run(self, job: MailJob, name: str, choose: Callable[[int], MixingManager]) -> None:
         """Answer requests by the objects of a run.
 
         Args:
@@ -160,7 +160,7 @@ class MailDriver(Driver):
         header = {"layout": digest_of([str(x.layout)]), "numbers": list(getattr(request, "numbers", ())), "step": k}
         send = stream.post(number, header, self._payload(request))
         wanted = self._wanted(request, number)
-        self.task = Task(self.job.clock, lambda: send(wanted), name=f"mailbox-{stream.name}")
+        self.task = BackgroundCall(self.job.clock, lambda: send(wanted), name=f"mailbox-{stream.name}")
 
     def _payload(self, request: Request) -> Sequence[Tensor]:
         """The tensors of the message for a request; the buffers of the model are in it."""
@@ -408,7 +408,7 @@ class MailRounds(Rounds):
         self.is_delayed = True
         self.is_skippable = False  # a model that is not finite must not enter a round
 
-    def join_run(self, job: Job, choose: Callable[[int], MixingManager], notes: Notes) -> None:
+    def join_run(self, job: MailJob, choose: Callable[[int], MixingManager], notes: Notes) -> None:
         """Answer requests by the objects of a run: see `MailDriver.join_run`.
 
         Args:

@@ -1,4 +1,4 @@
-"""Job: the workers of a run that share a medium, their signs of life, and the settings of rounds."""
+"""MailJob: the workers of a run that share a medium, their signs of life, and the settings of rounds."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Sign:
     period: float
 
 
-class Job:
+class MailJob:
     """One worker in a run: its number, the live workers, and the medium.
 
     [Note: Signs of life] Each worker overwrites one object, its beat, at least every `interval` seconds, or as often as

@@ -18,16 +18,16 @@ from ..rounds.mixer import Mixer
 from ..transport.deadline import as_timeout
 from ..transport.state_tree import copied
 from ..version import __version__
+from .background import BackgroundCall
 from .choices import MailChoices
 from .clock import Clock
 from .driver import MailRounds
 from .errors import MailboxError
-from .job import Job, Settings
+from .job import MailJob, Settings
 from .medium import Medium, open_medium
 from .push_sum import PushSumByMail
 from .rounds import Close
 from .saved_models import SavedModels
-from .task import Task
 from .world import MailWorld
 
 KEY_VARIABLE = "GOSSIP_JOB_KEY"
@@ -116,7 +116,7 @@ class MailMembership(Membership):
             secret = key.encode() if isinstance(key, str) else key
             store = open_medium(store, timeout=settings.timeout, clock=clock, key=secret)
         self.medium = store
-        self.mail = Job(store, settings)
+        self.mail = MailJob(store, settings)
         self.models = SavedModels(store)
         self.name = store.address
         self.node = None
@@ -129,7 +129,7 @@ class MailMembership(Membership):
         self._num_joins = self._num_deaths = self._generation = 0
         self._world: MailWorld | None = None
         self._closed, self._is_leaving = threading.Event(), threading.Event()
-        self._uploads: list[Task[None]] = []
+        self._uploads: list[BackgroundCall[None]] = []
 
     # The workers.
 
@@ -370,7 +370,7 @@ class MailMembership(Membership):
                 self.models.prune()
 
         self._uploads = [task for task in self._uploads if not task.is_done]
-        self._uploads.append(Task(self.mail.clock, upload, name="mailbox-model"))
+        self._uploads.append(BackgroundCall(self.mail.clock, upload, name="mailbox-model"))
 
     @property
     def tracked_state(self) -> dict[str, Any]:

@@ -14,14 +14,14 @@ from ..mixing_manager.base import MixingManager
 from ..rounds.push_pull import LEAST_WEIGHT
 from ..state import transient
 from .errors import Unavailable
-from .job import Job
+from .job import MailJob
 from .sealed import pack, unpack
 
 _EXTRA = 1 << 16  # bytes of a share beside its tensors
 _TAKEN = ".taken"
 
 
-class Share(NamedTuple):
+class MailedShare(NamedTuple):
     """A share whose receiver has perhaps not read it.
 
     Attributes:
@@ -56,13 +56,13 @@ class PushSumByMail(PushSum):
     Kempe, Dobra, Gehrke, "Gossip-Based Computation of Aggregate Information", FOCS 2003.
     """
 
-    job: Job
-    _out: list[Share] = transient([])  # shares of this worker that nobody has taken, as far as it knows
+    job: MailJob
+    _out: list[MailedShare] = transient([])  # shares of this worker that nobody has taken, as far as it knows
     _taken: set[str] = transient(set())  # the shares that this worker has taken, for stale lists
     _until = 0.0  # the deadline of the requests of this round
     is_weighted = True
 
-    def join_run(self, job: Job, choose: Callable[[int], MixingManager]) -> None:
+    def join_run(self, job: MailJob, choose: Callable[[int], MixingManager]) -> None:
         """Send the shares through a run: see `MailDriver.join_run`."""
         self.job, self._choose = job, choose
 
@@ -131,9 +131,9 @@ class PushSumByMail(PushSum):
             data = pack({}, [part * weight for part in _parts(s)])
             try:
                 job.medium.create(path, data, deadline=self._until)
-                self._out.append(Share(path, live[peer]))
+                self._out.append(MailedShare(path, live[peer]))
             except Unavailable:  # [Note: Who has a share]
-                self._out.append(Share(path, live[peer], data))
+                self._out.append(MailedShare(path, live[peer], data))
         job.note_write()
         own_weight = mixing.weights(rank, self._t).own
         for part in _parts(s):

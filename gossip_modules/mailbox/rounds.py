@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import MailboxError
-from .job import Job
+from .job import MailJob
 from .sealed import pack, unpack
 
 
@@ -96,7 +96,7 @@ class Stream:
         max_bytes: the largest size of a message.
     """
 
-    def __init__(self, job: Job, name: str, *, max_bytes: int) -> None:
+    def __init__(self, job: MailJob, name: str, *, max_bytes: int) -> None:
         self.job, self.name, self.max_bytes = job, name, max_bytes
 
     def path(self, number: int, leaf: str = "") -> str:
@@ -122,7 +122,7 @@ class Stream:
         job.medium.create(self.path(number, f"{job.number:06d}"), data)
         job.note_write()
         patience, pause = max(job.settings.poll / 4, clock.now() - start), job.settings.poll / 16
-        watch = _Watch(job.settings.quorum, job.settings.grace)
+        watch = CloseRule(job.settings.quorum, job.settings.grace)
         own = {job.number: Sent.read(data, self.max_bytes)}
         is_first_look = True
         while (close := self.close_of(number)) is None:
@@ -232,7 +232,7 @@ class Stream:
             )
 
 
-class _Watch:
+class CloseRule:
     """When a worker may close a round.
 
     Args:

@@ -94,7 +94,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
             ),
         },
         "extend": {*_WRAPPERS, "algorithms"} - {"membership"},
-        "membership": {*_LOCKSTEP, "version"},
+        "membership": {*_LOCKSTEP, "version", "extras"},
         "wrappers": {*_WRAPPERS, "algorithms"} - {"wrappers"},
         "ad_psgd": _WRAPPERS,
         "wagma": _WRAPPERS,

@@ -1,4 +1,4 @@
-"""Task: a call in a thread of a clock, and its result."""
+"""BackgroundCall: a call in a thread of a clock, and its result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .clock import Clock
 T = TypeVar("T")
 
 
-class Task(Generic[T]):
+class BackgroundCall(Generic[T]):
     """A call that runs in a thread of the clock.
 
     Args:
