@@ -116,7 +116,7 @@ class MailMembership(Membership):
             secret = key.encode() if isinstance(key, str) else key
             store = open_medium(store, timeout=settings.timeout, clock=clock, key=secret)
         self.medium = store
-        self.mail = MailJob(store, settings)
+        self._mail = MailJob(store, settings)
         self.models = SavedModels(store)
         self.name = store.address
         self.node = None
@@ -132,6 +132,11 @@ class MailMembership(Membership):
         self._uploads: list[BackgroundCall[None]] = []
 
     # The workers.
+
+    @property
+    def mail(self) -> MailJob:
+        """This worker in the run."""
+        return self._mail
 
     @property
     def number(self) -> int:

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from ..rounds.mixer import Mixer
 from ..worlds.world import ModelWorld
 from .driver import MailRounds
+from .job import MailJob
 from .rounds import Close
 from .saved_models import SavedModel
 
-if TYPE_CHECKING:
-    from .membership import MailMembership
+
+class Workers(Protocol):
+    """The part of a `MailMembership` that the world of a model needs."""
+
+    @property
+    def mail(self) -> MailJob: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def own_name(self) -> str: ...
+
+    @property
+    def tracked_state(self) -> dict[str, Any]: ...
+
+    def attach(self, participant: Any) -> None: ...
+
+    def at_step(self) -> object: ...
+
+    def note_close(self, close: Close) -> None: ...
+
+    def save(self, number: int) -> None: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
 
 
 class MailWorld(ModelWorld):
@@ -27,7 +56,7 @@ class MailWorld(ModelWorld):
 
     changes = True
 
-    def __init__(self, local: Any, membership: MailMembership, mixer: Mixer) -> None:
+    def __init__(self, local: Any, membership: Workers, mixer: Mixer) -> None:
         super().__init__()
         self.local, self.membership = local, membership
         self._rounds = mixer if isinstance(mixer, MailRounds) else None
@@ -66,7 +95,7 @@ class MailWorld(ModelWorld):
         membership = self.membership
         membership.note_close(close)
         turn, rest = divmod(close.number + 1, membership.mail.settings.save_every)
-        saves = counts and not rest and close.members[turn % len(close.members)] == membership.number
+        saves = counts and not rest and close.members[turn % len(close.members)] == membership.mail.number
         if saves and (kind == "average" or self._rounds is None or not self._rounds.algorithm.averages_exactly):
             self._must_save = close.number + 1
 
