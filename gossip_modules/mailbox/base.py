@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 import threading
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -49,10 +50,10 @@ class Medium(ABC):
     Objects are sealed with their paths: see `Seal`.
 
     [Note: retries] Subclasses implement single tries: `_create`, `_put`, `_get`, `_list` and `_delete`. A try raises
-    `Transient` or `Permanent`. The public methods repeat a try after `Transient`, with pauses that grow from 0.1 to 5
-    seconds, until the deadline. An outage is logged once, when two tries in a row have failed, and again at its end;
-    single failures are counted in `counts.retries`. The answer to a try may be lost after the store has carried it out,
-    so a second try of `create` reads an object that is there and compares.
+    `Transient`, or `Permanent` where no other one can succeed. The public methods repeat a try until the deadline, with
+    pauses that grow from 0.1 to 5 seconds. An outage is logged once, when two tries in a row have failed, and again at
+    its end; single failures are counted in `counts.retries`. The answer to a try may be lost after the store has
+    carried it out, so a second try of `create` reads an object that is there and compares.
 
     Args:
         address: the address of the store, for errors.
@@ -156,6 +157,20 @@ class Medium(ABC):
         if checked:
             self._repeat("delete", ", ".join(checked[:3]), attempt, deadline)
 
+    def check(self) -> None:
+        """Raise MailboxError unless this worker may create and delete objects, and the store keeps the first of two.
+
+        Some stores with the protocol of S3 ignore the header by which an object is written once.
+        """
+        path = f"check/{uuid.uuid4().hex}"
+        is_first_there, is_second_there = self.create(path, b"first"), self.create(path, b"second")
+        self.delete([path])
+        if not is_first_there or is_second_there:
+            raise MailboxError(
+                f"{self.address} lets a second writer replace an object (create {path!r}), expected a store that keeps "
+                "the first one; update it to a version with conditional writes (If-None-Match), or use another store"
+            )
+
     def close(self) -> None:
         """Let calls under way end after their present try. Idempotent."""
         self._is_closed = True
@@ -200,17 +215,14 @@ class Medium(ABC):
                 result = attempt(num_tries > 1)
                 self._note_answer()
                 return result
-            except (Permanent, Transient) as error:
-                now = self.clock.now()
+            except Transient as error:
+                now, is_permanent = self.clock.now(), isinstance(error, Permanent)
                 text = (
                     f"{verb} {path!r} in {self.address} failed after {now - start:.1f} s, "
                     f"{num_tries} {'try' if num_tries == 1 else 'tries'}: {error}"
                 )
-                if isinstance(error, Permanent):
-                    raise MailboxError(f"{text}; {error.remedy}") from error
-                if now >= limit or self._is_closed:
-                    remedy = "see whether this machine reaches the store, or give a longer timeout"
-                    raise Unavailable(f"{text}; {remedy}") from error
+                if is_permanent or now >= limit or self._is_closed:
+                    raise (MailboxError if is_permanent else Unavailable)(f"{text}; {error.remedy}") from error
                 pause = self._note_failure(text, now, num_tries)
             self.clock.sleep(min(pause, limit - now))
         raise AssertionError("count() has no end")

@@ -12,20 +12,22 @@ class Unavailable(MailboxError):
 
 
 class Transient(Exception):
-    """A try has failed, and a later one may succeed."""
-
-
-class Permanent(Exception):
-    """A try has failed, and so would any other one.
+    """A try has failed, and a later one may succeed.
 
     Args:
         reason: the error of the store.
-        remedy: the part of the error text that says what to change.
+        remedy: the end of the error text, if no later try succeeds.
     """
 
-    def __init__(self, reason: object, *, remedy: str) -> None:
+    def __init__(
+        self, reason: object, *, remedy: str = "see whether this machine reaches the store, or give a longer timeout"
+    ) -> None:
         super().__init__(str(reason))
         self.remedy = remedy
+
+
+class Permanent(Transient):
+    """A try has failed, and so would any other one."""
 
 
 class TooLarge(Exception):

@@ -66,9 +66,9 @@ class BoundedStore:
         """
         return self._ask(lambda: self._store.add(key, amount), what, timeout)
 
-    def set(self, key: str, value: str, *, what: str, timeout: timedelta | None = None) -> None:
+    def set(self, key: str, value: str | bytes, *, what: str, timeout: timedelta | None = None) -> None:
         """Put `value` under `key`. See `add`."""
-        self._ask(lambda: self._store.set(key, value), what, timeout)
+        self._ask(lambda: self._store.set(key, value), what, timeout)  # type: ignore[arg-type]
 
     def get(self, key: str, *, what: str, timeout: timedelta | None = None) -> bytes | None:
         """What is under `key`; None: nothing. Waits for the answer, never for the key. See `add`."""
@@ -105,6 +105,10 @@ class BoundedStore:
     def delete(self, key: str, *, what: str, timeout: timedelta | None = None) -> None:
         """Take `key` away, if it is there. See `add`."""
         self._ask(lambda: self._store.delete_key(key), what, timeout)
+
+    def keys(self, *, what: str, timeout: timedelta | None = None) -> list[str]:
+        """All keys. See `add`."""
+        return self._ask(self._store.list_keys, what, timeout)
 
     def check(self, key: str, *, what: str, timeout: timedelta | None = None) -> bool:
         """Whether there is anything under `key`. See `add`."""

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from gossip_modules.mailbox.medium import Medium, open_medium
 
 KEY = b"the key of the job"
-
-
-@pytest.fixture(params=["memory", "file"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return {"memory": f"memory://{uuid.uuid4().hex}", "file": f"file://{tmp_path}/run"}[request.param]
 
 
 @pytest.fixture
