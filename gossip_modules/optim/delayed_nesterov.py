@@ -19,9 +19,10 @@ class DelayedNesterov(StepOptimizer):
                                         phi <- phi - e ((1 - c N + c) b m + g / N)
                                         d   <- 0
 
-    It is an optimizer of flat tensors, without a communication of its own. The process that keeps the anchor calls
-    `step()` for each drift. As the `optimizer` of `DiLoCo`, with the mean drift of all ranks in each outer step, its
-    momentum moves in every N-th outer step.
+    It is an optimizer of flat tensors, without a communication of its own. As the `optimizer` of `DiLoCo` it takes one
+    arrival in each outer step. An outer step with one worker is an arrival of the paper: g is the drift of this worker
+    from the anchor at which it started, all workers take the same step, and it starts again at the new anchor. An outer
+    step with several workers is one arrival of their mean drift, so that momentum moves in every N-th outer step.
 
     Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024, arXiv 2401.09135, Algorithm 3.
 
@@ -45,6 +46,11 @@ class DelayedNesterov(StepOptimizer):
         ...     optimizer.step()
         >>> anchor[0]
         tensor([-1.3300, -1.3300, -1.3300])
+
+        As an outer optimizer:
+
+        >>> from gossip_modules import DiLoCo
+        >>> outer = DiLoCo(sync_every=50, optimizer=lambda parameters: DelayedNesterov(parameters, num_delayed=8))
     """
 
     moments = ("momentum", "delayed")

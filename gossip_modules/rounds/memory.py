@@ -454,12 +454,17 @@ class Memory(State):
         self._loaded = Loaded(state)
 
     def overwrite(self, state: Mapping[str, Any]) -> None:
-        """Give the entries the values of `state`, a state of `state_dict()` with the present layout, in place."""
+        """Give the entries the values of `state`, a state of `state_dict()` with the present layout, in place.
+
+        An optimizer that does not exist yet begins with its state.
+        """
         for name, parts in state.get("vectors", {}).items():
             self.vector(name, **state["policies"][name]).set_(Vector(parts))
         for name, optimizer in state.get("optimizers", {}).items():
             if name in self.optimizers:
                 self.optimizers[name].load_state_dict(optimizer)
+            else:
+                self._loaded.optimizers[name] = places_of(self.layout), optimizer
         self.numbers = dict(state.get("numbers", {}))
 
     def parts_of(self, name: str) -> Sequence[Tensor]:

@@ -1,11 +1,17 @@
-"""The oracle of workers that miss outer steps has the golden values of its law."""
+"""Drifts of workers that miss outer steps: the oracle has the golden values of its law, and DiLoCo has its values."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
+from gossip_modules import DelayedNesterov, DiLoCo
+from tests.harness.closes import Closes
 from tests.harness.late_drifts import WEIGHTS, outer_steps
+from tests.harness.quadratics import START, descended
 
 LATE = {2: [4], 4: [4]}
 """Worker 4 misses the outer steps 2 and 4; its drift in outer step 3 has ten inner steps."""
@@ -41,3 +47,35 @@ def test_a_longer_drift_has_the_weight_of_its_steps(name: str | None) -> None:
 
     expected = (4 * step_3([4]) + own_weight * step_3([0, 1, 2, 3])) / (4 + own_weight)
     assert step_3([]) == pytest.approx(expected, abs=1e-14)
+
+
+def descend(closes: Closes, tokens: tuple[int, ...], workers: tuple[int, ...] = (0, 1, 2, 3, 4)) -> None:
+    """Five steps of each of these workers, each with its tokens."""
+    after = descended(torch.cat(closes.x), 5)
+    for rank in workers:
+        closes.x[rank].copy_(after[rank])
+        for _ in range(5):
+            closes.memories[rank].count_tokens(tokens[rank])
+
+
+@pytest.mark.parametrize("weighted_by", sorted(WEIGHTS, key=str))
+@pytest.mark.parametrize("late", [LATE, {1: [0, 3], 2: [3], 4: [1]}], ids=["one", "several"])
+def test_a_lost_outer_step_leaves_drift_and_count_to_the_next_one(weighted_by: Any, late: dict[int, list[int]]) -> None:
+    """Five workers of which some get `RoundLost`; the first outer step of worker 3 is the third one."""
+    tokens = (2, 3, 5, 7, 11)
+    closes = Closes(DiLoCo(5, weighted_by=weighted_by), torch.full((1,), START, dtype=torch.float64), 5)
+    for r, expected in enumerate(outer_steps(late, weighted_by=weighted_by, tokens=tokens), start=1):
+        descend(closes, tokens)
+        closes.close([rank for rank in range(5) if rank not in late.get(r, ())])
+        np.testing.assert_allclose(torch.cat(closes.x).numpy(), expected.models, rtol=0, atol=1e-12)
+
+
+def test_closes_of_one_worker_are_asynchronous_outer_steps() -> None:
+    """Delayed Nesterov: workers 0 to 4 push in turn, four times, each from the anchor that it has read last."""
+    outer = DiLoCo(5, optimizer=lambda parameters: DelayedNesterov(parameters, lr=0.7, momentum=0.9, num_delayed=5))
+    closes = Closes(outer, torch.full((1,), START, dtype=torch.float64), 5)
+    for push in range(20):
+        worker = push % 5
+        descend(closes, (1,) * 5, (worker,))
+        closes.close([worker], begins=[worker])
+    assert abs(closes.x[4].item() - 1.0481975873) < 5e-11
