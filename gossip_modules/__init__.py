@@ -29,6 +29,7 @@ from .algorithms.muloco import MuLoCo
 from .algorithms.noloco import NoLoCo
 from .algorithms.power_gossip import PowerGossip
 from .algorithms.qg_dsgdm import QGDSGDm
+from .algorithms.rda import RDA
 from .algorithms.relay_sgd import RelaySGD
 from .algorithms.slowmo import SlowMo
 from .algorithms.sparse_loco import SparseLoCo
@@ -70,6 +71,7 @@ __all__ = [
     "D2",
     "DPSGD",
     "QSGD",
+    "RDA",
     "AllReduceDataParallel",
     "BilatGossipDataParallel",
     "Choco",

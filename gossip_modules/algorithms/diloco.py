@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from ..rounds import SGD, Average, MakeOptimizer, Memory, Round, Vector, Vectors
 from .error_feedback import compressed_average
 from .late_steps import decide, keeps_steps
 from .outer_method import OuterMethod
-from .token_weights import TokenCount, total_weight
+from .rda import RDA
+from .token_weights import WEIGHTS, TokenCount, WeightedBy, total_weight
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,21 @@ class DiLoCo(OuterMethod):
     quarter, and codes of only the largest entries make quadratic problems diverge. Such codes need less momentum, or
     none, as in `SparseLoCo`.
 
-    If ranks train on different amounts of data, weighted_by="tokens" weighs their drifts, with T_i the tokens that rank
-    i has counted by `GossipDataParallel.count_tokens` since its last outer step, and s_i the number of
-    its calls, one for each optimizer step:
+    If ranks train on different amounts of data, `weighted_by` weighs their drifts, with T_i the tokens that rank i has
+    counted by `GossipDataParallel.count_tokens` since its last outer step, and s_i the number of its calls, one for
+    each optimizer step:
 
-        D   <- sum_j w_j (phi - x_j) / sum_j w_j,  w_j = T_j^2 / s_j
+        D   <- sum_j w_j (phi - x_j) / sum_j w_j
+
+        weighted_by="tokens":      w_j = T_j^2 / s_j    # tokens, times tokens in a step
+        weighted_by="num_tokens":  w_j = T_j
+        weighted_by="num_steps":   w_j = s_j
+
+    A rank that misses an outer step, because a worker of a membership has died in it, keeps its count for the next one,
+    as its drift is longer there. Steps are counted by the calls: the wrapper alone does not know them, since with
+    rounds="manual" it is called once for many steps.
+
+    merge=RDA() averages the lengths and the directions of drifts apart, for each tensor: see `RDA`.
 
     With a `delay`, arrival="adaptive" keeps the steps of the delay where the drifts of the ranks agree, and drops them
     where they do not. cos is the mean cosine of all pairs of drifts, weighted by their norms:
@@ -78,14 +89,15 @@ class DiLoCo(OuterMethod):
         compressor: C, a contraction, equal on all ranks. It takes one more copy of the model for e. None: drifts are
             sent uncompressed.
         error_decay: r, the share of the unsent rest e that is kept for the next outer step; 0 <= r <= 1.
-        weighted_by: "tokens" for weights by tokens; None: all ranks have equal weights.
+        weighted_by: "tokens", "num_tokens" or "num_steps"; None: all ranks have equal weights.
+        merge: `RDA()`, in place of the mean of drifts; without a compressor. None: the mean.
         arrival: see [Note: Late arrival] of `Periodic`; or "adaptive", without a compressor.
 
     Raises:
         ValueError: a rate is out of range, there are rates beside an optimizer, or there is an `error_decay` without a
-            compressor; (outer steps) no rank has counted tokens, with weighted_by="tokens"; (when the model is wrapped)
-            the function `optimizer` fails, or returns an optimizer of other parameters, or one whose step needs a
-            closure.
+            compressor; (outer steps) no rank has counted tokens, with `weighted_by`; (when the model is wrapped) the
+            function `optimizer` fails, or returns an optimizer of other parameters, or one whose step needs a closure;
+            or several processes hold one model in shards, with `merge`.
 
     Example:
         >>> model = GossipDataParallel(model, algorithm=DiLoCo(sync_every=50, lr=0.7, momentum=0.9))
@@ -98,7 +110,8 @@ class DiLoCo(OuterMethod):
     optimizer: MakeOptimizer | None = field(default=None, repr=False)
     compressor: Compressor | None = None
     error_decay: float = 1.0
-    weighted_by: Literal["tokens"] | None = None
+    weighted_by: WeightedBy | None = None
+    merge: RDA | None = None
 
     summary: ClassVar[str] = "trains alone, and takes a Nesterov step along the mean drift of all ranks every few steps"
     paper: ClassVar[Paper | None] = Paper(
@@ -121,21 +134,38 @@ class DiLoCo(OuterMethod):
                 "compressor=QSGD(4, bucket_size=32, unbiased=True)"
             )
 
-        if self.weighted_by not in (None, "tokens"):
+        if self.weighted_by is not None and self.weighted_by not in WEIGHTS:
             raise ValueError(
-                f"{type(self).__name__}: got weighted_by={self.weighted_by!r}, expected 'tokens', or None for equal "
-                "weights"
+                f"{type(self).__name__}: got weighted_by={self.weighted_by!r}, expected one of "
+                f"{', '.join(map(repr, WEIGHTS))}, or None for equal weights"
             )
         if self.arrival == "adaptive" and self.compressor is not None:
             raise ValueError(
                 f"{type(self).__name__}: got arrival='adaptive' with compressor={self.compressor}, expected 'carry' or "
                 "'blend': compressed messages do not tell how far the drifts agree"
             )
+        if self.merge is not None:
+            self._check_merge(self.merge)
+
+    def _check_merge(self, merge: object) -> None:
+        name = type(self).__name__
+        if not isinstance(merge, RDA):
+            raise ValueError(f"{name}: got merge={merge!r}, expected RDA(), or None for the mean of drifts")
+        if self.compressor is not None:
+            raise ValueError(
+                f"{name}: got merge={merge} with compressor={self.compressor}, expected one of them: ranks that use "
+                "the lengths of drifts send them uncompressed; leave the compressor out"
+            )
+        if self.arrival == "adaptive":
+            raise ValueError(
+                f"{name}: got merge={merge} with arrival='adaptive', expected 'carry' or 'blend': the agreement of "
+                "drifts is measured by their mean, which such ranks do not compute"
+            )
 
     @property
     def counts_tokens(self) -> bool:  # type: ignore[override]
         """See `Algorithm`."""
-        return self.weighted_by == "tokens"
+        return self.weighted_by is not None
 
     @property
     def needs_current(self) -> bool:  # type: ignore[override]
@@ -145,7 +175,18 @@ class DiLoCo(OuterMethod):
     @property
     def takes_rows(self) -> bool:  # type: ignore[override]
         """See `Algorithm`; ranks have weights and norms of their own."""
-        return not self.counts_tokens and self.arrival != "adaptive"
+        return not self.counts_tokens and self.arrival != "adaptive" and self.merge is None
+
+    @property
+    def module_names(self) -> Sequence[str]:
+        """See `Periodic`."""
+        return (*super().module_names, *(() if self.merge is None else self.merge.without))
+
+    def check_shards(self, nprocs_per_node: int) -> None:
+        """See `Algorithm`."""
+        super().check_shards(nprocs_per_node)
+        if self.merge is not None:
+            self.refuse_shards(nprocs_per_node, needs="the lengths of whole tensors")
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
         """See `Algorithm`; includes the outer optimizer with its settings."""
@@ -177,15 +218,17 @@ class DiLoCo(OuterMethod):
             m: see `round`.
             drift: the drift of this rank; written.
         """
-        count = TokenCount.of(m) if self.counts_tokens else None
-        weight = None if count is None else count.weight(v)
-        if count is not None and not count.steps and drift.norm() > 0:
-            warnings.warn(
-                f"{type(self).__name__}: got steps and no call of count_tokens() on this rank since its last outer "
-                "step, expected a call for each step: its steps have no weight; if this is meant, call "
-                "`model.count_tokens(0)`",
-                stacklevel=2,
-            )
+        count = weight = None
+        if self.weighted_by is not None:
+            count = TokenCount.of(m)
+            weight = count.weight(v, self.weighted_by)
+            if not count.steps and drift.norm() > 0:
+                warnings.warn(
+                    f"{type(self).__name__}: got steps and no call of count_tokens() on this rank since its last outer "
+                    "step, expected a call for each step: its steps have no weight; call "
+                    "`model.count_tokens(batch.numel())`, or with 0 where a step has no tokens",
+                    stacklevel=2,
+                )
         if self.compressor is None:
             yield from self._exact_average(v, m, drift, weight)
         else:
@@ -196,6 +239,14 @@ class DiLoCo(OuterMethod):
     def _exact_average(self, v: Vectors, m: Memory, drift: Vector, weight: float | None) -> Round:
         if has_rest := m.has("error"):  # from a checkpoint of a run with a compressor; it is sent once, now
             drift.add_(m.vector("error", join="zero"))
+        if self.merge is not None:
+            yield from self.merge.average(drift, weight)
+        else:
+            yield from self._mean(v, m, drift, weight)
+        if has_rest:
+            m.forget("error")
+
+    def _mean(self, v: Vectors, m: Memory, drift: Vector, weight: float | None) -> Round:
         if weight is not None:
             drift.mul_(weight)
         norms = (drift.norm(),) if self.arrival == "adaptive" else ()
@@ -203,9 +254,7 @@ class DiLoCo(OuterMethod):
         if norms and v.sent is not None:  # without a delay there are no steps to keep
             decide(v, m, drift, numbers[:, -1])
         if weight is not None:
-            drift.mul_(v.num_ranks / total_weight(numbers))
-        if has_rest:
-            m.forget("error")
+            drift.mul_(len(numbers) / total_weight(numbers))
 
     def outer_step(self, v: Vectors, m: Memory, phi: Vector, drift: Vector) -> None:
         """phi <- a step of the outer optimizer along the mean drift.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from ..registry import Paper
 from ..rounds import Average, Gather, Memory, Round, RoundLost, Vectors, step
 from .diloco import DiLoCo
+from .rda import RDA
+from .token_weights import WeightedBy
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class EagerDiLoCo(DiLoCo):
 
     Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", 2025, arXiv 2502.12996.
 
-    The arguments are the arguments of `DiLoCo` without `delay`, `own_weight`, `arrival` and `weighted_by`; for
-    `fragments` see `Periodic`. No step is lost, as x becomes phi before the average begins.
+    The arguments are the arguments of `DiLoCo` without `delay`, `own_weight`, `arrival`, `weighted_by` and
+    `merge`; for `fragments` see `Periodic`. No step is lost, as x becomes phi before the average begins.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -49,7 +51,8 @@ class EagerDiLoCo(DiLoCo):
     delay: int | str = field(default=0, init=False, repr=False)
     own_weight: float | None = field(default=None, init=False, repr=False)
     arrival: str = field(default="blend", init=False, repr=False)
-    weighted_by: Literal["tokens"] | None = field(default=None, init=False, repr=False)
+    weighted_by: WeightedBy | None = field(default=None, init=False, repr=False)
+    merge: RDA | None = field(default=None, init=False, repr=False)
 
     title: ClassVar[str] = "Eager DiLoCo"
     summary: ClassVar[str] = (

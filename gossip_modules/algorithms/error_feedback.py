@@ -27,7 +27,7 @@ def compressed_average(
     x.zero_()
     if shares is None:
         received.add_to(x)
-        x.div_(v.num_ranks)
+        x.div_(len(received))
         return
     for share, (_, message) in zip(shares.tolist(), received, strict=True):
         message.add_to(x, alpha=share)

@@ -13,6 +13,7 @@ from ..compression.full_precision import full_precision
 from ..devices import wide_dtype
 from ..registry import Paper
 from ..rounds import Memory, Vector, Vectors
+from ..rounds.vector import tensors_of
 from .diloco import DiLoCo
 
 
@@ -81,11 +82,7 @@ class IsoLoCo(DiLoCo):
 
     def check_shards(self, nprocs_per_node: int) -> None:
         """See `Algorithm`."""
-        raise ValueError(
-            f"got {self} for a model that several processes hold in shards (nprocs_per_node={nprocs_per_node}, or "
-            "fully_shard), expected a whole model in each: it needs whole matrices; take DiLoCo(), or a membership, "
-            "whose nodes gossip with one process"
-        )
+        self.refuse_shards(nprocs_per_node, needs="whole matrices")
 
     def outer_step(self, v: Vectors, m: Memory, phi: Vector, drift: Vector) -> None:
         """See `DiLoCo`."""
@@ -120,7 +117,6 @@ def equalize_(x: Vector, drift: Vector) -> None:
 
 def matrices_of(x: Vector, like: Vector) -> Iterator[Tensor]:
     """Yield a view of each matrix of the model x in a vector like x."""
-    for segment, part in zip(x.layout.segments, like.parts, strict=True):
-        for first, spec in segment.places():
-            if len(spec.shape) == 2:
-                yield part[first : first + spec.numel].view(spec.shape)
+    for spec, tensor in tensors_of(x, like):
+        if len(spec.shape) == 2:
+            yield tensor.view(spec.shape)

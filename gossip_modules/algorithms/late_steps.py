@@ -25,7 +25,7 @@ def decide(v: Vectors, m: Memory, mean: Vector, norms: Tensor) -> None:
         mean: the mean of the drifts.
         norms: the norm of each drift, float64 [n].
     """
-    squares = torch.cat([norms, norms.new_tensor([v.num_ranks * mean.norm()])]).square()
+    squares = torch.cat([norms, norms.new_tensor([len(norms) * mean.norm()])]).square()
     v.sum_over_shards(squares)
     *_, norm = (sizes := squares.sqrt()).tolist()
     cosine = mean_cosine(norm, sizes[:-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NoReturn
 
 from ..compression.compressor import Compressor
 from ..rounds import MakeOptimizer, Memory, Periodic, Vector, Vectors, is_number, works_by_element
@@ -46,6 +47,19 @@ class OuterMethod(Periodic):
                 "the model; take `lambda parameters: torch.optim.Adam(parameters, lr=0.3)`, or a whole model in each "
                 "process"
             )
+
+    def refuse_shards(self, nprocs_per_node: int, *, needs: str) -> NoReturn:
+        """Raise the ValueError of `check_shards` for a method that cannot work on shards.
+
+        Args:
+            nprocs_per_node: see `check_shards`.
+            needs: the thing that a shard lacks.
+        """
+        raise ValueError(
+            f"got {self} for a model that several processes hold in shards (nprocs_per_node={nprocs_per_node}, or "
+            f"fully_shard), expected a whole model in each: it needs {needs}; take DiLoCo(), or a membership, whose "
+            "nodes gossip with one process"
+        )
 
     def _check_optimizer(self, optimizer: MakeOptimizer | None) -> None:
         """Raise ValueError if the optimizer is not a function, or if there are rates for a built-in optimizer too."""

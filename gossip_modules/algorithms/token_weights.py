@@ -1,19 +1,22 @@
-"""TokenCount: the weight of a rank by the tokens that it has trained on since its last outer step."""
+"""TokenCount: the weight of a rank by the tokens and the steps of its drift."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..rounds import Memory, Vectors
 
+WeightedBy: TypeAlias = Literal["tokens", "num_tokens", "num_steps"]
+
 
 class TokenCount(NamedTuple):
     """The tokens and the calls of `count_tokens` on this rank since its last outer step, as `Memory.numbers` has them.
 
-    A rank that joins an outer step has T^2 / s as its weight.
+    An outer step that is lost leaves the count as it is, so that the longer drift of the next one has its longer count.
 
     Attributes:
         tokens: T.
@@ -28,16 +31,17 @@ class TokenCount(NamedTuple):
         """Return the present count of a memory."""
         return cls(*(m.numbers.get(name, 0) for name in cls._fields))
 
-    def weight(self, v: Vectors) -> float:
+    def weight(self, v: Vectors, by: WeightedBy) -> float:
         """Return the weight of this rank.
 
         Args:
             v: the argument of `Algorithm.round`.
+            by: the name of the law in `WEIGHTS`.
 
         Raises:
             ValueError: processes that hold one model together have counted different numbers.
         """
-        weight = self.tokens**2 / max(self.steps, 1)
+        weight = WEIGHTS[by](self)
         sums = torch.tensor([1, weight, weight**2], dtype=torch.float64, device="cpu")
         v.sum_over_shards(sums)
         num_shards, total, squared = sums.tolist()
@@ -60,6 +64,14 @@ class TokenCount(NamedTuple):
         m.numbers |= dict.fromkeys(cls._fields, 0)
 
 
+WEIGHTS: Mapping[str, Callable[[TokenCount], float]] = {
+    "tokens": lambda count: count.tokens**2 / max(count.steps, 1),
+    "num_tokens": lambda count: count.tokens,
+    "num_steps": lambda count: count.steps,
+}
+"""The laws of weights, by the value of `DiLoCo.weighted_by`."""
+
+
 def total_weight(numbers: Tensor) -> float:
     """The sum of the weights of all ranks.
 
@@ -71,7 +83,7 @@ def total_weight(numbers: Tensor) -> float:
     """
     if not (total := float(numbers[:, 0].sum())) > 0:
         raise ValueError(
-            "got weighted_by='tokens' and no tokens on any rank since the last outer step, expected a count; call "
-            "`model.count_tokens(batch.numel())` in each step"
+            "got weights by tokens or steps (weighted_by=) and no count on any rank since the last outer step, "
+            "expected one; call `model.count_tokens(batch.numel())` in each step"
         )
     return total

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from ..algorithms.rda import RDA
 from ..compression import QSGD, Cast, ChunkTopK, Compressor, RandomK, SignNorm, TopK, TwoBit
 from ..extras import MissingExtra, load
 from ..graph_manager import named_graphs
@@ -21,6 +22,8 @@ COMPRESSORS: Mapping[str, Callable[..., Compressor]] = {
     kind.__name__: kind for kind in (SignNorm, TopK, RandomK, QSGD, Cast, ChunkTopK, TwoBit)
 }
 """The compressors that a text may name, by class."""
+MERGES: Mapping[str, Callable[..., RDA]] = {"RDA": RDA}
+"""The merges of drifts, by class."""
 INTERPOLATIONS = ("ConstantInterpolation", "ClockInterpolation", "LossInterpolation")
 """The classes of dpwa that a text may name: ways to merge."""
 SCHEDULES: Mapping[str, Callable[..., Schedule]] = {"Schedule": Schedule}
@@ -90,7 +93,7 @@ def read_algorithm(text: str, *, option: str = "algorithm", seed: int | None = N
     names: dict[str, Callable[..., Any]] = {
         name: method.make for method in METHODS.values() for name in (method.call, method.name)
     }
-    made = read(text, {**names, **COMPRESSORS, **_interpolations()}, option=option, seed=seed)
+    made = read(text, {**names, **COMPRESSORS, **MERGES, **_interpolations()}, option=option, seed=seed)
     kind = type(made.parts[0] if isinstance(made, Algorithm) else made)
     chosen = next((method for method in METHODS.values() if method.make is kind), None)
     if chosen is None:

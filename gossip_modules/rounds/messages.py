@@ -153,6 +153,9 @@ class Received:
     def __iter__(self) -> Iterator[tuple[float, Message]]:
         return iter(self._row)
 
+    def __len__(self) -> int:
+        return len(self._row)
+
     def add_to(self, x: Vector, alpha: float = 1.0) -> None:
         """x <- x + alpha sum_j W_ij (C_j - C_i)."""
         with x.adding() as total:

@@ -125,6 +125,11 @@ class Periodic(Algorithm):
         return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
 
     @property
+    def module_names(self) -> Sequence[str]:
+        """The names of modules and parameters in the settings; a wrapper checks that the model has them."""
+        return () if isinstance(self.fragments, int) else [name for names in self.fragments for name in names]
+
+    @property
     def kept(self) -> float:
         """alpha: `own_weight`, or its default; 0 if the steps of the delay are carried."""
         if self.keeps_sent:
@@ -278,19 +283,19 @@ def is_fragments(fragments: object) -> bool:
     )
 
 
-def check_names(fragments: Fragments, module: nn.Module) -> None:
-    """Raise ValueError if fragments have names that the model does not have.
+def check_names(algorithm: Periodic, module: nn.Module) -> None:
+    """Raise ValueError if the settings of an algorithm have names that the model does not have.
 
     Args:
-        fragments: the argument of `Periodic`.
+        algorithm: the algorithm.
         module: the model.
     """
-    if isinstance(fragments, int):
+    if not (names := algorithm.module_names):
         return
     known = [name for name, _ in (*module.named_modules(), *module.named_parameters(), *module.named_buffers()) if name]
-    if unknown := [name for names in fragments for name in names if name not in known]:
+    if unknown := [name for name in names if name not in known]:
         raise ValueError(
-            f"got fragments={fragments!r}, but {unknown} are names of no module, parameter or buffer of the model, "
+            f"got {algorithm}, but {unknown} are names of no module, parameter or buffer of the model, "
             f"expected names such as {[name for name, _ in module.named_children()]}; see module.named_modules()"
         )
 

@@ -150,11 +150,12 @@ class Rounds(Mixer):
             is_whole: whether this process has the whole model instead of a shard.
 
         Raises:
-            ValueError: fragments are names that the model does not have, or the vector is a shard of a model, whose
+            ValueError: the settings have names that the model does not have, or the vector is a shard of a model, whose
                 tensors have no names.
         """
+        if is_whole and isinstance(outer := self.algorithm.parts[0], Periodic):
+            check_names(outer, observer.buffer.module)
         if self._times is not None and is_whole:
-            check_names(self._times.fragments, observer.buffer.module)
             self._buffer = observer.buffer
         elif self._times is not None and not isinstance(self._times.fragments, int):
             raise ValueError(

@@ -203,6 +203,9 @@ class StackedReceived(Received):
         for weight, ranks in self._pairs:
             yield weight, self._message if ranks is None else self._message.of(ranks)
 
+    def __len__(self) -> int:
+        return len(self._pairs)
+
 
 class StackedMail(Mail):
     """Makes the stacked messages of all ranks.

@@ -60,7 +60,7 @@ class Stacked:
         is_fragment: whether the rows are a fragment of the models.
 
     Raises:
-        ValueError: the algorithm does not work with these weights or with overlap, or its fragments are names.
+        ValueError: the algorithm does not work with these weights or with overlap, or its settings have names.
 
     Attributes:
         weights: the push-sum weights, float64 [n, 1]; None: all are one.
@@ -113,13 +113,14 @@ class Stacked:
         self.times = algorithm.parts[0] if isinstance(algorithm.parts[0], Periodic) else None
         if self.times is not None and self.times.delay == "auto":
             raise ValueError(f"got {algorithm}, expected a number of steps as delay: rows in one process send nothing")
+        if self.times is not None and self.times.module_names:
+            raise ValueError(
+                f"got {algorithm}, expected fragments=2 or another number, and no names: rows have no named modules"
+            )
         if self.times is not None and (self.times.num_fragments > 1 or self.times.delay) and not is_fragment:
-            if not isinstance(self.times.fragments, int):
-                raise ValueError(f"got {algorithm}, expected fragments=2 or another number: rows have no named modules")
-            whole = shapes if self.times.fragments == 1 else None  # runs of columns cut tensors
             self.fragments = [
-                Stacked(algorithm, mixing, num_ranks, wire_dtype=wire_dtype, shapes=whole, is_fragment=True)
-                for _ in range(self.times.fragments)
+                Stacked(algorithm, mixing, num_ranks, wire_dtype=wire_dtype, shapes=run, is_fragment=True)
+                for run in self._shapes_of_fragments(self.times.num_fragments)
             ]
 
     @torch.no_grad()
@@ -238,8 +239,14 @@ class Stacked:
 
     def _columns(self, x: Tensor) -> list[Tensor]:
         """Return views of the columns of each fragment."""
-        stops = [x.shape[1] * p // max(len(self.fragments), 1) for p in range(len(self.fragments) + 1)]
-        return [x[:, first:last] for first, last in itertools.pairwise(stops)]
+        return [x[:, first:last] for first, last in _equal_runs(x.shape[1], len(self.fragments))]
+
+    def _shapes_of_fragments(self, num_fragments: int) -> list[Sequence[tuple[int, ...]] | None]:
+        """Return the shapes of the tensors of each fragment, and of the pieces of tensors that are cut."""
+        if not self._specs:
+            return [None] * num_fragments
+        whole = Segment(torch.float64, 0, sum(spec.numel for spec in self._specs), self._specs)
+        return [[spec.shape for spec in whole.cut(*run)] for run in _equal_runs(whole.numel, num_fragments)]
 
     # A round.
 
@@ -320,7 +327,7 @@ class Stacked:
             case [Mix() | Average()]:
                 self._answer_mix(requests, is_model=requests[0].x is v[0].x)
                 if isinstance(requests[0], Average) and requests[0].numbers:
-                    return [_numbers_of(requests)] * len(requests)
+                    return [self._numbers_of(requests)] * len(requests)
             case [Inner()]:
                 self._go_on([request.round for request in requests], v, [None] * len(requests))
             case [Share()]:
@@ -331,8 +338,9 @@ class Stacked:
                 messages = [request.message for request in requests]
                 self.count_gather(messages[0].num_bytes)
                 received = [mail.all_of(messages) for mail in self._mails]
+                numbers = self._numbers_of(requests)
                 for each in received:
-                    each.numbers = _numbers_of(requests)
+                    each.numbers = numbers
                 return received
             case [Exchange()]:
                 sizes = [message.num_bytes for request in requests for message in request.messages.values()]
@@ -342,6 +350,12 @@ class Stacked:
                     for i, request in enumerate(requests)
                 ]
         return [None] * len(requests)
+
+    def _numbers_of(self, requests: Sequence[Any]) -> Tensor:
+        """Return the numbers of all ranks, which each rank sends to all others."""
+        numbers = torch.tensor([request.numbers for request in requests], dtype=torch.float64, device="cpu")
+        self.sent_bytes += (self.num_ranks - 1) * numbers[0].nbytes
+        return numbers
 
     def _answer_mix(self, requests: Sequence[Any], *, is_model: bool) -> None:
         vectors: list[Vector] = [request.x for request in requests]
@@ -413,8 +427,10 @@ class Stacked:
         self.sent_bytes += (self.num_ranks - 1) * num_bytes
 
 
-def _numbers_of(requests: Sequence[Any]) -> Tensor:
-    return torch.tensor([request.numbers for request in requests], dtype=torch.float64, device="cpu")
+def _equal_runs(num_elements: int, num_runs: int) -> list[tuple[int, int]]:
+    """Return [first, last) of equal runs of elements."""
+    stops = [num_elements * p // max(num_runs, 1) for p in range(num_runs + 1)]
+    return list(itertools.pairwise(stops))
 
 
 def _mark(x: Vector) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..flat.layout import FlatLayout
+from ..flat.layout import FlatLayout, TensorSpec
 from ..flat.vector import FlatVector, add_, in_chunks
 
 
@@ -214,6 +214,18 @@ class SentVector(Vector):
     def _begin_writing(self) -> None:
         assert not self.is_correction, "an algorithm writes x once in a round, or adds to it"
         self.is_correction = True
+
+
+def tensors_of(x: Vector, like: Vector) -> Iterator[tuple[TensorSpec, Tensor]]:
+    """Yield each tensor of the model in a vector: its name and shape, and a view of its elements, [numel].
+
+    Args:
+        x: the model or a vector of `m.scratch`, whose layout has the tensors.
+        like: a vector with the same parameters.
+    """
+    for segment, part in zip(x.layout.segments, like.parts, strict=True):
+        for first, spec in segment.places():
+            yield spec, part[first : first + spec.numel]
 
 
 def widened(layout: FlatLayout, *, has_buffers: bool) -> FlatLayout:

@@ -104,9 +104,9 @@ def test_fragments_keep_their_own_counts_when_a_layer_is_frozen() -> None:
 
 
 def test_options_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="got weighted_by='steps', expected 'tokens', or None for equal weights"):
+    with pytest.raises(ValueError, match="got weighted_by='steps', expected one of 'tokens', 'num_tokens'"):
         DiLoCo(weighted_by="steps")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"got weighted_by='tokens' and no tokens on any rank .* `model.count_tokens"):
+    with pytest.raises(ValueError, match=r"got weights by tokens or steps .*no count .* `model.count_tokens"):
         train(DiLoCo(5, weighted_by="tokens"), tokens=(0, 0), num_steps=6)
 
     def body(group: dist.ProcessGroup) -> None:

@@ -53,7 +53,11 @@ EXAMPLES: dict[type[Algorithm], list[Algorithm]] = {
         Choco(code, step_size=size)
         for code, size in ((gm.SignNorm(8), 0.3), (gm.QSGD(4), 0.3), (gm.TopK(0.3), 0.2), (gm.RandomK(0.3), 0.2))
     ],
-    DiLoCo: [DiLoCo(3), DiLoCo(3, compressor=gm.QSGD(4, bucket_size=8, unbiased=True), error_decay=0.9)],
+    DiLoCo: [
+        DiLoCo(3),
+        DiLoCo(3, merge=gm.RDA()),
+        DiLoCo(3, compressor=gm.QSGD(4, bucket_size=8, unbiased=True), error_decay=0.9),
+    ],
     SparseLoCo: [SparseLoCo(3, compressor=gm.TopK(0.3))],
     SlowMo: [SlowMo(3)],
     NoLoCo: [NoLoCo(3)],

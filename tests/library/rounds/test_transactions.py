@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossip_modules import D2, EagerDiLoCo, GASLoC, PowerGossip, RingGraph, Schedule, SlowMo
+from gossip_modules import D2, RDA, DiLoCo, EagerDiLoCo, GASLoC, PowerGossip, RingGraph, Schedule, SlowMo
 from gossip_modules.engine.lockstep import SyncEngine
 from gossip_modules.extend import FlatBuffer, ProcessGroupTransport, PushPull
 from gossip_modules.graph_manager import GraphManager
@@ -28,8 +28,8 @@ from tests.library.rounds.test_stacked import examples
 
 NUM_RANKS = 3
 COMPOSITIONS = [SlowMo(2, gossip_every=1).over(D2()), GASLoC(2, momentum=0).over(PowerGossip())]
-ALGORITHMS = [*{type(a): a for a in examples() if not a.is_plain}.values(), *COMPOSITIONS]
-"""One of each class: the codes of messages make no difference here."""
+ALGORITHMS = [*{type(a): a for a in examples() if not a.is_plain}.values(), DiLoCo(2, merge=RDA()), *COMPOSITIONS]
+"""One of each class, as the codes of messages make no difference here, and a merge."""
 TRANSACTIONS = [a for a in ALGORITHMS if not isinstance(a.parts[0], EagerDiLoCo | GASLoC)]
 """The others write vectors before the last reply, and mend them if the round is lost."""
 
@@ -198,6 +198,32 @@ def test_a_round_that_is_lost_changes_nothing(algorithm: Algorithm) -> None:
             check_equal(rank.kept(), before)
 
     on_ranks(algorithm, check)
+
+
+@pytest.mark.parametrize(
+    ("weighted_by", "weights"), [("tokens", (27, 18)), ("num_tokens", (9, 6)), ("num_steps", (3, 2))]
+)
+@pytest.mark.parametrize("merge", [None, RDA()], ids=["mean", "rda"])
+def test_a_rank_whose_reply_is_dropped_keeps_its_count_for_the_next_round(
+    weighted_by: Any, weights: tuple[int, int], merge: RDA | None
+) -> None:
+    """Steps of three tokens: rank 1 has the count of three steps in its next round, the others of two."""
+
+    def body(group: dist.ProcessGroup) -> float:
+        rank = Rank(group, DiLoCo(1, weighted_by=weighted_by, merge=merge))
+        for number, num_steps in enumerate((1, 2)):
+            for _ in range(num_steps):
+                rank.train()
+                rank.driver.memory.count_tokens(3)
+            rank.driver.fail(*((0, "lost") if group.rank() == 1 and number == 0 else (-1, "")))
+            rank.round()
+        (request,) = rank.driver.requests
+        assert isinstance(request, Average)
+        rank.engine.close()
+        return request.numbers[0]
+
+    late, others = weights
+    assert run_ranks(NUM_RANKS, body) == [others, late, others]
 
 
 @pytest.mark.parametrize("algorithm", TRANSACTIONS, ids=repr)

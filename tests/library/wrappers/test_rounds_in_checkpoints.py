@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     QSGD,
+    RDA,
     DiLoCo,
     EagerDiLoCo,
     GASLoC,
@@ -44,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "DiLoCo, compressed": {"algorithm": DiLoCo(3, delay=2, compressor=QSGD(4, bucket_size=8, unbiased=True))},
     "DiLoCo, by tokens": {"algorithm": DiLoCo(4, delay=2, weighted_by="tokens")},
+    "DiLoCo, RDA": {"algorithm": DiLoCo(4, delay=2, merge=RDA(without=["first"]))},
     "streaming": {"algorithm": StreamingDiLoCo(4, fragments=2, delay=3)},
     "streaming, compressed": {
         "algorithm": StreamingDiLoCo(4, fragments=2, delay=2, compressor=QSGD(4, bucket_size=8, unbiased=True))
