@@ -86,7 +86,7 @@ class Medium(ABC):
 
         Raises:
             MailboxError: the store refuses the request.
-            Unavailable: the store has not answered before the deadline.
+            Unavailable: the store has not answered before the deadline; the object may be there nevertheless.
         """
         sealed = self.seal.seal(path, data)
 

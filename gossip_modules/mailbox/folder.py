@@ -21,7 +21,9 @@ _REMEDIES = {
     **dict.fromkeys(
         (errno.ENOSPC, errno.EDQUOT), "make room (df -h, df -i, quota), or give a folder of another file system"
     ),
-    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR), "a file is in the place of a folder or the reverse: move it"),
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EISDIR, errno.EEXIST), "a file is in the place of a folder or the reverse: move it"
+    ),
     **dict.fromkeys(
         (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV),
         "this file system has no hard links, by which one writer of an object wins: give a folder of another one",
@@ -79,7 +81,7 @@ class FolderMedium(Medium):
         part = os.path.join(self._root, _PARTS, uuid.uuid4().hex)
         with _errors():
             try:
-                with open(part, "xb") as file:
+                with open(part, "wb") as file:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())

@@ -44,7 +44,7 @@ class StoreMedium(Medium):
 
     def __init__(self, connect: Callable[[], dist.Store], address: str, *, prefix: str = "", **options: Any) -> None:
         super().__init__(address, **options)
-        self._connect, self._prefix = connect, f"gossip_mailbox/{prefix}"
+        self._connect, self._prefix = connect, f"gossip_mailbox/{prefix}".rstrip("/")
         self._store: BoundedStore | None = None
         self._repeat(
             "open", "", lambda is_retry: self._try(lambda store: store.check("open", what="a first request")), None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from gossip_modules.mailbox.errors import MailboxError
 from gossip_modules.mailbox.medium import Medium, open_medium
 
 KEY = b"the key of the job"
@@ -77,6 +80,39 @@ def test_reads_are_bounded(medium: Medium) -> None:
     assert medium.get("a", max_bytes=100) == b"x" * 100
     assert medium.get("a", max_bytes=99) is None
     assert medium.counts.refused == 1
+
+
+def test_a_store_that_keeps_the_first_object_is_accepted(medium: Medium) -> None:
+    medium.check()
+    assert medium.list() == {}
+
+
+def test_a_store_that_replaces_objects_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    medium = open_medium("memory://replaces", timeout=5.0, key=KEY)
+    monkeypatch.setattr(medium, "_create", lambda path, data: medium._put(path, data) is None)
+    with pytest.raises(MailboxError, match=r"memory://replaces lets a second writer replace .*If-None-Match"):
+        medium.check()
+
+
+@pytest.mark.parametrize("address", ["", "run", "s3://", "s4://bucket", "file://run", "file:///", "store://h/run"])
+def test_other_addresses_are_refused(address: str) -> None:
+    with pytest.raises(ValueError, match=rf"got the address '{address}', expected s3://bucket/run, .* or memory://run"):
+        open_medium(address, timeout=5.0, key=KEY)
+
+
+def test_a_missing_key_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gossip_modules.mailbox.medium._warned", set())
+    with pytest.warns(UserWarning, match=r"got no key for file://.*anyone with write .*; set GOSSIP_JOB_KEY"):
+        open_medium(f"file://{tmp_path}/a", timeout=5.0)
+    open_medium(f"file://{tmp_path}/b", timeout=5.0)
+
+
+def test_a_missing_obstore_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(
+        ImportError, match=r"s3://b/run needs .*; pip install 'gossip-modules\[mailbox\]' .*Python 3.11"
+    ):
+        open_medium("s3://b/run", timeout=5.0, key=KEY)
 
 
 @pytest.mark.parametrize("path", ["", "/a", "a/", "a//b", "a/../b", ".a", "a/.b", "a b", "a\n", "a\0b", "ä"])
