@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import re
 import threading
@@ -10,7 +11,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..membership.background_log import log
 from .clock import Clock
@@ -41,6 +42,19 @@ class MediumCounts:
     bytes_read: int = 0
     retries: int = 0
     refused: int = 0
+
+
+class Listed(NamedTuple):
+    """An object of a list.
+
+    tag: a text that changes when the object changes.
+    num_bytes: its size, with the seal.
+    time: when it was written, in seconds by the clock of the store; NaN: the store does not say.
+    """
+
+    tag: str
+    num_bytes: int
+    time: float = math.nan
 
 
 class Medium(ABC):
@@ -132,16 +146,16 @@ class Medium(ABC):
 
         return self._repeat("get", _checked(path), attempt, deadline)
 
-    def list(self, prefix: str = "", *, deadline: float | None = None) -> dict[str, str]:
-        """The objects below a path of whole parts ("": all), each with a text that changes when the object changes.
+    def list(self, prefix: str = "", *, deadline: float | None = None) -> dict[str, Listed]:
+        """The objects below a path of whole parts ("": all), by path.
 
         Objects whose paths `create` would refuse are left out. Errors: see `create`.
         """
 
-        def attempt(is_retry: bool) -> dict[str, str]:
+        def attempt(is_retry: bool) -> dict[str, Listed]:
             found = self._list(folder)
             self._count(lists=1)
-            return {path: tag for path, tag in found.items() if _PATH.fullmatch(path)}
+            return {path: entry for path, entry in found.items() if _PATH.fullmatch(path)}
 
         folder = _checked(prefix.rstrip("/")) if prefix else ""
         return self._repeat("list", folder, attempt, deadline)
@@ -188,8 +202,8 @@ class Medium(ABC):
         """Read an object; None: it is absent. Raises TooLarge."""
 
     @abstractmethod
-    def _list(self, prefix: str) -> dict[str, str]:
-        """The objects below a path, with their tags."""
+    def _list(self, prefix: str) -> dict[str, Listed]:
+        """The objects below a path."""
 
     @abstractmethod
     def _delete(self, paths: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from .base import Medium
+from .base import Listed, Medium
 from .errors import Permanent, TooLarge, Transient
 
 _SMALL = 1 << 20  # bytes; a request for no more should end within _PATIENCE
@@ -106,10 +106,11 @@ class BucketMedium(Medium):
             return memoryview(found.bytes())
         return None
 
-    def _list(self, prefix: str) -> dict[str, str]:
+    def _list(self, prefix: str) -> dict[str, Listed]:
         with self._errors():
             found = [entry for page in self._obstore.list(self._fast, prefix or None) for entry in page]
-        return {entry["path"]: entry["e_tag"] or f"{entry['size']}-{entry['last_modified']}" for entry in found}
+        tagged = ((entry, entry["e_tag"] or f"{entry['size']}-{entry['last_modified']}") for entry in found)
+        return {e["path"]: Listed(tag, e["size"], e["last_modified"].timestamp()) for e, tag in tagged}
 
     def _delete(self, paths: Iterable[str]) -> None:
         paths = list(paths)

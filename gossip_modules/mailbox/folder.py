@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from .base import Medium
+from .base import Listed, Medium
 from .errors import Permanent, TooLarge, Transient
 
 _PARTS = ".parts"  # the folder of files that are being written; no path of an object begins with a dot
@@ -101,7 +101,7 @@ class FolderMedium(Medium):
             self._check_mounted()
         return None
 
-    def _list(self, prefix: str) -> dict[str, str]:
+    def _list(self, prefix: str) -> dict[str, Listed]:
         def raise_unless_gone(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):
                 raise error
@@ -114,7 +114,8 @@ class FolderMedium(Medium):
                     with suppress(FileNotFoundError):  # it was deleted meanwhile
                         place = os.path.join(folder, name)
                         stat = os.stat(place)
-                        found[os.path.relpath(place, self._root)] = f"{stat.st_size}-{stat.st_mtime_ns}-{stat.st_ino}"
+                        tag = f"{stat.st_size}-{stat.st_mtime_ns}-{stat.st_ino}"
+                        found[os.path.relpath(place, self._root)] = Listed(tag, stat.st_size, stat.st_mtime)
         return found
 
     def _delete(self, paths: Iterable[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..membership.background_log import log
 from ..membership.view import differences
+from .base import Listed
 from .clock import Clock, Joinable
 from .errors import MailboxError
 from .medium import Medium
@@ -196,17 +197,17 @@ class MailJob:
         with self._lock:
             return self._read_signs(objects, now)
 
-    def _read_signs(self, objects: Mapping[str, str], now: float) -> set[int]:
+    def _read_signs(self, objects: Mapping[str, Listed], now: float) -> set[int]:
         gap, self._listed = now - self._listed if self._listed >= 0 else 0.0, now
-        for path, tag in objects.items():
+        for path, entry in objects.items():
             _, text, kind = path.split("/")
             number = int(text)
             if kind == "left":
                 self._left.add(number)
             elif kind == "beat" and number != self.number:
                 sign = self._signs.get(number)
-                if sign is None or sign.tag != tag:
-                    self._signs[number] = Sign(tag, now, self._period_of(path))
+                if sign is None or sign.tag != entry.tag:
+                    self._signs[number] = Sign(entry.tag, now, self._period_of(path))
                 elif gap > sign.period:  # nobody was heard meanwhile
                     sign.heard += gap
         live = {n for n, sign in self._signs.items() if now - sign.heard <= _SILENT * sign.period}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..transport.stores import BoundedStore
-from .base import Medium
+from .base import Listed, Medium
 from .errors import Permanent, TooLarge, Transient
 
 T = TypeVar("T")
@@ -88,12 +88,16 @@ class StoreMedium(Medium):
 
         return self._try(get)
 
-    def _list(self, prefix: str) -> dict[str, str]:
-        def entries(store: BoundedStore) -> dict[str, str]:
+    def _list(self, prefix: str) -> dict[str, Listed]:
+        def entries(store: BoundedStore) -> dict[str, Listed]:
             start = _entry_key(f"{prefix}/" if prefix else "")
             keys = [key for key in store.keys(what=prefix) if key.startswith(start)]
             found = {key: store.get(key, what=key) for key in keys}
-            return {key.removeprefix(_entry_key("")): str(entry) for key, entry in found.items() if entry is not None}
+            return {
+                key.removeprefix(_entry_key("")): Listed(str(entry), _parsed(entry)[0])
+                for key, entry in found.items()
+                if entry is not None
+            }
 
         return self._try(entries)
 

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from .base import Medium
+from .base import Listed, Medium
 from .errors import TooLarge
 
 _lock = threading.Lock()  # of all below
-_memories: dict[str, dict[str, tuple[str, bytes]]] = {}  # by name: objects by path, each with its tag
+_memories: dict[str, dict[str, tuple[Listed, bytes]]] = {}  # by name: objects by path
 _tags = itertools.count()
 
 
@@ -30,25 +30,29 @@ class MemoryMedium(Medium):
 
     def _create(self, path: str, data: bytes) -> bool:
         with _lock:
-            entry = (str(next(_tags)), data)
+            entry = (self._listed(data), data)
             return self._objects.setdefault(path, entry) is entry
 
     def _put(self, path: str, data: bytes) -> None:
         with _lock:
-            self._objects[path] = (str(next(_tags)), data)
+            self._objects[path] = (self._listed(data), data)
 
     def _get(self, path: str, max_bytes: int) -> bytes | None:
         with _lock:
-            _, data = self._objects.get(path, ("", None))
-        if data is not None and len(data) > max_bytes:
+            found = self._objects.get(path)
+        if found is None:
+            return None
+        if found[0].num_bytes > max_bytes:
             raise TooLarge
-        return data
+        return found[1]
 
-    def _list(self, prefix: str) -> dict[str, str]:
+    def _list(self, prefix: str) -> dict[str, Listed]:
         with _lock:
-            return {
-                path: tag for path, (tag, _) in self._objects.items() if not prefix or path.startswith(f"{prefix}/")
-            }
+            found = {path: listed for path, (listed, _) in self._objects.items()}
+        return {path: listed for path, listed in found.items() if not prefix or path.startswith(f"{prefix}/")}
+
+    def _listed(self, data: bytes) -> Listed:
+        return Listed(str(next(_tags)), len(data), self.clock.now())
 
     def _delete(self, paths: Iterable[str]) -> None:
         with _lock:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+from ..mailbox.base import Listed
 from ..mailbox.errors import Transient
 from ..mailbox.medium import Medium
 
@@ -47,7 +48,7 @@ class StormyMedium(Medium):
         self.loss, self.delay, self.stale, self.unavailable = loss, delay, stale, unavailable
         self._faults, self._faults_lock = random.Random(seed), threading.Lock()  # the lock is of all below, too
         self._first_found: dict[str, float] = {}
-        self._lists: dict[str, dict[str, str]] = {}
+        self._lists: dict[str, dict[str, Listed]] = {}
 
     def close(self) -> None:
         """See `Medium`."""
@@ -69,7 +70,7 @@ class StormyMedium(Medium):
             age = self.clock.now() - self._first_found.setdefault(path, self.clock.now())
             return None if age < self.stale_seconds and self._faults.random() < self.stale else data
 
-    def _list(self, prefix: str) -> dict[str, str]:
+    def _list(self, prefix: str) -> dict[str, Listed]:
         found = self._through(lambda: self.inner._list(prefix))
         with self._faults_lock:
             before = self._lists.get(prefix, found)

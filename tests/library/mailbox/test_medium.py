@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -63,6 +64,15 @@ def test_list_is_by_whole_parts(medium: Medium) -> None:
     assert set(medium.list("a/b")) == {"a/b/c", "a/b/d"}
     assert set(medium.list()) == {"a/b/c", "a/b/d", "a/bc/d"}
     assert medium.list("nothing") == {}
+
+
+def test_a_list_has_sizes_and_times_in_order(medium: Medium) -> None:
+    for path, size in (("a/b", 10), ("a/c", 20)):
+        medium.create(path, b"x" * size)
+    first, second = medium.list("a")["a/b"], medium.list("a")["a/c"]
+    assert second.num_bytes - first.num_bytes == 10
+    assert medium.counts.bytes_written == first.num_bytes + second.num_bytes
+    assert math.isnan(first.time) or first.time <= second.time
 
 
 def test_deleted_objects_are_gone(medium: Medium) -> None:
