@@ -32,6 +32,9 @@ from gossip_modules.methods.wrapping import WIRE_DTYPES, schedule_of
 from train.job.world import World
 from train.methods.moments import MomentPeriods
 
+_NOT_BY_MAIL = ("max_workers", "min_deadline", "resume", "checkpoint_every", "checkpoint_every_steps")
+"""The options without a use over a mailbox."""
+
 
 @dataclass(frozen=True)
 class RunConfig(WrapperOptions, ABC):
@@ -96,6 +99,8 @@ class RunConfig(WrapperOptions, ABC):
     """Workers may die, come back and be added while the others train on. Start each worker with the same command; all
     meet at --store; see docs/guides/elasticity_operating.md. A recipe that cannot do so raises an error with the
     reason."""
+    membership: str = ""
+    """An address at which workers meet: the same as --elastic with this --store."""
     min_workers: int = 1
     """Number of workers at the start; learning rate and epochs refer to this number."""
     max_workers: int = 0
@@ -103,11 +108,17 @@ class RunConfig(WrapperOptions, ABC):
     store: str = "127.0.0.1:29400"
     """host:port of `python -m gossip_modules.membership.serve`; or file:path, the file with its address. Keep
     this server running for longer than the workers. Several runs may share it: the name of --out-dir tells them
-    apart."""
+    apart. Or the address of a mailbox, which needs no server: s3://bucket/run, gs://, az://, file:///folder or
+    store://host:port/run; see docs/guides/mailbox.md."""
     scale_lr: bool = False
     """Scale the learning rate with the number of training workers; otherwise it is always the rate of min_workers."""
     min_deadline: float = 1.0
     """The shortest time without a heartbeat, in seconds, before the others go on without a worker."""
+    quorum: int = 0
+    """Over a mailbox: the number of messages with which a round may close after --grace seconds; 0: more than half of
+    --min-workers."""
+    grace: float = 30.0
+    """Over a mailbox: the most seconds that a round waits for workers after the quorum, and a worker for a round."""
 
     checkpoint_every: int = 0
     """Epochs from one checkpoint to the next; 0: only on a signal. With checkpoints, the last step has one."""
@@ -129,13 +140,13 @@ class RunConfig(WrapperOptions, ABC):
     }
     POSITIVE: ClassVar[tuple[str, ...]] = (
         *("epochs", "accumulation_steps", "gossip_every", "nprocs_per_node", "num_threads", "keep_last"),
-        *("validate_every", "log_every", "timeout_seconds", "min_workers", "min_deadline"),
+        *("validate_every", "log_every", "timeout_seconds", "min_workers", "min_deadline", "grace"),
     )
     NOT_NEGATIVE: ClassVar[tuple[str, ...]] = (
         *("checkpoint_every", "checkpoint_every_steps", "average_every", "max_staleness", "clip_norm", "max_workers"),
-        *("first_moment_period", "second_moment_period"),
+        *("first_moment_period", "second_moment_period", "quorum"),
     )
-    ZERO: ClassVar[Mapping[str, str]] = {"max_workers": "takes all"}
+    ZERO: ClassVar[Mapping[str, str]] = {"max_workers": "takes all", "quorum": "is more than half of min_workers"}
     """The meaning of 0 for options of `NOT_NEGATIVE` that 0 does not switch off."""
     SHARES: ClassVar[tuple[str, ...]] = ()
     """The options in (0, 1]."""
@@ -155,7 +166,10 @@ class RunConfig(WrapperOptions, ABC):
         "training": ("epochs", "accumulation_steps", "label_smoothing", "clip_norm", "amp", "compile"),
         "average of the optimizer": ("first_moment_period", "second_moment_period"),
         "process": ("backend", "comm_device", "timeout_seconds", "num_threads", "deterministic"),
-        "elastic": ("elastic", "min_workers", "max_workers", "store", "scale_lr", "min_deadline"),
+        "elastic": (
+            *("elastic", "membership", "min_workers", "max_workers", "store", "scale_lr", "min_deadline"),
+            *("quorum", "grace"),
+        ),
         "checkpoint and log": (
             "checkpoint_every",
             "checkpoint_every_steps",
@@ -169,6 +183,7 @@ class RunConfig(WrapperOptions, ABC):
     """Defaults by the name for --preset; see train/command_line.py."""
 
     def __post_init__(self) -> None:
+        self._choose_membership()
         self._choose_method()
         for name, choices in self.CHOICES.items():
             if name == "graph" and "(" in self.graph:
@@ -209,6 +224,32 @@ class RunConfig(WrapperOptions, ABC):
         self.moment_periods.check(self.recipe, self.optimizer_class, is_elastic=self.elastic, amp=self.amp)
         if self.elastic:
             self._check_elastic()
+
+    def _choose_membership(self) -> None:
+        """Set the options that --membership stands for."""
+        if self.membership:
+            if self.store not in (type(self).store, self.membership):
+                raise ValueError(
+                    f"got membership={self.membership!r} beside store={self.store!r}, expected one address; leave the "
+                    "store out"
+                )
+            object.__setattr__(self, "elastic", True)
+            object.__setattr__(self, "store", self.membership)
+        if self.is_by_mail and (given := self._given(*_NOT_BY_MAIL)):
+            raise ValueError(
+                f"got {given} over a mailbox, expected none of them: any worker may come, and the run keeps its models "
+                "itself; leave them out, and start a worker with the same address to go on"
+            )
+        if not self.is_by_mail and (given := self._given("quorum", "grace")):
+            raise ValueError(
+                f"got {given} without a mailbox, expected the address of one, whose rounds have them; pass "
+                "--membership s3://bucket/run, for example, or leave them out"
+            )
+
+    def _given(self, *names: str) -> str:
+        """The options with other values than their defaults, for errors."""
+        given = [name for name in names if getattr(self, name) != getattr(type(self), name)]
+        return ", ".join(f"{name}={getattr(self, name)}" for name in given)
 
     def _choose_method(self) -> None:
         """Check recipe and algorithm; set the recipe to the method's name, and a recipe's own algorithm to ""."""
@@ -277,6 +318,11 @@ class RunConfig(WrapperOptions, ABC):
     def moment_periods(self) -> MomentPeriods:
         """The periods of averages of the optimizer's moments over all ranks."""
         return MomentPeriods(self.first_moment_period, self.second_moment_period)
+
+    @property
+    def is_by_mail(self) -> bool:
+        """Whether workers meet over a mailbox, as the address says: see `gossip_modules.Membership`."""
+        return self.elastic and "://" in self.store
 
     @property
     def num_founders(self) -> int:

@@ -216,6 +216,12 @@ class MailJob:
     def _period_of(self, path: str) -> float:
         return max(float(self.header(path).get("period", 0.0)), self.settings.interval)
 
+    @property
+    def deadline(self) -> float:
+        """The seconds after which the slowest of the others is silent; 0 without others. See [Note: Signs of life]."""
+        with self._lock:
+            return _SILENT * max((sign.period for sign in self._signs.values()), default=0.0)
+
     def wait_for(self, num_workers: int) -> None:
         """Wait until so many workers live.
 

@@ -191,8 +191,8 @@ class MailMembership(Membership):
     def stats(self) -> dict[str, float]:
         """See `Membership`; with the requests and bytes of this worker at the store."""
         counts = self.medium.counts
-        own = {"generation": self._generation, "live": len(self._members)}
-        own |= {"joins": self._num_joins, "deaths": self._num_deaths}
+        own: dict[str, float] = {"generation": self._generation, "live": len(self._members)}
+        own |= {"joins": self._num_joins, "deaths": self._num_deaths, "deadline": self.mail.deadline}
         return {**own, **{f"store_{name}": float(value) for name, value in vars(counts).items()}}
 
     def note_close(self, close: Close) -> None:

@@ -482,6 +482,11 @@ def check_links(
         raise ValueError(
             f"got membership={membership!r}, expected a Membership; pass Membership({store!r}, min_workers=...)"
         )
+    if membership.is_by_mail:
+        raise ValueError(
+            f"got the mailbox {membership.name} for a wrapper whose workers are connected, expected the wrapper whose "
+            "messages may lie in a store: GossipDataParallel(model, algorithm=DiLoCo(sync_every=H), membership=...)"
+        )
     if not init_sync or isinstance(init_sync, str):
         raise ValueError(
             f"got init_sync={init_sync!r} with a membership, expected True: its workers begin with the model of the "

@@ -117,6 +117,8 @@ def test_an_option_has_the_name_of_its_field(config_type: type[RunConfig]) -> No
             "elastic",
             "momentum",
             "second_moment_period",
+            "quorum",
+            "grace",
         ):
             expected = replace(expected, **{option.name: OTHER_VALUES[type(value)](value)})
             changed.append(option.name)

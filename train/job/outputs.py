@@ -30,6 +30,11 @@ def tables_in(folder: Path) -> list[Path]:
     return [path for pattern in _OF_EACH_RANK for path in paths_in(folder, pattern)]
 
 
+def tables_of(folder: Path, number: int) -> list[Path]:
+    """The paths of the tables of one worker of an elastic run, whether they are there or not."""
+    return [csv_path(folder, number), membership_path(folder, number), folder / f"metrics_{number}.jsonl"]
+
+
 def outputs_in(folder: Path) -> list[Path]:
     """What rank 0 has left in `folder`."""
     events = paths_in(folder / TENSORBOARD, "events.out.tfevents.*")

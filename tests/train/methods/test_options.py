@@ -196,7 +196,7 @@ def test_every_option_has_a_help_text(config_type: type[WrapperOptions]) -> None
 HARMLESS = (
     *("out_dir", "resume", "overwrite", "data_dir", "download", "num_workers", "epochs", "backend", "comm_device"),
     *("timeout_seconds", "deterministic", "checkpoint_every", "checkpoint_every_steps", "keep_last"),
-    *("elastic", "max_workers", "store", "min_deadline"),
+    *("elastic", "membership", "max_workers", "store", "min_deadline", "quorum", "grace"),
     *("validate_every", "log_every", "images_per_node"),  # the last is resolved into batch_size
     "delay",  # is in the text of the algorithm
 )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import gossip_modules as gm
+from gossip_modules.extend import Algorithm
 from gossip_modules.methods import METHODS
 from train.run_config import RunConfig
+from train.tasks.base import MicroBatch, Task
 from train.training.elastic.history import History
 from train.training.elastic.shared_count import SharedCount
 
@@ -27,7 +29,10 @@ class ElasticPace(ABC):
     """
 
     meets: bool
-    """Whether all workers come to the end of an epoch in the same step, so that they can average there."""
+    """Whether the models can be averaged at the end of an epoch: all workers come to it in the same step, or the
+    average needs no other worker."""
+    is_by_mail = False
+    """Whether workers share a mailbox alone, and each has results of its own."""
 
     def __init__(self, membership: gm.Membership, history: History) -> None:
         self._membership, self._history = membership, history
@@ -42,6 +47,10 @@ class ElasticPace(ABC):
     def first_batch(self, position: int) -> int:
         """The number of the batch that this worker reads first, of every `world_size`-th one, from `position` on."""
         return position + self._membership.rank
+
+    def stream(self, task: Task, position: int) -> Iterator[Sequence[MicroBatch]]:
+        """The batches of this worker in this generation, from a position on."""
+        return task.dealt_stream(self.first_batch(position), self._membership.world_size)
 
     @property
     def may_meet(self) -> bool:
@@ -141,8 +150,49 @@ class OwnSteps(ElasticPace):
         self._position, self._count = int(state["position"]), None
 
 
-def elastic_pace(config: RunConfig, membership: gm.Membership, history: History) -> ElasticPace:
-    """That of the recipe of a run."""
+class MailedSteps(ElasticPace):
+    """Each worker takes steps at its own pace, over a mailbox: the position is its own number of steps times founders.
+
+    A worker reads all items in an order of its own, which depends on the seed and on its number. It ends after as many
+    steps as each founder would take in lockstep, and waits for nobody.
+
+    Args:
+        membership, history: see `ElasticPace`.
+        founders: the number of workers for which epochs are counted.
+        end: the position at the end of the run.
+        meets: whether the method has an anchor, which is the average.
+    """
+
+    is_by_mail = True
+
+    def __init__(self, membership: gm.Membership, history: History, *, founders: int, end: int, meets: bool) -> None:
+        super().__init__(membership, history)
+        self._founders, self._end, self.meets = founders, end, meets
+
+    def position(self, step: int) -> int:
+        """See `ElasticPace`."""
+        return step * self._founders
+
+    def first_batch(self, position: int) -> int:
+        """See `ElasticPace`: the epochs of one worker are no epochs of another one, so their orders differ."""
+        return self._membership.number * self._end + position // self._founders
+
+    def stream(self, task: Task, position: int) -> Iterator[Sequence[MicroBatch]]:
+        """See `ElasticPace`."""
+        return task.dealt_stream(self.first_batch(position), 1)
+
+    @property
+    def may_meet(self) -> bool:
+        """See `ElasticPace`."""
+        return self.meets
+
+
+def elastic_pace(config: RunConfig, membership: gm.Membership, history: History, *, end: int) -> ElasticPace:
+    """The pace of a run; end: the position at its end."""
+    if config.is_by_mail:
+        made = config.chosen.made
+        meets = isinstance(made, Algorithm) and made.has_equal_memory
+        return MailedSteps(membership, history, founders=config.min_workers, end=end, meets=meets)
     if METHODS[config.recipe].pace == "shared_steps":
         return OwnSteps(membership, history, store=config.store, name=str(config.run_dir))
     return CommonSteps(membership, history)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -38,6 +39,8 @@ class Finished(Protocol):
 def report(run: Finished, validation: Validation | None) -> None:
     """Export the averaged model, and on the first worker write and print the results; all workers call it.
 
+    Over a mailbox each worker writes its results, into a folder that may be its own.
+
     Where one of them has died in the last average, the first worker's own model, which is close to it, takes its place,
     and the last line says so.
 
@@ -45,8 +48,10 @@ def report(run: Finished, validation: Validation | None) -> None:
         run: is closed on return.
         validation: the validation of the averaged model; None: there is none.
     """
-    members, is_first = run.membership, run.membership.rank == 0
+    members = run.membership
+    is_first = members.is_by_mail or members.rank == 0
     is_averaged = validation is not None
+    average = nullcontext() if members.is_by_mail and not is_averaged else run.wrapper.averaged()
     if validation is None:
         own = _own_metrics(run)
         validation = Validation(own, own, float("nan"), 0.0)
@@ -55,7 +60,7 @@ def report(run: Finished, validation: Validation | None) -> None:
     try:
         answers = gather_json(members.transport, (members.number, asdict(result)))
         numbers, results = [n for n, _ in answers], [RankResult(**values) for _, values in answers]
-        with run.wrapper.averaged():
+        with average:
             _export(run, is_first)
     except (ConnectionError, TimeoutError) as error:
         is_averaged = False

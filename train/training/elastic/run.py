@@ -7,7 +7,8 @@ the end of its generation, are read by nobody. Epochs, validations and the end a
 the same on all workers, also on one that has just come.
 
 Where workers leave out steps (WAGMA) or take them at their own pace (AD-PSGD), each reads its share of the stream at
-that pace, from the position of the run when the generation begins; see `ElasticPace`.
+that pace, from the position of the run when the generation begins; see `ElasticPace`. Over a mailbox each reads all
+items in an order of its own: see `MailedSteps`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import gossip_modules as gm
 from gossip_modules.membership.view import Change
 from gossip_modules.methods import METHODS, wrap
 from train.job.errors import UsageError, usage_errors
-from train.job.outputs import SUMMARY, clear_outputs
+from train.job.files import remove_file
+from train.job.outputs import SUMMARY, clear_outputs, tables_of
 from train.job.preemption import EXIT_CODE, StopRequest
 from train.job.world import World
 from train.run_config import RunConfig
@@ -70,16 +72,7 @@ class ElasticRun:
         module = task.precision.prepare_module(task.make_model())
         if config.compile != "none":
             module.compile(backend=config.compile)
-        timeout = timedelta(seconds=config.timeout_seconds)
-        self.membership = gm.Membership(
-            config.store,
-            min_workers=config.min_workers,
-            max_workers=config.max_workers,
-            name=str(config.run_dir),
-            timeout=timeout,
-            min_deadline=max(config.min_deadline, 0.1),
-            description={"run": json.dumps({**config.identity, **task.identity, "epochs": config.epochs})},
-        )
+        self.membership = membership_of(config, task)
         self.checkpoints = Checkpoints(
             self.folder / CHECKPOINTS,
             world,
@@ -95,7 +88,7 @@ class ElasticRun:
             keep_last=config.keep_last,
         )
         self.history, self.meters = History(), Meters(world.device)
-        self.pace = elastic_pace(config, self.membership, self.history)
+        self.pace = elastic_pace(config, self.membership, self.history, end=self.end)
         self.membership_log = MembershipLog(self.folder, self.membership.stats)
         optimizer = task.make_optimizer(module)
         saved = self._saved()
@@ -103,10 +96,12 @@ class ElasticRun:
             prefix = "module."  # that of the tensors
             states = saved["wrapper"].items()
             module.load_state_dict({name[len(prefix) :]: x for name, x in states if name.startswith(prefix)})
+        context = context_of(task, config, world)
         context = replace(
-            context_of(task, config, world),
+            context,
             steps_per_epoch=max(task.steps_per_epoch // self.founders, 1),
             membership=self.membership,
+            comm_device=None if config.is_by_mail else context.comm_device,  # objects are of host memory anyway
         )
         self.membership.on_change(self._changed)
         self.wrapper = wrap(config.algorithm or config.recipe, module, config, context)
@@ -160,14 +155,25 @@ class ElasticRun:
                 clear_outputs(self.folder, self.world)
         self.membership.join()
         number = self.membership.number
+        if self.pace.is_by_mail:
+            self._begin_by_mail(number)
         # From here on workers differ: dropout must not fall on the same units everywhere.
         torch.manual_seed(config.seed * 10_000 + number)
         self.log = RunLog(self.folder, rank=number, step=self.history.first_turn // self.founders)
         self.membership_log.open(number)
 
+    def _begin_by_mail(self, number: int) -> None:
+        """Delete what another run has left under the number of this worker, and note the first workers."""
+        if self.config.overwrite:
+            clear_outputs(self.folder, self.world)
+        for path in tables_of(self.folder, number):
+            remove_file(path)
+        members = self.membership
+        self._changed(Change(members.generation, members.join(), members.rank, members.members, (), {}))
+
     def _changed(self, change: Change) -> None:
         """A generation begins: its workers deal out the batches anew."""
-        self.stream = None
+        self.stream = None if not self.pace.is_by_mail else self.stream
         self.history.changes.append(
             {
                 "unix_seconds": round(time.time(), 3),
@@ -250,8 +256,8 @@ class ElasticRun:
         start = time.perf_counter()
         if self.stream is None:
             self.task.close()  # loader processes that read for the generation before
-            self.stream = self.task.dealt_stream(self.pace.first_batch(first), members.world_size)
-            log.lead(members.rank == 0, step=first // self.founders)
+            self.stream = self.pace.stream(self.task, first)
+            log.lead(members.is_by_mail or members.rank == 0, step=first // self.founders)
         batch = next(self.stream)
         self.meters.data_seconds += time.perf_counter() - start
         rate = self.task.learning_rate(first // self.founders)
@@ -281,11 +287,15 @@ class ElasticRun:
 
     def _validate(self, *, is_last: bool) -> Validation | None:
         """See `validate`; at the end of an epoch all are here only where they come to it together."""
-        return validate(self.wrapper, self.task, self.membership, with_average=is_last or self.pace.meets)
+        with_average = self.pace.meets or (is_last and not self.pace.is_by_mail)
+        return validate(self.wrapper, self.task, self.membership, with_average=with_average)
 
     def _save(self, turn: int, validation: Validation | None) -> None:
-        """On the first worker, write a checkpoint of its model; raises UsageError where training has diverged."""
-        if self.membership.rank == 0:
+        """On the first worker, write a checkpoint of its model; raises UsageError where training has diverged.
+
+        The workers of a mailbox save models there by themselves.
+        """
+        if self.membership.rank == 0 and not self.pace.is_by_mail:
             self._require_finite(turn)
             state = {**self.state.state_dict(), "step": turn}
             score = self.task.selection(validation.averaged) if validation and validation.averaged else None
@@ -299,3 +309,17 @@ class ElasticRun:
         self.pace.close()
         self.wrapper.close()
         self.task.close()
+
+
+def membership_of(config: RunConfig, task: Task) -> gm.Membership:
+    """The membership of a run: its workers meet in a store with connections, or over a mailbox."""
+    described = {**config.identity, **task.identity, "epochs": config.epochs}
+    timeout = timedelta(seconds=config.timeout_seconds)
+    if config.is_by_mail:
+        described["min_workers"] = config.min_workers  # the number of steps of a worker depends on it
+        options: dict[str, Any] = {"quorum": config.quorum or None, "grace": config.grace}
+    else:
+        options = {"max_workers": config.max_workers, "min_deadline": max(config.min_deadline, 0.1)}
+        options["name"] = str(config.run_dir)
+    given = {"min_workers": config.min_workers, "timeout": timeout, **options}
+    return gm.Membership(config.store, description={"run": json.dumps(described)}, **given)

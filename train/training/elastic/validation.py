@@ -17,7 +17,7 @@ def validate(wrapper: Wrapper, task: Task, membership: gm.Membership, *, with_av
         wrapper: in train mode, before and after.
         task: whose test set is read.
         membership: the membership of the run.
-        with_average: whether all workers are here, to average their models.
+        with_average: whether all workers are here, to average their models, or the average needs none of them.
     """
     sent_before = wrapper.comm_stats()["bytes_sent"]
     wrapper.eval()
@@ -27,9 +27,10 @@ def validate(wrapper: Wrapper, task: Task, membership: gm.Membership, *, with_av
         with torch.no_grad(), task.precision.autocast():
             own = task.evaluate(wrapper.module)
         if with_average:
-            distance = wrapper.consensus_distance()
+            if not membership.is_by_mail:  # whose average is the anchor, which this worker has
+                distance = wrapper.consensus_distance()
             with wrapper.averaged():
-                if membership.rank == 0:  # the others wait for it in their next round
+                if membership.rank == 0 or membership.is_by_mail:  # the others wait for it in their next round
                     with torch.no_grad(), task.precision.autocast():
                         averaged = task.evaluate_averaged(wrapper.module)
     except (ConnectionError, TimeoutError) as error:
