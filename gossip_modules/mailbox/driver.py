@@ -371,6 +371,11 @@ class MailDriver(Driver):
         self.memory.forget(_LATE)
         self._recover(x)
 
+    def recover(self, x: FlatVector) -> None:
+        """x <- the anchor in the memory."""
+        self.memory.fit(Vector.of(x))
+        self._recover(x)
+
 
 def _copy_to(s: FlatVector, sent: Sent | None) -> None:
     """s <- the tensors of a message."""
@@ -421,12 +426,11 @@ class MailRounds(Rounds):
         self.drivers[0].notes = notes
 
     def recover(self, x: FlatVector) -> None:
-        """x <- the anchors of all fragments."""
-        self._cut(x)
+        """x <- the anchors of all fragments; x stays before the first step, where all workers are equal."""
         for p, driver in enumerate(self.drivers):
-            with self._part(p, x) as part:
-                driver.memory.fit(Vector.of(part))
-                driver._recover(part)
+            if driver.has_begun:
+                with self._part(p, x) as part:
+                    driver.recover(part)
 
     def begin(self, x: FlatVector, k: int = 0) -> bool:
         """See `Rounds`; also ends the rounds in flight whose outcome is there."""

@@ -6,7 +6,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..rounds.mixer import Mixer
+from ..flat.vector import FlatVector
+from ..rounds.mixer import GlobalAverage, Mixer
+from ..transport.base import Transport
+from ..transport.process_group import calling
 from ..worlds.world import ModelWorld
 from .driver import MailRounds
 from .job import MailJob
@@ -45,6 +48,34 @@ class Workers(Protocol):
     def close(self) -> None: ...
 
 
+class AnchorAverage(GlobalAverage):
+    """The average of all workers, for `averaged()`: the newest anchor that this worker has, without a message.
+
+    Args:
+        rounds: the rounds of a method whose workers share an anchor; None: they share none.
+        transport: the transport of this worker alone.
+    """
+
+    def __init__(self, rounds: MailRounds | None, transport: Transport) -> None:
+        super().__init__(transport)
+        self._rounds = rounds
+
+    def finish(self, s: FlatVector) -> None:
+        """See `Mixer`.
+
+        Raises:
+            ValueError: the workers share no anchor, or the call needs the models of all workers.
+        """
+        name = calling.get() or "an average"
+        if self._rounds is None or name not in ("averaged()", "averaged_state_dict()"):
+            raise ValueError(
+                f"got {name} over a mailbox, whose workers take steps at their own pace, expected averaged() or "
+                "averaged_state_dict() with a method that has an anchor, such as DiLoCo; else evaluate the model of "
+                "this worker, or the saved models of the run, as `mailbox.follow` gives them"
+            )
+        self._rounds.recover(s)
+
+
 class MailWorld(ModelWorld):
     """The world of a model over a mailbox: workers come and go, and each takes steps at its own pace.
 
@@ -71,6 +102,11 @@ class MailWorld(ModelWorld):
     def own_name(self) -> str:
         """See `ModelWorld`."""
         return self.membership.own_name
+
+    def averager_of(self, exact: Any) -> Any:
+        """See `ModelWorld`."""
+        rounds = self._rounds if self._rounds is not None and self._rounds.algorithm.has_equal_memory else None
+        return AnchorAverage(rounds, self.local.transport)
 
     def at_step(self) -> bool:
         """See `ModelWorld`; saves the model of a round that has ended, if it is this worker's turn."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from ..transport.base import Transport
+
+
+Average = TypeVar("Average")
 
 
 class ModelWorld:
@@ -41,6 +46,10 @@ class ModelWorld:
     def own_name(self) -> str | None:
         """The name of this worker in statistics; None: its rank."""
         return None
+
+    def averager_of(self, exact: Average) -> Average:
+        """Return the average over all ranks for evaluation; `exact`: by an all-reduce over the transport."""
+        return exact
 
     def at_step(self) -> bool:
         """Begin the generation that is due, at the safe point of a training step.

@@ -306,7 +306,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
             local.loop.move_weights()
         engine = self._make_engine(mixer, schedule)
         if node is None:
-            self._start(engine, engine.averager)
+            self._start(engine, local.world.averager_of(engine.averager))
         else:
             engine = node.engine_of(engine)
             self._start(engine, node.averager(engine))
