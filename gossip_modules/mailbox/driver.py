@@ -25,6 +25,7 @@ from ..transport.base import Transport
 from ..transport.change_board import digest_of
 from ..worlds.world import ALONE, ModelWorld
 from .background import BackgroundCall
+from .errors import RoundGone
 from .job import MailJob
 from .rounds import Close, Outcome, Sent, Stream
 
@@ -88,6 +89,7 @@ class MailDriver(Driver):
     """
 
     next: dict[str, int] = leaf({})
+    _sent_as: list[int] = leaf([], join="zero")  # this worker and the number of its round in flight
 
     def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
         super().__init__(algorithm, plain)
@@ -160,6 +162,7 @@ class MailDriver(Driver):
         header = {"layout": digest_of([str(x.layout)]), "numbers": list(getattr(request, "numbers", ())), "step": k}
         send = stream.post(number, header, self._payload(request))
         wanted = self._wanted(request, number)
+        self._sent_as = [self.job.number, number]
         self.task = BackgroundCall(self.job.clock, lambda: send(wanted), name=f"mailbox-{stream.name}")
 
     def _payload(self, request: Request) -> Sequence[Tensor]:
@@ -191,6 +194,11 @@ class MailDriver(Driver):
         return wanted
 
     @property
+    def begun_at(self) -> int | None:
+        """The number of optimizer steps before the round in flight; None: no round is in flight."""
+        return None if self.task is None or self.open_round is None else self.open_round.k
+
+    @property
     def is_ready(self) -> bool:
         """Whether the outcome of the round in flight is there."""
         return self.task is not None and self.task.is_done
@@ -220,8 +228,12 @@ class MailDriver(Driver):
         """
         assert self.task is not None, "a round is in flight"
         assert self.open_round is not None, "a round is in flight"
-        outcome, self.task = self.task.result(), None
-        self._outcome = outcome
+        task, self.task = self.task, None
+        try:
+            outcome = self._outcome = task.result()
+        except BaseException:
+            self.close_round()
+            raise
         opened, counts = self.open_round, self.job.number in outcome.close.members
         try:
             assert opened.request is not None, "the round has a request"
@@ -235,6 +247,7 @@ class MailDriver(Driver):
                 self.arrive(x, kept=kept)
         finally:
             self._outcome = None
+        self._sent_as = []
         if counts:
             self.next[kind] = outcome.close.number + 1
             self.memory.forget(_LATE)
@@ -318,7 +331,10 @@ class MailDriver(Driver):
         while (close := stream.close_of(self.next.get(kind, 0))) is not None:
             if replays:
                 self._replay(x, k, stream, close)
+            if replays and self._sent_as and self._sent_as[1] == close.number and self._sent_as[0] in close.members:
+                self._drop_drift(x)  # a checkpoint was saved while this round was in flight
             self.next[kind] = close.number + 1
+        self._sent_as = []
 
     def _replay(self, x: FlatVector, k: int, stream: Stream, close: Close) -> None:
         memory, algorithm = self.memory, self.algorithm
@@ -349,6 +365,12 @@ class MailDriver(Driver):
         late = self._late(memory)
         for change, after, part in zip(late.parts, copy.parts, before, strict=True):
             change.add_(after).sub_(part)
+
+    def _drop_drift(self, x: FlatVector) -> None:
+        """Let the next drift be zero: late <- the anchor - x."""
+        anchor = x.clone()
+        self.recover(anchor)
+        self._late(self.memory).sum_(Vector.of(anchor), Vector.of(x), alpha=-1.0)
 
     def _late(self, memory: Memory) -> Vector:
         late = memory.vector(_LATE, join="zero")
@@ -413,14 +435,18 @@ class MailRounds(Rounds):
         self.is_delayed = True
         self.is_skippable = False  # a model that is not finite must not enter a round
 
-    def join_run(self, job: MailJob, choose: Callable[[int], MixingManager], notes: Notes) -> None:
+    def join_run(
+        self, job: MailJob, choose: Callable[[int], MixingManager], *, notes: Notes, rejoin: Callable[[], None]
+    ) -> None:
         """Answer requests by the objects of a run: see `MailDriver.join_run`.
 
         Args:
             job: see `MailDriver.join_run`.
             choose: see `MailDriver.join_run`.
             notes: told of the end of each round of the first fragment.
+            rejoin: lets this worker go on from the newest model of the run.
         """
+        self._rejoin = rejoin
         for p, driver in enumerate(self.drivers):
             driver.join_run(job, str(p), choose)
         self.drivers[0].notes = notes
@@ -435,19 +461,34 @@ class MailRounds(Rounds):
     def begin(self, x: FlatVector, k: int = 0) -> bool:
         """See `Rounds`; also ends the rounds in flight whose outcome is there."""
         has_changed = super().begin(x, k)
-        return self._land_all(x, k) or has_changed
+        delay = 0 if self._times is None else self._times.delay
+        assert isinstance(delay, int), "a mailbox takes no delay='auto'"
+        for p, driver in enumerate(self.drivers):
+            if (begun := driver.begun_at) is None or k < begun + delay:
+                continue
+            if driver.is_ready or (delay and k == begun + delay and driver.wait()):
+                self._land_one(p, x)
+                has_changed = True
+        return has_changed
 
     def _starting_at(self, k: int) -> Sequence[int]:
         return [0] if self._times is None else self._times.starting_at(k)
 
     def finish(self, s: FlatVector) -> None:
-        """See `Mixer`."""
+        """See `Mixer`; a worker that has missed more rounds than the run keeps begins again from its newest model."""
+        try:
+            self._finish(s)
+        except RoundGone:
+            self._give_up()
+            self._rejoin()
+
+    def _finish(self, s: FlatVector) -> None:
         starting = self._starting_at(self.k) or ([0] if self.algorithm.is_due(self.k) else [])
         delay = 0 if self._times is None else self._times.delay
         for p in starting:
             driver = self.drivers[p]
             if driver.task is not None and driver.wait():  # a round of before
-                self._land_one(p, s, is_now=False)
+                self._land_one(p, s)
             if driver.task is None:
                 with self._part(p, s) as part:
                     driver.post(part, self.k)
@@ -460,38 +501,21 @@ class MailRounds(Rounds):
         else:
             driver.detach(part)
 
-    def _land_all(self, x: FlatVector, k: int) -> bool:
-        """End the rounds in flight that are due; returns whether x was written."""
-        has_changed = False
-        for p, driver in enumerate(self.drivers):
-            opened = driver.open_round
-            if driver.task is None or opened is None:
-                continue
-            delay = self._times.delay if self._times is not None else 0
-            assert isinstance(delay, int), "the wrapper refuses delay='auto' over a mailbox"
-            is_due = k >= opened.k + delay and (driver.is_ready or (k == opened.k + delay > opened.k and driver.wait()))
-            if is_due:
-                self._land_one(p, x, is_now=False)
-                has_changed = True
-        return has_changed
-
-    def _land_one(self, p: int, x: FlatVector, *, is_now: bool) -> None:
+    def _land_one(self, p: int, x: FlatVector) -> None:
+        """End a round in flight, after steps of training."""
         with self._part(p, x) as part:
-            kept = 0.0 if self._times is None else self._times.kept
-            self.drivers[p].land(part, kept=kept, is_now=is_now)
+            self.drivers[p].land(part, kept=0.0 if self._times is None else self._times.kept, is_now=False)
 
     def difference(self, s: FlatVector) -> float:
         """See `Mixer`."""
         raise NotImplementedError("the wrapper refuses overlap=True over a mailbox")
 
-    @property
-    def is_in_flight(self) -> bool:
-        """See `Rounds`: whether the outcome of a round is there, and not applied yet."""
-        return any(driver.is_ready for driver in self.drivers)
+    is_in_flight = False
+    """See `Rounds`: a round ends at the begin of a step only, so nothing is to be applied between two steps."""
 
     def flush(self, x: FlatVector) -> bool:
-        """See `Rounds`; waits for nothing, as a round may take long, and ends in a later step."""
-        return self._land_all(x, 1 << 62)
+        """See `Rounds`; a round in flight may take long, and ends in a later step."""
+        return False
 
     def saved_flights(self) -> list[dict[str, Any]] | None:
         """See `Rounds`: a round in flight belongs to the run, and is no part of a checkpoint."""

@@ -7,6 +7,10 @@ class MailboxError(OSError):
     """A store of objects refuses a request, or does not answer. The text names address, path, verb and remedy."""
 
 
+class RoundGone(MailboxError):
+    """The messages of a closed round are no longer in the run."""
+
+
 class Unavailable(MailboxError):
     """A store of objects has not answered before the deadline; it may answer later."""
 

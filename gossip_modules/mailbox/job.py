@@ -173,8 +173,20 @@ class MailJob:
             self.clock.sleep(self.settings.poll)
 
     def stop(self) -> None:
-        """End the signs of life."""
+        """End the signs of life, and all waits of this worker."""
         self._has_stopped = True
+
+    def pause(self, seconds: float) -> None:
+        """Wait between two looks at the medium.
+
+        Raises:
+            MailboxError: this worker has ended meanwhile.
+        """
+        if self._has_stopped:
+            raise MailboxError(
+                f"{self.medium.address}: worker {self.number} has ended, and so has its wait for a round"
+            )
+        self.clock.sleep(seconds)
 
     def note_write(self) -> None:
         """A message of this worker is a sign of life too."""
@@ -236,4 +248,4 @@ class MailJob:
                     f"{self.settings.timeout:g} s: {sorted(live)}; start the others, or pass a smaller min_workers"
                 )
             self.beat(is_needed=False)
-            self.clock.sleep(self.settings.poll)
+            self.pause(self.settings.poll)

@@ -301,7 +301,7 @@ class MailMembership(Membership):
         self._world = local.world = MailWorld(local, self, mixer)
         local.connect(self.transport)
         if isinstance(mixer, MailRounds):
-            mixer.join_run(self.mail, chosen.weights, self._world.note_round)
+            mixer.join_run(self.mail, chosen.weights, notes=self._world.note_round, rejoin=self.rejoin)
         elif isinstance(mixer, PushSumByMail):
             mixer.join_run(self.mail, chosen.weights)
         return chosen.weights(1), mixer
@@ -326,6 +326,7 @@ class MailMembership(Membership):
         if is_first or not self._take_model(world):
             self._begin_run(world, is_first=is_first)
         mail.beat()
+        mail.beat_soon()
         mail.wait_for(self.min_workers if self.models.newest() == 0 else 1)
         self._members = tuple(sorted(mail.live()))
         self.has_joined = True
@@ -387,7 +388,6 @@ class MailMembership(Membership):
         """See `Membership`."""
         if not self.has_joined:
             self._enter()
-        self.mail.beat_soon()
         self.tell_callbacks()
         return None
 

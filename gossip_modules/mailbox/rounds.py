@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import MailboxError
+from .errors import MailboxError, RoundGone
 from .job import MailJob
 from .sealed import pack, unpack
 
@@ -138,7 +138,7 @@ class Stream:
                     break
             is_first_look = False
             job.beat(is_needed=False)
-            clock.sleep(pause)
+            job.pause(pause)
             pause = min(pause * 1.5, job.settings.poll)
         job.last_round = clock.now() - start
         return self.outcome(close, wanted, known=own) if job.number in close.members else Outcome(close)
@@ -172,7 +172,8 @@ class Stream:
         """Get what a worker needs of a round that is closed.
 
         Raises:
-            MailboxError: a message of the close is gone; or an audit found another mean.
+            RoundGone: a message of the close is gone.
+            MailboxError: an audit found another mean.
         """
         workers = wanted(close)
         if workers is not None:
@@ -185,7 +186,7 @@ class Stream:
             if worker in workers:
                 sent = known.get(worker) or self._message(close.number, worker)
                 if sent is None or sent.digest != digest:
-                    raise MailboxError(
+                    raise RoundGone(
                         f"{self.job.medium.address}: the message of worker {worker} in round {close.number} is gone or "
                         "has changed after the close, expected it to stay; keep others from writing to the run, and "
                         "start this worker again, which then begins from the last saved model"
@@ -215,7 +216,7 @@ class Stream:
         while (data := job.medium.get(path, max_bytes=self.max_bytes)) is None:
             if job.clock.now() - start > patience or close.by not in job.live():
                 return None
-            job.clock.sleep(job.settings.poll / 16)
+            job.pause(job.settings.poll / 16)
         return data
 
     def _audits(self, number: int) -> bool:

@@ -64,9 +64,15 @@ class AnchorAverage(GlobalAverage):
         """See `Mixer`.
 
         Raises:
-            ValueError: the workers share no anchor, or the call needs the models of all workers.
+            ValueError: the workers share no anchor, or the call needs the models of all workers; or the trained
+                tensors have changed.
         """
-        name = calling.get() or "an average"
+        if not (name := calling.get()):
+            raise ValueError(
+                "got other trained tensors than before over a mailbox, expected the same tensors in all rounds of a "
+                "run: its workers would change them at different times; freeze and unfreeze layers before the model "
+                "is wrapped, or begin a new run at another address"
+            )
         if self._rounds is None or name not in ("averaged()", "averaged_state_dict()"):
             raise ValueError(
                 f"got {name} over a mailbox, whose workers take steps at their own pace, expected averaged() or "
@@ -135,6 +141,11 @@ class MailWorld(ModelWorld):
         if saves and (kind == "average" or self._rounds is None or not self._rounds.algorithm.averages_exactly):
             self._must_save = close.number + 1
 
+    @property
+    def num_bytes_sent(self) -> int:
+        """See `ModelWorld`."""
+        return self.membership.mail.medium.counts.bytes_written
+
     def stats(self) -> dict[str, float]:
         """See `ModelWorld`."""
         return self.membership.stats()
@@ -168,7 +179,7 @@ class MailWorld(ModelWorld):
         before = vector.clone()
         if is_average and number and self._rounds is not None:
             self._rounds.recover(vector)
-        named = {name: x.detach().cpu().clone() for name, x in local.buffer.module.state_dict().items()}
+        named = {name: x.detach().cpu().clone() for name, x in self._named().items()}
         vector.copy_(before)
         state = {"engine": {**engine.state_dict(joins=True), "step": engine.step}, **self.membership.tracked_state}
         return SavedModel(number, named, is_average, engine.step, state)
@@ -178,7 +189,7 @@ class MailWorld(ModelWorld):
         """Go on from a saved model."""
         local = self.local
         local.to_estimate()
-        own = local.buffer.module.state_dict()
+        own = self._named()
         for name, x in saved.model.items():
             own[name].copy_(x)
         vector = local.buffer.vector
@@ -186,3 +197,10 @@ class MailWorld(ModelWorld):
         local.engine.join(vector, saved.state["engine"])
         local.engine.step = saved.step
         local.buffer.written()
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        """The tensors of the module that are not ignored, by name; they share memory."""
+        buffer = self.local.buffer
+        ignored = buffer.selection.ignored_ids(buffer.module)
+        state = buffer.module.state_dict(keep_vars=True)
+        return {name: x for name, x in state.items() if isinstance(x, torch.Tensor) and id(x) not in ignored}

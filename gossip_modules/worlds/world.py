@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..transport.base import Transport
 
-
 Average = TypeVar("Average")
 
 
@@ -46,6 +45,11 @@ class ModelWorld:
     def own_name(self) -> str | None:
         """The name of this worker in statistics; None: its rank."""
         return None
+
+    @property
+    def num_bytes_sent(self) -> int:
+        """The bytes that this process has sent in another way than over the transport of its rounds."""
+        return 0
 
     def averager_of(self, exact: Average) -> Average:
         """Return the average over all ranks for evaluation; `exact`: by an all-reduce over the transport."""

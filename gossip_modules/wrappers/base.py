@@ -502,7 +502,7 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
     def _bytes_sent(self) -> int:
         local = self._local
         local_bytes = 0 if local.node is None else local.node.num_bytes_sent
-        return int(local.transport.num_bytes_sent) + local_bytes
+        return int(local.transport.num_bytes_sent) + local.world.num_bytes_sent + local_bytes
 
     def comm_stats(self) -> dict[str, float]:
         """See `AveragingMixin`."""
