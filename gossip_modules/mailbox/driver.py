@@ -13,7 +13,7 @@ from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..rounds.algorithm import Algorithm
 from ..rounds.driver import Driver
-from ..rounds.memory import Memory
+from ..rounds.memory import COUNTED, Memory
 from ..rounds.messages import Message, MessageBuffer, Received
 from ..rounds.mixer import Mixer
 from ..rounds.periodic import Periodic
@@ -347,6 +347,7 @@ class MailDriver(Driver):
         }
         numbers, own_buffers = dict(memory.numbers), self._buffers
         algorithm.recover(v, memory)
+        v.sent = Vector.of(x.clone())  # so that the round also decides about late steps
         before = [part.clone() for part in copy.parts]
         self._buffers = [b.clone() for b in copy.buffers]
         generator = algorithm.round(v, memory, k)
@@ -358,7 +359,7 @@ class MailDriver(Driver):
         finally:
             self._outcome, self._buffers = None, own_buffers
         memory.end_round()
-        memory.numbers = numbers
+        memory.numbers |= {name: numbers.get(name, 0) for name in COUNTED if name in memory.numbers}
         for name, parts in kept.items():
             memory.entries[name].vector.set_(Vector(parts))
         algorithm.recover(v, memory)

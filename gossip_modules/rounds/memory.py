@@ -20,6 +20,9 @@ from .rates import Rates, RateUnits
 from .runs import carry, layout_of, places_of, runs, tensors_beyond
 from .vector import Vector, wide, widened
 
+COUNTED = ("tokens", "steps")
+"""The names of the numbers that drivers count; they belong to one rank."""
+
 _T = TypeVar("_T")
 _ENTRIES = ("policies", "places", "weights", "vectors", "optimizers", "links", "joins")  # of states, besides the leaves
 
@@ -364,7 +367,7 @@ class Memory(State):
 
     def count_tokens(self, num_tokens: int) -> None:
         """Count a step of this rank with `num_tokens` tokens."""
-        for name, count in (("tokens", num_tokens), ("steps", 1)):
+        for name, count in zip(COUNTED, (num_tokens, 1), strict=True):
             self.numbers[name] = self.numbers.get(name, 0) + count
 
     def end_round(self) -> None:
