@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import re
@@ -15,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from ..membership.background_log import log
 from .clock import Clock
-from .errors import MailboxError, Permanent, TooLarge, Transient, Unavailable
+from .errors import MailboxError, Permanent, Transient, Unavailable
 from .sealed import Seal
 
 T = TypeVar("T")
@@ -28,7 +27,8 @@ class MediumCounts:
     """The requests of a worker to its store.
 
     Attributes:
-        writes, reads, lists, deletes: the numbers of answered requests.
+        writes, reads, lists, deletes: the numbers of calls with an answer. A list has more requests where the store has
+            pages, and a `create` that finds an object may have a second one, to look at it.
         bytes_written, bytes_read: the sizes of their objects, with seals.
         retries: the number of tries that failed and were followed by another one.
         refused: the number of reads of objects that were forged, altered, truncated, moved or too large.
@@ -64,10 +64,10 @@ class Medium(ABC):
     Objects are sealed with their paths: see `Seal`.
 
     [Note: retries] Subclasses implement single tries: `_create`, `_put`, `_get`, `_list` and `_delete`. A try raises
-    `Transient`, or `Permanent` where no other one can succeed. The public methods repeat a try until the deadline, with
-    pauses that grow from 0.1 to 5 seconds. An outage is logged once, when two tries in a row have failed, and again at
-    its end; single failures are counted in `counts.retries`. The answer to a try may be lost after the store has
-    carried it out, so a second try of `create` reads an object that is there and compares.
+    `Transient`, `Permanent` where no other one can succeed, or one of `errors`. The public methods repeat a try until
+    the deadline, with pauses that grow from 0.1 to 5 seconds. An outage is logged once, when two tries in a row have
+    failed, and again at its end; single failures are counted in `counts.retries`. The answer to a try may be lost after
+    the store has carried it out, so a second try of `create` reads an object that is there and compares.
 
     Args:
         address: the address of the store, for errors.
@@ -78,7 +78,10 @@ class Medium(ABC):
 
     Attributes:
         counts: the requests so far.
+        errors: the exceptions of tries that `_failure` translates.
     """
+
+    errors: tuple[type[Exception], ...] = ()
 
     def __init__(self, address: str, *, timeout: float, clock: Clock, seal: Seal, seed: int | None = None) -> None:
         self.address, self.timeout, self.clock, self.seal = address, timeout, clock, seal
@@ -102,24 +105,24 @@ class Medium(ABC):
             MailboxError: the store refuses the request.
             Unavailable: the store has not answered before the deadline; the object may be there nevertheless.
         """
-        sealed = self.seal.seal(path, data)
+        sealed = self.seal.seal(_checked(path), data)
 
         def attempt(is_retry: bool) -> bool:
-            is_new = self._create(path, sealed) or (is_retry and self._is_own(path, sealed))
-            self._count(writes=1, bytes_written=len(sealed))
-            return is_new
+            if self._create(path, sealed):
+                return True
+            found = self._get(path, len(sealed)) if is_retry else b""
+            if found is None:
+                raise Transient("an object is there, and it cannot be read yet")
+            return found == sealed
 
-        return self._repeat("create", _checked(path), attempt, deadline)
+        return self._repeat("create", path, attempt, deadline, writes=1, bytes_written=len(sealed))
 
     def put(self, path: str, data: bytes, *, deadline: float | None = None) -> None:
         """Write an object, in the place of an earlier one. Arguments and errors: see `create`."""
-        sealed = self.seal.seal(path, data)
-
-        def attempt(is_retry: bool) -> None:
-            self._put(path, sealed)
-            self._count(writes=1, bytes_written=len(sealed))
-
-        self._repeat("put", _checked(path), attempt, deadline)
+        sealed = self.seal.seal(_checked(path), data)
+        self._repeat(
+            "put", path, lambda is_retry: self._put(path, sealed), deadline, writes=1, bytes_written=len(sealed)
+        )
 
     def get(self, path: str, *, max_bytes: int, deadline: float | None = None) -> bytes | None:
         """Read an object. Errors: see `create`.
@@ -133,18 +136,13 @@ class Medium(ABC):
             the content; None: the object is absent, or refused, which is counted.
         """
 
-        def attempt(is_retry: bool) -> bytes | None:
-            try:
-                data = self._get(path, max_bytes + Seal.num_bytes)
-            except TooLarge:
-                self._count(reads=1, refused=1)
-                return None
-            content = None if data is None else self.seal.open(path, data)
-            is_refused = data is not None and content is None
-            self._count(reads=1, bytes_read=0 if data is None else len(data), refused=int(is_refused))
-            return content
-
-        return self._repeat("get", _checked(path), attempt, deadline)
+        size = max_bytes + Seal.num_bytes
+        data = self._repeat("get", _checked(path), lambda is_retry: self._get(path, size), deadline, reads=1)
+        if data is None:
+            return None
+        content = self.seal.open(path, data)
+        self._count(bytes_read=len(data), refused=int(content is None))
+        return content
 
     def list(self, prefix: str = "", *, deadline: float | None = None) -> dict[str, Listed]:
         """The objects below a path of whole parts ("": all), by path.
@@ -152,24 +150,15 @@ class Medium(ABC):
         Objects whose paths `create` would refuse are left out. Errors: see `create`.
         """
 
-        def attempt(is_retry: bool) -> dict[str, Listed]:
-            found = self._list(folder)
-            self._count(lists=1)
-            return {path: entry for path, entry in found.items() if _PATH.fullmatch(path)}
-
         folder = _checked(prefix.rstrip("/")) if prefix else ""
-        return self._repeat("list", folder, attempt, deadline)
+        found = self._repeat("list", folder, lambda is_retry: self._list(folder), deadline, lists=1)
+        return {path: entry for path, entry in found.items() if _PATH.fullmatch(path)}
 
     def delete(self, paths: Iterable[str], *, deadline: float | None = None) -> None:
         """Delete objects; absent ones are ignored. Errors: see `create`."""
         checked = [_checked(path) for path in paths]
-
-        def attempt(is_retry: bool) -> None:
-            self._delete(checked)
-            self._count(deletes=1)
-
         if checked:
-            self._repeat("delete", ", ".join(checked[:3]), attempt, deadline)
+            self._repeat("delete", ", ".join(checked[:3]), lambda is_retry: self._delete(checked), deadline, deletes=1)
 
     def check(self) -> None:
         """Raise MailboxError unless this worker may create and delete objects, and the store keeps the first of two.
@@ -199,7 +188,7 @@ class Medium(ABC):
 
     @abstractmethod
     def _get(self, path: str, max_bytes: int) -> bytes | memoryview | None:
-        """Read an object; None: it is absent. Raises TooLarge."""
+        """Read an object; None: it is absent. One of more bytes is not read: b"", which no seal opens."""
 
     @abstractmethod
     def _list(self, prefix: str) -> dict[str, Listed]:
@@ -209,37 +198,34 @@ class Medium(ABC):
     def _delete(self, paths: Iterable[str]) -> None:
         """Delete objects that are there."""
 
-    def _is_own(self, path: str, sealed: bytes) -> bool:
-        """Whether the object is equal to this one."""
-        try:
-            found = self._get(path, len(sealed))
-        except TooLarge:
-            return False
-        if found is None:
-            raise Transient("an object is there, and it cannot be read yet")
-        self._count(reads=1, bytes_read=len(found))
-        return found == sealed
+    def _failure(self, error: Exception) -> Transient:
+        """The error of a try for one of `errors`."""
+        return Transient(error)
 
-    def _repeat(self, verb: str, path: str, attempt: Callable[[bool], T], deadline: float | None) -> T:
-        """Return the result of the first try that succeeds; see [Note: retries]."""
-        start = self.clock.now()
+    def _repeat(self, verb: str, path: str, attempt: Callable[[bool], T], deadline: float | None, **counts: int) -> T:
+        """Return the result of the first try that succeeds, and count it; see [Note: retries]."""
+        errors: tuple[type[Exception], ...] = (Transient, *self.errors)
+        start, num_tries = self.clock.now(), 0
         limit = start + self.timeout if deadline is None else deadline
-        for num_tries in itertools.count(1):
+        while True:
+            num_tries += 1
             try:
                 result = attempt(num_tries > 1)
-                self._note_answer()
-                return result
-            except Transient as error:
-                now, is_permanent = self.clock.now(), isinstance(error, Permanent)
+            except errors as error:
+                failure = error if isinstance(error, Transient) else self._failure(error)
+                now, is_permanent = self.clock.now(), isinstance(failure, Permanent)
                 text = (
                     f"{verb} {path!r} in {self.address} failed after {now - start:.1f} s, "
-                    f"{num_tries} {'try' if num_tries == 1 else 'tries'}: {error}"
+                    f"{num_tries} {'try' if num_tries == 1 else 'tries'}: {failure}"
                 )
                 if is_permanent or now >= limit or self._is_closed:
-                    raise (MailboxError if is_permanent else Unavailable)(f"{text}; {error.remedy}") from error
+                    raise (MailboxError if is_permanent else Unavailable)(f"{text}; {failure.remedy}") from error
                 pause = self._note_failure(text, now, num_tries)
+            else:
+                self._note_answer()
+                self._count(**counts)
+                return result
             self.clock.sleep(min(pause, limit - now))
-        raise AssertionError("count() has no end")
 
     def _note_failure(self, text: str, now: float, num_tries: int) -> float:
         """Count a failed try, and log an outage; returns the pause before the next try, in seconds."""

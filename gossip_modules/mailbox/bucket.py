@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from .base import Listed, Medium
-from .errors import Permanent, TooLarge, Transient
+from .errors import Permanent, Transient
 
 _SMALL = 1 << 20  # bytes; a request for no more should end within _PATIENCE
 _PATIENCE, _CONNECT = 15.0, 5.0  # seconds
@@ -64,7 +64,7 @@ class BucketMedium(Medium):
                 f"{address} needs the package obstore; pip install 'gossip-modules[mailbox]' (its newest version needs "
                 "Python 3.11), or give file:///folder or store://host:port/run"
             ) from error
-        self._obstore = obstore
+        self._obstore, self.errors = obstore, (obstore.exceptions.BaseError, OSError)
 
         def opened(patience: float) -> Any:
             client: Any = {
@@ -84,63 +84,62 @@ class BucketMedium(Medium):
         )
 
     def _create(self, path: str, data: bytes) -> bool:
-        with self._errors():
-            try:
-                self._obstore.put(self._store_for(len(data)), path, data, mode="create")
-            except self._obstore.exceptions.AlreadyExistsError as error:
-                with suppress(FileNotFoundError):
-                    self._obstore.head(self._fast, path)
-                    return False
-                raise Transient(f"another writer of the object is under way: {_text(error)}") from error
-            return True
+        try:
+            self._obstore.put(self._store_for(len(data)), path, data, mode="create")
+        except self._obstore.exceptions.AlreadyExistsError as error:
+            with suppress(FileNotFoundError):
+                self._obstore.head(self._fast, path)
+                return False
+            raise Transient(f"another writer of the object is under way: {_text(error)}") from error
+        return True
 
     def _put(self, path: str, data: bytes) -> None:
-        with self._errors():
-            self._obstore.put(self._store_for(len(data)), path, data, use_multipart=False)
+        self._obstore.put(self._store_for(len(data)), path, data, use_multipart=False)
 
-    def _get(self, path: str, max_bytes: int) -> memoryview | None:
-        with self._errors(is_absent_fine=True):
+    def _get(self, path: str, max_bytes: int) -> bytes | memoryview | None:
+        with self._absent_ignored():
             found = self._obstore.get(self._store_for(max_bytes), path)  # the header of the answer; no content yet
-            if found.meta["size"] > max_bytes:
-                raise TooLarge
-            return memoryview(found.bytes())
+            return b"" if found.meta["size"] > max_bytes else memoryview(found.bytes())
         return None
 
     def _list(self, prefix: str) -> dict[str, Listed]:
-        with self._errors():
-            found = [entry for page in self._obstore.list(self._fast, prefix or None) for entry in page]
+        found = [entry for page in self._obstore.list(self._fast, prefix or None) for entry in page]
         tagged = ((entry, entry["e_tag"] or f"{entry['size']}-{entry['last_modified']}") for entry in found)
         return {e["path"]: Listed(tag, e["size"], e["last_modified"].timestamp()) for e, tag in tagged}
 
     def _delete(self, paths: Iterable[str]) -> None:
         paths = list(paths)
-        with self._errors(is_absent_fine=True):
+        with self._absent_ignored():
             self._obstore.delete(self._fast, paths)
             return
         for path in paths:  # a store without a request for many has ended at an absent one
-            with self._errors(is_absent_fine=True):
+            with self._absent_ignored():
                 self._obstore.delete(self._fast, path)
 
     def _store_for(self, num_bytes: int) -> Any:
         return self._fast if num_bytes <= _SMALL else self._slow
 
     @contextmanager
-    def _errors(self, *, is_absent_fine: bool = False) -> Iterator[None]:
-        """Translate the errors of obstore."""
+    def _absent_ignored(self) -> Iterator[None]:
+        """Ignore that there is no such object; there must be the bucket."""
         try:
             yield
-        except (self._obstore.exceptions.BaseError, OSError) as error:
-            text = _text(error)
-            status, code = ("".join(pattern.findall(text)[:1]) for pattern in (_STATUS, _CODE))
-            is_absent = isinstance(error, FileNotFoundError) and _REMEDIES.get(code) != _NO_BUCKET
-            if is_absent and is_absent_fine:
-                return
-            if _METADATA.search(text):  # where obstore looks for credentials that nobody has set
-                raise (Permanent if status.startswith("4") else Transient)(text, remedy=_CREDENTIALS) from error
-            is_refused = status.startswith(("3", "4", "501")) and not {status, code} & {*_LATER}
-            if is_refused:
-                raise Permanent(text, remedy=_REMEDIES.get(code) or _REMEDIES.get(status, _ADDRESS)) from error
-            raise Transient(text) from error
+        except FileNotFoundError as error:
+            if _REMEDIES.get(_found(_CODE, str(error))) == _NO_BUCKET:
+                raise
+
+    def _failure(self, error: Exception) -> Transient:
+        text = _text(error)
+        status, code = _found(_STATUS, text), _found(_CODE, text)
+        if _METADATA.search(text):  # where obstore looks for credentials that nobody has set
+            return (Permanent if status.startswith("4") else Transient)(text, remedy=_CREDENTIALS)
+        if status.startswith(("3", "4", "501")) and not {status, code} & {*_LATER}:
+            return Permanent(text, remedy=_REMEDIES.get(code) or _REMEDIES.get(status, _ADDRESS))
+        return Transient(text)
+
+
+def _found(pattern: re.Pattern[str], text: str) -> str:
+    return "".join(pattern.findall(text)[:1])
 
 
 def _text(error: Exception) -> str:

@@ -32,7 +32,3 @@ class Transient(Exception):
 
 class Permanent(Transient):
     """A try has failed, and so would any other one."""
-
-
-class TooLarge(Exception):
-    """An object is larger than its reader allows; it was not read."""

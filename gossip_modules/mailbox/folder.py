@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from .base import Listed, Medium
-from .errors import Permanent, TooLarge, Transient
+from .errors import Permanent, Transient
 
 _PARTS = ".parts"  # the folder of files that are being written; no path of an object begins with a dot
 _REMEDIES = {
@@ -47,20 +47,21 @@ class FolderMedium(Medium):
         MailboxError: the folder cannot be made.
     """
 
+    errors = (OSError,)
+
     def __init__(self, folder: str, **options: Any) -> None:
         super().__init__(f"file://{folder}", **options)
         self._root = folder.rstrip("/")
         self._repeat("open", "", lambda is_retry: self._make_root(), None)
 
     def _make_root(self) -> None:
-        with _errors():
-            parent = os.path.dirname(self._root)
-            if not os.path.exists(parent):
-                raise Permanent(f"there is no folder {parent!r}", remedy="mount or make it, or give another one")
-            for folder in (self._root, os.path.join(self._root, _PARTS)):
-                with suppress(FileExistsError):
-                    os.mkdir(folder)
-            os.scandir(self._root).close()  # raises if it is a file
+        parent = os.path.dirname(self._root)
+        if not os.path.exists(parent):
+            raise Permanent(f"there is no folder {parent!r}", remedy="mount or make it, or give another one")
+        for folder in (self._root, os.path.join(self._root, _PARTS)):
+            with suppress(FileExistsError):  # a file of this name is an error of the next line
+                os.mkdir(folder)
+        os.scandir(self._root).close()
 
     def _create(self, path: str, data: bytes) -> bool:
         with self._written(path, data) as (part, target):
@@ -79,26 +80,22 @@ class FolderMedium(Medium):
         """The names of a new file with the data, and of the object, whose folder exists."""
         target = os.path.join(self._root, path)
         part = os.path.join(self._root, _PARTS, uuid.uuid4().hex)
-        with _errors():
-            try:
-                with open(part, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.makedirs(os.path.dirname(target), exist_ok=True)
-                yield part, target
-            finally:
-                with suppress(FileNotFoundError):
-                    os.unlink(part)
+        try:
+            with open(part, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            yield part, target
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(part)
 
     def _get(self, path: str, max_bytes: int) -> bytes | None:
-        with _errors(), suppress(FileNotFoundError), open(os.path.join(self._root, path), "rb") as file:
+        with suppress(FileNotFoundError), open(os.path.join(self._root, path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size > max_bytes:
-                raise TooLarge
-            return file.read(size)
-        with _errors():
-            self._check_mounted()
+            return b"" if size > max_bytes else file.read(size)
+        self._check_mounted()
         return None
 
     def _list(self, prefix: str) -> dict[str, Listed]:
@@ -106,39 +103,27 @@ class FolderMedium(Medium):
             if not isinstance(error, FileNotFoundError):
                 raise error
 
+        self._check_mounted()
         found = {}
-        with _errors():
-            self._check_mounted()
-            for folder, _, names in os.walk(os.path.join(self._root, prefix), onerror=raise_unless_gone):
-                for name in names:
-                    with suppress(FileNotFoundError):  # it was deleted meanwhile
-                        place = os.path.join(folder, name)
-                        stat = os.stat(place)
-                        tag = f"{stat.st_size}-{stat.st_mtime_ns}-{stat.st_ino}"
-                        found[os.path.relpath(place, self._root)] = Listed(tag, stat.st_size, stat.st_mtime)
+        for folder, _, names in os.walk(os.path.join(self._root, prefix), onerror=raise_unless_gone):
+            for place in (os.path.join(folder, name) for name in names):
+                with suppress(FileNotFoundError):  # it was deleted meanwhile
+                    stat = os.stat(place)
+                    tag = f"{stat.st_size}-{stat.st_mtime_ns}-{stat.st_ino}"
+                    found[os.path.relpath(place, self._root)] = Listed(tag, stat.st_size, stat.st_mtime)
         return found
 
     def _delete(self, paths: Iterable[str]) -> None:
-        with _errors():
-            for path in paths:
-                place = os.path.join(self._root, path)
-                with suppress(FileNotFoundError):
-                    os.unlink(place)
-                with suppress(OSError):  # it is not empty; the root never is
-                    os.removedirs(os.path.dirname(place))
+        for place in (os.path.join(self._root, path) for path in paths):
+            with suppress(FileNotFoundError):
+                os.unlink(place)
+            with suppress(OSError):  # it is not empty; the root never is
+                os.removedirs(os.path.dirname(place))
 
     def _check_mounted(self) -> None:
         """Raise if the folder is gone, so that an unmounted one does not look empty."""
         os.stat(os.path.join(self._root, _PARTS))
 
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Translate the errors of the operating system."""
-    try:
-        yield
-    except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0)
-        if remedy is None:
-            raise Transient(error) from error
-        raise Permanent(error, remedy=remedy) from error
+    def _failure(self, error: Exception) -> Transient:
+        remedy = _REMEDIES.get(getattr(error, "errno", 0))
+        return Transient(error) if remedy is None else Permanent(error, remedy=remedy)

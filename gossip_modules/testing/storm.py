@@ -44,6 +44,7 @@ class StormyMedium(Medium):
         stale_seconds: float = 1.0,
     ) -> None:
         super().__init__(inner.address, timeout=inner.timeout, clock=inner.clock, seal=inner.seal, seed=seed)
+        self.errors = inner.errors
         self.inner, self.outage, self.stale_seconds = inner, outage, stale_seconds
         self.loss, self.delay, self.stale, self.unavailable = loss, delay, stale, unavailable
         self._faults, self._faults_lock = random.Random(seed), threading.Lock()  # the lock is of all below, too
@@ -79,6 +80,9 @@ class StormyMedium(Medium):
 
     def _delete(self, paths: Iterable[str]) -> None:
         self._through(lambda: self.inner._delete(paths))
+
+    def _failure(self, error: Exception) -> Transient:
+        return self.inner._failure(error)
 
     def _through(self, request: Callable[[], T]) -> T:
         with self._faults_lock:

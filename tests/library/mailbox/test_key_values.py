@@ -99,7 +99,7 @@ def test_a_failed_connection_is_made_anew(store: dist.Store) -> None:
 
     medium = StoreMedium(connect, "store://h:1", timeout=5.0, clock=InstantClock(), seal=Seal(KEY))
     assert len(connects) == 2
-    medium._store = None
+    medium._connected = None
     medium.put("a", b"x")
     assert len(connects) == 4
 
