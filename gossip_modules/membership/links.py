@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from ..transport import threads
 from ..transport.deadline import Deadline
@@ -355,15 +356,12 @@ def connect_links(
 
 
 def alone(timeout: timedelta) -> LinkTransport:
-    """The transport of a world of one."""
-    return connect_links(
-        lambda name, text: [text],
-        0,
-        1,
-        (),
-        store=dist.HashStore(),
-        names=[0],
-        timeout=timeout,
-        patience=timeout,
-        on_lost=_ignore,
-    )
+    """The transport of a world of one. It has no socket, so a worker of a mailbox has no port.
+
+    The collectives of torch's backend "fake" leave tensors as they are, as those among one rank do.
+    """
+    make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)  # torch 2.8 and older have a constructor
+    backend = make(0, 1)
+    transport = ProcessGroupTransport(as_group(backend, dist.HashStore()), device=CPU, timeout=timeout, names=[0])
+    transport.own_group()
+    return LinkTransport(transport, {}, on_lost=_ignore)

@@ -21,9 +21,10 @@ from gossip_modules.extend import PushPull, PushSum
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.membership import addresses
-from gossip_modules.membership.links import LinkTransport, connect_links
+from gossip_modules.membership.links import LinkTransport, alone, connect_links
 from gossip_modules.mixing_manager import LaplacianMixing, MetropolisHastingsMixing, MixingManager, UniformMixing
 from gossip_modules.transport.exchange import Messages, PendingExchange
+from gossip_modules.transport.forks import tcp_sockets
 from gossip_modules.transport.waits import Waits
 from tests.harness.ranks import TIMEOUT
 from tests.library.membership.stores import exchange_over
@@ -334,3 +335,16 @@ def test_groups_that_were_made_go_with_the_error_of_another_one(
         assert all(group() is None for group in made)
     finally:
         gc.enable()
+
+
+def test_a_world_of_one_has_no_port() -> None:
+    before = {listener.getsockname() for listener in tcp_sockets(is_listening=True)}
+    transport = alone(TIMEOUT)
+    x, gathered = torch.tensor([1.0, 2.0]), torch.zeros(1, 2)
+    transport.all_reduce(x, what="a sum")
+    transport.broadcast(x, source=0, what="a broadcast")
+    transport.all_gather(gathered, x, what="a gather")
+    transport.barrier(what="a barrier")
+    assert {listener.getsockname() for listener in tcp_sockets(is_listening=True)} <= before
+    assert (x.tolist(), gathered.tolist()) == ([1.0, 2.0], [[1.0, 2.0]])
+    transport.close()
