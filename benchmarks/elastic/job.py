@@ -39,10 +39,14 @@ class Job:
         self._exit = contextlib.ExitStack()
         self.folder = Path(self._exit.enter_context(tempfile.TemporaryDirectory()))
         self.training = replace(training, folder=str(self.folder))
-        kind = _LighthouseBackend if training.method == torchft_worker.NAME else _HostBackend
-        self.backend = kind(self.training, network)
+        self.backend = self.make_backend(network)
         self._exit.callback(self.backend.close)
         self.num_started = 0
+
+    def make_backend(self, network: Any) -> ProcessBackend:
+        """The processes of the workers and of the store."""
+        kind = _LighthouseBackend if self.training.method == torchft_worker.NAME else _HostBackend
+        return kind(self.training, network)
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +113,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class _NamespaceHost(Host):
+class NamespaceHost(Host):
     """A host of the emulated cluster."""
 
     namespace: str = ""
@@ -131,7 +135,7 @@ class _HostBackend(ProcessBackend):
             return Host()
         place = rank or 0
         place = place if place < len(self._network.hosts) else 0
-        return _NamespaceHost(self._network.address(place), self._network.hosts[place])
+        return NamespaceHost(self._network.address(place), self._network.hosts[place])
 
 
 class _LighthouseBackend(_HostBackend):
@@ -142,7 +146,7 @@ class _LighthouseBackend(_HostBackend):
     def start_store(self) -> None:
         """See `Backend`."""
         host = self._host(None)
-        place = ("ip", "netns", "exec", host.namespace) if isinstance(host, _NamespaceHost) else ()
+        place = ("ip", "netns", "exec", host.namespace) if isinstance(host, NamespaceHost) else ()
         command = [*place, sys.executable, "-m", "benchmarks.elastic.torchft_worker", "--port", str(self._port)]
         self._lighthouse = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._lighthouse.stdout is not None
