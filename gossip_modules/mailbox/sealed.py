@@ -23,7 +23,7 @@ def pack(header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> bytes:
 
     Args:
         header: values for JSON, with texts as keys at all levels.
-        tensors: of the CPU, of any dtype and shape.
+        tensors: of any device, dtype and shape.
 
     Raises:
         TypeError: the header has a value of another type.
@@ -33,7 +33,7 @@ def pack(header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> bytes:
     text = json.dumps([dict(header), specs_of(tensors)], separators=(",", ":")).encode()
     if len(text) > _MAX_HEADER:
         raise ValueError(f"got a header of {len(text)} bytes of JSON, expected at most {_MAX_HEADER}; give tensors")
-    numbers = [bytes_of(x.detach()).numpy().data for x in tensors]
+    numbers = [bytes_of(x.detach().cpu()).numpy().data for x in tensors]
     return b"".join([len(text).to_bytes(_LENGTH, "little"), text, *numbers])
 
 
