@@ -71,7 +71,8 @@ class Seal:
     Without a key it is a SHA-256 digest: a truncated, altered or moved object is noticed, a forged one is not.
 
     Args:
-        key: the key of the job, shared by all workers; None: no key.
+        key: the key of the job, shared by all workers; None: no key. An object of another run with the same key opens
+            at its path, so each run needs a key of its own.
     """
 
     num_bytes = len(_MAGIC) + hashlib.sha256().digest_size
