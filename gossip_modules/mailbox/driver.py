@@ -334,9 +334,11 @@ class MailDriver(Driver):
         """
         stream, replays = self._stream(kind, x.layout), kind == "average" and self.algorithm.has_equal_memory
         while (close := stream.close_of(self.next.get(kind, 0))) is not None:
-            if replays:
-                self._replay(x, k, stream, close)
-            if replays and self._sent_as and self._sent_as[1] == close.number and self._sent_as[0] in close.members:
+            if not replays:
+                self.next[kind] = stream.first_open()
+                break
+            self._replay(x, k, stream, close)
+            if self._sent_as and self._sent_as[1] == close.number and self._sent_as[0] in close.members:
                 self._drop_drift(x)  # a checkpoint was saved while this round was in flight
             self.next[kind] = close.number + 1
         self._sent_as = []
