@@ -40,19 +40,19 @@ def test_objects_are_created_once_although_answers_are_lost(seed: int) -> None:
 
 def test_one_of_many_threads_creates_in_a_storm(address: str) -> None:
     results: dict[int, list[bool]] = {}
-    inner = [open_medium(address, timeout=1e6, key=KEY, clock=InstantClock()) for _ in range(8)]
-    media = [StormyMedium(inner[i], i, loss=0.2, unavailable=0.2, stale=0.3, delay=0.1) for i in range(8)]
+    inner = [open_medium(address, timeout=1e6, key=KEY, clock=InstantClock()) for _ in range(4)]
+    media = [StormyMedium(inner[i], i, loss=0.2, unavailable=0.2, stale=0.3, delay=0.1) for i in range(4)]
 
     def create_all(i: int) -> None:
-        results[i] = [media[i].create(f"race/{k}", b"%d" % i) for k in range(10)]
+        results[i] = [media[i].create(f"race/{k}", b"%d" % i) for k in range(4)]
 
-    threads = [threading.Thread(target=create_all, args=(i,)) for i in range(8)]
+    threads = [threading.Thread(target=create_all, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for k in range(10):
-        winners = [i for i in range(8) if results[i][k]]
+    for k in range(4):
+        winners = [i for i in range(4) if results[i][k]]
         assert [inner[0].get(f"race/{k}", max_bytes=1)] == [b"%d" % i for i in winners]
 
 
