@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from typing import Any
@@ -17,17 +18,25 @@ from .key_values import StoreMedium, connected
 from .memory import MemoryMedium
 from .sealed import Seal
 
-__all__ = ["Medium", "MediumCounts", "open_medium"]
+__all__ = ["REAL_TIME", "Medium", "MediumCounts", "key_of", "open_medium"]
 
-_REAL_TIME = Clock()
+KEY_VARIABLE = "GOSSIP_JOB_KEY"
+REAL_TIME = Clock()
 _warned: set[str] = set()
+
+
+def key_of(key: str | bytes | None) -> bytes | None:
+    """The key of a job as bytes; None: the variable GOSSIP_JOB_KEY, if it is set."""
+    if key is None:
+        key = os.environ.get(KEY_VARIABLE)
+    return key.encode() if isinstance(key, str) else key
 
 
 def open_medium(
     address: str | dist.Store,
     *,
     timeout: float,
-    clock: Clock = _REAL_TIME,
+    clock: Clock = REAL_TIME,
     key: bytes | None = None,
     seed: int | None = None,
 ) -> Medium:

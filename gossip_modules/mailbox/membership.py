@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -24,14 +23,11 @@ from .clock import Clock
 from .driver import MailRounds
 from .errors import MailboxError
 from .job import MailJob, Settings
-from .medium import Medium, open_medium
+from .medium import REAL_TIME, Medium, key_of, open_medium
 from .push_sum import PushSumByMail
 from .rounds import Close
 from .saved_models import SavedModels
 from .world import MailWorld
-
-KEY_VARIABLE = "GOSSIP_JOB_KEY"
-_REAL_TIME = Clock()
 
 
 class MailMembership(Membership):
@@ -96,7 +92,7 @@ class MailMembership(Membership):
         key: str | bytes | None = None,
         timeout: timedelta | float = 600.0,
         description: Mapping[str, object] | None = None,
-        clock: Clock = _REAL_TIME,
+        clock: Clock = REAL_TIME,
     ) -> None:
         self.timeout = as_timeout(timeout)
         self.min_workers, self.max_workers = int(min_workers), 0
@@ -110,11 +106,8 @@ class MailMembership(Membership):
             save_every=save_every,
         )
         settings.check(self.min_workers)
-        if key is None:
-            key = os.environ.get(KEY_VARIABLE)
         if not isinstance(store, Medium):
-            secret = key.encode() if isinstance(key, str) else key
-            store = open_medium(store, timeout=settings.timeout, clock=clock, key=secret)
+            store = open_medium(store, timeout=settings.timeout, clock=clock, key=key_of(key))
         self.medium = store
         self._mail = MailJob(store, settings)
         self.models = SavedModels(store)
@@ -339,12 +332,14 @@ class MailMembership(Membership):
         if self.models.newest() is None:
             self.models.create(0, self.models.pack(world.give(0)))
         if not self._take_model(world):
-            raise MailboxError(f"{self.name}: the first model of the run is gone; begin a new run at another address")
+            raise MailboxError(
+                f"{self.name}: no saved model of the run opens, expected one that is not damaged; begin a new run at "
+                "another address"
+            )
 
     def _take_model(self, world: MailWorld) -> bool:
-        """Go on from the newest model of the run; False: there is none."""
-        number = self.models.newest()
-        saved = None if number is None else self.models.read(number)
+        """Go on from the newest model of the run that opens; False: the run has none."""
+        saved = self.models.load()
         if saved is None:
             return False
         kinds, tracked = described(self._tracked), saved.state["tracked"]
@@ -362,7 +357,7 @@ class MailMembership(Membership):
         self._take_model(self._world)
 
     def save(self, number: int) -> None:
-        """Write the model after a round to the run, in a thread."""
+        """Write the model after a round to the run, in a thread, unless the run has it already or a newer one."""
         assert self._world is not None, "a round runs in a wrapper"
         saved = self._world.give(number)
         try:
@@ -372,8 +367,12 @@ class MailMembership(Membership):
             return
 
         def upload() -> None:
-            if self.models.create(number, data):
-                self.models.prune()
+            try:
+                newest = self.models.newest()
+                if (newest is None or newest < number) and self.models.create(number, data):
+                    self.models.prune()
+            except MailboxError as error:  # the model of a later round may do
+                log.warning("worker %d: the model of round %d is not saved: %s", self.number, number, error)
 
         self._uploads = [task for task in self._uploads if not task.is_done]
         self._uploads.append(BackgroundCall(self.mail.clock, upload, name="mailbox-model"))
@@ -401,8 +400,9 @@ class MailMembership(Membership):
         if self._closed.is_set():
             return
         self._closed.set()
-        for task in self._uploads:
-            task.wait(self.mail.settings.grace)
+        have_ended = [task.wait(self.mail.settings.timeout) for task in self._uploads]
+        if not all(have_ended):
+            log.warning("worker %d: leaving while its model is not saved yet, after a wait of `timeout`", self.number)
         try:
             if self.number >= 0:
                 self.mail.leave()

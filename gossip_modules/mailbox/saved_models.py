@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..membership.background_log import log
 from ..transport.state_tree import decode, encode
 from .medium import Medium
 from .sealed import pack, unpack
@@ -45,10 +46,26 @@ class SavedModels:
     def __init__(self, medium: Medium) -> None:
         self.medium = medium
 
-    def newest(self) -> int | None:
-        """The number of the newest model; None: there is none."""
+    def numbers(self) -> list[int]:
+        """The numbers of all models, ascending."""
         found = [path.rsplit("/", 1)[1] for path in self.medium.list("model/")]
-        return max(map(int, filter(str.isdigit, found)), default=None)
+        return sorted(map(int, filter(str.isdigit, found)))
+
+    def newest(self) -> int | None:
+        """The number of the newest model; None: the run has no model."""
+        return max(self.numbers(), default=None)
+
+    def load(self, *, after: int = -1) -> SavedModel | None:
+        """Read the newest model that opens; None: the run has no model with a number above `after`."""
+        for number in reversed(self.numbers()):
+            if number <= after:
+                break
+            if (saved := self.read(number)) is not None:
+                return saved
+            log.warning(
+                "%s: the model of round %d is damaged or gone; the one before it is used", self.medium.address, number
+            )
+        return None
 
     def pack(self, saved: SavedModel) -> bytes:
         """Return the object of a model, a copy.
@@ -64,7 +81,7 @@ class SavedModels:
         return self.medium.create(f"model/{number:010d}", data)
 
     def read(self, number: int) -> SavedModel | None:
-        """Read a model; None: it is gone."""
+        """Read a model; None: it is damaged or gone."""
         data = self.medium.get(f"model/{number:010d}", max_bytes=_MAX_BYTES)
         if data is None:
             return None

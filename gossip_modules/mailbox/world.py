@@ -98,6 +98,7 @@ class MailWorld(ModelWorld):
         self.local, self.membership = local, membership
         self._rounds = mixer if isinstance(mixer, MailRounds) else None
         self._must_save: int | None = None
+        self._last = 0
 
     def enter(self) -> None:
         """See `ModelWorld`."""
@@ -136,10 +137,13 @@ class MailWorld(ModelWorld):
         """
         membership = self.membership
         membership.note_close(close)
-        turn, rest = divmod(close.number + 1, membership.mail.settings.save_every)
-        saves = counts and not rest and close.members[turn % len(close.members)] == membership.mail.number
-        if saves and (kind == "average" or self._rounds is None or not self._rounds.algorithm.averages_exactly):
-            self._must_save = close.number + 1
+        is_of_models = kind == "average" or self._rounds is None or not self._rounds.algorithm.averages_exactly
+        if not (counts and is_of_models):
+            return
+        self._last = close.number + 1
+        turn, rest = divmod(self._last, membership.mail.settings.save_every)
+        if not rest and close.members[turn % len(close.members)] == membership.mail.number:
+            self._must_save = self._last
 
     @property
     def num_bytes_sent(self) -> int:
@@ -151,7 +155,9 @@ class MailWorld(ModelWorld):
         return self.membership.stats()
 
     def close(self) -> None:
-        """See `ModelWorld`."""
+        """See `ModelWorld`; the model of the last round stays in the run, by one of the workers that have it."""
+        if self._last:
+            self.membership.save(self._last)
         self.membership.close()
 
     # The membership calls these.
