@@ -12,8 +12,7 @@ from typing import Any
 from .base import Listed, Medium
 from .errors import Permanent, Transient
 
-_PARTS = ".parts"  # the folder of files that are being written; no path of an object begins with a dot
-_ABANDONED = 3600.0  # seconds without a write, after which the process that wrote a file there has ended
+PARTS = ".parts"  # the folder of files that are being written; no path of an object begins with a dot
 _REMEDIES = {
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS),
@@ -41,8 +40,7 @@ class FolderMedium(Medium):
     a while that a file is absent: mount with `lookupcache=positive,actimeo=1` to shorten this time.
 
     Args:
-        folder: the absolute path; its parent exists. A process that is killed leaves its unfinished file in ".parts",
-            from where it is deleted when a worker starts an hour later.
+        folder: the absolute path; its parent exists. A process that is killed leaves its unfinished file in ".parts".
         options: see `Medium`.
 
     Raises:
@@ -60,17 +58,10 @@ class FolderMedium(Medium):
         parent = os.path.dirname(self._root)
         if not os.path.exists(parent):
             raise Permanent(f"there is no folder {parent!r}", remedy="mount or make it, or give another one")
-        for folder in (self._root, os.path.join(self._root, _PARTS)):
+        for folder in (self._root, os.path.join(self._root, PARTS)):
             with suppress(FileExistsError):  # a file of this name is an error of the next line
                 os.mkdir(folder)
         os.scandir(self._root).close()
-        parts = os.path.join(self._root, _PARTS)
-        os.utime(parts)  # the time of the file system, which may not be that of this machine
-        limit = os.stat(parts).st_mtime - _ABANDONED
-        for part in (os.path.join(parts, name) for name in os.listdir(parts)):
-            with suppress(FileNotFoundError):
-                if os.stat(part).st_mtime < limit:
-                    os.unlink(part)
 
     def _create(self, path: str, data: bytes) -> bool:
         with self._written(path, data) as (part, target):
@@ -88,7 +79,7 @@ class FolderMedium(Medium):
     def _written(self, path: str, data: bytes) -> Iterator[tuple[str, str]]:
         """The names of a new file with the data, and of the object, whose folder exists."""
         target = os.path.join(self._root, path)
-        part = os.path.join(self._root, _PARTS, uuid.uuid4().hex)
+        part = os.path.join(self._root, PARTS, uuid.uuid4().hex)
         try:
             with open(part, "wb") as file:
                 file.write(data)
@@ -131,7 +122,7 @@ class FolderMedium(Medium):
 
     def _check_mounted(self) -> None:
         """Raise if the folder is gone, so that an unmounted one does not look empty."""
-        os.stat(os.path.join(self._root, _PARTS))
+        os.stat(os.path.join(self._root, PARTS))
 
     def _failure(self, error: Exception) -> Transient:
         remedy = _REMEDIES.get(getattr(error, "errno", 0))

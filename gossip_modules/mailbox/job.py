@@ -44,6 +44,11 @@ class Settings:
     audit: float
     save_every: int
 
+    @classmethod
+    def of_reader(cls, *, poll: float, timeout: float) -> Settings:
+        """The settings of a process outside the run, which reads only."""
+        return cls(quorum=1, grace=poll, poll=poll, interval=poll, timeout=timeout, audit=0.0, save_every=1)
+
     def check(self, min_workers: int) -> None:
         """Raise ValueError if a setting is out of its range."""
         if not self.quorum >= 1:
@@ -224,6 +229,10 @@ class MailJob:
                     sign.heard += gap
         live = {n for n, sign in self._signs.items() if now - sign.heard <= _SILENT * sign.period}
         return {self.number, *live} - self._left
+
+    def has_ended(self) -> bool:
+        """Whether all workers of the run have left or are silent; for a process outside, which has no number."""
+        return self.live() == {self.number} and self._signs.keys() | self._left == self._numbers()
 
     def _period_of(self, path: str) -> float:
         return max(float(self.header(path).get("period", 0.0)), self.settings.interval)
