@@ -87,7 +87,6 @@ setup(
             *TRAIN,
             *TRANSLATE,
             *MPI,
-            *MAILBOX,
             *(package for packages in HOSTS.values() for package in packages),
         ],
         "docs": [

@@ -14,7 +14,7 @@ from .errors import Permanent, Transient
 
 _SMALL = 1 << 20  # bytes; a request for no more should end within _PATIENCE
 _PATIENCE, _CONNECT = 15.0, 5.0  # seconds
-_ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 _CREDENTIALS = (
     "set the credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (aws configure export-credentials prints them), "
     "GOOGLE_SERVICE_ACCOUNT, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
@@ -70,7 +70,7 @@ class BucketMedium(Medium):
             client: Any = {
                 "timeout": timedelta(seconds=patience),
                 "connect_timeout": timedelta(seconds=min(_CONNECT, patience)),
-                "allow_http": any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS),
+                "allow_http": any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS),
             }
             retries: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=patience)}  # see [Note: retries]
             try:

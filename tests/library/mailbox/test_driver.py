@@ -111,7 +111,7 @@ def test_workers_in_time_have_the_golden_value_of_diloco() -> None:
 
 
 def test_the_drift_of_a_late_worker_counts_in_the_next_outer_step() -> None:
-    run = Run("late", LATE, quorum=4, grace=0.5, poll=0.4)
+    run = Run("late", LATE, quorum=4, grace=1.0)
     run.train(DiLoCo(sync_every=H), 5)
     last = outer_steps(LATE)[-1]
     for i in range(4):
