@@ -107,7 +107,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "doctor": {"devices", "graph_manager", "lab", "matcha", "registry", "transport"},
         "lab": {
             *("state", "flat", "graph_manager", "mixing_manager", "compression", "schedule"),
-            *("algorithms", "extras", "rounds", "registry", "methods", "wrappers"),
+            *("algorithms", "extras", "mailbox", "rounds", "registry", "methods", "wrappers"),
         },
         "methods": {*_WRAPPERS, "algorithms", "extras", "registry"},
         "testing": {"mailbox", "membership", "transport"},
@@ -142,7 +142,7 @@ DEPENDENCIES = {"torch", "numpy", "networkx", "typing_extensions"}
 # Modules beside the packages that nothing imports: a command, and names of other libraries.
 ABOVE = {"ar_distributed", "communicator", "distributed", "doctor", "gossiper", "simple_distributed"}
 # The extras that an extra may import: all others it reaches by name.
-EXTRAS_OF_EXTRAS = {"lab": {"methods"}, "compat": {"matcha"}, "testing": {"mailbox"}}
+EXTRAS_OF_EXTRAS = {"lab": {"mailbox", "methods"}, "compat": {"matcha"}, "testing": {"mailbox"}}
 # The only files that may import a module by its name; `metrics` and `doctor` import packages of others.
 BY_NAME = {"extras", "metrics", "doctor", "lab"}
 # Who may import what is not installed with the library; nothing that `import gossip_modules` runs imports these.
