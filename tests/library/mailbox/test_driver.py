@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gossip_modules import DiLoCo, GossipDataParallel
+from gossip_modules.lab.virtual_clock import VirtualClock
 from gossip_modules.mailbox.clock import Clock
 from gossip_modules.mailbox.membership import MailMembership
 from gossip_modules.mailbox.memory import MemoryMedium
@@ -34,7 +34,7 @@ class Quadratic(nn.Module):
 
 
 class Run:
-    """Workers as threads that share a mailbox in memory.
+    """Workers as threads of a virtual clock that share a mailbox in memory.
 
     Args:
         name: the name of the run.
@@ -44,29 +44,22 @@ class Run:
 
     def __init__(self, name: str, late: Mapping[int, Collection[int]], **options: Any) -> None:
         self.name, self.late, self.options = name, late, options
+        self.clock = VirtualClock()
         self.models: dict[int, float] = {}
         self.anchors: dict[int, float] = {}
-        self.errors: list[BaseException] = []
 
     def train(self, algorithm: Any, num_workers: int) -> None:
-        threads = [threading.Thread(target=self._work, args=(algorithm, num_workers)) for _ in range(num_workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30.0)
-        if self.errors:
-            raise self.errors[0]
-
-    def _work(self, algorithm: Any, num_workers: int) -> None:
+        for i in range(num_workers):
+            self.clock.start(lambda: self._steps(algorithm, num_workers), f"worker {i}")
         try:
-            self._steps(algorithm, num_workers)
-        except BaseException as error:
-            self.errors.append(error)
-            raise
+            assert self.clock.run(until=1e4)
+        finally:
+            self.clock.close()
 
     def _steps(self, algorithm: Any, num_workers: int) -> None:
-        options = {"grace": 10.0, "poll": 0.01, "interval": 5.0, "timeout": 30.0, **self.options}
-        membership = MailMembership(SlowUploads(self.name, self.late), min_workers=num_workers, **options)
+        options = {"grace": 10.0, "poll": 0.5, "interval": 5.0, "timeout": 30.0, **self.options}
+        medium = SlowUploads(self.name, self.late, self.clock)
+        membership = MailMembership(medium, min_workers=num_workers, clock=self.clock, **options)
         model = GossipDataParallel(Quadratic(), algorithm=algorithm, membership=membership)
         i, optimizer = membership.number, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         for step in membership.steps(H * NUM_OUTER + 1):
@@ -87,10 +80,11 @@ class SlowUploads(MemoryMedium):
     Args:
         name: the name of the run.
         late: see `Run`.
+        clock: of the run.
     """
 
-    def __init__(self, name: str, late: Mapping[int, Collection[int]]) -> None:
-        super().__init__(name, timeout=30.0, clock=Clock(), seal=Seal(None))
+    def __init__(self, name: str, late: Mapping[int, Collection[int]], clock: Clock) -> None:
+        super().__init__(name, timeout=30.0, clock=clock, seal=Seal(None))
         self._late = late
 
     def create(self, path: str, data: bytes, *, deadline: float | None = None) -> bool:
@@ -99,7 +93,7 @@ class SlowUploads(MemoryMedium):
         if worker.isdigit() and int(worker) in self._late.get(int(number) + 1, ()):
             close = path.replace(worker, "close")
             while self.get(close, max_bytes=1 << 20) is None:
-                self.clock.sleep(0.01)
+                self.clock.sleep(0.1)
         return super().create(path, data, deadline=deadline)
 
 
@@ -111,7 +105,7 @@ def test_workers_in_time_have_the_golden_value_of_diloco() -> None:
 
 
 def test_the_drift_of_a_late_worker_counts_in_the_next_outer_step() -> None:
-    run = Run("late", LATE, quorum=4, grace=1.0)
+    run = Run("late", LATE, quorum=4)
     run.train(DiLoCo(sync_every=H), 5)
     last = outer_steps(LATE)[-1]
     for i in range(4):
