@@ -121,6 +121,7 @@ class MailMembership(Membership):
         self._untold: list[Change] = []
         self._num_joins = self._num_deaths = self._generation = 0
         self._world: MailWorld | None = None
+        self._untaken: Mapping[str, Any] = {}
         self._closed, self._is_leaving = threading.Event(), threading.Event()
         self._uploads: list[BackgroundCall[None]] = []
 
@@ -225,6 +226,7 @@ class MailMembership(Membership):
             raise RuntimeError("got join() of a membership without a wrapper, expected it after the model was wrapped")
         if not self.has_joined:
             self._enter()
+        self._take_tracked()
         return self._world.step
 
     def steps(self, num_steps: int) -> Iterator[int]:
@@ -342,19 +344,27 @@ class MailMembership(Membership):
         saved = self.models.load()
         if saved is None:
             return False
-        kinds, tracked = described(self._tracked), saved.state["tracked"]
-        if tracked:
-            check_alike(kinds, saved.state["kinds"])
         world.take(saved)
-        for name, state in tracked.items():
-            self._tracked[name].load_state_dict(state)
+        self._untaken = saved.state
         return True
+
+    def _take_tracked(self) -> None:
+        """Load the state of the tracked objects of the model with which this worker has begun.
+
+        The user tracks objects after the model is wrapped, so the first step is the first time to look.
+        """
+        state, self._untaken = self._untaken, {}
+        if tracked := state.get("tracked"):
+            check_alike(described(self._tracked), state["kinds"])
+            for name, own in tracked.items():
+                self._tracked[name].load_state_dict(own)
 
     def rejoin(self) -> None:
         """Go on from the newest model, as this worker has missed more rounds than the store keeps."""
         assert self._world is not None, "a round runs in a wrapper"
         log.warning("worker %d: too many rounds were missed; going on from the newest model of the run", self.number)
         self._take_model(self._world)
+        self._take_tracked()
 
     def save(self, number: int) -> None:
         """Write the model after a round to the run, in a thread, unless the run has it already or a newer one."""
@@ -387,6 +397,7 @@ class MailMembership(Membership):
         """See `Membership`."""
         if not self.has_joined:
             self._enter()
+        self._take_tracked()
         self.tell_callbacks()
         return None
 
