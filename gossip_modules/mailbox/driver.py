@@ -203,11 +203,10 @@ class MailDriver(Driver):
         """Whether the outcome of the round in flight is there."""
         return self.task is not None and self.task.is_done
 
-    def wait(self) -> bool:
-        """Wait for the outcome of the round in flight, for `grace` seconds and two looks at most."""
+    def wait(self, until: float) -> bool:
+        """Wait for the outcome of the round in flight, until a time of the clock; returns whether it is there."""
         assert self.task is not None, "a round is in flight"
-        settings = self.job.settings
-        return self.task.wait(settings.grace + 2 * settings.poll)
+        return self.task.wait(max(until - self.job.clock.now(), 0.0))
 
     def detach(self, x: FlatVector) -> None:
         """Let training go on with the round in flight; x is mutated if this worker was late."""
@@ -433,6 +432,7 @@ class MailRounds(Rounds):
         super().__init__(algorithm, plain)
         outer = algorithm.parts[0]
         self._times = outer if isinstance(outer, Periodic) else None
+        self._until = 0.0  # the end of all waits of this step
         self.is_delayed = True
         self.is_skippable = False  # a model that is not finite must not enter a round
 
@@ -447,7 +447,7 @@ class MailRounds(Rounds):
             notes: told of the end of each round of the first fragment.
             rejoin: lets this worker go on from the newest model of the run.
         """
-        self._rejoin = rejoin
+        self.job, self._rejoin = job, rejoin
         for p, driver in enumerate(self.drivers):
             driver.join_run(job, str(p), choose)
         self.drivers[0].notes = notes
@@ -460,14 +460,19 @@ class MailRounds(Rounds):
                     driver.recover(part)
 
     def begin(self, x: FlatVector, k: int = 0) -> bool:
-        """See `Rounds`; also ends the rounds in flight whose outcome is there."""
+        """See `Rounds`; also ends the rounds in flight whose outcome is there.
+
+        All waits of a step together end `grace` seconds and two looks at the medium after its begin.
+        """
+        settings = self.job.settings
+        self._until = self.job.clock.now() + settings.grace + 2 * settings.poll
         has_changed = super().begin(x, k)
         delay = 0 if self._times is None else self._times.delay
         assert isinstance(delay, int), "a mailbox takes no delay='auto'"
         for p, driver in enumerate(self.drivers):
             if (begun := driver.begun_at) is None or k < begun + delay:
                 continue
-            if driver.is_ready or (delay and k == begun + delay and driver.wait()):
+            if driver.is_ready or (delay and k == begun + delay and driver.wait(self._until)):
                 self._land_one(p, x)
                 has_changed = True
         return has_changed
@@ -488,7 +493,7 @@ class MailRounds(Rounds):
         delay = 0 if self._times is None else self._times.delay
         for p in starting:
             driver = self.drivers[p]
-            if driver.task is not None and driver.wait():  # a round of before
+            if driver.task is not None and driver.wait(self._until):  # a round of before
                 self._land_one(p, s)
             if driver.task is None:
                 with self._part(p, s) as part:
@@ -497,7 +502,7 @@ class MailRounds(Rounds):
                         self._wait_or_detach(driver, part, waits=not delay)
 
     def _wait_or_detach(self, driver: MailDriver, part: FlatVector, *, waits: bool) -> None:
-        if waits and driver.wait():
+        if waits and driver.wait(self._until):
             driver.land(part, kept=0.0, is_now=True)
         else:
             driver.detach(part)
