@@ -11,7 +11,6 @@ from typing import Any
 
 from ..membership.background_log import log
 from ..membership.view import differences
-from .base import Listed
 from .clock import Clock, Joinable
 from .errors import MailboxError
 from .medium import Medium
@@ -78,8 +77,9 @@ class MailJob:
 
     [Note: Signs of life] Each worker overwrites one object, its beat, at least every `interval` seconds, or as often as
     it has rounds. A worker is silent after three of its periods without a new beat, by the clock of the reader alone:
-    clocks of two machines are never compared. A message counts as a beat. Time in which the medium did not answer does
-    not count, so an outage makes no worker silent.
+    clocks of two machines are never compared. A message counts as a beat. A worker looks for beats in each round, and
+    after each of its own beats. Time in which the medium did not answer does not count, so an outage makes no worker
+    silent.
 
     The objects of a run, below its address:
 
@@ -150,29 +150,32 @@ class MailJob:
         return (default or {}) if data is None else unpack(data, max_bytes=MAX_HEADER)[0]
 
     def _numbers(self) -> set[int]:
-        return {int(path.split("/")[1]) for path in self.medium.list("worker/")}
+        return {_number_of(path) for path in self.medium.list("worker/")}
 
     @property
     def period(self) -> float:
         """Seconds between two beats of this worker."""
         return max(self.settings.interval, self.last_round)
 
-    def beat(self, *, is_needed: bool = True) -> None:
-        """Write a sign of life; unless this worker wrote one within its period, or `is_needed`."""
-        if is_needed or self.clock.now() - self._wrote >= self.period:
+    def beat(self, *, is_needed: bool = True) -> bool:
+        """Write a sign of life; unless this worker wrote one within its period, or `is_needed`. Returns whether."""
+        is_due = is_needed or self.clock.now() - self._wrote >= self.period
+        if is_due:
             self._count += 1
             self.medium.put(f"worker/{self.number:06d}/beat", pack({"count": self._count, "period": self.period}))
             self._wrote = self.clock.now()
+        return is_due
 
     def beat_soon(self) -> None:
-        """Let a thread write signs of life while training computes."""
+        """Let a thread write signs of life, and look for signs of the others, while training computes."""
         if self._beats is None:
             self._beats = self.clock.start(self._keep_beating, "mailbox-beats")
 
     def _keep_beating(self) -> None:
         while not self._has_stopped:
             try:
-                self.beat(is_needed=False)
+                if self.beat(is_needed=False):
+                    self.live()
             except MailboxError as error:  # rounds raise it too, where the user sees it
                 log.warning("worker %d: no sign of life: %s", self.number, error)
             self.clock.sleep(self.settings.poll)
@@ -211,22 +214,25 @@ class MailJob:
     def live(self, *, deadline: float | None = None) -> set[int]:
         """The numbers of the live workers, this one included; see [Note: Signs of life]."""
         objects, now = self.medium.list("worker/", deadline=deadline), self.clock.now()
+        beats = {path: entry.tag for path, entry in objects.items() if path.endswith("/beat")}
+        beats.pop(f"worker/{self.number:06d}/beat", None)
         with self._lock:
-            return self._read_signs(objects, now)
+            self._left |= {_number_of(path) for path in objects if path.endswith("/left")}
+            known = {number: sign.tag for number, sign in self._signs.items()}
+        # Requests are no business of the lock.
+        news = {path: self._period_of(path) for path, tag in beats.items() if known.get(_number_of(path)) != tag}
+        with self._lock:
+            return self._read_signs(beats, news, now)
 
-    def _read_signs(self, objects: Mapping[str, Listed], now: float) -> set[int]:
+    def _read_signs(self, beats: Mapping[str, str], news: Mapping[str, float], now: float) -> set[int]:
         gap, self._listed = now - self._listed if self._listed >= 0 else 0.0, now
-        for path, entry in objects.items():
-            _, text, kind = path.split("/")
-            number = int(text)
-            if kind == "left":
-                self._left.add(number)
-            elif kind == "beat" and number != self.number:
-                sign = self._signs.get(number)
-                if sign is None or sign.tag != entry.tag:
-                    self._signs[number] = Sign(entry.tag, now, self._period_of(path))
-                elif gap > sign.period:  # nobody was heard meanwhile
-                    sign.heard += gap
+        longest = self.period + 2 * self.settings.poll  # between two looks, while the medium answers
+        for path, tag in beats.items():
+            number = _number_of(path)
+            if path in news:
+                self._signs[number] = Sign(tag, now, news[path])
+            elif gap > max(longest, self._signs[number].period):  # nobody was heard meanwhile
+                self._signs[number].heard += gap
         live = {n for n, sign in self._signs.items() if now - sign.heard <= _SILENT * sign.period}
         return {self.number, *live} - self._left
 
@@ -258,3 +264,8 @@ class MailJob:
                 )
             self.beat(is_needed=False)
             self.pause(self.settings.poll)
+
+
+def _number_of(path: str) -> int:
+    """The worker of an object below worker/."""
+    return int(path.split("/")[1])
