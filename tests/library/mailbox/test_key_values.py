@@ -11,6 +11,7 @@ from gossip_modules.mailbox.errors import MailboxError, Unavailable
 from gossip_modules.mailbox.key_values import StoreMedium, connected
 from gossip_modules.mailbox.medium import Medium, open_medium
 from gossip_modules.mailbox.sealed import Seal
+from gossip_modules.transport.stores import BoundedStore
 from tests.library.mailbox.clock import InstantClock
 
 KEY = b"the key of the job"
@@ -49,6 +50,16 @@ def test_nothing_is_left_of_losers_and_replaced_objects(store: dist.Store) -> No
     for i in range(5):
         medium.put("beat", b"%d" % i)
     assert len(store.list_keys()) == 4
+
+
+def test_a_loser_that_has_seen_no_object_leaves_nothing(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both writers look before either has written its entry."""
+    medium = opened(store)
+    medium.create("a", b"first")
+    monkeypatch.setattr(BoundedStore, "check", lambda self, key, **options: False)
+    assert not medium.create("a", b"second")
+    assert medium.get("a", max_bytes=9) == b"first"
+    assert len(store.list_keys()) == 2
 
 
 @pytest.mark.parametrize("entry", ["", "5", "x y", "5 " + "0" * 31, "-1 " + "0" * 32, "9" * 40 + " " + "0" * 32])
