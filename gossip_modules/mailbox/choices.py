@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from ..algorithms.d_psgd import DPSGD
 from ..mixing_manager.base import MixingManager
@@ -13,6 +15,8 @@ from ..rounds.push_pull import PushPull
 from ..wrappers.choices import Choices
 from .driver import MailRounds
 from .push_sum import PushSumByMail
+
+_KEPT_SIZES = 64  # MATCHA plans each graph, which takes a while
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,9 @@ class MailChoices:
         is_alone = outer.averages_exactly and outer.can_recover and not outer.has_equal_memory
         has_links = outer.keeps_links or outer.keeps_models or outer.needs_static_graph
         needs_steps = not isinstance(outer, Periodic) and (outer.needs_current or outer.needs_sgd)
-        if len(algorithm.parts) > 1 or is_alone or has_links or needs_steps:
+        # EagerDiLoCo writes the model before its request, by a number of ranks that only the close of a round decides.
+        is_eager = isinstance(outer, Periodic) and outer.delay == outer.sync_every
+        if len(algorithm.parts) > 1 or is_alone or has_links or needs_steps or is_eager:
             raise ValueError(
                 f"got {algorithm} over a mailbox, expected a method of one message per round without state of links: "
                 "who is in a round changes from round to round; take DiLoCo, MuLoCo, IsoLoCo, SparseLoCo, SlowMo, "
@@ -77,6 +83,7 @@ class MailChoices:
         chosen = algorithm if isinstance(algorithm, Algorithm) else DPSGD()
         return MailRounds(chosen, PushPull())
 
-    def weights(self, world_size: int) -> MixingManager:
-        """The weights for a number of workers."""
-        return self.choices.for_any_size()(world_size)
+    @cached_property
+    def weights(self) -> Callable[[int], MixingManager]:
+        """The weights as a function of the number of workers."""
+        return lru_cache(maxsize=_KEPT_SIZES)(self.choices.for_any_size())

@@ -17,6 +17,7 @@ from ..rounds.mixer import Mixer
 from ..transport.deadline import as_timeout
 from ..transport.state_tree import copied
 from ..version import __version__
+from ..wrappers.participant import check_sizes
 from .background import BackgroundCall
 from .choices import MailChoices
 from .clock import Clock
@@ -293,6 +294,7 @@ class MailMembership(Membership):
         self.check_free()
         chosen = MailChoices(choices)
         mixer = chosen.mixer()
+        check_sizes(self, chosen.weights, mixer.check)
         self._world = local.world = MailWorld(local, self, mixer)
         local.connect(self.transport)
         if isinstance(mixer, MailRounds):

@@ -36,7 +36,7 @@ from .base import GossipWrapper
 from .choices import AlgorithmLike, Choices, as_algorithm, wire_limit
 from .composition import check_sharding
 from .node import MemberNode, Node, check_node_size, count_nodes, make_node, meet_node
-from .participant import Participant, check_elastic
+from .participant import Participant, check_elastic, check_forward
 from .replica import meet_replica
 
 
@@ -245,18 +245,16 @@ class GossipDataParallel(GossipWrapper, Joinable):
         self, membership: Any, chosen: Choices, links: Links, g: int, *, init_sync: bool
     ) -> tuple[MixingManager, Mixer]:
         """Take part in a run over a mailbox."""
-        given: dict[str, tuple[object, object]] = {
-            "process_group": (links.process_group, None),
-            "comm_device": (links.comm_device, None),
-            "overlap": (self._overlap, False),
-            "nprocs_per_node": (g, 1),
-            "init_sync": (init_sync, True),
-        }
+        given: dict[str, tuple[object, object]] = {"overlap": (self._overlap, False), "nprocs_per_node": (g, 1)}
         if unfit := [f"{name}={value}" for name, (value, default) in given.items() if value != default]:
             raise ValueError(
-                f"got {', '.join(unfit)} with a mailbox, expected none of them: one process is one worker, it sends "
-                "objects of host memory, and rounds that take long go on under training by themselves; leave them out"
+                f"got {', '.join(unfit)} with a mailbox, expected none of them: one process is one worker, and rounds "
+                "that take long go on under training by themselves; leave them out"
             )
+        place: dict[str, Any] = {"group": links.process_group, "comm_device": links.comm_device}
+        place |= {"timeout": links.timeout, "init_sync": init_sync, "takes_mail": True}
+        check_elastic(membership, graph=chosen.graph, mixing=chosen.mixing, **place)
+        check_forward(self._local)
         chosen.check(overlap=False, init_sync=True, nprocs_per_node=1)
         mixing, mixer = membership.world_of(self._local, chosen)
         self._describe(chosen, mixing, mixer)

@@ -77,41 +77,14 @@ class Participant(ModelWorld):
         peers: Callable[[Any, int], Iterable[int]] = neighbours,
         has_links: bool = True,
     ) -> None:
-        if local.loop.when.value != "forward":
-            raise ValueError(
-                f"got rounds={local.loop.when.value!r} with a membership, expected 'forward': a worker that joins "
-                "takes the state of training before its first forward; leave rounds out"
-            )
+        check_forward(local)
         super().__init__()
         self.local, self.membership = local, membership
         self.weight = 1.0
         self.choose = functools.lru_cache(maxsize=_KEPT_SIZES)(choose)  # MATCHA plans each graph, which takes a while
         self._peers, self._has_links = peers, has_links
-        self._check_sizes(check, example)
+        check_sizes(membership, self.choose, check, example=example)
         local.connect(alone(membership.timeout))
-
-    def _check_sizes(self, check: Callable[[Any], None], example: str) -> None:
-        membership = self.membership
-        failing: dict[int, Exception] = {}
-        chosen = []
-        for n in range(1, (membership.max_workers or max(2 * membership.min_workers, _CHECKED_SIZES)) + 1):
-            try:
-                chosen.append(self.choose(n))
-            except ValueError as error:
-                failing[n] = error
-        if failing:
-            raise ValueError(
-                f"got a graph or mixing that does not exist for {list(failing)} workers, expected one for any number, "
-                f"since workers may die and join; e.g. {example}: {next(iter(failing.values()))}"
-            )
-        for n, mixing in enumerate(chosen, start=1):
-            try:
-                check(mixing)
-            except ValueError as error:
-                raise ValueError(
-                    f"{error}; {n} workers are tried since others may come: give the membership max_workers, or leave "
-                    "graph and mixing out"
-                ) from error
 
     # See `ModelWorld`.
 
@@ -440,6 +413,50 @@ class Participant(ModelWorld):
         return list(map(local_of, buffer.selection.others(buffer.module, buffer.tensors).values()))
 
 
+def check_forward(local: LocalModel) -> None:
+    """Raise ValueError if rounds of a model in a membership run at another time than in forwards."""
+    if local.loop.when.value != "forward":
+        raise ValueError(
+            f"got rounds={local.loop.when.value!r} with a membership, expected 'forward': a worker that joins takes "
+            "the state of training before its first forward; leave rounds out"
+        )
+
+
+def check_sizes(
+    membership: Membership,
+    choose: Callable[[int], Any],
+    check: Callable[[Any], None],
+    *,
+    example: str = "RingGraph or BaseGraph",
+) -> None:
+    """Raise ValueError unless there are suitable weights for each number of workers that a membership may have.
+
+    Args:
+        membership: the workers.
+        choose, check, example: see `Participant`.
+    """
+    failing: dict[int, Exception] = {}
+    chosen = []
+    for n in range(1, (membership.max_workers or max(2 * membership.min_workers, _CHECKED_SIZES)) + 1):
+        try:
+            chosen.append(choose(n))
+        except ValueError as error:
+            failing[n] = error
+    if failing:
+        raise ValueError(
+            f"got a graph or mixing that does not exist for {list(failing)} workers, expected one for any number, "
+            f"since workers may die and join; e.g. {example}: {next(iter(failing.values()))}"
+        )
+    for n, mixing in enumerate(chosen, start=1):
+        try:
+            check(mixing)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; {n} workers are tried since others may come: give the membership max_workers, or leave "
+                "graph and mixing out"
+            ) from error
+
+
 def check_elastic(
     membership: object,
     *,
@@ -467,7 +484,13 @@ def check_elastic(
 
 
 def check_links(
-    membership: object, *, group: object, init_sync: object, timeout: timedelta, comm_device: object = None
+    membership: object,
+    *,
+    group: object,
+    init_sync: object,
+    timeout: timedelta,
+    comm_device: object = None,
+    takes_mail: bool = False,
 ) -> None:
     """Raise ValueError for anything but a membership, and for arguments of a wrapper decided by a membership.
 
@@ -476,13 +499,14 @@ def check_links(
         group, comm_device: of messages.
         init_sync: all workers begin with the model of the first one.
         timeout: the timeout of the membership, or the default of wrappers.
+        takes_mail: whether the membership may be a mailbox.
     """
     if not isinstance(membership, Membership):
         store = membership if isinstance(membership, str) else "host:port"
         raise ValueError(
             f"got membership={membership!r}, expected a Membership; pass Membership({store!r}, min_workers=...)"
         )
-    if membership.is_by_mail:
+    if membership.is_by_mail and not takes_mail:
         raise ValueError(
             f"got the mailbox {membership.name} for a wrapper whose workers are connected, expected the wrapper whose "
             "messages may lie in a store: GossipDataParallel(model, algorithm=DiLoCo(sync_every=H), membership=...)"
@@ -503,4 +527,7 @@ def check_links(
             "itself"
         )
     if comm_device not in (None, "cpu", torch.device("cpu")):
-        raise ValueError(f"got comm_device={comm_device} with a membership, expected 'cpu' or None: its links are Gloo")
+        raise ValueError(
+            f"got comm_device={comm_device} with a membership, expected 'cpu', as its messages are in host memory, or "
+            "None; leave comm_device out"
+        )
