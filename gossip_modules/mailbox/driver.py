@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..flat.layout import FlatLayout
-from ..flat.vector import FlatVector
+from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager
 from ..rounds.algorithm import Algorithm
 from ..rounds.driver import Driver
@@ -29,7 +29,7 @@ from .errors import RoundGone
 from .job import MailJob
 from .rounds import Close, Outcome, Sent, Stream
 
-_LATE = "late"  # the vector of the memory with the rounds that a late drift has missed
+_LATE = "missed rounds"  # the vector of the memory with the rounds that a late drift has missed
 _KINDS = {Average: "average", Gather: "average", Mix: "mix", Share: "mix"}
 _EXTRA = 1 << 16  # bytes of a message beside its tensors
 
@@ -72,12 +72,13 @@ class MailDriver(Driver):
     memory stay. The worker trains on, and its drift is measured from the anchor at which it began. At its next round it
     applies the rounds that it has missed to its memory: it runs each of them with the mean of the close as the reply,
     so its anchor and its outer momentum become those of the others. The sum of these changes of the anchor is the
-    vector "late". The round then begins with x + late, whose distance to the new anchor is the distance of x to the old
-    one. When a close has the worker, "late" becomes zero.
+    vector "missed rounds". The round then begins with the sum of x and this vector, whose distance to the new anchor is
+    the distance of x to the old one. When a close has the worker, the vector becomes zero.
 
     [Note: In flight] A worker waits at most `grace` seconds for a close, and then trains on with the round in flight.
     The round ends at the first step at which its close is there, and the steps since then are kept:
-    x <- phi + (x - s), with s the model that was sent. The next round waits until this one has ended.
+    x <- phi + (x - s), with s the model that was sent. The next round waits until this one has ended. A method with a
+    delay ends its rounds as everywhere, by its `arrival`, also where a close comes after the delay.
 
     Args:
         algorithm, plain: see `Driver`.
@@ -289,24 +290,38 @@ class MailDriver(Driver):
             case Share(message):
                 row = self._row(v)
                 messages = {j: _message(message, outcome.messages[members[j]]) for j in row}
+                self._mix_buffers(messages, v)
                 pairs = [(weight - (j == v.rank), messages[j]) for j, weight in row.items()]
                 return Received(pairs, [members[j] for j in row])
         return None
 
-    def _row(self, v: Vectors) -> dict[int, float]:
-        """The weights of the own message and of its in-peers, by position in the close."""
+    def _row(self, v: Vectors, *, of_buffers: bool = False) -> dict[int, float]:
+        """The weights of the own message and of its in-peers, by position in the close; of parameters or of buffers."""
         mixing = self._choose(v.num_ranks)
-        weights = mixing.weights(v.rank, v.t)
+        weights = (mixing.buffer_weights if of_buffers else mixing.weights)(v.rank, v.t)
         return {v.rank: weights.own, **weights.inp}
 
     def _combine(self, s: FlatVector, v: Vectors) -> None:
         """s <- sum_j W_ij s_j, by the messages of the outcome."""
         assert self._outcome is not None, "the round has ended"
-        members, row = self._outcome.close.members, self._row(v)
+        members, row, of_buffers = self._outcome.close.members, self._row(v), self._row(v, of_buffers=True)
         others = {j: s.like() for j in row if j != v.rank}
         for j, other in others.items():
             _copy_to(other, self._outcome.messages[members[j]])
-        s.combine_(row[v.rank], list(others.values()), [row[j] for j in others])
+        if row == of_buffers:
+            s.combine_(row[v.rank], list(others.values()), [row[j] for j in others])
+            return
+        for is_buffer, weights in ((False, row), (True, of_buffers)):
+            half, *halves = (x.where(is_buffer=is_buffer) for x in (s, *others.values()))
+            half.combine_segments_(weights[v.rank], halves, [weights[j] for j in others])
+
+    def _mix_buffers(self, messages: Mapping[int, Message], v: Vectors) -> None:
+        """b <- b + sum_j W_ij (b_j - b), by the messages of the workers at these positions in the close."""
+        weights = self._row(v, of_buffers=True)
+        for j in (j for j in messages if j != v.rank):
+            for b, own, other in zip(self._buffers, messages[v.rank].others, messages[j].others, strict=True):
+                add_(b, other, alpha=weights[j])
+                add_(b, own, alpha=-weights[j])
 
     def _average_buffers(self, message: Message, rows: Sequence[Sent]) -> None:
         for k, own in enumerate(self._buffers):
@@ -369,7 +384,7 @@ class MailDriver(Driver):
     def _drop_drift(self, x: FlatVector) -> None:
         """Let the next drift be zero: late <- the anchor - x."""
         anchor = x.clone()
-        self.recover(anchor)
+        self._recover(anchor)
         self._late(self.memory).sum_(Vector.of(anchor), Vector.of(x), alpha=-1.0)
 
     def _late(self, memory: Memory) -> Vector:
@@ -394,9 +409,11 @@ class MailDriver(Driver):
         self._recover(x)
 
     def recover(self, x: FlatVector) -> None:
-        """x <- the anchor in the memory."""
+        """x <- the anchor in the memory; the counts of tokens go on."""
         self.memory.fit(Vector.of(x))
+        numbers = dict(self.memory.numbers)
         self._recover(x)
+        self.memory.numbers = numbers
 
 
 def _copy_to(s: FlatVector, sent: Sent | None) -> None:
