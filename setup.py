@@ -87,6 +87,7 @@ setup(
             *TRAIN,
             *TRANSLATE,
             *MPI,
+            *MAILBOX,
             *(package for packages in HOSTS.values() for package in packages),
         ],
         "docs": [

@@ -16,13 +16,14 @@ from .base import Listed, Medium
 from .errors import Permanent, Transient
 
 _CHUNK = 4 << 20  # bytes; a TCPStore takes 8 MiB
+_CONNECT = 3.0  # seconds; torch waits for about twice as long
 _ENTRY = re.compile(rb"(\d{1,15}) ([0-9a-f]{32})")
 
 
 def connected(host: str, port: int, timeout: float) -> dist.Store:
     """A new client of the TCPStore at this address."""
     return dist.TCPStore(
-        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=min(timeout, 10.0))
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=min(timeout, _CONNECT))
     )
 
 

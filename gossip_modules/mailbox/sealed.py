@@ -23,7 +23,7 @@ def pack(header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> bytes:
 
     Args:
         header: values for JSON, with texts as keys at all levels.
-        tensors: of the CPU, of any dtype and shape.
+        tensors: of any device, dtype and shape.
 
     Raises:
         TypeError: the header has a value of another type.
@@ -33,7 +33,7 @@ def pack(header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> bytes:
     text = json.dumps([dict(header), specs_of(tensors)], separators=(",", ":")).encode()
     if len(text) > _MAX_HEADER:
         raise ValueError(f"got a header of {len(text)} bytes of JSON, expected at most {_MAX_HEADER}; give tensors")
-    numbers = [bytes_of(x.detach()).numpy().data for x in tensors]
+    numbers = [bytes_of(x.detach().cpu()).numpy().data for x in tensors]
     return b"".join([len(text).to_bytes(_LENGTH, "little"), text, *numbers])
 
 
@@ -71,7 +71,8 @@ class Seal:
     Without a key it is a SHA-256 digest: a truncated, altered or moved object is noticed, a forged one is not.
 
     Args:
-        key: the key of the job, shared by all workers; None: no key.
+        key: the key of the job, shared by all workers; None: no key. An object of another run with the same key opens
+            at its path, so each run needs a key of its own.
     """
 
     num_bytes = len(_MAGIC) + hashlib.sha256().digest_size

@@ -45,6 +45,17 @@ def test_nothing_is_left_of_writes_and_deletes(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".parts"]
 
 
+def test_files_that_killed_processes_left_are_deleted_after_an_hour(tmp_path: Path) -> None:
+    folder(tmp_path / "run").create("a", b"x")
+    parts = tmp_path / "run" / ".parts"
+    for name, age in (("old", 3700), ("young", 3500)):
+        (parts / name).write_bytes(b"x")
+        now = (parts / name).stat().st_mtime
+        os.utime(parts / name, (now - age, now - age))
+    assert set(folder(tmp_path / "run").list()) == {"a"}
+    assert [path.name for path in parts.iterdir()] == ["young"]
+
+
 @pytest.mark.parametrize(
     ("code", "remedy"),
     [
