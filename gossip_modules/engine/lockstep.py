@@ -134,9 +134,9 @@ class LockstepEngine(Engine):
         if self._looks_at_model and (mixer is not None or (rounds is not None and rounds.has_news)):
             self._check_finite(mixer or self.mixer, x)
         has_changed = self._left is not None and self.flush(x)
-        if rounds is not None and flight is None:
-            has_changed |= rounds.begin(x, k)
-            if mixer is self._scheduled_average:  # an average has no round in flight beside it
+        if flight is None:
+            has_changed |= self.mixer.begin(x, k)
+            if rounds is not None and mixer is self._scheduled_average:  # an average has no round in flight beside it
                 has_changed |= rounds.flush(x)
         if overlap is not None:
             return self._go_on(overlap, x, mixer, landing) or has_changed

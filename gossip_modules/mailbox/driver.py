@@ -26,7 +26,7 @@ from ..transport.change_board import digest_of
 from ..worlds.world import ALONE, ModelWorld
 from .background import BackgroundCall
 from .errors import RoundGone
-from .job import MailJob
+from .job import MailJob, check_layout
 from .rounds import Close, Outcome, Sent, Stream
 
 _LATE = "missed rounds"  # the vector of the memory with the rounds that a late drift has missed
@@ -123,12 +123,7 @@ class MailDriver(Driver):
         Raises:
             ValueError: other tensors are trained than at the start of the run.
         """
-        if self._layout is not None and x.layout != self._layout:
-            raise ValueError(
-                f"{self.algorithm}: got other trained tensors than before, expected the same tensors in all rounds of "
-                "a run over a mailbox, since its workers change them at different times; freeze and unfreeze layers "
-                "before the model is wrapped, or begin a new run at another address"
-            )
+        check_layout(self.algorithm, self._layout or x.layout, x.layout)
         self._layout, has_joined = x.layout, self._has_joined
         has_changed = super().begin(x, k, is_due=is_due)
         if has_joined and self.algorithm.has_equal_memory:

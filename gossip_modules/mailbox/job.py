@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..flat.layout import FlatLayout
 from ..membership.background_log import log
 from ..membership.view import differences
 from .clock import Clock, Joinable
@@ -19,6 +20,16 @@ from .sealed import pack, unpack
 FORMAT = 1
 MAX_HEADER = 1 << 20  # bytes of an object without tensors
 _SILENT = 3  # periods without a sign of life after which a worker is silent
+
+
+def check_layout(method: object, before: FlatLayout, now: FlatLayout) -> None:
+    """Raise ValueError if other tensors are trained than in the rounds before."""
+    if now != before:
+        raise ValueError(
+            f"{method}: got other trained tensors than before, expected the same tensors in all rounds of a run over a "
+            "mailbox, since its workers change them at different times; freeze and unfreeze layers before the model is "
+            "wrapped, or begin a new run at another address"
+        )
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,7 @@ class MailJob:
         worker/<number>/claim             the number belongs to one start of a worker
         worker/<number>/beat, left        a count that grows; the worker has ended
         round/<stream>/<round>/...        see `Stream`
-        mail/<to>/<from>/<k>              see `PushSumByMail`
+        mail/<to>/<from>/<n>              see `Letters`
         model/<round>                     see `SavedModels`
 
     Args:
@@ -144,9 +155,11 @@ class MailJob:
         self.number = number
         return is_first
 
-    def header(self, path: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    def header(
+        self, path: str, default: dict[str, Any] | None = None, *, deadline: float | None = None
+    ) -> dict[str, Any]:
         """The header of a small object; `default` if it is absent."""
-        data = self.medium.get(path, max_bytes=MAX_HEADER)
+        data = self.medium.get(path, max_bytes=MAX_HEADER, deadline=deadline)
         return (default or {}) if data is None else unpack(data, max_bytes=MAX_HEADER)[0]
 
     def _numbers(self) -> set[int]:
@@ -200,9 +213,11 @@ class MailJob:
         """A message of this worker is a sign of life too."""
         self._wrote = self.clock.now()
 
-    def leave(self) -> None:
-        """Let no round wait for this worker any more."""
-        self.medium.create(f"worker/{self.number:06d}/left", pack({}))
+    def leave(self, *, deadline: float | None = None) -> None:
+        """Let no round wait for this worker any more; idempotent."""
+        if self.number not in self._left:
+            self.medium.create(f"worker/{self.number:06d}/left", pack({}), deadline=deadline)
+            self._left.add(self.number)
 
     # The workers.
 
@@ -220,7 +235,9 @@ class MailJob:
             self._left |= {_number_of(path) for path in objects if path.endswith("/left")}
             known = {number: sign.tag for number, sign in self._signs.items()}
         # Requests are no business of the lock.
-        news = {path: self._period_of(path) for path, tag in beats.items() if known.get(_number_of(path)) != tag}
+        news = {
+            path: self._period_of(path, deadline) for path, tag in beats.items() if known.get(_number_of(path)) != tag
+        }
         with self._lock:
             return self._read_signs(beats, news, now)
 
@@ -240,8 +257,8 @@ class MailJob:
         """Whether all workers of the run have left or are silent; for a process outside, which has no number."""
         return self.live() == {self.number} and self._signs.keys() | self._left == self._numbers()
 
-    def _period_of(self, path: str) -> float:
-        return max(float(self.header(path).get("period", 0.0)), self.settings.interval)
+    def _period_of(self, path: str, deadline: float | None) -> float:
+        return max(float(self.header(path, deadline=deadline).get("period", 0.0)), self.settings.interval)
 
     @property
     def deadline(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,14 +19,13 @@ from ..transport.state_tree import copied
 from ..version import __version__
 from ..wrappers.participant import check_sizes
 from .background import BackgroundCall
+from .by_mail import ByMail
 from .choices import MailChoices
 from .clock import Clock
 from .driver import MailRounds
 from .errors import MailboxError
 from .job import MailJob, Settings
 from .medium import REAL_TIME, Medium, key_of, open_medium
-from .push_sum import PushSumByMail
-from .rounds import Close
 from .saved_models import SavedModels
 from .world import MailWorld
 
@@ -190,9 +189,9 @@ class MailMembership(Membership):
         own |= {"joins": self._num_joins, "deaths": self._num_deaths, "deadline": self.mail.deadline}
         return {**own, **{f"store_{name}": float(value) for name, value in vars(counts).items()}}
 
-    def note_close(self, close: Close) -> None:
-        """The members of a close take the place of those of the one before."""
-        members = tuple(sorted({*close.members, self.number}))
+    def note_members(self, found: Collection[int]) -> None:
+        """The workers of a close, or the live workers of an exchange by mail, take the place of the ones before."""
+        members = tuple(sorted({*found, self.number}))
         if members == self._members:
             return
         joined = tuple(sorted(set(members) - set(self._members)))
@@ -299,8 +298,8 @@ class MailMembership(Membership):
         local.connect(self.transport)
         if isinstance(mixer, MailRounds):
             mixer.join_run(self.mail, chosen.weights, notes=self._world.note_round, rejoin=self.rejoin)
-        elif isinstance(mixer, PushSumByMail):
-            mixer.join_run(self.mail, chosen.weights)
+        elif isinstance(mixer, ByMail):
+            mixer.join_run(self.mail, chosen.weights, self._world.note_exchange)
         return chosen.weights(1), mixer
 
     @property

@@ -2,144 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
-
-from torch import Tensor
-
 from ..algorithms.sgp import PushSum
 from ..flat.vector import FlatVector
-from ..membership.background_log import log
 from ..mixing_manager.base import MixingManager
-from ..rounds.push_pull import LEAST_WEIGHT
-from ..state import transient
-from .errors import Unavailable
-from .job import MailJob
-from .sealed import pack, unpack
+from .by_mail import ByMail
+from .letters import Letter, Letters, in_host_memory
 
-_EXTRA = 1 << 16  # bytes of a share beside its tensors
-_TAKEN = ".taken"
+_LEAST_WEIGHT = 1 / 16  # of a worker that sends
+_MOST_UNREAD = 2  # shares that a worker has on their way to another one
 
 
-class MailedShare(NamedTuple):
-    """A share whose receiver has perhaps not read it.
+class PushSumByMail(ByMail):
+    """Push-sum by mail: each worker has an estimate z_i of the mean and a weight w_i, one at the start.
+
+    A round of worker i, at any time, with the out-peers j of a graph over the live workers:
+
+        mail/<j>/<i>/...  <-  z_i and the weight P_ji w_i, for each j                 # a share
+        w_i <- w_i - sum_j P_ji w_i
+        for each share (z, v) in mail/<i>/:  z_i, w_i <- (w_i z_i + v z) / (w_i + v), w_i + v
+
+    In the words of push-sum, x_i = w_i z_i is sent and received. The sums of w and of w z over models and mail are
+    constant, up to the steps of optimizers: a share is in a model, in the mail, or back at its sender, see [Note:
+    Letters] of `Letters`. A worker that dies takes its own share along, and nothing else. Weights are kept beside the
+    model and the model is sent as it is, so a share of a narrow dtype has no rounding, and buffers are weighted like
+    parameters.
+
+    The optimizer steps on z, as in training without gossip, so it moves the sum of w z by w_i times its step. A worker
+    that takes more steps than others sends more often, so its weight is smaller, and workers at different paces count
+    about equally. Weights in the mail take no steps: with one peer and equal paces a model has about .6 between rounds.
+
+    A joining worker begins with the last saved model and the weight one, so the sum of w grows by one. `close()` reads
+    the mail of this worker and gives its whole weight to a live one, with a last share: a worker that leaves takes no
+    training along. Its own model stays as it is.
+
+    A worker with a weight below 1/16 sends nothing, since its share would hardly count. A worker gets no share from
+    another one of which it has not read two. So a worker that lives without reading, as during a long evaluation, does
+    not collect the weight of all others, whose steps would then count for nothing.
+
+    Kempe, Dobra, Gehrke, "Gossip-Based Computation of Aggregate Information", FOCS 2003; Assran, Rabbat, "Asynchronous
+    Gradient Push", IEEE Transactions on Automatic Control 2020, arXiv 1803.08950.
 
     Attributes:
-        path: its path.
-        receiver: the number of the receiver.
-        data: the object, if the medium has not confirmed it; else None.
+        weight: w_i, without shares that have come and are not applied yet.
     """
 
-    path: str
-    receiver: int
-    data: bytes | None = None
+    weight = 1.0
 
+    def check(self, mixing: MixingManager) -> None:
+        """See `Mixer`: the columns sum to one, so that nothing is left for a worker beside what it sends."""
+        PushSum().check(mixing)
 
-class PushSumByMail(PushSum):
-    """Push-sum by mail: x_i <- P_ii x_i + all shares that lie in the mailbox of i; w_i likewise.
+    def _write(self, letters: Letters, sent: FlatVector, t: int, live: list[int]) -> None:
+        """See `ByMail`."""
+        if self.weight < _LEAST_WEIGHT:
+            return
+        rank, mixing, weight = live.index(self.job.number), self._choose(len(live)), self.weight
+        for peer in mixing.graph.out_peers(rank, t):
+            if letters.num_unread(live[peer]) < _MOST_UNREAD:
+                share = mixing.weights(peer, t).inp[rank] * weight
+                letters.post(live[peer], {"weight": share}, sent)
+                self.weight -= share
 
-    A round of worker i, with the out-peers j of a graph over the live workers:
+    def _apply(self, letter: Letter, s: FlatVector) -> None:
+        """See `ByMail`."""
+        share = float(letter.header["weight"])
+        self.weight += share
+        part = share / self.weight
+        s.combine_segments_(1 - part, [letter.vector], [part])
 
-        x_i, w_i <- x_i, w_i + every share in mail/<i>/ that is not taken
-        mail/<j>/<i>/<k> <- P_ji x_i, P_ji w_i
-        x_i, w_i <- P_ii x_i, P_ii w_i
-
-    The sum of w over models and mail is constant, and so is the sum of x, up to the steps of optimizers. A receiver may
-    come at any time, so nobody waits, and a share is as old as its way was long. A worker with little weight left sends
-    nothing: see [Note: weights that run dry] of `Neighbours`.
-
-    [Note: Who has a share] A share counts once. Its receiver takes it by a create of mail/<j>/<i>/<k>.taken, and adds
-    it only if this create is its own. If the receiver is silent, the sender takes the share back by the same create. So
-    only a worker that dies takes mass along: its own. If the medium does not answer, the sender does not know whether
-    the share was written. It counts as sent, and the sender writes the same bytes again in its next round.
-
-    Kempe, Dobra, Gehrke, "Gossip-Based Computation of Aggregate Information", FOCS 2003.
-    """
-
-    job: MailJob
-    _out: list[MailedShare] = transient([])  # shares of this worker that nobody has taken, as far as it knows
-    _taken: set[str] = transient(set())  # the shares that this worker has taken, for stale lists
-    _until = 0.0  # the deadline of the requests of this round
-    is_weighted = True
-
-    def join_run(self, job: MailJob, choose: Callable[[int], MixingManager]) -> None:
-        """Send the shares through a run: see `MailDriver.join_run`."""
-        self.job, self._choose = job, choose
-
-    def start(self, s: FlatVector, t: int) -> None:
-        """See `Mixer`: everything happens in `finish`."""
-        self._t = t
-
-    def finish(self, s: FlatVector) -> None:
-        """See `Mixer`. If the medium does not answer for `grace` seconds, the rest of the round is left out."""
-        job = self.job
-        self._until = job.clock.now() + job.settings.grace
-        try:
-            live = sorted(job.live(deadline=self._until))
-            self._receive(s)
-            self._settle(s, live)
-            if s.push_sum_weight.item() >= LEAST_WEIGHT:
-                self._send(s, live)
-            job.beat(is_needed=False)
-        except Unavailable as error:
-            log.warning("worker %d: round %d by mail is left out: %s", job.number, self._t, error)
-
-    def _receive(self, s: FlatVector) -> None:
-        """Add the shares in the mail of this worker."""
-        medium, own = self.job.medium, self.job.number
-        found = medium.list(f"mail/{own:06d}/", deadline=self._until)
-        taken = {path.removesuffix(_TAKEN) for path in found if path.endswith(_TAKEN)} | self._taken
-        for path in sorted(path for path in found if not path.endswith(_TAKEN) and path not in taken):
-            if self._take(path, s):
-                self._taken.add(path)
-                medium.delete([path])
-
-    def _take(self, path: str, s: FlatVector) -> bool:
-        """s <- s + the share, unless the other end has it; returns whether it was added."""
-        medium, most = self.job.medium, 2 * s.layout.num_bytes + _EXTRA
-        data = medium.get(path, max_bytes=most, deadline=self._until)
-        if data is None or not self._claim(path):
-            return False
-        _, tensors = unpack(data, max_bytes=most)
-        for own, share in zip(_parts(s), tensors, strict=True):
-            own.add_(share.to(own.device))
-        return True
-
-    def _claim(self, path: str) -> bool:
-        """Whether this end has the share: see [Note: Who has a share]."""
-        return self.job.medium.create(path + _TAKEN, pack({"by": self.job.number}), deadline=self._until)
-
-    def _settle(self, s: FlatVector, live: Collection[int]) -> None:
-        """Write unsure shares again, take the shares of silent receivers back, and forget those that were taken."""
-        medium, kept = self.job.medium, []
-        for share in self._out:
-            if share.receiver not in live:
-                self._take(share.path, s)
-                continue
-            if share.data is not None:
-                medium.create(share.path, share.data, deadline=self._until)
-            if medium.get(share.path + _TAKEN, max_bytes=_EXTRA, deadline=self._until) is None:
-                kept.append(share._replace(data=None))
-        self._out = kept
-
-    def _send(self, s: FlatVector, live: Sequence[int]) -> None:
-        """Write a share for each out-peer, and keep the rest."""
-        job, rank, mixing = self.job, live.index(self.job.number), self._choose(len(live))
-        for peer in mixing.graph.out_peers(rank, self._t):
-            weight = mixing.weights(peer, self._t).inp[rank]
-            path = f"mail/{live[peer]:06d}/{job.number:06d}/{self._t:010d}"
-            data = pack({}, [part * weight for part in _parts(s)])
-            try:
-                job.medium.create(path, data, deadline=self._until)
-                self._out.append(MailedShare(path, live[peer]))
-            except Unavailable:  # [Note: Who has a share]
-                self._out.append(MailedShare(path, live[peer], data))
-        job.note_write()
-        own_weight = mixing.weights(rank, self._t).own
-        for part in _parts(s):
-            part.mul_(own_weight)
-
-
-def _parts(s: FlatVector) -> list[Tensor]:
-    """The tensors of a share: all segments, and the weight."""
-    return [*(segment for segment in s.segments if segment.numel()), s.push_sum_weight]
+    def _hand_over(self, letters: Letters, s: FlatVector, deadline: float) -> None:
+        """See `ByMail`: a worker that has left reads its mail once more after that, so it or this one has the share."""
+        own, sent = self.job.number, in_host_memory(s)
+        while self.weight and (live := self.job.live(deadline=deadline)):
+            receiver = min(live, key=lambda number: (number < own, number))
+            letters.post(receiver, {"weight": self.weight}, sent)
+            self.weight = 0.0
+            letters.deliver(deadline=deadline)
+            letters.settle(self.job.live(deadline=deadline), deadline=deadline)
+            self._land(s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from ..rounds.mixer import GlobalAverage, Mixer
 from ..transport.base import Transport
 from ..transport.process_group import calling
 from ..worlds.world import ModelWorld
+from .by_mail import ByMail
 from .driver import MailRounds
 from .job import MailJob
 from .rounds import Close
@@ -39,7 +41,7 @@ class Workers(Protocol):
 
     def at_step(self) -> object: ...
 
-    def note_close(self, close: Close) -> None: ...
+    def note_members(self, found: Collection[int]) -> None: ...
 
     def save(self, number: int) -> None: ...
 
@@ -97,6 +99,7 @@ class MailWorld(ModelWorld):
         super().__init__()
         self.local, self.membership = local, membership
         self._rounds = mixer if isinstance(mixer, MailRounds) else None
+        self._by_mail = mixer if isinstance(mixer, ByMail) else None
         self._must_save: int | None = None
         self._last = 0
 
@@ -136,7 +139,7 @@ class MailWorld(ModelWorld):
             counts: whether this worker is in it.
         """
         membership = self.membership
-        membership.note_close(close)
+        membership.note_members(close.members)
         is_of_models = kind == "average" or self._rounds is None or not self._rounds.algorithm.averages_exactly
         if not (counts and is_of_models):
             return
@@ -150,12 +153,22 @@ class MailWorld(ModelWorld):
         """See `ModelWorld`."""
         return self.membership.mail.medium.counts.bytes_written
 
+    def note_exchange(self, live: Collection[int], save_as: int | None) -> None:
+        """An exchange by mail has ended: see `MailNotes`."""
+        self.membership.note_members(live)
+        self._must_save = save_as
+
     def stats(self) -> dict[str, float]:
         """See `ModelWorld`."""
         return self.membership.stats()
 
     def close(self) -> None:
         """See `ModelWorld`; the model of the last round stays in the run, by one of the workers that have it."""
+        if self._by_mail is not None and self.membership.mail.number >= 0:
+            with torch.no_grad():
+                self._by_mail.leave(self.local.buffer.vector)
+            self.local.buffer.written()
+            self._last = self._must_save or 0
         if self._last:
             self.membership.save(self._last)
         self.membership.close()

@@ -120,6 +120,18 @@ class Mixer(State, ABC):
             t: the number of the round.
         """
 
+    def begin(self, x: FlatVector, k: int = 0) -> bool:
+        """Apply results that have come since the last step; called in each step, before its round.
+
+        Args:
+            x: the model, mutated.
+            k: the number of optimizer steps so far.
+
+        Returns:
+            Whether x was written.
+        """
+        return False
+
     def chunks(self, s: FlatVector) -> Sequence[FlatVector]:
         """Return the chunks of s for sending, in order; s itself if it is sent whole. Equal on all ranks."""
         return (s,)
