@@ -12,7 +12,7 @@ from ..mixing_manager.base import MixingManager
 from ..rounds.mixer import Mixer
 from ..state import transient
 from .background import BackgroundCall
-from .errors import Unavailable
+from .errors import MailboxError, Unavailable
 from .job import MailJob, check_layout
 from .letters import Letter, Letters, in_host_memory
 from .saved_models import SavedModels
@@ -140,7 +140,7 @@ class ByMail(Mixer):
             self._land(s)
             letters.deliver(deadline=deadline)
             self._hand_over(letters, s, deadline)
-        except Unavailable as error:
+        except MailboxError as error:
             log.warning("worker %d left before its last letters were sent and read: %s", job.number, error)
 
     @abstractmethod
