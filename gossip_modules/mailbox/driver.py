@@ -204,9 +204,14 @@ class MailDriver(Driver):
         assert self.task is not None, "a round is in flight"
         return self.task.wait(max(until - self.job.clock.now(), 0.0))
 
-    def detach(self, x: FlatVector) -> None:
-        """Let training go on with the round in flight; x is mutated if this worker was late."""
-        self._let_go(x, keeps_sent=True)
+    def detach(self, x: FlatVector, *, keeps_sent: bool) -> None:
+        """Let training go on with the round in flight.
+
+        Args:
+            x: the model; mutated if this worker was late.
+            keeps_sent: see `Driver.depart`.
+        """
+        self._let_go(x, keeps_sent=keeps_sent)
         if self._unshifted is not None:
             x.copy_(self._unshifted)
             if self.open_round is not None and self.open_round.v.sent is not None:
@@ -272,12 +277,12 @@ class MailDriver(Driver):
                 self._written.write = lambda s: _copy_to(s, outcome.mean)
                 self._mix(x, v, self._written)
                 self._set_weight(v)
-                return _numbers(outcome.mean)
+                return None if outcome.mean is None else _numbers(outcome.mean.header["numbers"])
             case Gather(message):
                 rows = [outcome.messages[j] for j in members]
                 self._average_buffers(message, rows)
                 received = Received([(1.0, _message(message, sent)) for sent in rows], members)
-                received.numbers = torch.tensor([sent.header.get("numbers", ()) for sent in rows], dtype=torch.float64)
+                received.numbers = _numbers([sent.header.get("numbers", ()) for sent in rows])
                 return received
             case Mix(x):
                 self._written.write = lambda s: self._combine(s, v)
@@ -338,9 +343,11 @@ class MailDriver(Driver):
         """
         stream, replays = self._stream(kind, x.layout), kind == "average" and self.algorithm.has_equal_memory
         while (close := stream.close_of(self.next.get(kind, 0))) is not None:
-            if replays:
-                self._replay(x, k, stream, close)
-            if replays and self._sent_as and self._sent_as[1] == close.number and self._sent_as[0] in close.members:
+            if not replays:
+                self.next[kind] = stream.first_open()
+                break
+            self._replay(x, k, stream, close)
+            if self._sent_as and self._sent_as[1] == close.number and self._sent_as[0] in close.members:
                 self._drop_drift(x)  # a checkpoint was saved while this round was in flight
             self.next[kind] = close.number + 1
         self._sent_as = []
@@ -418,9 +425,8 @@ def _copy_to(s: FlatVector, sent: Sent | None) -> None:
         segment.copy_(tensor)
 
 
-def _numbers(mean: Sent | None) -> Tensor | None:
-    assert mean is not None, "the round has a mean"
-    rows = mean.header["numbers"]
+def _numbers(rows: Sequence[Sequence[float]]) -> Tensor | None:
+    """The numbers of the workers, float64 [n, k]; None: they have sent none."""
     return torch.tensor(rows, dtype=torch.float64, device="cpu") if rows and rows[0] else None
 
 
@@ -517,7 +523,7 @@ class MailRounds(Rounds):
         if waits and driver.wait(self._until):
             driver.land(part, kept=0.0, is_now=True)
         else:
-            driver.detach(part)
+            driver.detach(part, keeps_sent=waits or (self._times is not None and self._times.keeps_sent))
 
     def _land_one(self, p: int, x: FlatVector) -> None:
         """End a round in flight, after steps of training."""

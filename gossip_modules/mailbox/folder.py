@@ -13,6 +13,7 @@ from .base import Listed, Medium
 from .errors import Permanent, Transient
 
 PARTS = ".parts"  # the folder of files that are being written; no path of an object begins with a dot
+_ABANDONED = 3600.0  # seconds without a write, after which the process that wrote a file there has ended
 _REMEDIES = {
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS),
@@ -40,7 +41,8 @@ class FolderMedium(Medium):
     a while that a file is absent: mount with `lookupcache=positive,actimeo=1` to shorten this time.
 
     Args:
-        folder: the absolute path; its parent exists. A process that is killed leaves its unfinished file in ".parts".
+        folder: the absolute path; its parent exists. A process that is killed leaves its unfinished file in ".parts",
+            from where it is deleted when a worker starts an hour later.
         options: see `Medium`.
 
     Raises:
@@ -62,6 +64,15 @@ class FolderMedium(Medium):
             with suppress(FileExistsError):  # a file of this name is an error of the next line
                 os.mkdir(folder)
         os.scandir(self._root).close()
+        with suppress(OSError):  # a process that only reads may not, and need not
+            self._delete_abandoned(os.path.join(self._root, PARTS))
+
+    def _delete_abandoned(self, parts: str) -> None:
+        os.utime(parts)  # the time of the file system, which may not be that of this machine
+        limit = os.stat(parts).st_mtime - _ABANDONED
+        for part in (os.path.join(parts, name) for name in os.listdir(parts)):
+            if os.stat(part).st_mtime < limit:
+                os.unlink(part)
 
     def _create(self, path: str, data: bytes) -> bool:
         with self._written(path, data) as (part, target):

@@ -108,6 +108,11 @@ class Stream:
         header = self.job.header(self.path(number, "close"))
         return Close.of(number, header) if header else None
 
+    def first_open(self) -> int:
+        """The number of the first round without a close, by one list of all rounds."""
+        closes = (path for path in self.job.medium.list(f"round/{self.name}") if path.endswith("/close"))
+        return max((int(path.split("/")[2]) + 1 for path in closes), default=0)
+
     def post(self, number: int, header: Mapping[str, Any], tensors: Sequence[Tensor]) -> Callable[[Wanted], Outcome]:
         """Copy a message; returns a function that sends it, waits for the close, and returns the outcome.
 
