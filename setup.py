@@ -97,7 +97,8 @@ setup(
             "mkdocstrings>=0.28",
             "mkdocstrings-python>=1.16",
         ],
-        "dev": ["mypy>=1.14", "ruff>=0.9", "types-PyYAML>=6.0"],
+        # moto: an S3 server on loopback for the tests of the mailbox, which are skipped without it.
+        "dev": ["moto[server]>=5.0", "mypy>=1.14", "ruff>=0.9", "types-PyYAML>=6.0"],
         "bench": BENCH,
         "cluster": [*BENCH, "torchft>=0.2.0"],
     },

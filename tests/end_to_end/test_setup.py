@@ -1,6 +1,7 @@
 """Set-up and the gate: what they run, against stand-ins for python3 and apt-get."""
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -54,7 +55,7 @@ def test_every_requirement_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(install, list)
     assert isinstance(extras, dict)
     required = {
-        requirement.split(">=")[0].lower()
+        re.split(r">=|\[", requirement)[0].lower()
         for requirement in [*install, *(r for extra in extras.values() for r in extra)]
     }
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
