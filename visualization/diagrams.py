@@ -358,6 +358,52 @@ def membership_generations() -> Drawing:
     return drawing
 
 
+def mailbox() -> Drawing:
+    """Two rounds of three workers over a store of objects; worker 2 misses the first round."""
+    drawing = Drawing(
+        "Two rounds over a mailbox: workers write messages, one of them closes the round, and a late worker counts in "
+        "the next round",
+        336,
+    )
+    left, right, lanes, store = 74.0, 414.0, (30.0, 62.0, 94.0), 168.0
+    spans = {  # from, to, whether the worker trains; what it waits for is pale
+        0: ((left, 112, True), (112, 204, False), (204, 288, True), (288, 380, False), (380, right, True)),
+        1: ((left, 130, True), (130, 204, False), (204, 306, True), (306, 380, False), (380, right, True)),
+        2: ((left, 252, True), (252, 284, False), (284, right, True)),
+    }
+    for worker, parts in spans.items():
+        drawing.text((left - 8, lanes[worker] + 16), f"worker {worker}", color="muted", anchor="end")
+        for begin, end, trains in parts:
+            drawing.box((begin, lanes[worker]), (end - begin - 2, 22), color="blue" if trains else "pale")
+    drawing.text((left - 8, store + 16), "store", color="muted", anchor="end")
+    drawing.line([(left, store + 34), (right, store + 34)], color="muted", width=1)
+    objects = {0: ((112.0, "0"), (130.0, "1")), 1: ((252.0, "2"), (288.0, "0"), (306.0, "1"))}
+    for number, messages in objects.items():
+        for x, worker in messages:
+            drawing.line([(x, lanes[int(worker)] + 23), (x, store - 6)], color="orange", width=1.2)
+            drawing.arrow((x, store - 14), (x, store), color="orange", width=1.2)
+            drawing.box((x - 8, store), (16, 24), worker, color="orange", ink="paper")
+        last = messages[-1][0] + 10
+        drawing.box((last, store), (36, 24), "close", color="pale")
+        drawing.box((last + 38, store), (40, 24), "mean", color="green", ink="paper")
+        middle = (messages[0][0] - 8 + last + 78) / 2
+        drawing.text((middle, store + 50), f"round {number}", bold=True)
+        for worker in (0, 1) if number == 0 else (0, 1, 2):
+            x = last + 48 + 7 * worker
+            drawing.arrow((x, store), (x, lanes[worker] + 22), color="green", width=1.2)
+    drawing.text((left, 20), "blue: a worker trains; pale: it waits", color="muted", anchor="start")
+    for y, color, text in (
+        (246, "orange", "the message of a worker, after H steps of its own"),
+        (268, "pale", "close: the workers that count; the first one written stays"),
+        (290, "green", "mean: one worker writes it, the others read it"),
+    ):
+        drawing.box((22, y - 10), (14, 12), color=color)
+        drawing.text((44, y), text, anchor="start")
+    drawing.text((22, 312), "Worker 2 misses round 0: its longer drift counts in round 1.", anchor="start")
+    drawing.text((22, 328), "It trains on while it waits for the close.", anchor="start")
+    return drawing
+
+
 DIAGRAMS: Mapping[str, Callable[[], Drawing]] = {
     "how_sgp": sgp,
     "how_push_sum": push_sum,
@@ -365,6 +411,7 @@ DIAGRAMS: Mapping[str, Callable[[], Drawing]] = {
     "how_an_outer_step": outer_step,
     "how_a_membership": membership_states,
     "how_generations": membership_generations,
+    "how_a_mailbox": mailbox,
 }
 """By the name of the file."""
 
