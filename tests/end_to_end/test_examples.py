@@ -36,13 +36,15 @@ def number(pattern: str, text: str) -> float:
 def test_an_example_is_short_and_says_how_it_is_started(name: str) -> None:
     text = EXAMPLES[name].read_text(encoding="utf-8")
     assert len(text.splitlines()) <= (300 if name == "nano_gossip.py" else 60)
-    launcher = "python" if name == "elastic.py" else r"torchrun --standalone --nproc-per-node \d+"
-    assert re.search(rf"{launcher} examples/{name}[ a-z]*\n", text)
+    launcher = "python" if name in ("elastic.py", "mailbox.py") else r"torchrun --standalone --nproc-per-node \d+"
+    assert re.search(rf"{launcher} examples/{name}(?: \S+)*\n", text)
 
 
 def test_every_example_is_run_here() -> None:
     tested = re.findall(r'outputs\("(\w+\.py)"', Path(__file__).read_text(encoding="utf-8"))
-    assert sorted({*tested, "plain_loop.py", "elastic.py", "elastic_nodes.py", "nano_gossip.py"}) == list(EXAMPLES)
+    assert sorted({*tested, "plain_loop.py", "elastic.py", "elastic_nodes.py", "mailbox.py", "nano_gossip.py"}) == list(
+        EXAMPLES
+    )  # the mailbox in test_mailbox_pages
 
 
 @pytest.mark.soak

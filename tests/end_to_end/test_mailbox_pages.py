@@ -1,0 +1,96 @@
+"""The commands of docs/guides/two_laptops.md, as they stand on the page, in a new folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.test_examples import number, until
+from tests.harness.pages import ROOT
+from tests.library.mailbox.conftest import s3, s3_server
+
+__all__ = ["s3", "s3_server"]  # fixtures
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+PAGE = (ROOT / "docs" / "guides" / "two_laptops.md").read_text(encoding="utf-8")
+COMMANDS: list[str] = re.findall(r"^```bash\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+
+
+class Terminals:
+    """Shells in a new folder with the script of the page."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[subprocess.Popen[str]] = []
+        (name,) = re.findall(r'^--8<-- "(.+)"$', PAGE, flags=re.MULTILINE)
+        (folder / "mailbox.py").write_bytes((ROOT / name).read_bytes())
+
+    def type(self, commands: str, **environment: str) -> subprocess.Popen[str]:
+        """Start a shell that runs the commands; `python` is the interpreter of the tests, and the library is there."""
+        own = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        own |= {"PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1", **environment}
+        self.processes.append(
+            subprocess.Popen(
+                ["bash", "-c", commands.replace("\npython ", "\nexec python ")],  # so that the process is the worker
+                cwd=self.folder,
+                env={**os.environ, **own},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+        return self.processes[-1]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def terminals(tmp_path: Path) -> Iterator[Terminals]:
+    terminals = Terminals(tmp_path)
+    yield terminals
+    terminals.close()
+
+
+def test_two_terminals_and_a_folder(terminals: Terminals) -> None:
+    command = COMMANDS[0]
+    assert "export GOSSIP_JOB_KEY=" in command
+    workers = [terminals.type(command, STEPS="600") for _ in range(2)]
+    accuracies = [number(r"accuracy ([\d.]+)%", until(worker, r"accuracy [\d.]+%")) for worker in workers]
+    assert accuracies[0] == accuracies[1] > 85
+    assert [worker.wait(60) for worker in workers] == [0, 0]
+
+
+@pytest.mark.soak
+def test_a_worker_is_stopped_and_comes_back(terminals: Terminals) -> None:
+    command = COMMANDS[0]
+    first, second = (terminals.type(command, STEPS="100000") for _ in range(2))
+    until(second, r"step 500: loss [\d.]+, workers \(0, 1\)")
+    second.kill()
+    until(first, r"workers \(\d,\)")
+    again = terminals.type(command, STEPS="100000")
+    assert number(r"worker 2 trains from step (\d+)", until(again, r"worker 2 trains from step \d+")) > 0
+    until(first, r"workers \(\d, 2\)")
+    first.kill()
+    again.kill()
+    last = terminals.type(command, STEPS="100")  # the whole run is in the folder, and has more steps already
+    assert number(r"worker 3 trains from step (\d+)", until(last, r"worker 3 trains from step \d+")) > 500
+
+
+@pytest.mark.soak
+def test_two_laptops_and_a_bucket(terminals: Terminals, s3: object) -> None:
+    (command,) = (block for block in COMMANDS if "s3://" in block)
+    credentials, key, worker = command.splitlines()
+    assert credentials.startswith("export AWS_ACCESS_KEY_ID=...")
+    typed = "\n".join([key, worker.replace("my-bucket", "bucket"), ""])
+    workers = [terminals.type(typed, STEPS="600") for _ in range(2)]
+    accuracies = [number(r"accuracy ([\d.]+)%", until(worker, r"accuracy [\d.]+%")) for worker in workers]
+    assert accuracies[0] == accuracies[1] > 85
