@@ -63,9 +63,9 @@ def terminals(tmp_path: Path) -> Iterator[Terminals]:
 def test_two_terminals_and_a_folder(terminals: Terminals) -> None:
     command = COMMANDS[0]
     assert "export GOSSIP_JOB_KEY=" in command
-    workers = [terminals.type(command, STEPS="600") for _ in range(2)]
+    workers = [terminals.type(command, STEPS="250") for _ in range(2)]
     accuracies = [number(r"accuracy ([\d.]+)%", until(worker, r"accuracy [\d.]+%")) for worker in workers]
-    assert accuracies[0] == accuracies[1] > 85
+    assert accuracies[0] == accuracies[1] > 70
     assert [worker.wait(60) for worker in workers] == [0, 0]
 
 
