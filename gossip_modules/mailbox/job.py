@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +76,23 @@ class Settings:
 
 @dataclass
 class Sign:
-    """The last sign of life of another worker: the tag of its object, its time here, and its period in seconds."""
+    """The last sign of life of another worker.
+
+    Attributes:
+        tag: of its object.
+        heard: its time here.
+        period: seconds from one of its beats to the next.
+        read: the tag of the object that had this period; "": none was read.
+    """
 
     tag: str
     heard: float
     period: float
+    read: str = ""
+
+    def is_silent(self, now: float) -> bool:
+        """Whether the worker is silent at this time, by its known period."""
+        return now - self.heard > _SILENT * self.period
 
 
 class MailJob:
@@ -221,44 +233,54 @@ class MailJob:
 
     # The workers.
 
-    def heard(self, number: int) -> None:
-        """A message of another worker has come."""
-        if (sign := self._signs.get(number)) is not None:
-            sign.heard = self.clock.now()
+    def heard(self, numbers: Iterable[int]) -> None:
+        """Messages of other workers have come."""
+        with self._lock:
+            for sign in [self._signs[number] for number in numbers if number in self._signs]:
+                sign.heard = self.clock.now()
 
-    def live(self, *, deadline: float | None = None) -> set[int]:
-        """The numbers of the live workers, this one included; see [Note: Signs of life]."""
+    def live(self, *, max_age: float = 0.0, deadline: float | None = None) -> set[int]:
+        """The numbers of the live workers, this one included; see [Note: Signs of life].
+
+        Args:
+            max_age: the medium is not asked if it was asked so many seconds ago, or less.
+            deadline: see `Medium.create`.
+        """
+        if self._listed < 0 or self.clock.now() - self._listed > max_age:
+            self._look(deadline)
+        with self._lock:
+            live = {number for number, sign in self._signs.items() if not sign.is_silent(self._listed)}
+            return {self.number, *live} - self._left
+
+    def _look(self, deadline: float | None) -> None:
+        """Read the signs of life. A period is read at the first beat of a worker, and before it counts as silent."""
         objects, now = self.medium.list("worker/", deadline=deadline), self.clock.now()
-        beats = {path: entry.tag for path, entry in objects.items() if path.endswith("/beat")}
-        beats.pop(f"worker/{self.number:06d}/beat", None)
+        beats = {_number_of(path): entry.tag for path, entry in objects.items() if path.endswith("/beat")}
+        beats.pop(self.number, None)
         with self._lock:
             self._left |= {_number_of(path) for path in objects if path.endswith("/left")}
-            known = {number: sign.tag for number, sign in self._signs.items()}
-        # Requests are no business of the lock.
-        news = {
-            path: self._period_of(path, deadline) for path, tag in beats.items() if known.get(_number_of(path)) != tag
-        }
-        with self._lock:
-            return self._read_signs(beats, news, now)
+            self._read_signs(beats, now)
+            new = [number for number, sign in self._signs.items() if sign.read != sign.tag]
+            unknown = [number for number in new if not self._signs[number].read or self._signs[number].is_silent(now)]
+        for number in unknown:  # requests are no business of the lock
+            header = self.header(f"worker/{number:06d}/beat", deadline=deadline)
+            with self._lock:
+                sign = self._signs[number]
+                sign.period, sign.read = max(float(header.get("period", 0.0)), self.settings.interval), beats[number]
 
-    def _read_signs(self, beats: Mapping[str, str], news: Mapping[str, float], now: float) -> set[int]:
+    def _read_signs(self, beats: Mapping[int, str], now: float) -> None:
         gap, self._listed = now - self._listed if self._listed >= 0 else 0.0, now
         longest = self.period + 2 * self.settings.poll  # between two looks, while the medium answers
-        for path, tag in beats.items():
-            number = _number_of(path)
-            if path in news:
-                self._signs[number] = Sign(tag, now, news[path])
-            elif gap > max(longest, self._signs[number].period):  # nobody was heard meanwhile
-                self._signs[number].heard += gap
-        live = {n for n, sign in self._signs.items() if now - sign.heard <= _SILENT * sign.period}
-        return {self.number, *live} - self._left
+        for number, tag in beats.items():
+            sign = self._signs.setdefault(number, Sign("", now, self.settings.interval))
+            if sign.tag != tag:
+                sign.tag, sign.heard = tag, now
+            elif gap > max(longest, sign.period):  # nobody was heard meanwhile
+                sign.heard += gap
 
     def has_ended(self) -> bool:
         """Whether all workers of the run have left or are silent; for a process outside, which has no number."""
         return self.live() == {self.number} and self._signs.keys() | self._left == self._numbers()
-
-    def _period_of(self, path: str, deadline: float | None) -> float:
-        return max(float(self.header(path, deadline=deadline).get("period", 0.0)), self.settings.interval)
 
     @property
     def deadline(self) -> float:

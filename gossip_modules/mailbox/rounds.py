@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,9 @@ from torch import Tensor
 from .errors import MailboxError, RoundGone
 from .job import MailJob
 from .sealed import pack, unpack
+
+_LIST_EVERY = 2  # polls; see [Note: Looks] of `Stream`
+_GROWTH = 1.5  # of the pauses between two looks
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,14 @@ class Stream:
     of the objects, computed in the order of the numbers of the workers, so all workers have the same bits. A message
     that is not in the close is late: see [Note: Late drifts] of `MailDriver`.
 
+    [Note: Looks] A look at a round that is open costs a request. At its first look a worker lists the messages, so the
+    worker that writes last closes the round at once. The others read the close until it is there, with pauses that grow
+    from poll/16 to poll: a read costs a tenth of a list. They list the messages and the workers every second poll, so
+    they close the round themselves where that worker has died.
+
     Each worker would download all messages in order to close. So the worker that finds all messages right after its own
-    closes at once, and the others one after the other, each `patience` seconds later, in an order that turns with r.
+    closes at once, or after the grace, and the others one after the other, each `patience` seconds later, in an order
+    that turns with r.
 
     Args:
         job: the worker and its settings.
@@ -129,26 +139,34 @@ class Stream:
         patience, pause = max(job.settings.poll / 4, clock.now() - start), job.settings.poll / 16
         watch = CloseRule(job.settings.quorum, job.settings.grace)
         own = {job.number: Sent.read(data, self.max_bytes)}
-        is_first_look = True
-        while (close := self.close_of(number)) is None:
-            written = {int(p.rsplit("/", 1)[1]) for p in job.medium.list(self.path(number)) if p[-1].isdigit()}
-            for worker in written:
-                job.heard(worker)
-            live = job.live()
+        written, live, listed, close = {job.number}, {job.number}, -math.inf, None
+        while True:
+            is_first_look, must_list = listed < 0, clock.now() - listed >= _LIST_EVERY * job.settings.poll
+            if must_list:  # see [Note: Looks]
+                leaves = {path.rsplit("/", 1)[1] for path in job.medium.list(self.path(number))}
+                written, listed = {int(leaf) for leaf in leaves if leaf.isdigit()}, clock.now()
+                live = job.live(max_age=job.settings.interval if is_first_look else job.settings.poll)
+                job.heard(written)
+            if (not must_list or "close" in leaves) and (close := self.close_of(number)) is not None:
+                break
+            if is_first_look:  # the last writer of the quorum is the first to close, also after the grace
+                is_last = len(written) >= job.settings.quorum
             turn = sorted(written | {job.number})
-            position = 0 if is_first_look else (turn.index(job.number) - number) % len(turn)
+            position = 0 if is_last else (turn.index(job.number) - number) % len(turn)
             if watch.may_close(clock.now(), written, live, delay=position * patience):
-                close = self._decide(number, written, own, layout)
+                close = self._decide(number, written, own, layout, quorum=min(job.settings.quorum, len(live)))
                 if close is not None:
                     break
-            is_first_look = False
             job.beat(is_needed=False)
             job.pause(pause)
-            pause = min(pause * 1.5, job.settings.poll)
+            pause = min(pause * _GROWTH, job.settings.poll)
+        job.heard(close.members)
         job.last_round = clock.now() - start
         return self.outcome(close, wanted, known=own) if job.number in close.members else Outcome(close)
 
-    def _decide(self, number: int, written: Iterable[int], known: dict[int, Sent], layout: str) -> Close | None:
+    def _decide(
+        self, number: int, written: Iterable[int], known: dict[int, Sent], layout: str, *, quorum: int
+    ) -> Close | None:
         """Close a round with the messages that are valid; None: they are too few.
 
         Args:
@@ -156,13 +174,14 @@ class Stream:
             written: the workers that have written.
             known: messages that this worker has; others are added.
             layout: the layout of the tensors of the run.
+            quorum: the least number of messages.
         """
         for worker in sorted(set(written) - known.keys()):
             if (sent := self._message(number, worker)) is not None and sent.header.get("layout") == layout:
                 known[worker] = sent
         job = self.job
         members = [[worker, known[worker].digest] for worker in sorted(known)]
-        if len(members) < min(job.settings.quorum, len(job.live())):
+        if len(members) < quorum:
             return None
         job.medium.create(self.path(number, "close"), pack({"members": members, "by": job.number}))
         return self.close_of(number)
@@ -216,12 +235,14 @@ class Stream:
     def _written_mean(self, path: str, close: Close) -> bytes | None:
         """The object with the mean; None: the worker that closed the round has not written it for a while."""
         job = self.job
-        start = job.clock.now()
+        start, pause = job.clock.now(), job.settings.poll / 16
         patience = job.settings.grace / 2
         while (data := job.medium.get(path, max_bytes=self.max_bytes)) is None:
-            if job.clock.now() - start > patience or close.by not in job.live():
+            max_age = _LIST_EVERY * job.settings.poll
+            if job.clock.now() - start > patience or close.by not in job.live(max_age=max_age):
                 return None
-            job.pause(job.settings.poll / 16)
+            job.pause(pause)
+            pause = min(pause * _GROWTH, job.settings.poll)
         return data
 
     def _audits(self, number: int) -> bool:
