@@ -90,13 +90,14 @@ class RoundCosts:
 
     [Note: The requests of a round] Of n workers with messages of m bytes and L looks each, one worker finds all
     messages and closes the round. It reads n - 1 messages, and writes the close and, where the algorithm averages, the
-    mean. Each other worker then reads the mean, or r messages. A look is one read and two lists. In front of the looks
-    a worker reads whether the round is closed already, and once more afterwards. A model of M bytes is saved every s
+    mean. Each other worker then reads the mean, or r messages. The first look is a list, and others are reads: see
+    [Note: Looks] of `Stream`. In front of the looks a worker reads whether the round is closed already, and after them
+    it reads the close. A model of M bytes is saved every s
     rounds, with two lists for old objects.
 
         writes          n + 1 + mean + 1/s
-        reads           n (L + 2) + (n - 1) + (n - 1) r
-        lists           2 n L + 1 + 2/s
+        reads           n (L + 1) + (n - 1) + (n - 1) r
+        lists           n + 1 + 2/s
         bytes written   (n + mean) m + M/s
         bytes read      (n - 1) (1 + r) m
 
@@ -126,8 +127,8 @@ class RoundCosts:
         n, has_mean, num_read, num_saves = self.num_workers, self._has_mean, self._num_read, 1 / self.save_every
         return Requests(
             writes=n + 1 + has_mean + num_saves,
-            reads=n * (self.num_looks + 2) + (n - 1) * (1 + num_read),
-            lists=2 * n * self.num_looks + 1 + 2 * num_saves,
+            reads=n * (self.num_looks + 1) + (n - 1) * (1 + num_read),
+            lists=n + 1 + 2 * num_saves,
             bytes_written=(n + has_mean) * self.message_bytes + self.model_bytes * num_saves,
             bytes_read=(n - 1) * (1 + num_read) * self.message_bytes,
         )
@@ -149,7 +150,7 @@ class RoundCosts:
             latency: of a request, in seconds.
         """
         num_messages = 1 + (self.num_workers - 1) + self._has_mean + self._num_read
-        num_small = 4 + self.num_looks * 3  # a read before the looks; a list, a create and a read for the close
+        num_small = 5 + self.num_looks  # a read before the looks; two lists, a create and a read for the close
         return num_messages * (latency + self.message_bytes / byte_s) + num_small * latency
 
     @property

@@ -92,9 +92,9 @@ class Stream:
     that is not in the close is late: see [Note: Late drifts] of `MailDriver`.
 
     [Note: Looks] A look at a round that is open costs a request. At its first look a worker lists the messages, so the
-    worker that writes last closes the round at once. The others read the close until it is there, with pauses that grow
-    from poll/16 to poll: a read costs a tenth of a list. They list the messages and the workers every second poll, so
-    they close the round themselves where that worker has died.
+    worker that writes last closes the round at once, after it has listed the workers. The others read the close until
+    it is there, with pauses that grow from poll/16 to poll: a read costs a tenth of a list. They list the messages and
+    the workers every second poll, so they close the round themselves where that worker has died.
 
     Each worker would download all messages in order to close. So the worker that finds all messages right after its own
     closes at once, or after the grace, and the others one after the other, each `patience` seconds later, in an order
@@ -145,7 +145,7 @@ class Stream:
             if must_list:  # see [Note: Looks]
                 leaves = {path.rsplit("/", 1)[1] for path in job.medium.list(self.path(number))}
                 written, listed = {int(leaf) for leaf in leaves if leaf.isdigit()}, clock.now()
-                live = job.live(max_age=job.settings.interval if is_first_look else job.settings.poll)
+                live = job.live(max_age=math.inf if is_first_look else job.settings.poll)
                 job.heard(written)
             if (not must_list or "close" in leaves) and (close := self.close_of(number)) is not None:
                 break
@@ -153,7 +153,11 @@ class Stream:
                 is_last = len(written) >= job.settings.quorum
             turn = sorted(written | {job.number})
             position = 0 if is_last else (turn.index(job.number) - number) % len(turn)
-            if watch.may_close(clock.now(), written, live, delay=position * patience):
+            may_close = watch.may_close(clock.now(), written, live, delay=position * patience)
+            if may_close and is_first_look:
+                live = job.live()
+                may_close = watch.may_close(clock.now(), written, live, delay=0.0)
+            if may_close:
                 close = self._decide(number, written, own, layout, quorum=min(job.settings.quorum, len(live)))
                 if close is not None:
                     break
