@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,7 +233,7 @@ class MailJob:
 
     # The workers.
 
-    def heard(self, numbers: Iterable[int]) -> None:
+    def heard(self, *numbers: int) -> None:
         """Messages of other workers have come."""
         with self._lock:
             for sign in [self._signs[number] for number in numbers if number in self._signs]:

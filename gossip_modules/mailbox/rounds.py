@@ -146,7 +146,7 @@ class Stream:
                 leaves = {path.rsplit("/", 1)[1] for path in job.medium.list(self.path(number))}
                 written, listed = {int(leaf) for leaf in leaves if leaf.isdigit()}, clock.now()
                 live = job.live(max_age=math.inf if is_first_look else job.settings.poll)
-                job.heard(written)
+                job.heard(*written)
             if (not must_list or "close" in leaves) and (close := self.close_of(number)) is not None:
                 break
             if is_first_look:  # the last writer of the quorum is the first to close, also after the grace
@@ -164,7 +164,7 @@ class Stream:
             job.beat(is_needed=False)
             job.pause(pause)
             pause = min(pause * _GROWTH, job.settings.poll)
-        job.heard(close.members)
+        job.heard(*close.members)
         job.last_round = clock.now() - start
         return self.outcome(close, wanted, known=own) if job.number in close.members else Outcome(close)
 

@@ -116,7 +116,7 @@ def test_messages_and_closes_are_signs_of_life() -> None:
     reader, other = jobs("closes-are-signs", 2, clock)
     for _ in range(10):
         clock.sleep(8.0)
-        reader.heard([other.number])
+        reader.heard(other.number)
         assert reader.live() == {0, 1}
 
 
