@@ -39,6 +39,8 @@ class Compute:
         straggle_share: the probability that a step straggles, 0 to 1.
         straggle_factor: the factor by which such a step takes longer, at least 1.
         slow_rank_factor: the factor by which all steps of worker 0 take longer, at least 1.
+        speeds: the relative speeds of workers 0, 1, and so on, each above 0; after the last one it begins anew. A
+            worker of speed 4 takes a quarter of the time. Empty: all are 1.
         seed: the seed of all draws.
 
     Raises:
@@ -55,9 +57,12 @@ class Compute:
     straggle_share: float = 0.0
     straggle_factor: float = 10.0
     slow_rank_factor: float = 1.0
+    speeds: Sequence[float] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for speed in self.speeds:
+            check("speeds", self.speeds, 0 < speed < math.inf, "positive numbers; 2 takes half of the time")
         for seconds in np.atleast_1d(self.seconds).tolist() or [0.0]:
             check("seconds", seconds, 0 < seconds < math.inf, "a positive number; its unit is in its name")
         least = {"overhead_seconds": 0, "rank_spread": 0, "step_spread": 0, "straggle_factor": 1, "slow_rank_factor": 1}
@@ -68,7 +73,8 @@ class Compute:
     def is_uneven(self) -> bool:
         """Whether steps of equal work take unequal times."""
         spreads = self.rank_spread or self.step_spread or self.straggle_share
-        return bool(spreads) or self.slow_rank_factor > 1 or np.unique(self.seconds).size > 1
+        lists = np.unique(self.seconds).size, np.unique(self.speeds).size
+        return bool(spreads) or self.slow_rank_factor > 1 or max(lists) > 1
 
     def median_seconds(self, workers: Indices) -> Array:
         """Return the duration of the median step of each worker, in seconds: float64 [n].
@@ -102,7 +108,8 @@ class Compute:
 
     def _speeds(self, workers: Indices) -> Array:
         draw = _generator(self.seed, _WORKERS, 0).standard_normal(int(workers.max()) + 1)
-        return np.exp(self.rank_spread * draw)[workers] * np.where(workers == 0, self.slow_rank_factor, 1.0)
+        own = np.resize(self.speeds or 1.0, len(draw))[workers]
+        return np.exp(self.rank_spread * draw)[workers] * np.where(workers == 0, self.slow_rank_factor, 1.0) / own
 
 
 class LinkSpec(NamedTuple):

@@ -1,0 +1,102 @@
+"""Workers of a mailbox in the Lab: the library's own code in virtual time, with speeds, links, deaths and newcomers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossip_modules import DiLoCo
+from gossip_modules.lab import Compute, Join, Kill, LabTask, Network, Setting
+from gossip_modules.lab.mail_training import Mailbox, MailTraining
+from gossip_modules.lab.plan import LabPlan
+
+WORLD = Mailbox(quorum=2, grace=1.0, poll=0.5, interval=2.0)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def data(worker: int, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x = torch.randn(4, 3, generator=generator)
+    return x, x.sum(1, keepdim=True)
+
+
+def make(
+    algorithm: Any = None, *, speeds: tuple[float, ...] = (1.0,) * 3, network: str = "1 Gbit/s, 0 ms", **others: Any
+) -> MailTraining:
+    plan = LabPlan.of(algorithm or DiLoCo(sync_every=5))
+    setting = Setting(len(speeds), others.pop("num_parameters", None), Compute(1.0, speeds=speeds), Network(network))
+    task = LabTask(lambda: nn.Linear(3, 1), loss, data, lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+    return MailTraining(plan, setting, task, **{"world": WORLD, **others})
+
+
+def train(training: MailTraining, num_ticks: int) -> dict[str, Any]:
+    return [training.measure(tick) for tick in training.run(num_ticks, num_ticks)][-1]
+
+
+def test_equal_workers_are_in_step_and_all_their_steps_count() -> None:
+    training = make()
+    row = train(training, 31)
+    assert [worker.num_steps for worker in training.workers] == [30, 30, 30]
+    assert [total for *_, total in training.ledger.closes] == [15, 30, 45, 60, 75, 90]
+    assert training.ledger.steps_in(2) == 30
+    assert 0.0 < row["waiting"] < 0.05
+    assert row["loss"] < 2.0
+
+
+def test_fast_workers_take_more_steps() -> None:
+    training = make(
+        DiLoCo(sync_every=10), speeds=(1.0, 2.0, 4.0), world=dataclasses.replace(WORLD, grace=0.1, poll=0.1)
+    )
+    row = train(training, 160)  # ticks of a quarter of a second
+    assert row["seconds"] == 40.0
+    steps = [worker.num_steps for worker in training.workers]
+    np.testing.assert_allclose(steps, [40, 80, 160], rtol=0.15)
+
+
+def test_a_death_and_a_newcomer() -> None:
+    training = make(events=[Kill(12, 1), Join(20)])
+    train(training, 60)
+    assert training.workers[1].num_steps == 11
+    assert training.ledger.counted[1] == 10  # of two outer steps
+    assert training.workers[3].num_steps > 30
+    assert training.workers[3].thread.has_ended  # with the training
+    assert len(training.ledger.closes[-1][1]) == 3
+
+
+def test_a_store_that_is_away_stops_nobody_for_good() -> None:
+    training = make(world=dataclasses.replace(WORLD, outages=((12.0, 20.0),)))
+    train(training, 60)
+    assert min(worker.num_steps for worker in training.workers) > 40
+    assert len(training.ledger.closes) >= 9
+
+
+def test_requests_take_the_time_of_the_link() -> None:
+    """Six messages of 4 MB at 95.7 % of 100 Mbit/s take a third of a second each, one after the other in a worker."""
+    slow, fast = (make(network=network, num_parameters=10**6) for network in ("100 Mbit/s, 10 ms", "1 Tbit/s, 0 ms"))
+    waiting = [train(training, 31)["waiting"] for training in (slow, fast)]
+    assert waiting[0] > waiting[1] + 0.05
+    assert slow.sent_bytes > 6 * 4e6
+
+
+def test_workers_of_a_group_have_the_link_of_their_group() -> None:
+    network = Network.regions({"eu": 1, "us": 1}, inside="1 Gbit/s, 1 ms", between="1 Gbit/s, 80 ms")
+    training = make(speeds=(1.0,) * 4)
+    training.setting = dataclasses.replace(training.setting, network=network)
+    assert [training.link_of(worker).latency_s for worker in (0, 1, 2, 3, 4)] == [1e-3, 1e-3, 0.08, 0.08, 1e-3]
+
+
+def test_equal_seeds_have_equal_rows() -> None:
+    first, second = (train(make(speeds=(1.0, 1.7, 2.5), events=[Kill(20, 0)]), 60) for _ in range(2))
+    assert first == second
+
+
+def test_a_method_that_needs_fixed_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="over a mailbox, expected another method"):
+        make("dpwa")
