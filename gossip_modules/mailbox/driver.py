@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector, add_
+from ..membership.background_log import log
 from ..mixing_manager.base import MixingManager
 from ..rounds.algorithm import Algorithm
 from ..rounds.driver import Driver
@@ -25,7 +26,7 @@ from ..transport.base import Transport
 from ..transport.change_board import digest_of
 from ..worlds.world import ALONE, ModelWorld
 from .background import BackgroundCall
-from .errors import RoundGone
+from .errors import RoundGone, Unavailable
 from .job import MailJob, check_layout
 from .rounds import Close, Outcome, Sent, Stream
 
@@ -133,19 +134,23 @@ class MailDriver(Driver):
 
     # A round.
 
-    def _stream(self, kind: str, layout: FlatLayout) -> Stream:
-        return Stream(self.job, f"{self.name}-{kind}", max_bytes=2 * layout.num_bytes + _EXTRA)
+    def _stream(self, kind: str, layout: FlatLayout, *, until: float | None = None) -> Stream:
+        return Stream(self.job, f"{self.name}-{kind}", max_bytes=2 * layout.num_bytes + _EXTRA, deadline=until)
 
-    def post(self, x: FlatVector, k: int) -> None:
+    def post(self, x: FlatVector, k: int, *, until: float) -> None:
         """Begin a round, and send its message in a thread.
 
         Args:
             x: the model; mutated if this worker was late.
             k: the number of optimizer steps so far.
+            until: the time of the clock after which no request begins in this thread.
+
+        Raises:
+            Unavailable: the medium has not told by then which rounds are closed; no round has begun.
         """
         kind = "average" if self.algorithm.averages_at(k) else "mix"
         stream = self._stream(kind, x.layout)
-        self.catch_up(x, k, kind)
+        self.catch_up(x, k, kind, until=until)
         self._unshifted = self._shift(x)
         number = self.next.get(kind, 0)
         self.begin_round(Vector.of(x), number, k)
@@ -333,15 +338,22 @@ class MailDriver(Driver):
 
     # Missed rounds.
 
-    def catch_up(self, x: FlatVector, k: int, kind: str) -> None:
+    def catch_up(self, x: FlatVector, k: int, kind: str, *, until: float | None = None) -> None:
         """Apply the rounds that this worker has missed to its memory: see [Note: Late drifts].
 
         Args:
             x: the model; not changed.
             k: the number of optimizer steps so far.
             kind: the kind of the rounds.
+            until: see `post`.
+
+        Raises:
+            Unavailable: see `post`; the rounds so far are applied.
         """
-        stream, replays = self._stream(kind, x.layout), kind == "average" and self.algorithm.has_equal_memory
+        stream, replays = (
+            self._stream(kind, x.layout, until=until),
+            kind == "average" and self.algorithm.has_equal_memory,
+        )
         while (close := stream.close_of(self.next.get(kind, 0))) is not None:
             if not replays:
                 self.next[kind] = stream.first_open()
@@ -369,15 +381,15 @@ class MailDriver(Driver):
         generator = algorithm.round(v, memory, k)
         request = next_request(generator, None)
         assert request is not None, "a round that averages has a request"
-        self._outcome = stream.outcome(close, self._wanted(request, close.number))
         try:
+            self._outcome = stream.outcome(close, self._wanted(request, close.number))
             next_request(generator, self._reply_to(request, v))
-        finally:
+        finally:  # what all workers share changes after the reply only
             self._outcome, self._buffers = None, own_buffers
-        memory.end_round()
-        memory.numbers |= {name: numbers.get(name, 0) for name in COUNTED if name in memory.numbers}
-        for name, parts in kept.items():
-            memory.entries[name].vector.set_(Vector(parts))
+            memory.end_round()
+            memory.numbers |= {name: numbers.get(name, 0) for name in COUNTED if name in memory.numbers}
+            for name, parts in kept.items():
+                memory.entries[name].vector.set_(Vector(parts))
         algorithm.recover(v, memory)
         late = self._late(memory)
         for change, after, part in zip(late.parts, copy.parts, before, strict=True):
@@ -451,6 +463,7 @@ class MailRounds(Rounds):
         outer = algorithm.parts[0]
         self._times = outer if isinstance(outer, Periodic) else None
         self._until = 0.0  # the end of all waits of this step
+        self._answered = 0.0  # the last time at which the medium told which rounds are closed
         self.is_delayed = True
         self.is_skippable = False  # a model that is not finite must not enter a round
 
@@ -465,7 +478,7 @@ class MailRounds(Rounds):
             notes: told of the end of each round of the first fragment.
             rejoin: lets this worker go on from the newest model of the run.
         """
-        self.job, self._rejoin = job, rejoin
+        self.job, self._rejoin, self._answered = job, rejoin, job.clock.now()
         for p, driver in enumerate(self.drivers):
             driver.join_run(job, str(p), choose)
         self.drivers[0].notes = notes
@@ -515,9 +528,20 @@ class MailRounds(Rounds):
                 self._land_one(p, s)
             if driver.task is None:
                 with self._part(p, s) as part:
-                    driver.post(part, self.k)
+                    self._post(driver, part)
                     if driver.task is not None:
                         self._wait_or_detach(driver, part, waits=not delay)
+
+    def _post(self, driver: MailDriver, part: FlatVector) -> None:
+        """Begin a round, unless the medium does not answer: training goes on then, and a later round has its steps."""
+        clock, timeout = self.job.clock, self.job.settings.timeout
+        try:
+            driver.post(part, self.k, until=self._until)
+            self._answered = clock.now()
+        except Unavailable as error:
+            if clock.now() - self._answered > timeout:
+                raise
+            log.warning("worker %d: the round of step %d is left out: %s", self.job.number, self.k, error)
 
     def _wait_or_detach(self, driver: MailDriver, part: FlatVector, *, waits: bool) -> None:
         if waits and driver.wait(self._until):

@@ -104,10 +104,11 @@ class Stream:
         job: the worker and its settings.
         name: the name of the stream.
         max_bytes: the largest size of a message.
+        deadline: the time of the clock after which no try of a request begins; None: the timeout of the medium.
     """
 
-    def __init__(self, job: MailJob, name: str, *, max_bytes: int) -> None:
-        self.job, self.name, self.max_bytes = job, name, max_bytes
+    def __init__(self, job: MailJob, name: str, *, max_bytes: int, deadline: float | None = None) -> None:
+        self.job, self.name, self.max_bytes, self.deadline = job, name, max_bytes, deadline
 
     def path(self, number: int, leaf: str = "") -> str:
         """The path of an object of a round."""
@@ -115,12 +116,13 @@ class Stream:
 
     def close_of(self, number: int) -> Close | None:
         """The close of a round; None: it is open."""
-        header = self.job.header(self.path(number, "close"))
+        header = self.job.header(self.path(number, "close"), deadline=self.deadline)
         return Close.of(number, header) if header else None
 
     def first_open(self) -> int:
         """The number of the first round without a close, by one list of all rounds."""
-        closes = (path for path in self.job.medium.list(f"round/{self.name}") if path.endswith("/close"))
+        found = self.job.medium.list(f"round/{self.name}", deadline=self.deadline)
+        closes = (path for path in found if path.endswith("/close"))
         return max((int(path.split("/")[2]) + 1 for path in closes), default=0)
 
     def post(self, number: int, header: Mapping[str, Any], tensors: Sequence[Tensor]) -> Callable[[Wanted], Outcome]:
@@ -191,7 +193,8 @@ class Stream:
         return self.close_of(number)
 
     def _message(self, number: int, worker: int) -> Sent | None:
-        data = self.job.medium.get(self.path(number, f"{worker:06d}"), max_bytes=self.max_bytes)
+        path = self.path(number, f"{worker:06d}")
+        data = self.job.medium.get(path, max_bytes=self.max_bytes, deadline=self.deadline)
         return None if data is None else Sent.read(data, self.max_bytes)
 
     # After the close.
@@ -201,6 +204,7 @@ class Stream:
 
         Raises:
             RoundGone: a message of the close is gone.
+            Unavailable: the medium has not answered before the deadline.
             MailboxError: an audit found another mean.
         """
         workers = wanted(close)
@@ -233,7 +237,7 @@ class Stream:
             return mean
         header, tensors = mean_of(self._messages(close, close.members, known))
         data = pack(header, tensors)
-        job.medium.create(path, data)
+        job.medium.create(path, data, deadline=self.deadline)
         return Sent.read(data, self.max_bytes)
 
     def _written_mean(self, path: str, close: Close) -> bytes | None:
@@ -241,7 +245,7 @@ class Stream:
         job = self.job
         start, pause = job.clock.now(), job.settings.poll / 16
         patience = job.settings.grace / 2
-        while (data := job.medium.get(path, max_bytes=self.max_bytes)) is None:
+        while (data := job.medium.get(path, max_bytes=self.max_bytes, deadline=self.deadline)) is None:
             max_age = _LIST_EVERY * job.settings.poll
             if job.clock.now() - start > patience or close.by not in job.live(max_age=max_age):
                 return None

@@ -54,9 +54,9 @@ class VirtualWorker:
 
     def _train(self) -> None:
         run, clock = self.run, self.run.clock
-        memory = MemoryMedium(run.name, timeout=1e3, clock=clock, seal=Seal(None))
+        memory = MemoryMedium(run.name, timeout=run.options["timeout"], clock=clock, seal=Seal(None))
         medium = StormyMedium(memory, seed=0, outage=run.outage)
-        self.membership = MailMembership(medium, clock=clock, timeout=1e3, **run.options)
+        self.membership = MailMembership(medium, clock=clock, **run.options)
         model = GossipDataParallel(Number(), algorithm=run.algorithm, membership=self.membership)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         self.membership.track(optimizer=self.optimizer)
@@ -94,7 +94,14 @@ class VirtualRun:
         **options: Any,
     ) -> None:
         self.algorithm, self.outage = algorithm, outage
-        self.options = {"min_workers": len(speeds), "grace": 3.0, "poll": 0.5, "interval": 2.0, **options}
+        self.options: dict[str, Any] = {
+            "min_workers": len(speeds),
+            "grace": 3.0,
+            "poll": 0.5,
+            "interval": 2.0,
+            "timeout": 1e3,
+            **options,
+        }
         self.name, self.clock = f"virtual-{next(_runs)}", VirtualClock(seed=seed)
         self.workers = [VirtualWorker(self, speed) for speed in speeds]
 

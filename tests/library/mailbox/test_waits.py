@@ -12,8 +12,10 @@ import torch
 
 from gossip_modules import DiLoCo
 from gossip_modules.lab.virtual_clock import VirtualClock
+from gossip_modules.mailbox.errors import Unavailable
 from gossip_modules.mailbox.job import MailJob, Settings
 from gossip_modules.mailbox.memory import MemoryMedium
+from gossip_modules.mailbox.saved_models import SavedModels
 from gossip_modules.mailbox.sealed import Seal
 from gossip_modules.testing.storm import StormyMedium
 from tests.harness.virtual_workers import VirtualRun, VirtualWorker
@@ -131,6 +133,27 @@ def test_a_worker_that_dies_in_an_outage_is_silent_three_periods_after_it(clock:
     clock.kill(signs.writer)
     clock.run(until=600.0)
     assert 425.0 + 20.0 < signs.silent[0] <= 425.0 + 30.0 + 5.0  # after an outage, tries are up to five seconds apart
+
+
+def test_training_goes_on_in_an_outage_and_rounds_after_it() -> None:
+    outage = [(63.0, 163.0)]
+    with VirtualRun(DiLoCo(sync_every=10), [1.0, 2.0, 3.0], quorum=2, outage=outage, interval=10.0) as run:
+        run.clock.run(until=163.0)
+        assert all(worker.num_steps > 0.4 * 163.0 * worker.speed for worker in run.workers)
+        models = SavedModels(MemoryMedium(run.name, timeout=1.0, clock=run.clock, seal=Seal(None)))
+        before, _ = models.newest(), run.clock.run(until=263.0)
+        assert (models.newest() or 0) > (before or 0) + 5
+        assert run.workers[0].membership.members == (0, 1, 2)
+        assert run.longest_wait <= GRACE + 2 * POLL + 1e-9
+
+
+def test_an_outage_longer_than_the_timeout_is_an_error() -> None:
+    options: dict[str, Any] = {"outage": [(23.0, 1e6)], "interval": 10.0, "timeout": 100.0}
+    with VirtualRun(DiLoCo(sync_every=10), [1.0, 2.0], quorum=2, **options) as run:
+        run.clock.run(until=100.0)
+        with pytest.raises(Unavailable, match="an outage"):
+            run.clock.run(until=300.0)
+        assert 115.0 <= run.clock.now() < 125.0  # the last answer was at 15 or later
 
 
 def test_equal_seeds_have_equal_bits() -> None:
