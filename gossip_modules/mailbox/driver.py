@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector, add_
-from ..membership.background_log import log
 from ..mixing_manager.base import MixingManager
 from ..rounds.algorithm import Algorithm
 from ..rounds.driver import Driver
@@ -26,9 +26,9 @@ from ..transport.base import Transport
 from ..transport.change_board import digest_of
 from ..worlds.world import ALONE, ModelWorld
 from .background import BackgroundCall
-from .errors import RoundGone, Unavailable
+from .errors import RoundGone
 from .job import MailJob, check_layout
-from .rounds import Close, Outcome, Sent, Stream
+from .rounds import Close, Missed, Outcome, Sent, Stream
 
 _LATE = "missed rounds"  # the vector of the memory with the rounds that a late drift has missed
 _KINDS = {Average: "average", Gather: "average", Mix: "mix", Share: "mix"}
@@ -79,7 +79,8 @@ class MailDriver(Driver):
     [Note: In flight] A worker waits at most `grace` seconds for a close, and then trains on with the round in flight.
     The round ends at the first step at which its close is there, and the steps since then are kept:
     x <- phi + (x - s), with s the model that was sent. The next round waits until this one has ended. A method with a
-    delay ends its rounds as everywhere, by its `arrival`, also where a close comes after the delay.
+    delay ends its rounds as everywhere, by its `arrival`, also where a close comes after the delay. Missed rounds are
+    read in a thread too. If the medium does not answer in time, the worker trains on without a new round.
 
     Args:
         algorithm, plain: see `Driver`.
@@ -102,6 +103,7 @@ class MailDriver(Driver):
         self._layout: FlatLayout | None = None
         self._outcome: Outcome | None = None
         self._unshifted: FlatVector | None = None
+        self._reading: tuple[tuple[str, int], BackgroundCall[Missed]] | None = None  # of a kind, the round of a number
 
     def join_run(self, job: MailJob, name: str, choose: Callable[[int], MixingManager]) -> None:
         """Answer requests by the objects of a run.
@@ -134,23 +136,21 @@ class MailDriver(Driver):
 
     # A round.
 
-    def _stream(self, kind: str, layout: FlatLayout, *, until: float | None = None) -> Stream:
-        return Stream(self.job, f"{self.name}-{kind}", max_bytes=2 * layout.num_bytes + _EXTRA, deadline=until)
+    def _stream(self, kind: str, layout: FlatLayout) -> Stream:
+        return Stream(self.job, f"{self.name}-{kind}", max_bytes=2 * layout.num_bytes + _EXTRA)
 
     def post(self, x: FlatVector, k: int, *, until: float) -> None:
-        """Begin a round, and send its message in a thread.
+        """Begin a round, and send its message in a thread; nothing if the missed rounds are not there in time.
 
         Args:
             x: the model; mutated if this worker was late.
             k: the number of optimizer steps so far.
-            until: the time of the clock after which no request begins in this thread.
-
-        Raises:
-            Unavailable: the medium has not told by then which rounds are closed; no round has begun.
+            until: see `catch_up`.
         """
         kind = "average" if self.algorithm.averages_at(k) else "mix"
         stream = self._stream(kind, x.layout)
-        self.catch_up(x, k, kind, until=until)
+        if not self.catch_up(x, k, kind, until=until):
+            return
         self._unshifted = self._shift(x)
         number = self.next.get(kind, 0)
         self.begin_round(Vector.of(x), number, k)
@@ -161,6 +161,7 @@ class MailDriver(Driver):
             )
         request = opened.request
         header = {"layout": digest_of([str(x.layout)]), "numbers": list(getattr(request, "numbers", ())), "step": k}
+        header["has_mean"] = isinstance(request, Average)
         send = stream.post(number, header, self._payload(request))
         wanted = self._wanted(request, number)
         self._sent_as = [self.job.number, number]
@@ -185,7 +186,7 @@ class MailDriver(Driver):
         own = self.job.number
 
         def wanted(close: Close) -> Collection[int] | None:
-            if isinstance(request, Average):
+            if close.has_mean:
                 return None
             if isinstance(request, Gather) or own not in close.members:
                 return close.members
@@ -338,34 +339,38 @@ class MailDriver(Driver):
 
     # Missed rounds.
 
-    def catch_up(self, x: FlatVector, k: int, kind: str, *, until: float | None = None) -> None:
+    def catch_up(self, x: FlatVector, k: int, kind: str, *, until: float) -> bool:
         """Apply the rounds that this worker has missed to its memory: see [Note: Late drifts].
 
         Args:
             x: the model; not changed.
             k: the number of optimizer steps so far.
             kind: the kind of the rounds.
-            until: see `post`.
+            until: the time of the clock at which training goes on, though the medium has not answered.
 
-        Raises:
-            Unavailable: see `post`; the rounds so far are applied.
+        Returns:
+            Whether the memory contains all closed rounds. If not, a later call goes on.
         """
-        stream, replays = (
-            self._stream(kind, x.layout, until=until),
-            kind == "average" and self.algorithm.has_equal_memory,
-        )
-        while (close := stream.close_of(self.next.get(kind, 0))) is not None:
-            if not replays:
-                self.next[kind] = stream.first_open()
-                break
-            self._replay(x, k, stream, close)
-            if self._sent_as and self._sent_as[1] == close.number and self._sent_as[0] in close.members:
+        stream, replays = self._stream(kind, x.layout), kind == "average" and self.algorithm.has_equal_memory
+        while True:
+            number = self.next.get(kind, 0)
+            if self._reading is None or self._reading[0] != (kind, number):
+                read = partial(stream.missed, number, has_outcome=replays)
+                self._reading = (kind, number), BackgroundCall(self.job.clock, read, name="mailbox-missed")
+            if not self._reading[1].wait(max(until - self.job.clock.now(), 0.0)):
+                return False
+            (_, call), self._reading = self._reading, None
+            missed = call.result()
+            self.next[kind] = missed.next
+            if missed.outcome is None:
+                self._sent_as = []
+                return True
+            self._replay(x, k, missed.outcome)
+            if self._sent_as and self._sent_as[1] == number and self._sent_as[0] in missed.outcome.close.members:
                 self._drop_drift(x)  # a checkpoint was saved while this round was in flight
-            self.next[kind] = close.number + 1
-        self._sent_as = []
 
-    def _replay(self, x: FlatVector, k: int, stream: Stream, close: Close) -> None:
-        memory, algorithm = self.memory, self.algorithm
+    def _replay(self, x: FlatVector, k: int, outcome: Outcome) -> None:
+        memory, algorithm, close = self.memory, self.algorithm, outcome.close
         copy = Vector.of(x.clone())
         v = self._vectors(copy, close.number)
         kept = {
@@ -381,15 +386,15 @@ class MailDriver(Driver):
         generator = algorithm.round(v, memory, k)
         request = next_request(generator, None)
         assert request is not None, "a round that averages has a request"
+        self._outcome = outcome
         try:
-            self._outcome = stream.outcome(close, self._wanted(request, close.number))
             next_request(generator, self._reply_to(request, v))
-        finally:  # what all workers share changes after the reply only
+        finally:
             self._outcome, self._buffers = None, own_buffers
-            memory.end_round()
-            memory.numbers |= {name: numbers.get(name, 0) for name in COUNTED if name in memory.numbers}
-            for name, parts in kept.items():
-                memory.entries[name].vector.set_(Vector(parts))
+        memory.end_round()
+        memory.numbers |= {name: numbers.get(name, 0) for name in COUNTED if name in memory.numbers}
+        for name, parts in kept.items():
+            memory.entries[name].vector.set_(Vector(parts))
         algorithm.recover(v, memory)
         late = self._late(memory)
         for change, after, part in zip(late.parts, copy.parts, before, strict=True):
@@ -418,7 +423,7 @@ class MailDriver(Driver):
     def start_at_anchor(self, x: FlatVector, k: int) -> None:
         """x <- the newest anchor, after the missed rounds; for a worker that has just joined."""
         self.memory.fit(Vector.of(x))
-        self.catch_up(x, k, "average")
+        self.catch_up(x, k, "average", until=self.job.clock.now() + 2 * self.job.settings.timeout)
         self.memory.forget(_LATE)
         self._recover(x)
 
@@ -453,6 +458,9 @@ class MailRounds(Rounds):
 
     Args:
         algorithm, plain: see `Rounds`.
+
+    Attributes:
+        waited, longest_wait: the seconds for which rounds have kept training waiting, in all and at most in one step.
     """
 
     make_driver = MailDriver
@@ -462,8 +470,8 @@ class MailRounds(Rounds):
         super().__init__(algorithm, plain)
         outer = algorithm.parts[0]
         self._times = outer if isinstance(outer, Periodic) else None
-        self._until = 0.0  # the end of all waits of this step
-        self._answered = 0.0  # the last time at which the medium told which rounds are closed
+        self._began = self._waited = self._until = 0.0  # of this step: the begin, the wait so far, the end of all waits
+        self.waited = self.longest_wait = 0.0
         self.is_delayed = True
         self.is_skippable = False  # a model that is not finite must not enter a round
 
@@ -478,7 +486,7 @@ class MailRounds(Rounds):
             notes: told of the end of each round of the first fragment.
             rejoin: lets this worker go on from the newest model of the run.
         """
-        self.job, self._rejoin, self._answered = job, rejoin, job.clock.now()
+        self.job, self._rejoin = job, rejoin
         for p, driver in enumerate(self.drivers):
             driver.join_run(job, str(p), choose)
         self.drivers[0].notes = notes
@@ -496,7 +504,8 @@ class MailRounds(Rounds):
         All waits of a step together end `grace` seconds and two looks at the medium after its begin.
         """
         settings = self.job.settings
-        self._until = self.job.clock.now() + settings.grace + 2 * settings.poll
+        self._began, self._waited = self.job.clock.now(), 0.0
+        self._until = self._began + settings.grace + 2 * settings.poll
         has_changed = super().begin(x, k)
         delay = 0 if self._times is None else self._times.delay
         assert isinstance(delay, int), "a mailbox takes no delay='auto'"
@@ -506,6 +515,7 @@ class MailRounds(Rounds):
             if driver.is_ready or (delay and k == begun + delay and driver.wait(self._until)):
                 self._land_one(p, x)
                 has_changed = True
+        self._note_wait()
         return has_changed
 
     def _starting_at(self, k: int) -> Sequence[int]:
@@ -518,6 +528,18 @@ class MailRounds(Rounds):
         except RoundGone:
             self._give_up()
             self._rejoin()
+        self._note_wait()
+
+    def _note_wait(self) -> None:
+        """Training has waited until now in this step."""
+        seconds = self.job.clock.now() - self._began - self._waited
+        self._waited += seconds
+        self.waited += seconds
+        self.longest_wait = max(self.longest_wait, self._waited)
+
+    def stats(self) -> dict[str, float]:
+        """See `Rounds`: also the waits of training."""
+        return {**super().stats(), "waited": self.waited, "longest_wait": self.longest_wait}
 
     def _finish(self, s: FlatVector) -> None:
         starting = self._starting_at(self.k) or ([0] if self.algorithm.is_due(self.k) else [])
@@ -528,20 +550,9 @@ class MailRounds(Rounds):
                 self._land_one(p, s)
             if driver.task is None:
                 with self._part(p, s) as part:
-                    self._post(driver, part)
+                    driver.post(part, self.k, until=self._until)
                     if driver.task is not None:
                         self._wait_or_detach(driver, part, waits=not delay)
-
-    def _post(self, driver: MailDriver, part: FlatVector) -> None:
-        """Begin a round, unless the medium does not answer: training goes on then, and a later round has its steps."""
-        clock, timeout = self.job.clock, self.job.settings.timeout
-        try:
-            driver.post(part, self.k, until=self._until)
-            self._answered = clock.now()
-        except Unavailable as error:
-            if clock.now() - self._answered > timeout:
-                raise
-            log.warning("worker %d: the round of step %d is left out: %s", self.job.number, self.k, error)
 
     def _wait_or_detach(self, driver: MailDriver, part: FlatVector, *, waits: bool) -> None:
         if waits and driver.wait(self._until):

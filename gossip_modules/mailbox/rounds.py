@@ -28,19 +28,21 @@ class Close:
         members: the numbers of the workers, ascending.
         digests: the SHA-256 of the message of each, hexadecimal.
         by: the number of the worker that decided.
+        has_mean: whether that worker writes the mean of the messages.
     """
 
     number: int
     members: tuple[int, ...]
     digests: tuple[str, ...]
     by: int
+    has_mean: bool
 
     @classmethod
     def of(cls, number: int, header: Mapping[str, Any]) -> Close:
         """Return the decision that a header has."""
         pairs = [(int(member), str(digest)) for member, digest in header["members"]]
         members, digests = zip(*sorted(pairs), strict=True)
-        return cls(number, members, digests, int(header["by"]))
+        return cls(number, members, digests, int(header["by"]), bool(header["has_mean"]))
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,19 @@ class Outcome:
     close: Close
     mean: Sent | None = None
     messages: dict[int, Sent] = field(default_factory=dict)
+
+
+@dataclass
+class Missed:
+    """The end of a round that a worker has perhaps missed.
+
+    Attributes:
+        outcome: the outcome of the round, if it was asked for; None: the round is open.
+        next: the number of the next round.
+    """
+
+    outcome: Outcome | None
+    next: int
 
 
 Wanted = Callable[[Close], Collection[int] | None]
@@ -104,11 +119,10 @@ class Stream:
         job: the worker and its settings.
         name: the name of the stream.
         max_bytes: the largest size of a message.
-        deadline: the time of the clock after which no try of a request begins; None: the timeout of the medium.
     """
 
-    def __init__(self, job: MailJob, name: str, *, max_bytes: int, deadline: float | None = None) -> None:
-        self.job, self.name, self.max_bytes, self.deadline = job, name, max_bytes, deadline
+    def __init__(self, job: MailJob, name: str, *, max_bytes: int) -> None:
+        self.job, self.name, self.max_bytes = job, name, max_bytes
 
     def path(self, number: int, leaf: str = "") -> str:
         """The path of an object of a round."""
@@ -116,12 +130,24 @@ class Stream:
 
     def close_of(self, number: int) -> Close | None:
         """The close of a round; None: it is open."""
-        header = self.job.header(self.path(number, "close"), deadline=self.deadline)
+        header = self.job.header(self.path(number, "close"))
         return Close.of(number, header) if header else None
+
+    def missed(self, number: int, *, has_outcome: bool) -> Missed:
+        """The outcome of a round, and the number of the next one; without outcomes, the number of the first open one.
+
+        Errors: see `outcome`.
+        """
+        close = self.close_of(number)
+        if close is None:
+            return Missed(None, number)
+        if not has_outcome:
+            return Missed(None, self.first_open())
+        return Missed(self.outcome(close, lambda close: None if close.has_mean else close.members), number + 1)
 
     def first_open(self) -> int:
         """The number of the first round without a close, by one list of all rounds."""
-        found = self.job.medium.list(f"round/{self.name}", deadline=self.deadline)
+        found = self.job.medium.list(f"round/{self.name}")
         closes = (path for path in found if path.endswith("/close"))
         return max((int(path.split("/")[2]) + 1 for path in closes), default=0)
 
@@ -189,12 +215,15 @@ class Stream:
         members = [[worker, known[worker].digest] for worker in sorted(known)]
         if len(members) < quorum:
             return None
-        job.medium.create(self.path(number, "close"), pack({"members": members, "by": job.number}))
+        has_mean = bool(known[job.number].header.get("has_mean"))
+        job.medium.create(
+            self.path(number, "close"), pack({"members": members, "by": job.number, "has_mean": has_mean})
+        )
         return self.close_of(number)
 
     def _message(self, number: int, worker: int) -> Sent | None:
         path = self.path(number, f"{worker:06d}")
-        data = self.job.medium.get(path, max_bytes=self.max_bytes, deadline=self.deadline)
+        data = self.job.medium.get(path, max_bytes=self.max_bytes)
         return None if data is None else Sent.read(data, self.max_bytes)
 
     # After the close.
@@ -204,7 +233,6 @@ class Stream:
 
         Raises:
             RoundGone: a message of the close is gone.
-            Unavailable: the medium has not answered before the deadline.
             MailboxError: an audit found another mean.
         """
         workers = wanted(close)
@@ -237,7 +265,7 @@ class Stream:
             return mean
         header, tensors = mean_of(self._messages(close, close.members, known))
         data = pack(header, tensors)
-        job.medium.create(path, data, deadline=self.deadline)
+        job.medium.create(path, data)
         return Sent.read(data, self.max_bytes)
 
     def _written_mean(self, path: str, close: Close) -> bytes | None:
@@ -245,7 +273,7 @@ class Stream:
         job = self.job
         start, pause = job.clock.now(), job.settings.poll / 16
         patience = job.settings.grace / 2
-        while (data := job.medium.get(path, max_bytes=self.max_bytes, deadline=self.deadline)) is None:
+        while (data := job.medium.get(path, max_bytes=self.max_bytes)) is None:
             max_age = _LIST_EVERY * job.settings.poll
             if job.clock.now() - start > patience or close.by not in job.live(max_age=max_age):
                 return None

@@ -41,10 +41,12 @@ class VirtualWorker:
     Attributes:
         waits: the seconds between the end of a step and the begin of the next one, longest last.
         membership: its membership, from its first turn on.
+        model: the wrapper, from its first turn on.
         optimizer: its optimizer, after the first model was taken.
     """
 
     membership: MailMembership
+    model: GossipDataParallel
     optimizer: torch.optim.Optimizer
 
     def __init__(self, run: VirtualRun, speed: float) -> None:
@@ -57,7 +59,7 @@ class VirtualWorker:
         memory = MemoryMedium(run.name, timeout=run.options["timeout"], clock=clock, seal=Seal(None))
         medium = StormyMedium(memory, seed=0, outage=run.outage)
         self.membership = MailMembership(medium, clock=clock, **run.options)
-        model = GossipDataParallel(Number(), algorithm=run.algorithm, membership=self.membership)
+        self.model = model = GossipDataParallel(Number(), algorithm=run.algorithm, membership=self.membership)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         self.membership.track(optimizer=self.optimizer)
         end = None

@@ -72,6 +72,22 @@ def test_a_death_right_before_a_round_costs_the_grace_once() -> None:
         assert [sum(wait >= 5.0 for wait in worker.waits) for worker in run.workers[:3]] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("begin", [19.9, 20.3, 21.1])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_training_goes_on_while_the_medium_is_away(begin: float, delay: int) -> None:
+    speeds, outage = [1.0, 2.0, 3.0, 3.5], [(begin, begin + 60.0)]
+    with VirtualRun(DiLoCo(sync_every=5, delay=delay), speeds, quorum=2, grace=GRACE, poll=POLL, outage=outage) as run:
+        run.clock.run(until=begin + 60.0)
+        steps = [worker.num_steps for worker in run.workers]
+        run.clock.run(until=begin + 120.0)
+        assert POLL < run.longest_wait <= GRACE + 2 * POLL + 1e-9
+        assert all(own > 10 for own in steps)
+        for worker in run.workers:
+            stats = worker.model.comm_stats()
+            assert stats["longest_wait"] == pytest.approx(max(worker.waits))
+            assert stats["waited"] == pytest.approx(sum(worker.waits))
+
+
 class Signs:
     """Two workers that only give signs of life; the first one looks at the other one every tenth of a second.
 
