@@ -11,18 +11,20 @@ import torch.distributed as dist
 from torch import nn
 
 from ..engine.background import close_at_program_end
+from ..engine.lockstep import LockstepEngine
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
 from ..membership.membership import Membership
 from ..mixing_manager.base import MixingManager
 from ..old_names import takes_old_arguments
 from ..rounds.mixer import GlobalAverage
+from ..schedule import Schedule
 from ..transport.process_group import DEFAULT_TIMEOUT
-from ..wrappers.arguments import GraphLike, Links, MixingLike, as_timeout, group_of
+from ..wrappers.arguments import GraphLike, Links, MixingLike, as_schedule, as_timeout, group_of
 from ..wrappers.base import GossipWrapper, close_when_collected
-from ..wrappers.choices import choose_bipartite_mixing
+from ..wrappers.choices import PairChoices, choose_bipartite_mixing
 from ..wrappers.composition import check_whole
-from ..wrappers.participant import Participant, check_elastic
+from ..wrappers.participant import Participant, check_elastic, check_forward
 from .engine import BilateralEngine
 
 _EXAMPLE = "None or DynamicBipartiteCompleteGraph"
@@ -90,7 +92,9 @@ class BilatGossipDataParallel(GossipWrapper):
         gossip_in_eval_mode: whether forwards in eval mode with grad enabled train as well, so that they ask a peer.
         rounds: when a rank asks a peer: see `GossipDataParallel`.
         membership: a `Membership`, where workers may die and join. `graph` and `mixing` are then functions of any size,
-            and all workers begin with the model of the first worker.
+            and all workers begin with the model of the first worker. Over a mailbox, such as Membership("s3://..."),
+            an active worker asks by an object, and neither end ever waits for the other: see `PairsByMail`.
+        schedule: over a mailbox the number of steps from one request to the next, at least 2.
 
     Raises:
         FloatingPointError: (forward, `flush()`, `settle()`, `close()`) see `on_nonfinite`.
@@ -126,6 +130,7 @@ class BilatGossipDataParallel(GossipWrapper):
         rounds: str = "forward",
         init_sync: bool = True,
         membership: Membership | None = None,
+        schedule: Schedule | int = 1,
     ) -> None:
         process_group = group_of(process_group, device_mesh)
         flags: dict[str, Any] = {"gossip_in_eval_mode": gossip_in_eval_mode, "rounds": rounds}
@@ -137,7 +142,7 @@ class BilatGossipDataParallel(GossipWrapper):
                 "hold for pairs that average half and half; leave mixing out"
             )
         if membership is not None:
-            given = {"group": process_group, "init_sync": init_sync, "timeout": timeout}
+            given = {"group": process_group, "init_sync": init_sync, "timeout": timeout, "takes_mail": True}
             check_elastic(membership, graph=graph, mixing=mixing, example=f"graph={_EXAMPLE}", **given)
 
         def choose(world_size: int) -> MixingManager:
@@ -145,8 +150,26 @@ class BilatGossipDataParallel(GossipWrapper):
             own = (None, None) if is_alone else (graph, mixing)
             return choose_bipartite_mixing(*own, world_size=world_size)
 
+        choices = PairChoices(graph, mixing, schedule=as_schedule(schedule))
+        mailbox: Any = membership if membership is not None and membership.is_by_mail else None
+        if mailbox is not None and continuous_momentum:
+            raise ValueError(
+                "got continuous_momentum=True with a mailbox, expected False: its rates are for exchanges without "
+                "delay; leave it out"
+            )
+        if mailbox is None and choices.schedule != Schedule():
+            raise ValueError(
+                f"got schedule={choices.schedule}, expected a mailbox beside it: over connections a rank asks its next "
+                "peer as soon as the last one has answered; leave schedule out"
+            )
         if membership is not None:
             check_whole(module, what="a membership")
+        weights: MixingManager
+        if mailbox is not None:
+            check_forward(local)
+            weights, mixer = mailbox.world_of(local, choices)
+            described = choose(_DESCRIBED_SIZE)
+        elif membership is not None:
             local.world = Participant(local, membership, choose, example=_EXAMPLE)
             described, weights = choose(_DESCRIBED_SIZE), choose(1)
         else:
@@ -157,6 +180,12 @@ class BilatGossipDataParallel(GossipWrapper):
         options |= {"continuous_momentum": True} if continuous_momentum else {}
         options |= {"gossip_buffers, ignore": (local.selection.gossip_buffers, local.selection.ignore), **flags}
         local.description = {name: str(value) for name, value in options.items()}
+        if mailbox is not None:
+            local.description["schedule"] = str(choices.schedule)
+            mixer.bind(weights, local.transport, local.world)
+            lockstep = LockstepEngine(mixer, choices.schedule, on_nonfinite=on_nonfinite, world=local.world)
+            self._start(lockstep, local.world.averager_of(lockstep.averager))
+            return
         if membership is None:
             local.description["init_sync"] = str(init_sync)
             self._open(links, init_sync=init_sync)

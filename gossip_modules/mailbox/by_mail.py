@@ -88,17 +88,24 @@ class ByMail(Mixer):
         job = self.job
         deadline = job.clock.now() + job.settings.grace
         try:
-            self._live = live = job.live(deadline=deadline)
-            letters.settle(live, deadline=deadline)
-            letters.deliver(deadline=deadline)
-            letters.collect(deadline=deadline)
-            self._answer(letters, sent)
+            self._live = live = self._fetch(letters, sent, deadline)
             self._write(letters, sent, t, sorted(live))
             letters.deliver(deadline=deadline)
             if (t + 1) % job.settings.save_every == 0:
                 self._choose_saver(live)
         except Unavailable as error:
             log.warning("worker %d: the rest of round %d by mail is left out: %s", job.number, t, error)
+
+    def _fetch(self, letters: Letters, sent: FlatVector, deadline: float) -> set[int]:
+        """Get all that has come, and answer it; returns the live workers."""
+        try:
+            live = self.job.live(deadline=deadline)
+            letters.settle(live, deadline=deadline)
+            letters.deliver(deadline=deadline)
+            letters.collect(deadline=deadline)
+        finally:  # the letters that have come until an error count
+            self._answer(letters, sent)
+        return live
 
     def _choose_saver(self, live: Collection[int]) -> None:
         """Save the model of the live worker with the smallest number."""
@@ -132,11 +139,7 @@ class ByMail(Mixer):
             if self._call is not None and not self._call.wait(job.settings.grace):
                 raise Unavailable(f"{job.medium.address}: an exchange did not end within {job.settings.grace:g} s")
             self._land(s)
-            live = job.live(deadline=deadline)
-            letters.settle(live, deadline=deadline)
-            letters.collect(deadline=deadline)
-            self._answer(letters, in_host_memory(s))
-            self._choose_saver(live)
+            self._choose_saver(self._fetch(letters, in_host_memory(s), deadline))
             self._land(s)
             letters.deliver(deadline=deadline)
             self._hand_over(letters, s, deadline)

@@ -12,8 +12,9 @@ from ..rounds.algorithm import Algorithm
 from ..rounds.mixer import Mixer
 from ..rounds.periodic import Periodic
 from ..rounds.push_pull import PushPull
-from ..wrappers.choices import Choices
+from ..wrappers.choices import Choices, PairChoices
 from .driver import MailRounds
+from .pairs import PairsByMail
 from .push_sum import PushSumByMail
 
 _KEPT_SIZES = 64  # MATCHA plans each graph, which takes a while
@@ -78,6 +79,8 @@ class MailChoices:
     def mixer(self) -> Mixer:
         """The mixer of the rounds; not bound yet."""
         choices, algorithm = self.choices, self.choices.algorithm
+        if isinstance(choices, PairChoices):
+            return PairsByMail()
         if algorithm is None and choices.push_sum:
             return PushSumByMail()
         chosen = algorithm if isinstance(algorithm, Algorithm) else DPSGD()

@@ -311,3 +311,12 @@ class Choices:
     def _parts(self) -> tuple[Algorithm, ...]:
         """The algorithms, each over the next; empty for plain gossip."""
         return () if self.algorithm is None or isinstance(self.algorithm, PushPull) else self.algorithm.parts
+
+
+@dataclass(frozen=True)
+class PairChoices(Choices):
+    """The choices of the user of AD-PSGD, whose active ranks ask passive ones; for a mailbox."""
+
+    def weights(self, world_size: int) -> MixingManager:
+        """See `Choices` and `choose_bipartite_mixing`."""
+        return choose_bipartite_mixing(self.graph, self.mixing, world_size=world_size)

@@ -257,7 +257,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         check_forward(self._local)
         chosen.check(overlap=False, init_sync=True, nprocs_per_node=1)
         mixing, mixer = membership.world_of(self._local, chosen)
-        self._describe(chosen, mixing, mixer)
+        self._describe(chosen, chosen.for_any_size()(8), mixer)
         return mixing, mixer
 
     def _describe(self, chosen: Choices, mixing: MixingManager, mixer: Mixer, **options: object) -> None:

@@ -234,16 +234,24 @@ class Shares:
         self.medium = MemoryMedium(run.name, timeout=1.0, clock=run.clock, seal=Seal(b"key"))
         self.paths = set(self.medium.list("mail"))
 
-    def read(self, data: bytes) -> Tensor:
-        """The mass (w, w z) of a share."""
+    def content(self, data: bytes) -> tuple[dict[str, Any], Tensor]:
+        """The header and the float64 vector of a letter."""
         header, (raw,) = unpack(data, max_bytes=1 << 20)
-        weight = torch.tensor([header["weight"]], dtype=torch.float64)
-        return torch.cat([weight, header["weight"] * raw.view(torch.float64)])
+        return header, raw.view(torch.float64)
 
-    def of(self, path: str) -> Tensor:
+    def bytes_of(self, path: str) -> bytes:
         data = self.medium.get(path, max_bytes=1 << 20)
         assert data is not None
-        return self.read(data)
+        return data
+
+    def read(self, data: bytes) -> Tensor:
+        """The mass (w, w z) of a share."""
+        header, vector = self.content(data)
+        weight = torch.tensor([header["weight"]], dtype=torch.float64)
+        return torch.cat([weight, header["weight"] * vector])
+
+    def of(self, path: str) -> Tensor:
+        return self.read(self.bytes_of(path))
 
     def taker(self, path: str) -> int | None:
         """The worker at which a share counts; None: it is unread."""

@@ -15,7 +15,6 @@ from gossip_modules import (
     QSGD,
     RDA,
     AllReduceDataParallel,
-    BilatGossipDataParallel,
     Choco,
     DeepSqueeze,
     DiLoCo,
@@ -323,7 +322,6 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], match: str
     ("wrap", "options"),
     [
         (AllReduceDataParallel, {}),
-        (BilatGossipDataParallel, {}),
         (GroupAverageDataParallel, {}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
