@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -67,6 +68,8 @@ class FaultyMedium(MemoryMedium):
             tries for a while fail; "lost": it is carried out and only its answer fails; "killed": the worker dies
             before the try; "killed late": after it.
         stale: whether lists show the objects of the list before.
+        odds: the probability that a try fails before or after it is carried out, that a list is stale, and that an
+            object is not found; drawn by the seed `drawn`.
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
@@ -75,6 +78,7 @@ class FaultyMedium(MemoryMedium):
         self.fault_at: int | None = None
         self._until = 0.0
         self.is_dead = self.stale = False
+        self.odds, self.drawn = 0.0, random.Random(0)
         self._lists: dict[str, dict[str, Any]] = {}
 
     def _through(self, request: Callable[[], T]) -> T:
@@ -84,7 +88,12 @@ class FaultyMedium(MemoryMedium):
             raise Killed
         number, self.num_tries = self.num_tries, self.num_tries + 1
         if number != self.fault_at:
-            return request()
+            if self._draws():
+                raise Transient("503")
+            result = request()
+            if self._draws():
+                raise Transient("the answer was lost")
+            return result
         if self.fault == "killed":
             self.is_dead = True
             raise Killed
@@ -97,6 +106,9 @@ class FaultyMedium(MemoryMedium):
             raise Killed
         raise Transient(self.fault)
 
+    def _draws(self) -> bool:
+        return self.odds > 0 and self.drawn.random() < self.odds
+
     def _create(self, path: str, data: bytes) -> bool:
         create = super()._create
         return self._through(lambda: create(path, data))
@@ -107,14 +119,15 @@ class FaultyMedium(MemoryMedium):
 
     def _get(self, path: str, max_bytes: int) -> bytes | None:
         get = super()._get
-        return self._through(lambda: get(path, max_bytes))
+        data = self._through(lambda: get(path, max_bytes))
+        return None if self._draws() else data
 
     def _list(self, prefix: str) -> dict[str, Any]:
         list_ = super()._list
         found = self._through(lambda: list_(prefix))
         before = self._lists.get(prefix, found)
         self._lists[prefix] = found
-        return before if self.stale else found
+        return before if self.stale or self._draws() else found
 
     def _delete(self, paths: Iterable[str]) -> None:
         delete, paths = super()._delete, list(paths)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -306,6 +308,62 @@ def test_a_round_has_at_most_three_writes() -> None:
     run.rounds(20)
     for worker, writes in zip(run.workers, first, strict=True):
         assert worker.medium.counts.writes - writes <= 3 * 20
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drawn_faults_and_a_death_keep_the_sums(seed: int) -> None:
+    run, draw = started(), random.Random(seed)
+    before, victim = total(run), run.workers[seed % 3]
+    for worker in run.workers:
+        worker.medium.odds, worker.medium.drawn = 0.2, random.Random(draw.random())
+    victim.medium.fault = "killed"
+    for k in range(20):
+        if k == 10:
+            victim.medium.fault_at = victim.medium.num_tries + draw.randrange(10)
+        run.rounds(1, draw.sample(run.live, k=2))
+        assert_kept(run, before)
+    assert victim.is_dead
+    for worker in run.workers:
+        worker.medium.odds = 0.0
+    run.wait_for_silence()
+    run.rounds(3)
+    assert_kept(run, before)
+    assert end(run).mixer.weight == 3.0 - mass_of(victim)[0]
+
+
+def test_workers_at_different_paces_count_about_equally() -> None:
+    """The sum moves by the weight of a worker times its steps."""
+    run, speeds = LetterRun(PushSumByMail), (1, 1, 1, 1, 1, 1, 4, 4)
+    moved = [0.0] * len(speeds)
+    for _ in speeds:
+        run.add(0.0)
+    for _ in range(60):
+        for i, worker in enumerate(run.workers):
+            for _ in range(speeds[i]):
+                moved[i] += worker.mixer.weight
+                worker.round()
+        run.clock.sleep(1.0)
+    slow, fast = sum(moved[:6]) / 6, sum(moved[6:]) / 2
+    assert fast / slow < 1.4  # and not 4
+
+
+def test_shares_of_a_narrow_dtype_are_the_model_itself() -> None:
+    run = LetterRun(PushSumByMail)
+    x = torch.tensor([0.1, 65000.0], dtype=torch.float16)
+    for _ in range(3):
+        run.add(*x.tolist(), dtype=torch.float16)
+    run.rounds(20)
+    for worker in run.workers:
+        assert torch.equal(worker.x, x)
+
+
+def test_narrow_models_become_the_mean_up_to_their_rounding() -> None:
+    run = LetterRun(PushSumByMail)
+    for value in (1.0, 1.5, 2.75):
+        run.add(value, dtype=torch.bfloat16)
+    run.rounds(40)
+    for worker in run.workers:
+        assert worker.x.item() == pytest.approx(1.75, abs=2**-6)
 
 
 def test_an_outage_leaves_rounds_out_and_loses_nothing() -> None:
