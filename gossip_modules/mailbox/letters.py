@@ -87,7 +87,7 @@ class Letters:
         self._max_bytes = layout.num_bytes + _EXTRA
         self._numbers: dict[int, int] = {}  # by receiver: the number of the next letter
         self._settled: dict[int, int] = {}  # by sender: letters with lower numbers are settled
-        self._taken: dict[int, set[int]] = {}  # by sender: the numbers of other letters that are decided
+        self._taken: dict[int, dict[int, bool]] = {}  # by sender: for other decided letters, whether they count here
 
     def num_unread(self, receiver: int) -> int:
         """The number of letters to a worker that it has not taken, as far as this one knows."""
@@ -132,10 +132,14 @@ class Letters:
         return number < self._settled.get(sender, 0) or number in self._taken.get(sender, ())
 
     def _done(self, places: Collection[tuple[str, int, int]]) -> Iterator[str]:
-        """The objects that nobody needs any more; the decision of a letter stays until its sender knows it."""
+        """The objects that nobody needs any more.
+
+        The decision of a letter stays until its sender knows it, and a letter that goes back until its sender has it.
+        """
         for path, sender, number in places:
             is_settled = number < self._settled.get(sender, 0)
-            if is_settled or (self._is_decided(sender, number) and not path.endswith(_TAKEN)):
+            is_read = self._taken.get(sender, {}).get(number, False)
+            if is_settled or (is_read and not path.endswith(_TAKEN)):
                 yield path
 
     def _receive(self, path: str, sender: int, number: int, deadline: float) -> None:
@@ -145,9 +149,10 @@ class Letters:
         if header.get("layout") != self._about or (by := self._claim(path, deadline)) is None:
             return
         settled = max(self._settled.get(sender, 0), int(header["settled"]))
-        self._settled[sender] = settled
-        self._taken[sender] = {n for n in (*self._taken.get(sender, ()), number) if n >= settled}
-        if by == self.job.number:
+        self._settled[sender], is_here = settled, by == self.job.number
+        decided = {**self._taken.get(sender, {}), number: is_here}
+        self._taken[sender] = {n: counts for n, counts in decided.items() if n >= settled}
+        if is_here:
             self.arrived.append(Letter(sender, header, FlatVector(self.layout, *tensors)))
             self.job.heard(sender)
 

@@ -227,10 +227,10 @@ class LetterRun:
                     worker.round()
             self.clock.sleep(1.0)
 
-    def wait_for_silence(self) -> None:
-        """Let so much time pass that a worker without a beat is silent; the others look often enough to see that."""
+    def wait_for_silence(self, workers: Sequence[Worker] | None = None) -> None:
+        """Let so much time pass that all workers but these, or but the live ones, are silent for them."""
         for _ in range(int(2 * SILENCE)):
-            for worker in self.live:
+            for worker in self.live if workers is None else workers:
                 worker.beat()
                 worker.job.live()
             self.clock.sleep(1.0)

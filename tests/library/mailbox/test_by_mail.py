@@ -36,9 +36,11 @@ class Place(nn.Module):
         self.narrow = nn.Parameter(torch.full((3,), 0.25, dtype=torch.bfloat16))
         self.register_buffer("statistic", torch.full((1,), 0.25))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.count: Tensor
+        self.statistic: Tensor
 
     def forward(self, minimum: float) -> Tensor:
-        self.statistic.mul_(0.9).add_(0.1 * minimum)  # type: ignore[operator]
+        self.statistic.mul_(0.9).add_(0.1 * minimum)
         self.count += 1
         return ((self.x - minimum).square().sum() + (self.narrow.double() - minimum).square().sum()) / 2
 
@@ -128,8 +130,8 @@ def test_estimates_approach_the_minimum_of_the_mean_of_all_losses(wrap: Callable
     for member in run.members:
         assert member.mean() == pytest.approx(0.0, abs=1.0)
         assert member.module.narrow.float().mean().item() == pytest.approx(0.0, abs=1.5)
-        assert abs(member.module.statistic.item()) < 2.5  # type: ignore[operator]
-        assert member.module.count.item() == 60  # type: ignore[operator]
+        assert abs(member.module.statistic.item()) < 2.5
+        assert member.module.count.item() == 60
         assert len(member.trace) == 60
     assert {member.membership.members for member in run.members} == {(0, 1, 2, 3)}
 

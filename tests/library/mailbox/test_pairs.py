@@ -125,10 +125,7 @@ def test_a_worker_that_was_slow_does_not_add_an_answer_that_was_taken_back() -> 
     run.rounds(1, [active])
     before = total(run)
     run.rounds(1, [passive])
-    for _ in range(20):
-        passive.beat()
-        passive.job.live()
-        run.clock.sleep(1.0)
+    run.wait_for_silence([passive])
     run.rounds(2, [passive])
     run.rounds(1, [active])
     assert active.x.tolist() == list(MODELS[1])

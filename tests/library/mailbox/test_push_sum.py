@@ -129,6 +129,28 @@ def test_a_fault_in_any_request_of_taking_back_keeps_the_sums(fault: str) -> Non
         assert sender.mixer.weight == 2.0 - mass_of(run.workers[0])[0]
 
 
+@pytest.mark.parametrize("fault", ["refused", "unsure", "lost"])
+def test_a_receiver_that_comes_back_while_its_sender_takes_shares_back_keeps_the_sums(fault: str) -> None:
+    def with_a_slow_receiver() -> tuple[LetterRun, Worker]:
+        run = started(2)
+        run.rounds(2)
+        run.wait_for_silence(run.workers[1:])
+        return run, run.workers[1]
+
+    run, sender = with_a_slow_receiver()
+    first = sender.medium.num_tries
+    run.rounds(1, [sender])
+    for number in range(first, sender.medium.num_tries):
+        run, sender = with_a_slow_receiver()
+        before = total(run)
+        sender.medium.fault_at, sender.medium.fault = number, fault
+        run.rounds(1, [sender])
+        assert_kept(run, before)
+        run.rounds(12)
+        assert_kept(run, before)
+        assert end(run).mixer.weight == 2.0
+
+
 def test_a_worker_that_was_slow_does_not_add_a_share_that_its_sender_took_back() -> None:
     run = started(2)
     _, sender = run.workers
@@ -136,10 +158,7 @@ def test_a_worker_that_was_slow_does_not_add_a_share_that_its_sender_took_back()
     before = total(run)
     run.rounds(1, [sender])
     assert mass_in_mail(run)[0] > 0
-    for _ in range(int(2 * SILENCE)):
-        sender.beat()
-        sender.job.live()
-        run.clock.sleep(1.0)
+    run.wait_for_silence([sender])
     run.rounds(2, [sender])
     assert mass_in_mail(run)[0] == 0.0
     assert_kept(run, before)
