@@ -392,10 +392,10 @@ class MailDriver(Driver):
         finally:
             self._outcome, self._buffers = None, own_buffers
         memory.end_round()
-        memory.numbers |= {name: numbers.get(name, 0) for name in COUNTED if name in memory.numbers}
         for name, parts in kept.items():
             memory.entries[name].vector.set_(Vector(parts))
-        algorithm.recover(v, memory)
+        algorithm.recover(v, memory)  # which drops the counts of tokens, and they belong to the late drift
+        memory.numbers |= {name: numbers.get(name, 0) for name in COUNTED if name in memory.numbers}
         late = self._late(memory)
         for change, after, part in zip(late.parts, copy.parts, before, strict=True):
             change.add_(after).sub_(part)
