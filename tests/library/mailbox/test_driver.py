@@ -28,7 +28,7 @@ def test_workers_in_time_have_the_golden_value_of_diloco() -> None:
 
 
 def test_the_drift_of_a_late_worker_counts_in_the_next_outer_step() -> None:
-    found = MailRun(LATE, quorum=1).train(5, lambda worker: solution(worker, DiLoCo(H)))
+    found = MailRun(LATE).train(5, lambda worker: solution(worker, DiLoCo(H)))
     last = outer_steps(LATE)[-1]
     assert [x for x, _ in found] == pytest.approx(last.models.tolist(), abs=1e-12)
     assert [phi for _, phi in found[:4]] == pytest.approx([last.anchor] * 4, abs=1e-12)
