@@ -45,7 +45,8 @@ Rules that are easy to break:
 
 Pages: docs/choosing.md (which method), docs/guides/training_loop.md, docs/guides/checkpoints.md,
 docs/guides/elasticity.md, docs/guides/mailbox.md, docs/guides/sharding.md, docs/guides/hosts.md,
-docs/extend/algorithm.md, docs/faq.md, docs/troubleshooting.md, docs/coming_from/ (DDP, FSDP, SGP, MATCHA, PowerGossip, dpwa, WAGMA-SGD, Decent-DP, torchft).
+docs/extend/algorithm.md, docs/faq.md, docs/troubleshooting.md,
+docs/coming_from/ (DDP, FSDP, SGP, MATCHA, PowerGossip, dpwa, WAGMA-SGD, Decent-DP, torchft).
 """
 
 
