@@ -491,6 +491,11 @@ class MailRounds(Rounds):
             driver.join_run(job, str(p), choose)
         self.drivers[0].notes = notes
 
+    def describe(self, dtypes: Sequence[torch.dtype]) -> str:
+        """See `Mixer`; without `sync_every`, which belongs to the pace of a worker."""
+        text, own = super().describe(dtypes), f"sync_every={getattr(self._times, 'sync_every', 0)}, "
+        return text.replace(own, "", 1) if self._times is not None else text
+
     def recover(self, x: FlatVector) -> None:
         """x <- the anchors of all fragments; x stays before the first step, where all workers are equal."""
         for p, driver in enumerate(self.drivers):

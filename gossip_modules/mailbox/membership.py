@@ -42,6 +42,10 @@ class MailMembership(Membership):
     counts in a later round: see [Note: Late drifts] of `MailDriver`. So no worker waits longer than `grace` seconds for
     others.
 
+    Where machines have unequal speeds, give each its own `sync_every`, in proportion to its speed, and
+    `weighted_by="num_steps"`: then all write at about the same times. Otherwise the drifts of slow workers are old, and
+    a large outer momentum diverges.
+
     Workers take steps at their own pace, so `steps` counts the steps of this worker, and `turn` is refused. Draw
     batches at random, with a seed of each worker's `number`.
 

@@ -15,6 +15,7 @@ from gossip_modules.lab.virtual_clock import VirtualClock
 from gossip_modules.mailbox.membership import MailMembership
 from gossip_modules.mailbox.memory import MemoryMedium
 from gossip_modules.mailbox.sealed import Seal
+from gossip_modules.rounds import Algorithm
 from gossip_modules.testing.storm import StormyMedium
 
 _runs = itertools.count()
@@ -59,7 +60,8 @@ class VirtualWorker:
         memory = MemoryMedium(run.name, timeout=run.options["timeout"], clock=clock, seal=Seal(None))
         medium = StormyMedium(memory, seed=0, outage=run.outage)
         self.membership = MailMembership(medium, clock=clock, **run.options)
-        self.model = model = GossipDataParallel(Number(), algorithm=run.algorithm, membership=self.membership)
+        algorithm = run.algorithm if isinstance(run.algorithm, Algorithm) else run.algorithm(self.speed)
+        self.model = model = GossipDataParallel(Number(), algorithm=algorithm, membership=self.membership)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         self.membership.track(optimizer=self.optimizer)
         end = None
@@ -79,7 +81,7 @@ class VirtualRun:
     """A run over a mailbox in memory, whose requests take no time.
 
     Args:
-        algorithm: of all workers.
+        algorithm: of all workers; or a function of the speed of a worker.
         speeds: the steps in a second of the workers at the start.
         seed: see `VirtualClock`.
         outage: see `StormyMedium`.

@@ -172,6 +172,21 @@ def test_an_outage_longer_than_the_timeout_is_an_error() -> None:
         assert 115.0 <= run.clock.now() < 125.0  # the last answer was at 15 or later
 
 
+def test_workers_of_unequal_speeds_meet_where_their_periods_are_in_proportion() -> None:
+    speeds = [1.0, 2.0, 4.0]
+    with VirtualRun(lambda speed: DiLoCo(sync_every=round(5 * speed)), speeds, quorum=3) as run:
+        run.clock.run(until=60.0)
+        assert run.longest_wait < 2 * POLL
+        assert [worker.num_steps for worker in run.workers] == pytest.approx([60, 120, 240], rel=0.05)
+        assert run.workers[0].membership.members == (0, 1, 2)
+
+
+def test_workers_with_another_outer_momentum_are_refused() -> None:
+    run = VirtualRun(lambda speed: DiLoCo(sync_every=5, momentum=speed / 10), [1.0, 2.0])
+    with run, pytest.raises(ValueError, match=r"differs from it: .*momentum"):
+        run.clock.run(until=1.0)
+
+
 def test_equal_seeds_have_equal_bits() -> None:
     def ends(seed: int) -> list[Any]:
         with VirtualRun(DiLoCo(sync_every=5), [1.0, 2.0, 3.0], quorum=2, seed=seed) as run:
