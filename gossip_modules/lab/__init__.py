@@ -13,6 +13,7 @@ from .clock import Compute, LinkSpec, Network
 from .comparison import LabJoin as Join
 from .comparison import LabKill as Kill
 from .comparison import Result, compare
+from .mail_training import Mailbox
 from .plan import LabPlan, Setting
 from .planner import Advice, Prediction, advise, best, simulate, tune
 from .tasks import Consensus, Digits, LabTask, Problem
@@ -27,6 +28,7 @@ __all__ = [
     "LabPlan",
     "LabTask",
     "LinkSpec",
+    "Mailbox",
     "Network",
     "Prediction",
     "Problem",

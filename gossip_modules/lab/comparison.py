@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ from ..rounds.stacked import Stacked
 from ..schedule import Action
 from ..state import Restart
 from .clock import Compute, Network
+from .mail_training import Mailbox, MailTraining
 from .models import Models
 from .plan import LabPlan, Running, Setting
 from .tasks import LabTask
@@ -140,6 +142,19 @@ class LabTraining:
             models.step(z, self.step, stepping, averages=averages)
             self.num_steps[stepping] += 1
             self.step += 1
+
+    def points(self, num_steps: int, every: int, tell: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+        """Train, and yield a point of the curve every so many steps, and after the last one; see `Result`.
+
+        Args:
+            num_steps: the optimizer steps of each worker.
+            every: steps from one point to the next.
+            tell: is told of the number of each step.
+        """
+        for z in self.run(num_steps):
+            tell(self.step)
+            if self.step % every == 0 or self.step == num_steps:
+                yield measure(self, self.settle() if self.step == num_steps else z)
 
     def settle(self) -> Tensor:
         """End the rounds in flight; returns the models z [n, d] of the present workers."""
@@ -276,6 +291,7 @@ def compare(
     network: Network | str = "1 Gbit/s",
     compute: Compute | None = None,
     events: Sequence[Event] = (),
+    world: Mailbox | None = None,
     scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
     every: int = 10,
@@ -302,6 +318,8 @@ def compare(
         network: the links, or a text such as "1 Gbit/s, 0.1 ms".
         compute: the duration of steps; None: 100 ms.
         events: deaths and joins of workers.
+        world: a `Mailbox`: workers share a store, and take steps at their own pace. A step of `steps`, `events` and
+            `every` is then a tick of the fastest worker's step. None: all workers are connected.
         every: steps from one point of a curve to the next.
         num_parameters: the number of float32 parameters for the computation of seconds and bytes; None: this model.
         path: a CSV file for the rows of each cell, written when the cell ends. Cells in the file are not run again.
@@ -329,7 +347,7 @@ def compare(
     task = LabTask(model, loss, data, optimizer, scheduler, evaluate)
     compute = compute or Compute(0.1)
     network = Network(network) if isinstance(network, str) else network
-    shared = setting_of(task, compute, network, events, every, num_parameters)
+    shared = setting_of(task, compute, network, events, every, num_parameters, *([] if world is None else [world]))
     cells = []
     for seed in seeds:
         for n in workers:
@@ -348,26 +366,34 @@ def compare(
         )
     done = {cell_of(row) for row in rows}
     left = [cell for cell in cells if cell_of(cell[0]) not in done]
+
+    def training_of(plan: LabPlan, setting: Setting) -> LabTraining | MailTraining:
+        if world is None:
+            return LabTraining(plan, setting, task, events)
+        return MailTraining(plan, setting, task, world, events)
+
     for _, plan, setting in left:  # refuses what cannot be, before anything is trained
-        LabTraining(plan, setting, task, events).check_events()
+        training_of(plan, setting).check_events()
     if path is not None and left:
         write_rows(Path(path), rows)  # without cells that an interruption has cut off
     for number, (key, plan, setting) in enumerate(left, 1):
-        training, found = LabTraining(plan, setting, task, events), []
-        for z in training.run(steps):
-            if progress:
-                show(f"{number} of {len(left)}: {key['method']}, {key['workers']} workers, step {training.step}")
-            if training.step % every and training.step != steps:
-                continue
-            if training.step == steps:
-                z = training.settle()
-            found.append({**key, **measure(training, z)})
+        label = f"{number} of {len(left)}: {key['method']}, {key['workers']} workers, step"
+        tell = partial(_tell, label) if progress else _tell_nobody
+        found = [{**key, **point} for point in training_of(plan, setting).points(steps, every, tell)]
         rows += found
         if path is not None:
             append_rows(Path(path), found)
     if progress:
         show("")
     return Result(rows)
+
+
+def _tell(label: str, step: int) -> None:
+    show(f"{label} {step}")
+
+
+def _tell_nobody(step: int) -> None:
+    pass
 
 
 def setting_of(task: LabTask, *others: Any) -> str:

@@ -44,6 +44,8 @@ class Mailbox:
 
     Args:
         quorum, grace, poll, interval, save_every: see `MailMembership`; seconds are those of the Lab's clock.
+        period_by_speed: whether the `sync_every` of each worker is in proportion to its speed, and that of the
+            algorithm belongs to a worker of mean speed. Then all workers write at about the same times.
         outages: times of the clock, pairs of begin and end, between which the store answers nobody.
     """
 
@@ -52,6 +54,7 @@ class Mailbox:
     poll: float = 1.0
     interval: float = 10.0
     save_every: int = 1
+    period_by_speed: bool = False
     outages: tuple[tuple[float, float], ...] = ()
 
 
@@ -217,7 +220,7 @@ class MailWorker:
             timeout=run.timeout,
             clock=run.clock,
         )
-        model = GossipDataParallel(self.model, membership=membership, **run.arguments())
+        model = GossipDataParallel(self.model, membership=membership, **run.arguments(self.number))
         assert task.optimizer is not None, "the constructor of the training has looked"
         named = dict(self.module.named_parameters())
         trained = [(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
@@ -279,13 +282,18 @@ class MailTraining:
         self.tick_seconds = float(setting.compute.median_seconds(np.arange(setting.world_size)).min())
         self.workers: list[MailWorker] = []
 
-    def arguments(self) -> Mapping[str, Any]:
-        """Return the arguments of the wrapper."""
+    def arguments(self, worker: int) -> Mapping[str, Any]:
+        """Return the arguments of the wrapper of a worker."""
         plan, graph = self.plan, self.plan.graph
         named: dict[str, Any] = {"graph": graph} if graph else {}
         if isinstance(graph, str) and graph:
             named = {"graph": lambda n: named_graph(graph, n, plan.peers_per_itr)}
-        return {"schedule": plan.schedule, "overlap": plan.overlap, **named, **self.chosen.arguments}
+        chosen = self.chosen
+        if self.world.period_by_speed:
+            seconds = self.setting.compute.median_seconds(np.arange(max(worker + 1, self.setting.world_size)))
+            mean = (1 / seconds[: self.setting.world_size]).mean()
+            chosen = chosen.with_settings({"sync_every": max(round(chosen.period / seconds[worker] / mean), 2)})
+        return {"schedule": plan.schedule, "overlap": plan.overlap, **named, **chosen.arguments}
 
     def link_of(self, worker: int) -> LinkSpec:
         """Return the link between a worker and the store."""
@@ -293,6 +301,32 @@ class MailTraining:
         stops = np.cumsum(network.shares) / sum(network.shares)
         group = int(np.searchsorted(stops, (worker % self.setting.world_size + 0.5) / self.setting.world_size))
         return network.table()[group][0]
+
+    def check_events(self) -> None:
+        """Wrap the model of one worker, and walk through the events, so that both are refused before training.
+
+        Raises:
+            ValueError: a worker that dies is not there, nobody is left, or the method does not fit to a mailbox.
+        """
+        present, num_known = set(range(self.setting.world_size)), self.setting.world_size
+        for event in sorted(self.events, key=lambda event: event.step):
+            if (number := getattr(event, "worker", None)) is None:
+                present, num_known = {*present, num_known}, num_known + 1
+            elif number in present and len(present) > 1:
+                present = present - {number}
+            else:
+                raise ValueError(f"got {event}, expected one of the workers {sorted(present)}; at least one stays")
+        try:
+            self.workers = [MailWorker(self, 0)]
+            self.clock.run(until=0.0)
+        finally:
+            self.close()
+
+    def points(self, num_ticks: int, every: int, tell: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+        """Train, and yield a point of the curve every so many ticks, and after the last one; see `LabTraining`."""
+        for tick in self.run(num_ticks, every):
+            tell(tick)
+            yield self.measure(tick)
 
     def run(self, num_ticks: int, every: int) -> Iterator[int]:
         """Train, and yield the number of the tick at the start, after each `every` ticks, and after the last one."""

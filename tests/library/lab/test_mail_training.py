@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gossip_modules import DiLoCo
-from gossip_modules.lab import Compute, Join, Kill, LabTask, Network, Setting
-from gossip_modules.lab.mail_training import Mailbox, MailTraining
+from gossip_modules.lab import Compute, Join, Kill, LabTask, Mailbox, Network, Result, Setting, compare
+from gossip_modules.lab.mail_training import MailTraining
 from gossip_modules.lab.plan import LabPlan
 
 WORLD = Mailbox(quorum=2, grace=1.0, poll=0.5, interval=2.0)
@@ -60,6 +60,16 @@ def test_fast_workers_take_more_steps() -> None:
     np.testing.assert_allclose(steps, [40, 80, 160], rtol=0.15)
 
 
+def test_workers_whose_periods_follow_their_speeds_meet_and_wait_little() -> None:
+    training = make(
+        DiLoCo(sync_every=14), speeds=(1.0, 2.0, 4.0), world=dataclasses.replace(WORLD, period_by_speed=True)
+    )
+    row = train(training, 160)
+    assert [training.arguments(worker)["algorithm"].sync_every for worker in range(3)] == [6, 12, 24]
+    assert row["waiting"] < 0.1
+    assert {len(members) for _, members, _ in training.ledger.closes} == {3}
+
+
 def test_a_death_and_a_newcomer() -> None:
     training = make(events=[Kill(12, 1), Join(20)])
     train(training, 60)
@@ -100,3 +110,41 @@ def test_equal_seeds_have_equal_rows() -> None:
 def test_a_method_that_needs_fixed_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="over a mailbox, expected another method"):
         make("dpwa")
+
+
+def compared(method: Any = None, **others: Any) -> Result:
+    options: dict[str, Any] = {
+        "model": lambda: nn.Linear(3, 1),
+        "loss": loss,
+        "data": data,
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
+        "workers": [3],
+        "steps": 40,
+        "world": WORLD,
+        "compute": Compute(1.0, speeds=(1.0, 1.5, 2.0)),
+        "progress": False,
+        "every": 20,
+    }
+    return compare({"mine": method or DiLoCo(sync_every=5)}, **{**options, **others})
+
+
+def test_compare_takes_a_mailbox_with_events() -> None:
+    result = compared(events=[Kill(10, 2), Join(20)], evaluate=lambda model: float(model(torch.ones(1, 3))))
+    assert [row["step"] for row in result.rows] == [0, 20, 40]
+    assert {row["by"] for row in result.rows} == {"mailbox"}
+    assert result.last[0]["seconds"] == 20.0  # ticks of the fastest worker
+    assert result.last[0]["loss"] < 2.0
+    assert result.last[0]["evaluation"] > result.rows[0]["evaluation"]
+
+
+@pytest.mark.parametrize(
+    ("method", "events", "expected"),
+    [
+        ("choco:ring:sign", (), "over a mailbox, expected"),
+        (None, (Kill(3, 7),), r"expected one of the workers \[0, 1, 2\]"),
+        (None, (Kill(3, 0), Kill(4, 1), Kill(5, 2)), r"expected one of the workers \[2\]"),
+    ],
+)
+def test_compare_refuses_what_cannot_be_before_training(method: Any, events: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        compared(method, events=events)

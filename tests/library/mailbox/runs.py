@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from gossip_modules import DiLoCo, GossipDataParallel
-from gossip_modules.mailbox.medium import Medium
 from gossip_modules.mailbox.membership import MailMembership
 from tests.harness.quadratics import LEARNING_RATE, Point
 
@@ -35,27 +34,25 @@ class Worker:
 
 
 def train(
-    address: str | Callable[[], Medium],
+    address: str,
     num_steps: int,
     *,
     parabolas: Sequence[int] = (0, 1, 2),
     lr: float = LEARNING_RATE,
     momentum: float = 0.0,
     end: Callable[[Worker], object] = lambda worker: worker.model.close(),
-    at_step: Callable[[Worker, int], object] = lambda worker, step: None,
-    make_model: Callable[[], Point] = Point,
+    algorithm: Any = None,
     **options: Any,
 ) -> list[Worker]:
     """Train until a forward in step `num_steps`, which no optimizer step follows.
 
     Args:
-        address: of the run, or makes its medium for a worker.
+        address: of the run.
         num_steps: the number of optimizer steps of a worker that begins with the run.
         parabolas: the parabola of problem Q of each worker.
         lr, momentum: of SGD.
         end: the end of a worker.
-        at_step: called after each forward.
-        make_model: the model of a worker.
+        algorithm: None: DiLoCo.
         options: of the memberships.
     """
     workers: list[Worker] = []
@@ -63,12 +60,12 @@ def train(
     all_joined = threading.Barrier(len(parabolas))
 
     def work(parabola: int) -> None:
-        store = address if isinstance(address, str) else address()
-        membership = MailMembership(store, **{"min_workers": len(parabolas), **OPTIONS, **options})
-        point = make_model()
+        membership = MailMembership(address, **{"min_workers": len(parabolas), **OPTIONS, **options})
+        point = Point()
         optimizer = torch.optim.SGD(point.parameters(), lr=lr, momentum=momentum)
         membership.track(optimizer=optimizer)
-        model = GossipDataParallel(point, algorithm=DiLoCo(sync_every=H, **OUTER), membership=membership)
+        chosen = DiLoCo(sync_every=H, **OUTER) if algorithm is None else algorithm()
+        model = GossipDataParallel(point, algorithm=chosen, membership=membership)
         worker = Worker(membership, model, optimizer)
         membership.join()
         optimizer.param_groups[0]["lr"] = lr  # which the saved optimizer has replaced
@@ -77,7 +74,6 @@ def train(
             optimizer.zero_grad()
             loss = model(parabola)
             worker.x[step] = point.x.item()
-            at_step(worker, step)
             if step == num_steps:
                 break
             loss.backward()
