@@ -81,9 +81,9 @@ class MailChoices:
         choices, algorithm = self.choices, self.choices.algorithm
         if isinstance(choices, PairChoices):
             return PairsByMail()
-        if algorithm is None and choices.push_sum:
-            return PushSumByMail()
         chosen = algorithm if isinstance(algorithm, Algorithm) else DPSGD()
+        if chosen.is_plain and choices.push_sum:
+            return PushSumByMail()
         return MailRounds(chosen, PushPull())
 
     @cached_property
