@@ -8,6 +8,8 @@ small models of all of them at once.
     python -m gossip_modules.lab --world-size 256 --problem "Consensus()" --target 1e-6 \
         --methods sgp dpsgd:ring "DiLoCo(sync_every=50)"
     python -m gossip_modules.lab --world-size 16 --network "100 Mbit/s, 20 ms" --tune
+    python -m gossip_modules.lab --world-size 8 --parameters 124e6 --network "1 Gbit/s, 20 ms" \
+        --mailbox s3
 
 Prints a table, the fastest first, and which to choose and why. Steps are those that n small models
 really take on a small problem (Digits: softmax regression on drawn digits; Consensus: vectors that
@@ -15,7 +17,8 @@ agree on their mean). Seconds and bytes are predicted for your model, by a model
 links. So steps say how much a method's way of averaging costs beside others, not how long your own
 training lasts. Options that take the text of Python are read and never evaluated. With --tune each
 method has the graph, the steps between rounds and the outer rates that serve it best on this
-problem; the table names them.
+problem; the table names them. With --mailbox no model is trained: the table has the seconds and
+dollars of rounds over a bucket, with --network as the link of a worker to it.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from ..registry import METHODS
 from ..schedule import Schedule
 from .clock import Compute, Network
 from .comparison import show
+from .mailbox_costs import mailbox_costs
 from .plan import LabPlan, Setting, check
 from .planner import MAX_STEPS, advise, as_table, simulate, tune
 from .tasks import PROBLEMS, Digits
@@ -89,6 +93,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=whole, default=0, help="of data and methods (default 0)")
     help_ = "look for the graph, steps between rounds and outer rates with which each method is fastest"
     add("--tune", action="store_true", help=help_)
+    add("--mailbox", metavar="STORE", help="the costs of rounds over s3, gs, az, file or store, or an address")
+    add("--sync-every", type=whole, help="with --mailbox: steps between two rounds")
+    add("--max-waiting", type=float, default=0.05, help="with --mailbox: the share of waiting to keep (default 0.05)")
     add("--import", dest="modules", action="append", default=[], metavar="MODULE", help="registers methods")
     return parser
 
@@ -104,6 +111,8 @@ def _run(arguments: Sequence[str] | None) -> str:
     n, texts = options.world_size, options.methods or list(METHODS)
     check("world_size", n, n <= MAX_WORKERS, f"at most {MAX_WORKERS}; take fewer, as methods compare alike")
     setting = Setting(n, options.parameters, options.compute, options.network, seed=options.seed)
+    if options.mailbox:
+        return mailbox_costs(setting, options.mailbox, max_waiting=options.max_waiting, sync_every=options.sync_every)
     problem = options.problem or Digits(seed=options.seed)
     target = problem.target if options.target is None else options.target
     plans = [LabPlan.of(text, schedule=options.schedule, peers_per_itr=options.peers) for text in texts]
