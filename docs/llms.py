@@ -44,8 +44,9 @@ Rules that are easy to break:
 - With a Membership do not call init_process_group, unless one worker is a whole node.
 
 Pages: docs/choosing.md (which method), docs/guides/training_loop.md, docs/guides/checkpoints.md,
-docs/guides/elasticity.md, docs/guides/sharding.md, docs/guides/hosts.md, docs/extend/algorithm.md, docs/faq.md,
-docs/troubleshooting.md, docs/coming_from/ (DDP, FSDP, SGP, MATCHA, PowerGossip, dpwa, WAGMA-SGD, Decent-DP, torchft).
+docs/guides/elasticity.md, docs/guides/mailbox.md, docs/guides/sharding.md, docs/guides/hosts.md,
+docs/extend/algorithm.md, docs/faq.md, docs/troubleshooting.md,
+docs/coming_from/ (DDP, FSDP, SGP, MATCHA, PowerGossip, dpwa, WAGMA-SGD, Decent-DP, torchft).
 """
 
 

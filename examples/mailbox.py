@@ -2,9 +2,9 @@
 
     python examples/mailbox.py file:///tmp/run1
 
-Type this line in two terminals. Or in a terminal of each of two machines, with a folder that both have mounted, or with a
-bucket and its keys in the environment: `python examples/mailbox.py s3://my-bucket/run1`. Stop one worker with Ctrl-C and
-start it again: the other one does not stop, and the new one goes on from the newest model of the run.
+Type this line in two terminals. Or in a terminal of each of two machines, with a folder that both have mounted, or with
+a bucket and its keys in the environment: `python examples/mailbox.py s3://my-bucket/run1`. Stop one worker with Ctrl-C
+and start it again: the other one does not stop, and the new one goes on from the newest model of the run.
 """
 
 import os

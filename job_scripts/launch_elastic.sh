@@ -15,6 +15,7 @@
 #
 #   sbatch --array=0-7 --gpus-per-node=8 job_scripts/launch_elastic.sh --recipe sgp --checkpoint-every 1
 #   STORE=file:runs/gossip-elastic/store sbatch --array=8-9 job_scripts/launch_elastic.sh --min-workers 64   # 2 more
+#   STORE=file:///shared/run1 sbatch --array=0-7 job_scripts/launch_elastic.sh --algorithm "DiLoCo(sync_every=100)"
 #   DRY_RUN=1 job_scripts/launch_elastic.sh --recipe sgp    # inside an allocation: prints the commands and ends
 #
 # On each node `srun` starts restart.sh once for each worker: a worker that dies is started again, and ends nobody. The
@@ -25,7 +26,8 @@
 #   VENV               virtual environment (.venv)
 #   OUT_DIR            checkpoints, curves and the address of the store (runs/<job name>); a folder that all nodes see
 #   NPROC_PER_NODE     workers per node (the node's GPUs, or 1)
-#   STORE              a store that runs already, host:port or file:path: then this array serves none
+#   STORE              a store that runs already, host:port or file:path: then this array serves none. Or the address of a
+#                      mailbox, with "://": then nothing is served, and nodes need no connection with each other
 #   NETWORK_INTERFACE  interface for Gloo, e.g. eth0 or ib0 (its own choice)
 #   MAX_RESTARTS       times that a node is requeued on a signal (100)
 # and those of restart.sh: MAX_FAILURES, STEADY_SECONDS, MAX_PAUSE, RETRY_SECONDS, GRACE_SECONDS.
@@ -87,11 +89,13 @@ fi
 
 # A worker that gives up ends neither the step nor, as without --wait=0 some clusters would, those beside it later.
 cpus=$((${SLURM_CPUS_PER_TASK:-1} / num_workers))
+resume=(--resume auto)
+[[ ${STORE:-} != *://* ]] || resume=()  # the run in a mailbox goes on by itself
 command=(
   srun --nodes=1 "--ntasks=$num_workers" "--ntasks-per-node=$num_workers" "--cpus-per-task=$((cpus > 0 ? cpus : 1))"
   --kill-on-bad-exit=0 --wait=0
   job_scripts/restart.sh "$python" "$script" --elastic --store "${STORE:-file:$out_dir/store}"
-  --min-workers "$((${SLURM_ARRAY_TASK_COUNT:-1} * num_workers))" --out-dir "$out_dir" --resume auto "$@"
+  --min-workers "$((${SLURM_ARRAY_TASK_COUNT:-1} * num_workers))" --out-dir "$out_dir" "${resume[@]}" "$@"
 )
 
 if [[ ${DRY_RUN:-0} != 0 ]]; then

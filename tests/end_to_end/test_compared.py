@@ -11,7 +11,8 @@ PAGE = TESTS.parent / "docs" / "compared.md"
 
 
 def test_each_cell_of_ours_names_a_test() -> None:
-    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    table, _, _ = PAGE.read_text(encoding="utf-8").partition("</div>")
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line[:1] == "|"]
     header, _, *cells = rows
     assert header[-1] == "this library"
     assert len(cells) >= 20

@@ -155,6 +155,15 @@ def test_others_serve_nothing(cluster: Path, element: str, variables: dict[str, 
     assert shlex.split(out)[shlex.split(out).index("--store") + 1] == variables.get("STORE", "file:runs/sgp/store")
 
 
+def test_elements_that_share_a_folder_meet_in_it(cluster: Path) -> None:
+    variables = {"STORE": "file:///shared/run1", "OUT_DIR": "out", "DRY_RUN": "1"}
+    _, out, err = finish(launch(cluster, "--algorithm", "DiLoCo(sync_every=100)", **variables))
+    assert "membership.serve" not in out, err
+    words = shlex.split(out)
+    config = read_command_line(Config, description=None, arguments=words[words.index("train/gossip_sgd.py") + 1 :])
+    assert (config.is_by_mail, config.store, config.min_workers) == (True, "file:///shared/run1", 3)
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [

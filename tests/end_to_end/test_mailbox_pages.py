@@ -1,4 +1,4 @@
-"""The commands of docs/guides/two_laptops.md, as they stand on the page, in a new folder."""
+"""The commands of docs/guides/two_laptops.md, as they stand on the page, in a new folder; the lists of mailbox.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from gossip_modules import GossipDataParallel, Membership, Schedule
+from gossip_modules.extend import Algorithm
+from gossip_modules.methods import METHODS, read_algorithm
 from tests.end_to_end.test_examples import number, until
 from tests.harness.pages import ROOT
 from tests.library.mailbox.conftest import s3, s3_server
@@ -19,6 +23,7 @@ __all__ = ["s3", "s3_server"]  # fixtures
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 PAGE = (ROOT / "docs" / "guides" / "two_laptops.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "guides" / "mailbox.md").read_text(encoding="utf-8")
 COMMANDS: list[str] = re.findall(r"^```bash\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -94,3 +99,40 @@ def test_two_laptops_and_a_bucket(terminals: Terminals, s3: object) -> None:
     workers = [terminals.type(typed, STEPS="600") for _ in range(2)]
     accuracies = [number(r"accuracy ([\d.]+)%", until(worker, r"accuracy [\d.]+%")) for worker in workers]
     assert accuracies[0] == accuracies[1] > 85
+
+
+def fits(name: str) -> bool:
+    """Whether a method trains over a mailbox with a round every 10 steps."""
+    made = read_algorithm(name).made
+    membership = Membership(f"memory://{name}", min_workers=1)
+    options: dict[str, object] = {"algorithm": made} if isinstance(made, Algorithm) else {"overlap": name == "osgp"}
+    try:
+        model = GossipDataParallel(
+            nn.Linear(2, 2), schedule=Schedule(1 if "sync_every" in str(made) else 10), membership=membership, **options
+        )
+    except ValueError:
+        membership.close()
+        return False
+    model.close()
+    return True
+
+
+def test_the_methods_that_fit_are_in_the_table_of_the_guide() -> None:
+    section = GUIDE.partition("{ #fits }")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|" and "---" not in line]
+    fitting, refused = (" ".join(column) for column in zip(*rows, strict=True))
+    of_rounds = [name for name in METHODS if name not in ("ar", "adpsgd", "a2cid2", "wagma", "dpwa")]
+    for name in of_rounds:
+        title = METHODS[name].title
+        if fits(name):
+            assert re.search(rf"\b{re.escape(title)}\b", fitting), title
+        elif name != "osgp":  # overlap=True
+            assert re.search(rf"(?i)\b{re.escape(title)}\b", refused), title
+
+
+def test_the_example_of_costs_prints_the_line_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+    ((script, output),) = re.findall(
+        r"^```py\n(from gossip_modules.mailbox.costs.*?)^```\n\n```text\n(.*?)^```", GUIDE, re.M | re.S
+    )
+    exec(compile(script, "mailbox.md", "exec", dont_inherit=True), {})
+    assert capsys.readouterr().out == output

@@ -153,6 +153,22 @@ def test_nodes_of_skypilot_meet_on_the_first_one(rank: int, tmp_path: Path) -> N
     assert "'.[test]'" in task["setup"]
 
 
+def test_workers_of_skypilot_meet_in_a_bucket() -> None:
+    task = yaml.safe_load((JOB_SCRIPTS / "skypilot_mailbox.yaml").read_text(encoding="utf-8"))
+    names = {*task["envs"], *task["secrets"]}
+    read_by_the_store = {"AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}  # by obstore
+    check_environment(names - read_by_the_store, task["run"])
+    command = f"printf '%s\\0' {task['run'].removeprefix('exec ')}"
+    output = subprocess.run(["bash", "-c", command], env=task["envs"], capture_output=True, text=True, check=True)
+    restart, python, flag, module, *arguments = output.stdout.split("\0")[:-1]
+    assert (ROOT / restart).is_file()
+    assert (python, flag, module) == ("python", "-m", "train.gossip_sgd")
+    config = read_command_line(Config, description=None, arguments=arguments)
+    assert (config.is_by_mail, config.store, config.min_workers) == (True, task["envs"]["RUN"], 2)
+    assert (task["num_nodes"], task["resources"]["use_spot"]) == (1, True)
+    assert "'.[test]'" in task["setup"], "which has obstore"
+
+
 # Ray Train.
 
 

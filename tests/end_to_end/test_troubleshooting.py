@@ -32,8 +32,13 @@ SHOWN = [
     if line
 ]
 # Messages that other messages contain or take the place of: no script sees them alone.
-INTERNAL = ("NotMet", "ConnectionLost")
-INTERNAL_TEXTS = ("the wait was given up", "got a job for the thread", "worker .* failed:")
+INTERNAL = ("NotMet", "ConnectionLost", "Transient", "Permanent")
+INTERNAL_TEXTS = (
+    "the wait was given up",
+    "got a job for the thread",
+    "worker .* failed:",
+    "of real time without a wait",
+)
 X, Y = torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _WARNING = "warning"  # the kind of a message for warnings.warn
-_LONG = 40
+_LONG = 36
 _MANY = 12  # letters of a message that are not fields, at the least: "{why}: {error}" names nothing
 
 
@@ -81,13 +81,15 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def texts(package: Path) -> Iterator[re.Pattern[str]]:
-    """All texts with fields in a package, long ones only, as patterns of a part of a message."""
+    """All long texts in a package, as patterns of a part of a message."""
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(_parsed(path)):
             if isinstance(node, ast.JoinedStr):
                 parts = [str(part.value) if isinstance(part, ast.Constant) else None for part in node.values]
                 if len("".join(filter(None, parts))) >= _LONG:
                     yield Message("", tuple(parts), path.name).pattern
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) >= _LONG:
+                yield re.compile(re.escape(node.value))
 
 
 def _is_class(node: ast.AST) -> bool:

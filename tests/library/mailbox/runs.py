@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gossip_modules import DiLoCo, GossipDataParallel
+from gossip_modules.mailbox.medium import Medium
 from gossip_modules.mailbox.membership import MailMembership
 from tests.harness.quadratics import LEARNING_RATE, Point
 
@@ -34,25 +35,27 @@ class Worker:
 
 
 def train(
-    address: str,
+    address: str | Callable[[], Medium],
     num_steps: int,
     *,
     parabolas: Sequence[int] = (0, 1, 2),
     lr: float = LEARNING_RATE,
     momentum: float = 0.0,
     end: Callable[[Worker], object] = lambda worker: worker.model.close(),
-    algorithm: Any = None,
+    at_step: Callable[[Worker, int], object] = lambda worker, step: None,
+    make_model: Callable[[], Point] = Point,
     **options: Any,
 ) -> list[Worker]:
     """Train until a forward in step `num_steps`, which no optimizer step follows.
 
     Args:
-        address: of the run.
+        address: of the run, or makes its medium for a worker.
         num_steps: the number of optimizer steps of a worker that begins with the run.
         parabolas: the parabola of problem Q of each worker.
         lr, momentum: of SGD.
         end: the end of a worker.
-        algorithm: None: DiLoCo.
+        at_step: called after each forward.
+        make_model: the model of a worker.
         options: of the memberships.
     """
     workers: list[Worker] = []
@@ -60,12 +63,12 @@ def train(
     all_joined = threading.Barrier(len(parabolas))
 
     def work(parabola: int) -> None:
-        membership = MailMembership(address, **{"min_workers": len(parabolas), **OPTIONS, **options})
-        point = Point()
+        store = address if isinstance(address, str) else address()
+        membership = MailMembership(store, **{"min_workers": len(parabolas), **OPTIONS, **options})
+        point = make_model()
         optimizer = torch.optim.SGD(point.parameters(), lr=lr, momentum=momentum)
         membership.track(optimizer=optimizer)
-        chosen = DiLoCo(sync_every=H, **OUTER) if algorithm is None else algorithm()
-        model = GossipDataParallel(point, algorithm=chosen, membership=membership)
+        model = GossipDataParallel(point, algorithm=DiLoCo(sync_every=H, **OUTER), membership=membership)
         worker = Worker(membership, model, optimizer)
         membership.join()
         optimizer.param_groups[0]["lr"] = lr  # which the saved optimizer has replaced
@@ -74,6 +77,7 @@ def train(
             optimizer.zero_grad()
             loss = model(parabola)
             worker.x[step] = point.x.item()
+            at_step(worker, step)
             if step == num_steps:
                 break
             loss.backward()

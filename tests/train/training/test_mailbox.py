@@ -79,7 +79,7 @@ def test_options_that_do_not_fit(arguments: str, expected: str) -> None:
     ("recipe", "expected"),
     [
         ("sgp", r"got a message in every step over a mailbox"),
-        ("adpsgd", r"got the mailbox memory://\w+ for a wrapper whose workers are connected"),
+        ("adpsgd", r"got a message in every step over a mailbox"),
         ("wagma", r"got the mailbox memory://\w+ for a wrapper whose workers are connected"),
         ("ar", r"got the mailbox memory://\w+ for a wrapper whose workers are connected"),
         ("d2", r"got .* over a mailbox, expected a method of one message per round"),
