@@ -92,12 +92,11 @@ class RoundCosts:
     messages and closes the round. It reads n - 1 messages, and writes the close and, where the algorithm averages, the
     mean. Each other worker then reads the mean, or r messages. The first look is a list, and others are reads: see
     [Note: Looks] of `Stream`. In front of the looks a worker reads whether the round is closed already, and after them
-    it reads the close. A model of M bytes is saved every s
-    rounds, with two lists for old objects.
+    it reads the close. A model of M bytes is saved every s rounds, with three lists for newer and older objects.
 
         writes          n + 1 + mean + 1/s
         reads           n (L + 1) + (n - 1) + (n - 1) r
-        lists           n + 1 + 2/s
+        lists           n + 1 + 3/s
         bytes written   (n + mean) m + M/s
         bytes read      (n - 1) (1 + r) m
 
@@ -128,7 +127,7 @@ class RoundCosts:
         return Requests(
             writes=n + 1 + has_mean + num_saves,
             reads=n * (self.num_looks + 1) + (n - 1) * (1 + num_read),
-            lists=n + 1 + 2 * num_saves,
+            lists=n + 1 + 3 * num_saves,
             bytes_written=(n + has_mean) * self.message_bytes + self.model_bytes * num_saves,
             bytes_read=(n - 1) * (1 + num_read) * self.message_bytes,
         )
@@ -165,3 +164,23 @@ class RoundCosts:
 def least_sync_every(step_seconds: float, wait_seconds: float, *, waiting_share: float) -> int:
     """The smallest number of steps between two rounds with which waits take at most this share of the time."""
     return max(2, math.ceil(wait_seconds * (1 - waiting_share) / (waiting_share * step_seconds)))
+
+
+def rates(counts: MediumCounts, prices: Prices, *, num_rounds: int, seconds: float) -> dict[str, float]:
+    """The entries of `comm_stats()` with requests, bytes and dollars of a worker; none before its first round.
+
+    Args:
+        counts: the requests so far.
+        prices: see `prices_of`.
+        num_rounds: the rounds so far.
+        seconds: the time so far.
+    """
+    if not num_rounds or not seconds:
+        return {}
+    money = prices.hourly(counts, seconds=seconds)
+    return {
+        "store_requests_per_round": (counts.writes + counts.reads + counts.lists) / num_rounds,
+        "store_bytes_per_round": (counts.bytes_written + counts.bytes_read) / num_rounds,
+        "store_dollars_per_hour": money.requests,
+        "store_egress_dollars_per_hour": money.egress,
+    }

@@ -216,9 +216,9 @@ class Stream:
         if len(members) < quorum:
             return None
         has_mean = bool(known[job.number].header.get("has_mean"))
-        job.medium.create(
-            self.path(number, "close"), pack({"members": members, "by": job.number, "has_mean": has_mean})
-        )
+        steps = [known[worker].header.get("step", 0) for worker in sorted(known)]  # for those who look at the run
+        header = {"members": members, "by": job.number, "has_mean": has_mean, "steps": steps}
+        job.medium.create(self.path(number, "close"), pack(header))
         return self.close_of(number)
 
     def _message(self, number: int, worker: int) -> Sent | None:

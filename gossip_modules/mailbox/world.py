@@ -13,6 +13,7 @@ from ..transport.base import Transport
 from ..transport.process_group import calling
 from ..worlds.world import ModelWorld
 from .by_mail import ByMail
+from .costs import prices_of, rates
 from .driver import MailRounds
 from .job import MailJob
 from .rounds import Close
@@ -101,7 +102,8 @@ class MailWorld(ModelWorld):
         self._rounds = mixer if isinstance(mixer, MailRounds) else None
         self._by_mail = mixer if isinstance(mixer, ByMail) else None
         self._must_save: int | None = None
-        self._last = 0
+        self._last = self._num_rounds = 0
+        self._began = membership.mail.clock.now()
 
     def enter(self) -> None:
         """See `ModelWorld`."""
@@ -139,6 +141,7 @@ class MailWorld(ModelWorld):
             counts: whether this worker is in it.
         """
         membership = self.membership
+        self._num_rounds += 1
         membership.note_members(close.members)
         is_of_models = kind == "average" or self._rounds is None or not self._rounds.algorithm.averages_exactly
         if not (counts and is_of_models):
@@ -155,12 +158,16 @@ class MailWorld(ModelWorld):
 
     def note_exchange(self, live: Collection[int], save_as: int | None) -> None:
         """An exchange by mail has ended: see `MailNotes`."""
+        self._num_rounds += 1
         self.membership.note_members(live)
         self._must_save = save_as
 
     def stats(self) -> dict[str, float]:
-        """See `ModelWorld`."""
-        return self.membership.stats()
+        """See `ModelWorld`; with the requests, the bytes and the price of a round."""
+        medium = self.membership.mail.medium
+        seconds, prices = medium.clock.now() - self._began, prices_of(medium.address)
+        costs = rates(medium.counts, prices, num_rounds=self._num_rounds, seconds=seconds)
+        return {**self.membership.stats(), **costs}
 
     def close(self) -> None:
         """See `ModelWorld`; the model of the last round stays in the run, by one of the workers that have it."""
