@@ -7,7 +7,8 @@ Eight workers have speeds from 1 to 4, evenly spread; a step of the slowest take
 seconds, 50 steps of a worker of mean speed, one of them dies without a word. Ten seconds later a new process of its
 speed comes. All systems meet the same deaths.
 
-- The mailbox runs the code of real training, `MailMembership` and `GossipDataParallel`, under the virtual clock.
+- The mailbox runs the code of real training, `MailMembership` and `GossipDataParallel`, under the virtual clock: with
+  one period for all workers and no outer momentum, or with periods in proportion to speeds.
 - In lockstep all wait for all, as with a membership over sockets. A death, and a newcomer, cost a pause of a second.
 - Data parallel averages gradients in each step, with the same pauses.
 - Data parallel that waits stops until the worker is back, and goes on from its last checkpoint.
@@ -47,7 +48,8 @@ CHECKPOINT_STEPS = 10
 PARAMETERS = 25_000_000
 NETWORK = Network("10 Gbit/s, 20 ms")
 RATE = 3e-3
-KEY = ("system", "sync_every", "quorum", "grace", "poll", "interval", "delay", "weighted_by", "deaths", "seconds")
+BY_SPEED = "mailbox, periods by speed"
+KEY = ("system", "sync_every", "momentum", "quorum", "grace", "poll", "interval", "weighted_by", "deaths", "seconds")
 COLUMNS = (*KEY, "at", "trained", "counted", "loss", "test", "waiting", "rounds", "cpu_seconds", "data")
 
 
@@ -56,8 +58,8 @@ class GoodputCell:
     """A training.
 
     Args:
-        system: "mailbox", "lockstep", "data parallel" or "data parallel that waits".
-        sync_every, delay, weighted_by: of DiLoCo.
+        system: "mailbox", "mailbox, periods by speed", "lockstep", "data parallel" or "data parallel that waits".
+        sync_every, momentum, weighted_by: of DiLoCo; the period of a worker of mean speed.
         quorum, grace, poll, interval: of the mailbox.
         deaths: whether workers die.
         seconds: the length, in seconds of the Lab's clock.
@@ -66,14 +68,14 @@ class GoodputCell:
 
     system: str
     sync_every: int = 0
+    momentum: float = 0.9
     quorum: int = 0
     grace: float = 0.0
     poll: float = 0.0
     interval: float = 0.0
-    delay: int = 0
     weighted_by: str = "equal"
     deaths: bool = True
-    seconds: float = 600.0
+    seconds: float = 400.0
     seed: int = 1
 
     @property
@@ -87,8 +89,7 @@ class GoodputCell:
         if not self.sync_every:
             return LabPlan.of("ar")
         weights: Any = None if self.weighted_by == "equal" else self.weighted_by
-        arrival = "carry" if self.delay else "blend"
-        return LabPlan.of(DiLoCo(sync_every=self.sync_every, delay=self.delay, arrival=arrival, weighted_by=weights))
+        return LabPlan.of(DiLoCo(sync_every=self.sync_every, momentum=self.momentum, weighted_by=weights))
 
     def victims(self) -> list[int]:
         """The place, 0 to 7, of the worker of each death: every place once, in a drawn order, again and again."""
@@ -131,7 +132,8 @@ class GoodputTask:
 
 def by_mailbox(cell: GoodputCell, task: GoodputTask, times: Sequence[float]) -> Iterator[dict[str, Any]]:
     """Train over a mailbox, and yield a point of the curve at each of these times."""
-    world = Mailbox(cell.quorum, cell.grace, cell.poll, cell.interval)
+    by_speed = cell.system == BY_SPEED
+    world = Mailbox(cell.quorum, cell.grace, cell.poll, cell.interval, period_by_speed=by_speed)
     setting = cell.setting()
     tick = min(1 / speed for speed in SPEEDS)
     changes = [replace(change, step=round(at / tick)) for at, change in cell.changes()]
@@ -195,10 +197,15 @@ def that_waits(rows: Any, cell: GoodputCell, times: Sequence[float]) -> Iterator
 
 def cells(*, seconds: float, seeds: Sequence[int]) -> Iterator[GoodputCell]:
     """Yield the trainings in their order; those without deaths come before the others."""
-    mail = GoodputCell("mailbox", sync_every=20, quorum=4, grace=0.1, poll=0.1, interval=5.0)
-    others = GoodputCell("lockstep", 20), GoodputCell("data parallel"), GoodputCell("data parallel that waits")
+    systems = (
+        GoodputCell(BY_SPEED, 20, quorum=6, grace=1.0, poll=0.25, interval=5.0, weighted_by="num_steps"),
+        GoodputCell("mailbox", 20, 0.0, quorum=4, grace=0.1, poll=0.1, interval=5.0),
+        GoodputCell("lockstep", 20),
+        GoodputCell("data parallel"),
+        GoodputCell("data parallel that waits"),
+    )
     for seed in seeds:
-        for system in (mail, *others, replace(mail, grace=1.0, poll=0.5)):
+        for system in systems:
             for deaths in (False, True):
                 if deaths or system.system != "data parallel that waits":
                     yield replace(system, deaths=deaths, seconds=seconds, seed=seed)
@@ -236,7 +243,7 @@ class GoodputStudy:
             without = replace(cell, system="data parallel", deaths=False)
             found = list(that_waits(matching(rows_in(self.path, COLUMNS), without.key), cell, times))
         else:
-            found = list((by_mailbox if cell.system == "mailbox" else in_lockstep)(cell, self.task, times))
+            found = list((by_mailbox if cell.quorum else in_lockstep)(cell, self.task, times))
         own = {"cpu_seconds": round(time.process_time() - began, 1), "data": self.task.text.data}
         key = {name: value for name, value in cell.key.items() if name != "seed"}
         return [
@@ -249,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m benchmarks.mail_goodput", description=__doc__, formatter_class=shape)
     parser.add_argument("--output", type=Path, default=RESULTS / "mail_goodput.csv", help="default %(default)s")
-    parser.add_argument("--seconds", type=float, default=600.0, help="of the Lab's clock, of each training")
+    parser.add_argument("--seconds", type=float, default=400.0, help="of the Lab's clock, of each training")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--minutes", type=float, default=math.inf, help="the time after which no training begins")
     parser.add_argument("--quick", action="store_true", help="one seed and 60 seconds, to see that it runs")
