@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -89,6 +91,7 @@ class MailDriver(Driver):
         notes: told of the end of each round.
         next: for each kind of round, the number of the first one that this memory does not contain.
         task: the message and the outcome of the round in flight; None: no round is in flight.
+        is_behind: whether rounds were missed between the last two messages.
     """
 
     next: dict[str, int] = leaf({})
@@ -104,6 +107,9 @@ class MailDriver(Driver):
         self._outcome: Outcome | None = None
         self._unshifted: FlatVector | None = None
         self._reading: tuple[tuple[str, int], BackgroundCall[Missed]] | None = None  # of a kind, the round of a number
+        self.is_behind = False
+        self._num_missed = 0  # since the last message
+        self._posted_at, self._looked = 0, -math.inf  # the step of the last message, the time of the last read ahead
 
     def join_run(self, job: MailJob, name: str, choose: Callable[[int], MixingManager]) -> None:
         """Answer requests by the objects of a run.
@@ -149,8 +155,11 @@ class MailDriver(Driver):
         """
         kind = "average" if self.algorithm.averages_at(k) else "mix"
         stream = self._stream(kind, x.layout)
+        self._posted_at = k
         if not self.catch_up(x, k, kind, until=until):
+            self.is_behind = True
             return
+        self.is_behind, self._num_missed = self._num_missed > 0, 0
         self._unshifted = self._shift(x)
         number = self.next.get(kind, 0)
         self.begin_round(Vector.of(x), number, k)
@@ -366,8 +375,23 @@ class MailDriver(Driver):
                 self._sent_as = []
                 return True
             self._replay(x, k, missed.outcome)
+            self._num_missed += 1
             if self._sent_as and self._sent_as[1] == number and self._sent_as[0] in missed.outcome.close.members:
                 self._drop_drift(x)  # a checkpoint was saved while this round was in flight
+
+    def read_ahead(self, x: FlatVector) -> None:
+        """Apply missed rounds as they end, without a wait, if this worker was behind at its last message.
+
+        A slow worker misses several rounds in each of its periods. If it read them at its next message only, they would
+        not be there in time, and its steps would never count.
+
+        Args:
+            x: the model; not changed.
+        """
+        now = self.job.clock.now()
+        if self.is_behind and self.task is None and now >= self._looked + self.job.settings.poll:
+            self._looked = now
+            self.catch_up(x, self._posted_at, "average", until=now)
 
     def _replay(self, x: FlatVector, k: int, outcome: Outcome) -> None:
         memory, algorithm, close = self.memory, self.algorithm, outcome.close
@@ -520,6 +544,12 @@ class MailRounds(Rounds):
             if driver.is_ready or (delay and k == begun + delay and driver.wait(self._until)):
                 self._land_one(p, x)
                 has_changed = True
+        if self.algorithm.has_equal_memory:
+            with self._rejoining():
+                for p, driver in enumerate(self.drivers):
+                    if driver.is_behind:
+                        with self._part(p, x) as part:
+                            driver.read_ahead(part)
         self._note_wait()
         return has_changed
 
@@ -528,12 +558,17 @@ class MailRounds(Rounds):
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`; a worker that has missed more rounds than the run keeps begins again from its newest model."""
-        try:
+        with self._rejoining():
             self._finish(s)
+        self._note_wait()
+
+    @contextmanager
+    def _rejoining(self) -> Iterator[None]:
+        try:
+            yield
         except RoundGone:
             self._give_up()
             self._rejoin()
-        self._note_wait()
 
     def _note_wait(self) -> None:
         """Training has waited until now in this step."""

@@ -60,6 +60,15 @@ def test_fast_workers_take_more_steps() -> None:
     np.testing.assert_allclose(steps, [40, 80, 160], rtol=0.15)
 
 
+def test_the_steps_of_slow_workers_count_though_rounds_are_faster_than_their_periods() -> None:
+    world = Mailbox(quorum=2, grace=0.1, poll=0.1, interval=5.0)
+    training = make(DiLoCo(sync_every=10), speeds=(1.0, 4.0, 4.0, 4.0), network="1 Gbit/s, 20 ms", world=world)
+    train(training, 400)
+    assert len(training.ledger.closes) > 25  # at least two in each period of the slow worker
+    for worker in training.workers:
+        assert training.ledger.counted[worker.number] >= worker.num_steps - 25
+
+
 def test_workers_whose_periods_follow_their_speeds_meet_and_wait_little() -> None:
     training = make(
         DiLoCo(sync_every=14), speeds=(1.0, 2.0, 4.0), world=dataclasses.replace(WORLD, period_by_speed=True)
