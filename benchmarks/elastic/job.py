@@ -64,7 +64,9 @@ class Job:
 
     def end_at(self, step: int) -> None:
         """Training ends before this step."""
-        (self.folder / LAST).write_text(str(step))
+        part = self.folder / f"{LAST}.part"
+        part.write_text(str(step))
+        part.replace(self.folder / LAST)  # so that no worker reads an empty file
 
     def lines(self, rank: int, event: str = "step") -> list[dict[str, Any]]:
         """The events of a kind that a worker has written; a last line that is not whole is of one that was killed."""
