@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -51,6 +52,7 @@ def measure(training: WireTraining, *, num_rounds: int) -> dict[str, Any]:
         "message_bytes": round(message),
         "writes": round(sum(written.values()) / each, 3),
         **{f"writes_{kind}": round(written[kind] / each, 3) for kind in _WRITES},
+        **_of_rounds(window),
         "reads": round(reads / each, 3),
         "reads_absent": round(sum(r["status"] == 404 for r in window) / each, 3),
         "lists": round(verbs["LIST"] / each, 3),
@@ -69,6 +71,29 @@ def measure(training: WireTraining, *, num_rounds: int) -> dict[str, Any]:
         "log_gets": sum(r["verb"] == "GET" for r in requests),
         "counted_reads": int(counted["reads"]),
         "seconds_for_outcome_s": round(max(result.get("longest_wait", 0.0) for result in results), 3),
+    }
+
+
+def _of_rounds(requests: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The writes, and the uploads and downloads of the size of a message, of one worker in one round of a close."""
+    writes, up, down = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for request in requests:
+        path = request["path"]
+        if path.startswith("round/") and path.count("/") == 3:
+            key, is_put = (request["from"], path.rpartition("/")[0]), request["verb"] == "PUT"
+            writes[key] += is_put
+            up[key] += is_put and _is_large(request)
+            down[key] += request["verb"] == "GET" and request["status"] == 200 and _is_large(request)
+    if not writes:
+        return dict.fromkeys(
+            ("writes_most", "uploads_median", "uploads_most", "downloads_median", "downloads_most"), ""
+        )
+    return {
+        "writes_most": max(writes.values()),
+        "uploads_median": statistics.median(up.values()),
+        "uploads_most": max(up.values()),
+        "downloads_median": statistics.median(down.values()),
+        "downloads_most": max(down.values()),
     }
 
 
